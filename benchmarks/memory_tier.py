@@ -36,7 +36,7 @@ from mindresume.resume.choice import VerifiedShard
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.shard_writer import Save, SaveTarget, rank_shard, write_shard
-from mindresume.settings import MemoryTierSettings
+from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache
 
@@ -83,7 +83,7 @@ class Bench:
         self.buffers = {name: np.empty_like(array) for name, array in self.arrays.items()}
         target = SaveTarget(STORAGE, memory, RUN, 0, 1, lineage=RUN)
         self.events: list[Any] = []
-        self.tier = MemoryTier(target, SingleProcess(), MemoryTierSettings(2, memory), self.events.append)
+        self.tier = MemoryTier(target, SingleProcess(), Settings(memory_tier=MemoryTierSettings(2, memory)), self.events.append)
         self.step = 0
         self.next()
         self.next()

@@ -26,7 +26,7 @@ from mindresume.fault_injection.faults import Killed
 from mindresume.resume import scrub
 from mindresume.saving import background_writer, crash_loop, staging
 from mindresume.saving.background_writer import serve
-from mindresume.saving.memory_tier import directory, mapped_file
+from mindresume.saving.memory_tier import directory, slots
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.staging import Staging
@@ -273,7 +273,7 @@ def _is_simulated() -> bool:
 
 
 def _mapped_file(path: str, size: int) -> Any:
-    return MappedFile(path, size) if _is_simulated() else mapped_file.MappedFile(path, size)
+    return MappedFile(path, size) if _is_simulated() else slots.MappedFile(path, size)
 
 
 def _make_tier(path: str) -> None:
@@ -309,7 +309,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
     host_memory.levels: _memory_levels, mounts.is_local: lambda path, mounted=None: current_process().host.disk.local,
     staging.staging_buffer: _Staging, background_writer.WRITERS["process"]: WriterProcess,
-    mapped_file.mapped_file: _mapped_file, directory.make_tier: _make_tier, directory.foreign_folder: _foreign_folder,
+    slots.mapped_file: _mapped_file, directory.make_tier: _make_tier, directory.foreign_folder: _foreign_folder,
     directory.memory_identity: _memory_identity,
 }
 

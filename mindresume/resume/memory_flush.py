@@ -15,7 +15,7 @@ from mindresume.formats.weight_files import is_as_recorded
 from mindresume.model.manifest import FOLDER, FileRecord, read_details, record_name
 from mindresume.resume.choice import Choice
 from mindresume.saving.committer import Committer
-from mindresume.saving.memory_tier.tier import path_on_disk
+from mindresume.saving.memory_tier.slots import path_on_disk
 from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget, is_committed
 from mindresume.storage.atomic_publish import publish

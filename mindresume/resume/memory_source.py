@@ -30,8 +30,7 @@ from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import check_files, eligible
 from mindresume.resume.sources import Job, drop_cached_files, verify_on_all_ranks
 from mindresume.saving.crash_loop import failed_loads_by_key, key_of
-from mindresume.saving.memory_tier.directory import TierOwner, find_tier, memory_identity
-from mindresume.saving.memory_tier.disk_note import DiskNote
+from mindresume.saving.memory_tier.directory import DiskNote, TierOwner, find_tier, memory_identity
 from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.read_cache import ReadCache, uncached

@@ -161,12 +161,12 @@ class CheckpointManager:
             resumed: the checkpoint that it has loaded.
             remote: where checkpoints are uploaded to.
         """
-        tier = self.settings.memory_tier
-        share = share_of_rank(self.group) if self.options.async_save or tier.every_steps else UNKNOWN
+        needs_memory = self.options.async_save or self.settings.memory_tier.every_steps
+        share = share_of_rank(self.group) if needs_memory else UNKNOWN
         self.policy.begin(step)
         run_on_all(self.group, lambda: self._begin(share, resumed, remote),
                    Watchdog("cleaning up"))  # rank 0 for all that is there
-        self._tier = open_tier(self.session, self.group, tier, self.emit, share, self.settings.commit_timeout, resumed)
+        self._tier = open_tier(self.session, self.group, self.settings, self.emit, share, resumed)
         if self._tier is not None:
             self._tier.begin(step)
         runtime.at_exit(self.finish_after_error)  # if no hook sees the end of the training; runs before the end of the uploader

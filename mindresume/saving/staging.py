@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,21 +38,19 @@ class StagingLimits:
     Attributes:
         budget: bytes of staging memory; 0: as much as a save needs.
         share: bytes that this rank may take of the memory of its host or container.
-        available: returns the bytes that are left now.
     """
     budget: int = 0
     share: int = host_memory.UNKNOWN
-    available: Callable[[], int] = host_memory.left
 
     def why_not(self, needed: int, size: int) -> str | None:
         """Returns why a save of ``needed`` bytes cannot be staged, None if it can. A buffer of ``size`` bytes exists already, and
         is used in any case: it takes no more memory."""
         if needed <= size:
             return None
-        more = needed - size
+        more, left = needed - size, host_memory.left()
         limits = [(needed, self.budget or host_memory.UNKNOWN, "the budget (mindresume.staging_gib) is"),
                   (needed, self.share, "the share of this rank in what the host, or its container, had left at the start is"),
-                  (more, self.available(), f"{more / 2**20:.0f} MiB more than it has, and the host, or its container, has left")]
+                  (more, left, f"{more / 2**20:.0f} MiB more than it has, and the host, or its container, has left")]
         return next((f"it needs {needed / 2**20:.0f} MiB of staging memory; {what} {limit / 2**20:.0f} MiB"
                      for wanted, limit, what in limits if wanted > limit), None)
 
@@ -82,11 +80,10 @@ class Staging:
         needed = self.needed(save)
         if needed > self.size:
             self._grow(needed)
-        position = 0
-
-        def stage(table: Mapping[str, np.ndarray]) -> dict[str, Any]:
-            nonlocal position
+        position, tables = 0, []
+        for table in _tables(save):
             slots: dict[str, Any] = {}
+            tables.append(slots)
             for name, array in table.items():
                 if array.dtype.name not in DTYPES or not array.dtype.isnative:
                     slots[name] = array.copy()          # a text, or a dtype that the format will refuse
@@ -94,8 +91,7 @@ class Staging:
                 slot = slots[name] = Slot(array.dtype.name, tuple(array.shape), position)
                 self._bytes(slot)[:] = np.frombuffer(tensor_bytes(array), np.uint8)     # bits, not values
                 position += _padded(array.nbytes)
-            return slots
-        return Staged(_with_tables(save, [stage(table) for table in _tables(save)]), self.size)
+        return Staged(_with_tables(save, tables), self.size)
 
     def unpack(self, staged: Staged) -> Save:
         """Returns the save with its arrays in the buffer. Raises ValueError if the buffer was released: new memory would be
@@ -105,7 +101,8 @@ class Staging:
                 raise ValueError("the staging buffer was released: the training no longer waited for the writer")
             self._map(staged.size)
         return _with_tables(staged.save, [
-            {name: self._view(slot) if isinstance(slot, Slot) else slot for name, slot in table.items()}
+            {name: self._bytes(slot).view(DTYPES[slot.dtype]).reshape(slot.shape) if isinstance(slot, Slot) else slot
+             for name, slot in table.items()}
             for table in _tables(staged.save)])
 
     def close(self) -> None:
@@ -123,18 +120,23 @@ class Staging:
 
     def _map(self, size: int) -> None:
         if self.fd >= 0:
-            memory = mmap.mmap(self.fd, size)
-        else:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError, AttributeError):     # fewer page faults at the first copy, if the kernel supports it
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory, self.size = np.frombuffer(memory, np.uint8), size
-
-    def _view(self, slot: Slot) -> np.ndarray:
-        return self._bytes(slot).view(DTYPES[slot.dtype]).reshape(slot.shape)
+            self._memory = map_memory(self.fd, size, mmap.MAP_SHARED)
+        else:                                           # fewer page faults at the first copy, if the kernel supports it
+            self._memory = map_memory(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, "MADV_HUGEPAGE")
+        self.size = size
 
     def _bytes(self, slot: Slot) -> np.ndarray:
         return self._memory[slot.offset:slot.offset + math.prod(slot.shape) * DTYPES[slot.dtype].itemsize]
+
+
+def map_memory(fd: int, size: int, flags: int, advice: str = "") -> np.ndarray:
+    """Returns ``size`` bytes of memory: those of the open file ``fd``, or new ones (-1). ``advice``: a name of ``mmap`` for
+    ``madvise``, which a kernel need not support. Raises OSError."""
+    memory = mmap.mmap(fd, size, flags=flags)
+    with suppress(OSError, AttributeError):
+        if advice:
+            memory.madvise(getattr(mmap, advice))
+    return np.frombuffer(memory, np.uint8)
 
 
 @runtime.asks_machine

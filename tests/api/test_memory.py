@@ -102,7 +102,7 @@ def save_part(tier, ranks, steps):
     """Makes the tier of a node that has two of four ranks."""
     job = Training(tier, 2, world=2)
     for each, rank in zip(job.tiers, ranks, strict=True):
-        each.target = replace(each.target, rank=rank, world_size=4, local_ranks=ranks)
+        each.slots.target = replace(each.slots.target, rank=rank, world_size=4, local_ranks=ranks)
     job.steps(steps).stop()
 
 

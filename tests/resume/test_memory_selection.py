@@ -22,8 +22,7 @@ from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
-from mindresume.saving.memory_tier.directory import this_process
-from mindresume.saving.memory_tier.disk_note import NOTE, DiskNote
+from mindresume.saving.memory_tier.directory import NOTE, DiskNote, this_process
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import read_header

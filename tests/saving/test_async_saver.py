@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rank_folders import RUN, STORAGE, dir_at, name_of, path_of, save, state_of, target_of, tensors_of, write_rank
 
+from mindresume.coordination import host_memory
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import LeaseHeldError
 from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
@@ -394,10 +395,11 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("options, reason", [({"budget": 64}, "staging_gib) is 0 MiB"), ({"share": 64}, "the share of this rank"),
-                                             ({"available": lambda: 10}, "container, has left 0 MiB")])
+                                             ({}, "container, has left 0 MiB")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_training_thread_saves_without_memory_for_a_copy(tmp_path, kind, options, reason):
+def test_the_training_thread_saves_without_memory_for_a_copy(tmp_path, monkeypatch, kind, options, reason):
     events = []
+    monkeypatch.setattr(host_memory, "left", lambda: host_memory.UNKNOWN if options else 10)
     saver = saver_in(tmp_path, kind, emit=events.append, limits=StagingLimits(**options))
     saver.save(Save(shard(5)))
     assert path_of(tmp_path, 5, 0).exists()
@@ -481,12 +483,11 @@ def test_finish_without_a_save_does_nothing(tmp_path):
     assert saver_in(tmp_path, "process").finish(PATIENCE) == []
 
 
-def test_an_existing_buffer_is_used_although_memory_is_short(tmp_path):
-    left = [1 << 30]
-    saver, events = saver_in(tmp_path, "thread", limits=StagingLimits(available=lambda: left[0])), []
+def test_an_existing_buffer_is_used_although_memory_is_short(tmp_path, monkeypatch):
+    saver, events = saver_in(tmp_path, "thread"), []
     saver.emit = events.append
     saver.save(Save(shard(5)))
-    left[0] = 0
+    monkeypatch.setattr(host_memory, "left", lambda: 0)
     saver.save(Save(shard(10)))
     saver.finish(PATIENCE)
     assert not [event for event in events if isinstance(event, SaveNotStaged)]

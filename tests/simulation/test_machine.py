@@ -12,7 +12,7 @@ from mindresume import runtime
 from mindresume.coordination import host_memory, lease
 from mindresume.events import ERROR
 from mindresume.saving import staging
-from mindresume.saving.memory_tier import directory, mapped_file
+from mindresume.saving.memory_tier import directory, slots
 from mindresume.storage import mounts
 from sim import machine
 from sim.cluster import EPOCH, Cluster, current_cluster, current_process
@@ -299,7 +299,7 @@ def test_a_cluster_answers_whatever_the_product_asks(question):
 
 
 @pytest.mark.parametrize("question", [lease.holder_of_this_process, lease.is_alive, host_memory.levels, mounts.is_local,
-                                      staging.staging_buffer, mapped_file.mapped_file, directory.make_tier,
+                                      staging.staging_buffer, slots.mapped_file, directory.make_tier,
                                       directory.foreign_folder, directory.memory_identity],
                          ids=lambda question: question.__name__)
 def test_an_answer_has_the_signature_of_the_question(question):

@@ -42,7 +42,7 @@ from mindresume.saving import (
     shard_writer,
     staging,
 )
-from mindresume.saving.memory_tier import directory, opening, slots
+from mindresume.saving.memory_tier import directory, opening, tier
 from mindresume.storage import atomic_publish
 from mindresume.supervisor import event_recorder, node_states, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
@@ -376,7 +376,7 @@ MUTANTS = [
 
     # ---- the tier in memory ----------------------------------------------------------------------------------------------
     mutant("memory: the newest save is overwritten", [
-        Instead(slots, "step_to_overwrite", lambda right: lambda held, count, is_whole: (
+        Instead(tier, "step_to_overwrite", lambda right: lambda held, count, whole: (
             held[0] if len(held) >= count else None))],
         ("tier", "safetensors", ""), LOST, deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a save that all ranks have is not found", [

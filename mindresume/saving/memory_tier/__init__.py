@@ -6,14 +6,13 @@
         slots/                          files that are being overwritten; never read
     {checkpoint directory}/.mindresume/memory-tier      the token from which ``key`` follows
 
-    directory    where the tier of a checkpoint directory lies; whether it still belongs to it
-    disk_note    what its training has on disk, so that nothing is brought back that a person has removed
-    file_plans   the layout of the files of a save, made ahead of it
-    mapped_file  one file of the tier, mapped for as long as the training runs
-    slots        which save is overwritten next, and why all ranks keep a common one
+    directory    where the tier of a checkpoint directory lies; whether it still belongs to it; what its training has on disk, so
+                 that nothing is brought back that a person has removed
+    slots        the memory of one rank, and the copy of a save into it; which save is overwritten next, and why all ranks keep a
+                 common one
     tier         saves: copy in the training thread, checksums and record in the background
-    background_thread  what follows a copy while the training goes on
-    leftovers    removes tiers of dead jobs
+    opening      finds or makes the tier, on all ranks together
+    leftovers    removes saves of earlier runs, and tiers of dead jobs
 
 A save is whole once the records of all ranks of its node exist; there is no manifest and no commit by one rank. The tier survives
 the death of processes. It does not survive the node, and is never called durable.

@@ -10,7 +10,11 @@ token, and the time of the last change of that file, because what is restored of
 no tier of its directory makes a new token, so no two directories ever use one tier.
 
 Nor must it bring back what a person has removed to go back: a note in the tier names the newest checkpoint that its training is
-known to have on disk (``disk_note``).
+known to have on disk. The saves in memory that followed it do not count once it is gone.
+
+    notes = DiskNotes(storage, tier, run, key)      # on the first rank of a node; ``key``: of the checkpoint that was loaded
+    notes.loaded();  notes.committed(100)           # the training
+    DiskNote.read(storage, tier)                    # the next start
 """
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ import errno
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +31,7 @@ from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, i
 from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
 from mindresume.formats import CheckpointDir
-from mindresume.model.manifest import FOLDER, run_sequence
+from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import filesystem_type
@@ -37,7 +42,8 @@ MARK = "memory-tier"
 OWNER = "owner.json"
 SLOTS = "slots"
 _VERSION = 2
-_LIMIT = 1 << 20                # bytes of an owner file
+NOTE = "on-disk.json"
+_LIMIT = 1 << 20                # bytes of an owner file, and of a note
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 _PRECISION = 2.0                # seconds: some file systems forget fractions of the time of a change
 
@@ -230,3 +236,74 @@ def memory_identity(tier: str) -> str:
     Raises OSError if it is not there."""
     found = os.stat(tier)
     return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
+
+
+# ---- what is on disk -------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class DiskNote:
+    """Names the newest checkpoint that the training of a tier is known to have on disk. Retention never removes the newest one.
+
+    Attributes:
+        key: name of its folder of records; of a checkpoint of mindformers its iteration folder or first file.
+        run: the run that wrote the note.
+        step: the step that was committed then; 0: ``run`` has loaded it.
+    """
+    key: str
+    run: str
+    step: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Returns the sort key of notes."""
+        return run_sequence(self.run), self.step
+
+    @classmethod
+    def read(cls, storage: Storage, tier: str) -> DiskNote | None:
+        """Returns the note in a tier; None if there is none that can be read."""
+        try:
+            return cls.from_json(read_json(storage, os.path.join(tier, NOTE), _LIMIT))
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def from_json(cls, value: Any) -> DiskNote | None:
+        """Returns the note of a JSON value; None if it is none."""
+        with suppress(LookupError, TypeError, RecordError):
+            run_sequence(value["run"])
+            if isinstance(value["key"], str) and value["key"] and is_count(value["step"]):
+                return cls(value["key"], value["run"], value["step"])
+        return None
+
+    def write(self, storage: Storage, tier: str) -> None:
+        """Publishes the note. Raises OSError."""
+        publish_json(storage, os.path.join(tier, NOTE), asdict(self), self.run)
+
+
+class DiskNotes:
+    """Writes the notes of one run. No error is raised: without a note memory is used as if nothing had been removed.
+
+    Args:
+        key: of the checkpoint in the checkpoint directory that the training has loaded; empty: none.
+    """
+
+    def __init__(self, storage: Storage, tier: str, run: str, key: str = ""):
+        self.storage, self.tier, self.run, self.key = storage, tier, run, key
+        self._has_committed = False
+
+    def committed(self, step: int) -> None:
+        """Notes that this rank has committed ``step``. Called in any thread."""
+        self._has_committed = True
+        with suppress(OSError):
+            DiskNote(attempt_name(step, self.run), self.run, step).write(self.storage, self.tier)
+
+    def loaded(self) -> None:
+        """Notes what the training has loaded. Not to be called before the saves of earlier runs are set aside: the former note
+        may say that they do not count."""
+        if self._has_committed:
+            return
+        with suppress(OSError):
+            if self.key:
+                DiskNote(self.key, self.run).write(self.storage, self.tier)
+            else:
+                self.storage.remove(os.path.join(self.tier, NOTE))

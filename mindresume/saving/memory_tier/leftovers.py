@@ -1,5 +1,7 @@
-"""Removes tiers of dead jobs, which would fill the memory of a node for ever.
+"""Removes what earlier runs left: their saves in the tier of this training, and tiers of dead jobs, which would fill the memory
+of a node for ever.
 
+    former = FormerSaves(target, loaded)            # ``loaded``: the one of these saves from which this training resumes
     remove_leftovers(storage, tier, keep_days)      # at a start, on the first rank of each node
 
 A tier of another checkpoint directory stays as long as it may be the newest of its training. It is removed if its owner is dead
@@ -9,19 +11,89 @@ and its directory is gone or belongs to another training now, or has a newer sav
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from mindresume import runtime
 from mindresume.events import Emit, Notice, ignore
-from mindresume.formats import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.saving.memory_tier.directory import OWNER, TierOwner, identity_of, read_mark
+from mindresume.model.manifest import FOLDER, parse_attempt, record_name
+from mindresume.saving.memory_tier.directory import OWNER, SLOTS, TierOwner, identity_of, read_mark
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import remove_tree
 
 _REMOVED = "removed-"           # prefix of the name of a tier that is being removed
+
+
+class FormerSaves:
+    """The saves of earlier runs in a tier. ``loaded``: the one from which this training resumes; None: none, or it is removed."""
+
+    def __init__(self, target: SaveTarget, loaded: Candidate | None = None):
+        self.target, self.loaded = target, loaded
+
+    def paths(self) -> list[str]:
+        """Returns the files and folders of earlier runs, except those of the loaded save. Raises OSError."""
+        storage, root, run, loaded = self.target.storage, self.target.root, self.target.run, self.loaded
+        kept = set()
+        if loaded is not None:
+            kept = {os.path.join(FOLDER, loaded.name), *(file.path for file in loaded.all_files)}
+        entries = storage.list(root)
+        found = [entry for entry in entries if entry.startswith("stale-") and entry != f"stale-{run}"]
+        for folder in [FOLDER, SLOTS, *(entry for entry in entries if folder_rank(entry) is not None)]:
+            found += [os.path.join(folder, entry) for entry in storage.list(os.path.join(root, folder))
+                      if (folder != FOLDER or parse_attempt(entry)) and not entry.endswith(f".{run}{TEMPORARY}")]
+        return [os.path.join(root, path) for path in found if path not in kept]
+
+    def size(self) -> int:
+        """Returns the bytes of ``paths``. Raises OSError."""
+        storage, size, paths = self.target.storage, 0, self.paths()
+        while paths:
+            path = paths.pop()
+            status = storage.status(path)
+            if status is not None and status.is_folder:
+                paths += [os.path.join(path, entry) for entry in storage.list(path)]
+            elif status is not None:
+                size += status.size
+        return size
+
+    def set_aside(self, emit: Emit) -> str:
+        """Renames these saves into one folder, to be removed. Returns it. No rank of this run has saved yet; the removal itself
+        can be late, when a rank uses one of the names again."""
+        storage, stale = self.target.storage, os.path.join(self.target.root, f"stale-{self.target.run}")
+        try:
+            paths = self.paths()
+            storage.make_folder(stale)
+            for number, path in enumerate(paths):
+                storage.rename(path, os.path.join(stale, str(number)))
+        except OSError as error:
+            emit(Notice(f"{self.target.root}: saves of earlier runs are not removed now: {error}"))
+        return stale
+
+    def remove_loaded(self) -> None:
+        """Removes the save that the training has loaded: a newer one is common to all ranks. Each rank removes its files."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        storage, ranks = self.target.storage, list(self.target.ranks)
+        for rank in sorted(loaded.files)[ranks.index(self.target.rank)::len(ranks)]:
+            storage.remove(os.path.join(loaded.records_dir or "", record_name(rank)))
+            for file in loaded.files[rank]:
+                storage.remove(os.path.join(self.target.root, file.path))
+        records_dir = loaded.records_dir or ""
+        remove_empty_folders(self.target, [records_dir, os.path.dirname(records_dir), loaded.commit_dir])
+
+
+def remove_empty_folders(tier: CheckpointDir, folders: Iterable[str]) -> None:
+    """Removes those of ``folders`` in which no rank has files any more. The tier itself and its folder of records stay."""
+    for folder in dict.fromkeys(folders):
+        if folder not in (tier.root, tier.path(FOLDER)):
+            with suppress(OSError):                 # other ranks still have files in it
+                tier.storage.remove(folder)
 
 
 def remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit = ignore) -> list[str]:
@@ -64,12 +136,13 @@ def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
         return old
     if owner.directory_is_gone:
         return f"{owner.directory} does not exist any more"
-    mark, (identity, _) = read_mark(CheckpointDir(storage, owner.directory)), identity_of(CheckpointDir(storage, owner.directory))
+    directory = CheckpointDir(storage, owner.directory)
+    mark, (identity, _) = read_mark(directory), identity_of(directory)
     if mark is not None and identity and (mark.token, identity) != (owner.token, owner.identity):
         return f"{owner.directory} belongs to another training now"
     with suppress(OSError):
         mine = [candidate.order[:2] for candidate in scan_records(CheckpointDir(storage, path))[0]]
-        disk = [candidate.order[:2] for candidate in scan(CheckpointDir(storage, owner.directory)).candidates
+        disk = [candidate.order[:2] for candidate in scan(directory).candidates
                 if candidate.committed and candidate.problem is None]
         if disk and max(disk) > max(mine, default=(0, 0)):
             return f"{owner.directory} has a newer save"

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from mindresume.formats.rank_folders import label
-from mindresume.saving.memory_tier.file_plans import FilePlans
+from mindresume.saving.memory_tier.slots import FilePlans
 from mindresume.saving.shard_writer import ShardFile
 from mindresume.tensor_files import plan_file, tensor_spec
 
@@ -25,19 +25,19 @@ def expected(found):
 def test_the_plan_is_always_that_of_the_files(then):
     plans = FilePlans()
     assert plans.of(files(100)) == expected(files(100))
-    plans.prepare(files(100), RUN, 110)
+    plans.prepare(files(110))
     assert plans.of(then) == expected(then)
 
 
 def test_the_usual_next_save_is_planned_ahead(monkeypatch):
     plans = FilePlans()
-    plans.prepare(files(100), RUN, 110)
-    monkeypatch.setattr("mindresume.saving.memory_tier.file_plans.plan_file", None)
+    plans.prepare(files(110))
+    monkeypatch.setattr("mindresume.saving.memory_tier.slots.plan_file", None)
     assert plans.of(files(110)) == expected(files(110))
 
 
 def test_what_cannot_be_planned_is_an_error_of_the_save_that_comes():
     plans, wrong = FilePlans(), files(100, text=np.array("text"))
-    plans.prepare(wrong, RUN, 110)
+    plans.prepare(wrong)
     with pytest.raises(ValueError):
         plans.of(wrong)

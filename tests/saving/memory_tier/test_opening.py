@@ -21,6 +21,8 @@ from mindresume.saving.memory_tier import directory, opening
 from mindresume.saving.memory_tier.directory import (
     MARK,
     OWNER,
+    DiskNote,
+    DiskNotes,
     TierMark,
     TierOwner,
     find_tier,
@@ -29,7 +31,6 @@ from mindresume.saving.memory_tier.directory import (
     read_mark,
     this_process,
 )
-from mindresume.saving.memory_tier.disk_note import DiskNote, DiskNotes
 from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
 from mindresume.settings import MemoryTierSettings, Settings

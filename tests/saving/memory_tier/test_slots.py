@@ -17,14 +17,14 @@ def test_two_slots_suffice_if_an_end_of_a_step_lies_between_two_saves():
     ([20, 10], 2, [10], 20),                                # it failed on some rank: the older one is kept
     ([3, 2], 3, [2], None), ([3, 2, 1], 3, [1, 2], 1), ([3, 2, 1], 3, [1], 2)])
 def test_the_newest_common_save_is_kept(held, slots, whole, expected):
-    assert step_to_overwrite(held, slots, whole.__contains__) == expected
+    assert step_to_overwrite(held, slots, whole) == expected
 
 
 def test_the_common_step_is_one_that_no_rank_can_still_be_writing():
-    assert common_step([20, 10], 2, [20, 10].__contains__) == 20
-    assert common_step([20, 10], 2, [10].__contains__) == 10
-    assert common_step([3, 2, 1], 3, [3, 2, 1].__contains__) == 2
-    assert common_step([3], 3, [3].__contains__) is None
+    assert common_step([20, 10], 2, [20, 10]) == 20
+    assert common_step([20, 10], 2, [10]) == 10
+    assert common_step([3, 2, 1], 3, [3, 2, 1]) == 2
+    assert common_step([3], 3, [3]) is None
 
 
 class Rank:
@@ -52,7 +52,8 @@ class Rank:
     def end(self, jump):
         before, self.ended = self.ended, self.ended + jump
         if self.ended // self.every > before // self.every:
-            oldest = step_to_overwrite(sorted(self.held, reverse=True), self.slots, self.is_whole)
+            held = sorted(self.held, reverse=True)
+            oldest = step_to_overwrite(held, self.slots, set(filter(self.is_whole, held)))
             if oldest is not None:
                 del self.held[oldest]
             self.overwriting = True

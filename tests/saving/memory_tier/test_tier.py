@@ -17,11 +17,12 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.resume.verifier import Verifier
+from mindresume.saving.memory_tier import slots
 from mindresume.saving.memory_tier.directory import SLOTS
-from mindresume.saving.memory_tier.mapped_file import MappedFile
+from mindresume.saving.memory_tier.slots import MappedFile
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.settings import MemoryTierSettings
+from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.posix import PosixStorage
 
 RUN = run_name(1, "0000aaaa")
@@ -33,16 +34,16 @@ class Training:
     def __init__(self, root, every=2, world=1, run=RUN, iterations=False, loaded=None, storage=STORAGE, fmt="safetensors",
                  **options):
         self.events, self.step, self.fmt = [], 0, fmt
-        settings = MemoryTierSettings(every, str(root), **{key: options.pop(key) for key in ("limit_gib",) if key in options})
+        settings = Settings(memory_tier=MemoryTierSettings(every, str(root), limit_gib=options.pop("limit_gib", 0)))
         self.tiers = [MemoryTier(SaveTarget(storage, str(root), run, rank, world, iterations, (), run), SingleProcess(), settings,
-                                 self.events.append, loaded=loaded, is_leader=rank == 0, **options) for rank in range(world)]
+                                 self.events.append, loaded=loaded, **options) for rank in range(world)]
 
     def steps(self, count, ranks=None):
         for _ in range(count):
             self.step += 1
             for rank, tier in enumerate(self.tiers):
                 if ranks is None or rank in ranks:
-                    tier.step_end(StepRequest(tier.target, self.step, self.fmt))
+                    tier.step_end(StepRequest(tier.slots.target, self.step, self.fmt))
         return self
 
     def stop(self):
@@ -125,9 +126,9 @@ class Mortal(PosixStorage):
 
 def mortal_job(memory, storage, **options):
     """Returns a training that runs its background work at once, so that the order of operations is the same each time."""
-    job = Training(memory, storage=storage, make_file=lambda path, size: Torn(path, size, storage), **options)
+    job = Training(memory, storage=storage, **options)
     for tier in job.tiers:
-        tier._start = lambda work: work()
+        tier._background.start = lambda work, *values: work(*values)
     return job
 
 
@@ -151,8 +152,9 @@ class Torn(MappedFile):
 
 @pytest.mark.parametrize("iterations", [False, True])
 @pytest.mark.parametrize("every, steps", [(1, 6), (2, 8)])
-def test_death_before_each_operation_leaves_a_whole_save(memory, every, steps, iterations):
+def test_death_before_each_operation_leaves_a_whole_save(memory, monkeypatch, every, steps, iterations):
     memory, storage, seen = Path(memory), Mortal(), set()
+    monkeypatch.setattr(slots, "mapped_file", lambda path, size: Torn(path, size, storage))
     mortal_job(memory / "all", storage, every=every, iterations=iterations).steps(steps)
     total = storage.count
     assert total > 40
@@ -162,6 +164,7 @@ def test_death_before_each_operation_leaves_a_whole_save(memory, every, steps, i
         job = mortal_job(root, storage, every=every, iterations=iterations)
         with suppress(Killed):
             job.steps(steps)
+        storage.at = -1
         found = whole(root)
         ended = job.step - 1                                    # in every step before, the work was done at once
         due = [step for step in range(2, ended + 1) if step % every == 0]
@@ -200,7 +203,7 @@ def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory,
     """The process may die between the copy and the background work, too."""
     def run(root, storage):
         job, work = Training(root, storage=storage), []
-        job.tiers[0]._start = work.append                   # returns None: nothing to wait for
+        job.tiers[0]._background.start = lambda *row: work.append(row)          # returns None: nothing to wait for
         begun = 0
         for step in range(1, 11):
             begun = storage.count if step == 6 else begun
@@ -208,7 +211,8 @@ def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory,
             if step in (6, 8, 10):
                 whole(root)                                 # what has all of its records is as it was written
             while work:
-                work.pop()()
+                function, *values = work.pop()
+                function(*values)
             if step == 6:
                 ended = storage.count
         return job, range(begun, ended)
@@ -262,15 +266,15 @@ def test_a_save_that_is_being_read_is_not_written_into(memory):
     lock.release()
 
 
-def test_a_full_tmpfs_while_a_save_is_read_costs_one_save(memory):
+def test_a_full_tmpfs_while_a_save_is_read_costs_one_save(memory, monkeypatch):
     job = Training(memory, 2).steps(5)
     tier = job.tiers[0]
     tier._join(tier._work)
-    older, make = scan_records(dir_at(memory))[0][1], tier._make_file
+    older = scan_records(dir_at(memory))[0][1]
     lock = acquire_read_lock(dir_at(memory), older.name, older.commit_dir)
-    tier._make_file = full
-    job.steps(1)
-    tier._make_file = make
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "mapped_file", full)
+        job.steps(1)
     job.steps(5).stop()
     assert whole(memory) == [10, 8] and [event.step for event in job.refused()] == [6]
     lock.release()
@@ -300,7 +304,7 @@ def test_a_part_of_the_tmpfs_stays_free_for_others(memory, share, has):
     """Semaphores and the buffers of other programs lie in /dev/shm, too. ``share``: free space, of what the slots need."""
     storage = PosixStorage()
     job = Training(memory, 2).steps(2).stop()
-    needed = sum(mapped.size for slot in job.tiers[0]._slots for mapped in slot.files)
+    needed = sum(mapped.size for slot in job.tiers[0].slots._slots for mapped in slot.files)
     storage.free_space = lambda folder: int(needed * share)
     job = Training(os.path.join(memory, "other"), 2, storage=storage).steps(4).stop()
     assert bool(job.saved()) is has and len(job.refused()) == (not has)
@@ -310,8 +314,9 @@ def full(path, size):
     raise OSError(28, "No space left on device", path)
 
 
-def test_a_full_tmpfs_costs_the_tier_and_not_the_training(memory):
-    job = Training(memory, 2, make_file=full).steps(20).stop()
+def test_a_full_tmpfs_costs_the_tier_and_not_the_training(memory, monkeypatch):
+    monkeypatch.setattr(slots, "mapped_file", full)
+    job = Training(memory, 2).steps(20).stop()
     refused, = job.refused()
     assert job.saved() == [] and refused.step is None and "No space" in refused.reason
 
@@ -320,12 +325,12 @@ def test_a_rank_that_saves_nothing_more_still_takes_part_in_a_collective_collect
     job = Training(memory, 2)
     tier = job.tiers[0]
     for step in range(1, 12):
-        tier.step_end(StepRequest(tier.target, step, bad=step > 1, collective=True))
+        tier.step_end(StepRequest(tier.slots.target, step, bad=step > 1, collective=True))
     assert len(job.refused()) == 5
-    request = StepRequest(tier.target, 12, collective=True)
+    request = StepRequest(tier.slots.target, 12, collective=True)
     tier.step_end(request)
     assert request.collected == 1 and tier._is_off
-    alone = StepRequest(tier.target, 14)
+    alone = StepRequest(tier.slots.target, 14)
     tier.step_end(alone)
     assert alone.collected == 0
     job.stop()
@@ -362,7 +367,7 @@ def test_a_folder_that_somebody_removed_costs_one_save(memory):
 def test_a_target_of_one_of_several_nodes_has_the_records_of_its_ranks(memory):
     job = Training(memory, 2, world=2)
     for tier in job.tiers:
-        tier.target = replace(tier.target, world_size=4, local_ranks=(0, 1))
+        tier.slots.target = replace(tier.slots.target, world_size=4, local_ranks=(0, 1))
     job.steps(4).stop()
     candidate = scan_records(dir_at(memory))[0][0]
     assert (candidate.step, candidate.world_size, candidate.local_ranks, candidate.problem) == (4, 4, (0, 1), None)
@@ -374,21 +379,20 @@ def test_a_step_ends_only_when_earlier_background_work_is_done(memory):
     tier._join(tier._reserving)
 
     class Slow:
-        def __init__(self, work):
+        def __init__(self, *work):
             self.work = work
             threads.append(self)
 
-        def join(self, timeout):
-            if self.work is not None:
+        def wait(self, timeout):
+            if self.work:
                 order.append("background")
-                self.work()
-                self.work = None
-
-        def is_alive(self):
-            return False
-    tier._start = Slow
+                function, *values = self.work
+                function(*values)
+                self.work = ()
+            return True
+    tier._background.start = Slow
     for _ in range(3):
         job.steps(1)
         order.append(job.step)
     assert order == [2, "background", 3, 4] and job.saved() == [2]
-    threads[-1].join(0)
+    threads[-1].wait(0)
