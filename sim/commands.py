@@ -122,7 +122,7 @@ def scrub(sim: Simulation) -> None:
         sleep(pause)
         with errors_recorded(sim, "scrub"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
-            for result in Scrubber(storage, found.root, ScrubOptions(repairs=True), wait=sleep).scrub(rows):
+            for result in Scrubber(found.directory, ScrubOptions(repairs=True), wait=sleep).scrub(rows):
                 row = next((row for row in (*result.damaged, *result.repaired) if not row.is_unreadable), None)
                 if row is not None and not is_affected(sim):
                     sim.history.wrong.append(f"scrub takes step {result.candidate.step} for damaged: {row.reason}")
@@ -136,20 +136,20 @@ class _ObservedScrubber(Scrubber):
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
         disk, wrong = self.sim.cluster.disks[SHARED], self.sim.history.wrong
-        paths = [f"{self.root}/{file.path}" for file in (*candidate.all_files, *candidate.metadata_files)]
+        paths = [f"{self.directory.root}/{file.path}" for file in (*candidate.all_files, *candidate.metadata_files)]
         before = {path: file for path, file in rotted_files([disk]).items()
                   if path in paths or path.startswith(f"{candidate.records_dir}/")}
         written = {path: file.written for path, file in before.items()}
         found = super()._read(candidate, lock)
         if found.state == REMOVED or is_affected(self.sim):
             return found
-        repaired = {f"{self.root}/{row.file}" for row in found.repaired}
-        named = {f"{self.root}/{row.file}" for row in (*found.damaged, *found.repaired) if not row.is_unreadable}
-        unreadable = {f"{self.root}/{file.path}" for rank, files in candidate.files.items() for file in files
+        repaired = {f"{self.directory.root}/{row.file}" for row in found.repaired}
+        named = {f"{self.directory.root}/{row.file}" for row in (*found.damaged, *found.repaired) if not row.is_unreadable}
+        unreadable = {f"{self.directory.root}/{file.path}" for rank, files in candidate.files.items() for file in files
                       if f"{candidate.records_dir}/{record_name(rank)}" in named}       # nothing tells what these should hold
         text = " ".join(found.notes)
         for path, file in before.items():
-            called = path.removeprefix(f"{self.root}/")
+            called = path.removeprefix(f"{self.directory.root}/")
             if path.endswith(f"/{MANIFEST}"):
                 if path not in self.listed:
                     continue
@@ -173,7 +173,7 @@ def observed_scrub(sim: Simulation) -> None:
         with errors_recorded(sim, "scrub"):
             listed = set(rotted_files(sim.cluster.disks.values()))
             found, rows = list_checkpoints(storage, sim.training.root, unknown_strategy)
-            scrubber = _ObservedScrubber(storage, found.root, ScrubOptions(repairs=repairs), wait=sleep)
+            scrubber = _ObservedScrubber(found.directory, ScrubOptions(repairs=repairs), wait=sleep)
             scrubber.sim, scrubber.listed = sim, listed
             for _ in scrubber.scrub(rows):
                 pass

@@ -112,7 +112,7 @@ def scrub(path: str | os.PathLike[str], *, rate_mb: float = 0.0, repair: bool = 
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}")
     bucket = None if remote is None else RemoteCheckpoints(FsspecStore(remote), f"{remote.rstrip('/')}/checkpoint")
-    scrubber = Scrubber(storage, found.root, ScrubOptions(rate_mb * 1e6, repair, bucket, older_than_hours * 3600),
+    scrubber = Scrubber(found.directory, ScrubOptions(rate_mb * 1e6, repair, bucket, older_than_hours * 3600),
                         progress=progress.advance)
     progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if not scrubber.due(row.candidate)))
     results = list(scrubber.scrub(wanted))

@@ -11,7 +11,7 @@ from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.weight_files import file_sizes, is_weights_only, known_damage
 from mindresume.formatting import listed, ranks_count
 from mindresume.resume.replicas import replica_files
-from mindresume.resume.verifier import MetadataVerifier, wrong_size
+from mindresume.resume.verifier import stored_slices, wrong_size
 from mindresume.saving.crash_loop import FailedLoad, suspicion
 from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
@@ -120,7 +120,8 @@ def check_files(directory: CheckpointDir, candidate: Candidate, world_size: int 
     else:
         problem = None
     if problem is None and candidate.origin == MINDFORMERS and candidate.iteration_dir and candidate.problem is None:
-        problem = MetadataVerifier(directory, candidate).problem()
+        stored = stored_slices(directory, candidate)
+        problem = stored if isinstance(stored, Refusal) else None
     if problem is not None or not files:
         return problem
     return _wrong_files(directory, candidate)

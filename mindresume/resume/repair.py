@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
-from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.records import details_of
 from mindresume.formats.weight_files import header_of, is_as_recorded
-from mindresume.model.manifest import Details, FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
+from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
 from mindresume.resume.replicas import copies_in, likely_holders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.atomic_publish import error_text, publish, temporary_name
@@ -80,24 +79,24 @@ class Repair:
                 return f"{path} is no file of weights; only those and records are repaired"
             reason = self._from_copies(rank, index, file)
             if reason and self.bucket is not None:
-                other = self._from_bucket(file, self.bucket)
-                reason = f"{reason}; {other}" if other else ""
+                try:
+                    reason = "" if self.put(file, None) else f"{reason}; {self.bucket.url} holds other bytes"
+                except RemoteError as error:
+                    reason = f"{reason}; {error}"
         except (CorruptFileError, RecordError, OSError) as error:
             reason = error_text(error)
         return f"{path} cannot be repaired: {reason}" if reason else ""
 
     def _from_copies(self, rank: int, index: int, file: FileRecord) -> str:
         """Makes the file again of intact copies on this disk. Returns why not; empty if it is in its place."""
-        recorded = {name: row for name, row in self._details(rank).tensors.items() if row.file == index}
+        details = details_of(self.directory.storage, self.candidate.records_dir or "", rank)
+        recorded = {name: row for name, row in details.tensors.items() if row.file == index}
         try:
             sources = self._intact_sources(rank, file, recorded)
         except _NoCopyError as error:
             return str(error)
-        made = any(self._replace(file, pieces) for pieces in self._versions(rank, index, file, recorded, sources))
+        made = any(self.put(file, pieces) for pieces in self._versions(rank, index, file, recorded, sources))
         return "" if made else "its header cannot be made again"
-
-    def _details(self, rank: int) -> Details:
-        return details_of(self.directory.storage, self.candidate.records_dir or "", rank)
 
     def _intact_sources(self, rank: int, file: FileRecord, recorded: Mapping[str, TensorRecord]) -> dict[str, _Source]:
         """Returns an intact copy of each tensor: in the file itself, else on another rank. Raises _NoCopyError if one has
@@ -110,7 +109,7 @@ class Repair:
             if not wanted:
                 break
             with suppress(RecordError, OSError):                # its record is damaged, too
-                theirs = self._details(other).tensors
+                theirs = details_of(self.directory.storage, self.candidate.records_dir or "", other).tensors
                 for index, copy in enumerate(self.candidate.files[other]):
                     same = copies_in(theirs, index, wanted)
                     with suppress(CorruptFileError):
@@ -129,7 +128,7 @@ class Repair:
                 entry = header.tensors.get(name)
                 if entry is not None and (entry.dtype, entry.shape) == (row.dtype, row.shape):
                     with suppress(CorruptFileError):
-                        if tensor_checksum(opened, entry) == row.checksum:
+                        if is_intact(opened, entry, row):
                             intact[name] = _Source(path, entry, row.checksum)
         return intact
 
@@ -154,43 +153,29 @@ class Repair:
                     if plan.size == file.size:
                         yield _by_plan(storage, plan, sources)
 
-    def _replace(self, file: FileRecord, pieces: Iterator[bytes], bucket: RemoteCheckpoints | None = None) -> bool:
-        """Writes a new file of ``pieces``, or downloads it from ``bucket``, and puts it in the place of ``file``. Returns False,
-        and changes nothing, if it has not the recorded checksum. Raises OSError, RemoteError."""
+    def put(self, file: FileRecord, pieces: Iterator[bytes] | None) -> bool:
+        """Writes a new file of ``pieces`` (None: downloads it from the bucket), and puts it in the place of ``file`` if its
+        bytes, read back, are those that were recorded. Returns False, and changes nothing, if they are not. It has the owner and
+        the rights of the damaged file, which jobs must still be able to read and remove after a repair by root; if that is
+        missing, those of its folder. Raises OSError, RemoteError."""
         storage, path = self.directory.storage, self.directory.path(file.path)
         temporary = temporary_name(path, self.tag)
         try:
             storage.make_folder(os.path.dirname(path))
-            if bucket is None:
-                whole = xxh3_128()
-                storage.write(temporary, _hashed(pieces, whole), file.size or 0)
-                if whole.hexdigest() != file.checksum:
-                    return False
+            if pieces is not None:
+                storage.write(temporary, pieces, file.size or 0)
             else:
-                bucket.download(self.candidate.name, os.path.relpath(file.path, self.candidate.iteration_dir or "."), temporary)
-            return self._put(temporary, file)
+                self.bucket.download(self.candidate.name, os.path.relpath(file.path, self.candidate.iteration_dir or "."),
+                                     temporary)
+            if not is_proven(storage, temporary, file):
+                return False
+            storage.copy_owner(path if storage.status(path) is not None else os.path.dirname(path), temporary)
+            storage.rename(temporary, path)
+            storage.sync(os.path.dirname(path))
+            return True
         finally:
             with suppress(OSError):                             # it is gone after the rename
                 storage.remove(temporary)
-
-    def _put(self, temporary: str, file: FileRecord) -> bool:
-        """Puts a new file in the place of ``file`` if its bytes, read back, are those that were recorded. It has the owner and
-        the rights of the damaged file, which jobs must still be able to read and remove after a repair by root; if that is
-        missing, those of its folder. Raises OSError."""
-        storage, path = self.directory.storage, self.directory.path(file.path)
-        if not is_as_recorded(storage, temporary, file):
-            return False
-        storage.copy_owner(path if storage.status(path) is not None else os.path.dirname(path), temporary)
-        storage.rename(temporary, path)
-        storage.sync(os.path.dirname(path))
-        return True
-
-    def _from_bucket(self, file: FileRecord, bucket: RemoteCheckpoints) -> str:
-        """Downloads the file. Returns why it could not be used; empty if it is in its place."""
-        try:
-            return "" if self._replace(file, iter(()), bucket) else f"{bucket.url} holds other bytes"
-        except RemoteError as error:
-            return str(error)
 
     def _from_bucket_record(self, rank: int) -> str:
         """Replaces a damaged record by the one in the bucket, if it is the one that was committed; no other rank has a copy.
@@ -213,10 +198,14 @@ class Repair:
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
-def _hashed(pieces: Iterator[bytes], whole: xxh3_128) -> Iterator[bytes]:
-    for piece in pieces:
-        whole.update(piece)
-        yield piece
+def is_intact(opened: BinaryIO, entry: TensorEntry, row: TensorRecord) -> bool:
+    """Returns whether the bytes of a tensor have the recorded checksum."""
+    return tensor_checksum(opened, entry) == row.checksum
+
+
+def is_proven(storage: Storage, path: str, file: FileRecord) -> bool:
+    """Returns whether a new file holds what was recorded of ``file``."""
+    return is_as_recorded(storage, path, file)
 
 
 def _with_own_header(storage: Storage, path: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, _Source]

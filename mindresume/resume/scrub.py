@@ -1,7 +1,7 @@
 """Scrubs a folder of checkpoints: reads every byte that is kept at a bounded rate, tells by file and tensor what rotted, and
 repairs what has an intact copy.
 
-    scrubber = Scrubber(storage, root, ScrubOptions(rate=50e6, repairs=True))
+    scrubber = Scrubber(directory, ScrubOptions(rate=50e6, repairs=True))
     for found in scrubber.scrub(list_checkpoints): ...              # one CheckpointScrub for each step
 
     read lock ("scrubbing") ─▶ records and files of all ranks against their checksums ─▶ a damaged file: read it once more
@@ -42,7 +42,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.shard_writer import remove_temporary_files
 from mindresume.settings import ScrubSettings
 from mindresume.storage.atomic_publish import error_text
-from mindresume.storage.interface import Status, Storage
+from mindresume.storage.interface import Status
 from mindresume.storage.operations import leads_through_a_link
 from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
 
@@ -97,6 +97,10 @@ class CheckpointScrub:
     is_elsewhere: bool = False
 
 
+def _ignore(count: int) -> None:
+    pass
+
+
 @dataclass
 class Scrubber:
     """Scrubs the checkpoints of one folder, one after the other.
@@ -106,13 +110,12 @@ class Scrubber:
         monotonic, wait: of the limit of the rate, and of waiting for locks.
         progress: receives the bytes that are read.
     """
-    storage: Storage
-    root: str
+    directory: CheckpointDir
     options: ScrubOptions = ScrubOptions()
     clock: Callable[[], float] = runtime.time
     monotonic: Callable[[], float] = runtime.monotonic
-    wait: Callable[[float], object] = field(default=lambda seconds: runtime.sleep(seconds))
-    progress: Callable[[int], None] = field(default=lambda count: None)
+    wait: Callable[[float], object] = runtime.sleep
+    progress: Callable[[int], None] = _ignore
     _outwaited: set[str] = field(default_factory=set, init=False)
 
     def scrub(self, rows: Iterable[CheckpointStatus]) -> Iterator[CheckpointScrub]:
@@ -131,9 +134,9 @@ class Scrubber:
             return "mindformers wrote no checksums"
         if not can_be_scrubbed(candidate):
             return "it is not complete"
-        if leads_through_a_link(self.storage, self.root, candidate.records_dir):
+        if leads_through_a_link(self.directory.storage, self.directory.root, candidate.records_dir):
             return "its folder of records is, or is in, a symbolic link: what a scrub writes would go elsewhere"
-        if not self.options.rereads_damage and known_damage(CheckpointDir(self.storage, self.root), candidate) is not None:
+        if not self.options.rereads_damage and known_damage(self.directory, candidate) is not None:
             return "a scrub found it damaged, and its files are the same"
         if self.options.older_than and self._known_at(candidate) > self.clock() - self.options.older_than:
             return "it was saved, or read by a scrub, recently"
@@ -142,26 +145,26 @@ class Scrubber:
     def _known_at(self, candidate: Candidate) -> float:
         """Returns when all of it was known to be right: when a scrub has read it, else when it was saved. 0: what was damaged was
         replaced since, and nobody has read it."""
-        found, saved = read_result(self.storage, candidate), candidate.saved_at or 0.0
+        found, saved = read_result(self.directory.storage, candidate), candidate.saved_at or 0.0
         if found is not None and found.damaged:
             return 0.0
         return max(self._read_at(candidate), saved if saved <= self.clock() else 0.0)
 
     def _read_at(self, candidate: Candidate) -> float:
         """Returns when a scrub has read all of it; 0: never, or in the future: the clock was set back."""
-        found = read_result(self.storage, candidate)
+        found = read_result(self.directory.storage, candidate)
         return found.read_at if found is not None and found.read_at <= self.clock() else 0.0
 
     def _scrub(self, candidate: Candidate) -> CheckpointScrub:
         reason = self.due(candidate)
         if reason:
             return CheckpointScrub(candidate, SKIPPED, reason)
-        lock = acquire_read_lock(CheckpointDir(self.storage, self.root), candidate.name, candidate.commit_dir, sleep=self._pause,
+        lock = acquire_read_lock(self.directory, candidate.name, candidate.commit_dir, sleep=self._pause,
                                  purpose=SCRUBBING, outwaited=self._outwaited)
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:
-            other = other_scrub(CheckpointDir(self.storage, self.root), lock, self._pause)
+            other = other_scrub(self.directory, lock, self._pause)
             if other is not None:
                 return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
                                        is_elsewhere=True)
@@ -173,11 +176,11 @@ class Scrubber:
     def _remove_temporary_files(self, candidate: Candidate) -> None:
         """Removes what repairs left that were killed, files as large as a shard: those without a lease."""
         def is_over(run: str) -> bool:
-            return not is_job_lease(run) and self.storage.status(lease_path(self.root, run)) is None
-        folders = {os.path.dirname(os.path.join(self.root, file.path)) for file in candidate.all_files}
+            return not is_job_lease(run) and self.directory.storage.status(lease_path(self.directory.root, run)) is None
+        folders = {os.path.dirname(self.directory.path(file.path)) for file in candidate.all_files}
         for folder in sorted({*folders, candidate.records_dir or ""}):
             with suppress(OSError):                 # on a full or read-only disk the reading goes on
-                remove_temporary_files(self.storage, folder, is_over)
+                remove_temporary_files(self.directory.storage, folder, is_over)
 
     def _pause(self, seconds: float) -> None:
         """Waits. Raises ReadStoppedError if the scrub is to stop: ``wait`` has then returned too early for any conclusion."""
@@ -186,15 +189,18 @@ class Scrubber:
             raise ReadStoppedError
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
-        storage = ThrottledReads(self.storage, TokenBucket(self.options.rate, self.monotonic, self.wait), self.options.stopped)
-        seen = [row for rank in candidate.files for row in self._damage(storage, candidate, rank)]
+        storage = ThrottledReads(self.directory.storage, TokenBucket(self.options.rate, self.monotonic, self.wait),
+                                 self.options.stopped)
+        throttled = CheckpointDir(storage, self.directory.root)
+        verifier = Verifier(throttled, candidate, self.progress)
+        seen = [row for rank in candidate.files for row in verifier.damaged_files(rank)]
         # A second reading tells rot from an error on the way, such as a bad cable or memory: only rot is recorded. What a person
         # replaces after it has another status than before it, and is not refused.
         before = {row.file: self._status(row.file) for row in seen if row.file is not None}
         damage = [row for rank in dict.fromkeys(row.rank for row in seen)
-                  for row in self._lasting_damage(storage, candidate, rank, before)]
+                  for row in self._lasting_damage(verifier, rank, before)]
         again = {row.file for row in damage}
-        absent = [path for path in again if path is not None and os.path.join(self.root, path) in storage.absent]
+        absent = [path for path in again if path is not None and self.directory.path(path) in storage.absent]
         if absent and self._is_removed(candidate):
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         if any(self._status(path) is not None for path in absent):
@@ -204,44 +210,40 @@ class Scrubber:
                  for row in seen if row.file not in again]
         missing = self._missing(candidate, again)
         repaired: list[Refusal] = []
-        repair = Repair(CheckpointDir(storage, self.root), candidate, lock.run, self.options.bucket)
+        repair = Repair(throttled, candidate, lock.run, self.options.bucket)
         for row in (*damage, *missing) if self.options.repairs else ():
             problem = repair.repair(row)
             repaired += [] if problem else [row]
             notes += [problem] if problem else []
         left = [row for row in damage if row not in repaired]
         notes += [row.reason for row in missing if row not in repaired]
-        notes += [row.reason for row in damaged_metadata_files(CheckpointDir(storage, self.root), candidate)]
+        notes += [row.reason for row in damaged_metadata_files(throttled, candidate)]
         if self._is_removed(candidate):           # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         # An error of reading is no damage: nothing is recorded of it, and it may pass until the next scrub or start.
         found = [row for row in left if not row.is_unreadable]
         if found or not left:
-            publish_result(self.storage, candidate, found, before, self.clock(), lock.run)
+            publish_result(self.directory.storage, candidate, found, before, self.clock(), lock.run)
         state = DAMAGED if found else UNREADABLE if left else REPAIRED if repaired else INTACT
         return CheckpointScrub(candidate, state, "", tuple(left), tuple(repaired), tuple(notes), storage.read, storage.cached)
 
-    def _lasting_damage(self, storage: Storage, candidate: Candidate, rank: int, before: dict[str, Status | None]
-                        ) -> list[Refusal]:
+    def _lasting_damage(self, verifier: Verifier, rank: int, before: dict[str, Status | None]) -> list[Refusal]:
         """Reads the files of a rank again. Returns what is not as written in two of two readings; if the second one finds more
         than the first, in two of three. ``before``: status of the files that the first one found; others are added."""
-        seen, second = set(before), self._damage(storage, candidate, rank)
+        seen, second = set(before), verifier.damaged_files(rank)
         files = {row.file for row in second if row.file is not None}
         if files <= seen:
             return second
         before.update({path: self._status(path) for path in files - seen})
-        third = self._damage(storage, candidate, rank)
+        third = verifier.damaged_files(rank)
         last = {row.file for row in third}
         return [*(row for row in third if row.file in files | seen), *(row for row in second if row.file in seen - last)]
 
     def _is_removed(self, candidate: Candidate) -> bool:
-        return self.storage.status(candidate.commit_dir) is None
+        return self.directory.storage.status(candidate.commit_dir) is None
 
     def _status(self, path: str) -> Status | None:
-        return self.storage.status(os.path.join(self.root, path))
-
-    def _damage(self, storage: Storage, candidate: Candidate, rank: int) -> list[Refusal]:
-        return Verifier(CheckpointDir(storage, self.root), candidate, self.progress).damaged_files(rank)
+        return self.directory.storage.status(self.directory.path(path))
 
     def _missing(self, candidate: Candidate, damaged: Collection[str | None]) -> list[Refusal]:
         """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses those."""
@@ -298,7 +300,7 @@ class BackgroundScrub:
 
     def __init__(self, directory: CheckpointDir, settings: ScrubSettings, emit: Emit, bucket: RemoteCheckpoints | None = None,
                  first: float = FIRST, poll: float = POLL, clock: Callable[[], float] = runtime.monotonic):
-        self.storage, self.root, self.settings, self.emit, self.bucket = directory.storage, directory.root, settings, emit, bucket
+        self.directory, self.settings, self.emit, self.bucket = directory, settings, emit, bucket
         self._first, self._poll, self._clock = first, poll, clock
         self._stop, self._thread = runtime.Event(), None
         self._saving_since: float | None = None
@@ -341,15 +343,15 @@ class BackgroundScrub:
             except Exception as error:
                 if error_text(error) != self._problem:                  # the same one is said once
                     self._problem = error_text(error)
-                    self.emit(warning(f"the scrub of {self.root} failed and is tried again later: {self._problem}"))
+                    self.emit(warning(f"the scrub of {self.directory.root} failed and is tried again later: {self._problem}"))
             self._stop.wait(self._poll)
 
     def _scrub_once(self) -> None:
         """Scrubs every checkpoint that is due."""
         options = ScrubOptions(self.settings.rate_mb * 1e6, bool(self.settings.repair), self.bucket,
                                self.settings.every_hours * 3600, False, self._is_stopped)
-        found, rows = list_checkpoints(self.storage, self.root, unknown_strategy)
-        scrubber, started = Scrubber(self.storage, found.root, options, wait=self._stop.wait), self._clock()
+        found, rows = list_checkpoints(self.directory.storage, self.directory.root, unknown_strategy)
+        scrubber, started = Scrubber(found.directory, options, wait=self._stop.wait), self._clock()
         for result in scrubber.scrub(rows):
             if result.is_elsewhere:
                 return                                                  # another node does it

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats import MINDFORMERS, OURS, Candidate, CheckpointDir, Refusal
+from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import METADATA
 from mindresume.formats.metadata import TensorMetadata, load_metadata
 from mindresume.formats.rank_folders import LABEL, parse_label
@@ -55,16 +55,16 @@ def _ignore(count: int) -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verifier:
-    """Verifies the files of a candidate, one rank after the other; several threads may use it.
+    """Verifies the files of a candidate, one rank after the other; several threads may use it. ``metadata.json`` is read once for
+    all ranks.
 
     Args:
         progress: receives the bytes that are read.
         full: False: only the records, the headers and the sizes are verified.
         strategy: of the job that saved, where mindformers wrote no files for some ranks.
         keep: keeps the verified tensors of a checkpoint with records, as far as its budget allows, for a load that takes them.
-        metadata: verifies ``metadata.json``, which is read once for all ranks.
     """
     directory: CheckpointDir
     candidate: Candidate
@@ -72,10 +72,8 @@ class Verifier:
     full: bool = True
     strategy: Strategy | None = None
     keep: ReadCache | None = None
-    metadata: MetadataVerifier = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metadata", MetadataVerifier(self.directory, self.candidate))
+    _stored: StoredSlices | Refusal | None = None
+    _lock: runtime.Lock = field(default_factory=runtime.Lock)
 
     def verify(self, rank: int) -> VerifiedShard | Refusal:
         """Reads and verifies everything that ``rank`` will load. Returns the verified files, or why the candidate cannot be
@@ -134,8 +132,51 @@ class Verifier:
             if label is not None and label[1] != self.candidate.step:
                 return self.candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
                                              f"are mixed", file.path, rank)
-        sources = tuple(map(ShardSource, headers))
-        return self.metadata.mismatch(rank, headers) or VerifiedShard(rank, sources, self.candidate.state)
+        with self._lock:
+            if self._stored is None:
+                self._stored = stored_slices(self.directory, self.candidate)
+            stored = self._stored
+        if isinstance(stored, Refusal):
+            return stored
+        refusal = self._compare_slices(rank, headers, stored) or self._find_unnamed(rank, headers, stored)
+        return refusal or VerifiedShard(rank, tuple(map(ShardSource, headers)), self.candidate.state)
+
+    def _compare_slices(self, rank: int, headers: Mapping[FileRecord, Header], stored: StoredSlices) -> Refusal | None:
+        """Returns how the files of ``rank`` differ from the metadata; None if they do not.
+
+        Raises:
+            CorruptFileError: a file of another rank, which holds a copy, is damaged.
+        """
+        for file, header in headers.items():
+            for row, number in stored.by_file.get(os.path.basename(file.path), ()):
+                entry = header.tensors.get(row.name)
+                if entry is None and not any(self._holds(copy.file, row.name) for copy in row.stored[number]):
+                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
+                                                 f"the two are of different saves", file.path, rank)
+                expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
+                if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
+                    return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
+                                                 f"{METADATA} it is {row.dtype} of shape {expected}", file.path, rank)
+        return None
+
+    def _holds(self, file: str, name: str) -> bool:
+        """Returns whether a file of the iteration folder holds a tensor."""
+        record = FileRecord(f"{self.candidate.iteration_dir}/{file}", "safetensors")
+        if self.directory.storage.status(self.directory.path(record.path)) is None:
+            return False
+        return name in header_of(self.directory, record).tensors
+
+    def _find_unnamed(self, rank: int, headers: Mapping[FileRecord, Header], stored: StoredSlices) -> Refusal | None:
+        """Returns a refusal if the metadata does not name some tensors, so their layouts are unknown. It never names counters."""
+        if self.candidate.world_size == 1 or rank != min(self.candidate.files):
+            return None
+        for file, header in headers.items():
+            unnamed = [name for name, entry in header.tensors.items()
+                       if name not in stored.rows and not is_transient(name) and not is_scalar(entry.shape)]
+            if unnamed:
+                return self.candidate.refuse(f"{METADATA} does not name {listed(unnamed, 5)}, so their layouts are unknown",
+                                             file.path, rank)
+        return None
 
     def _compare_label(self, rank: int, file: FileRecord, written: tuple[str, int] | None, scalars: Mapping[str, Any]
                        ) -> VerifiedShard | Refusal:
@@ -289,87 +330,39 @@ def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header:
     return ""
 
 
-# ---- metadata.json ------------------------------------------------------------------------------------------------------
+# ---- metadata.json -----------------------------------------------------------------------------------------------------
 
-def needs_metadata(candidate: Candidate) -> bool:
-    """Returns whether only ``metadata.json`` holds the layouts of its tensors."""
-    return candidate.origin == MINDFORMERS and bool(candidate.iteration_dir) and candidate.problem is None
+@dataclass(frozen=True)
+class StoredSlices:
+    """Which files hold which slices of an iteration folder, by ``metadata.json``.
+
+    Args:
+        rows: by tensor.
+        by_file: {file name: [(tensor, number of the slice)]}.
+    """
+    rows: Mapping[str, TensorMetadata]
+    by_file: Mapping[str, list[tuple[TensorMetadata, int]]]
 
 
-class MetadataVerifier:
-    """Verifies with ``metadata.json`` of one candidate, which is read once for all ranks that one process verifies. Several
-    threads may use it."""
-
-    def __init__(self, directory: CheckpointDir, candidate: Candidate):
-        self.directory, self.candidate = directory, candidate
-        self._lock = runtime.Lock()
-        self._read = False
-        self._rows: Mapping[str, TensorMetadata] = {}
-        self._by_file: dict[str, list[tuple[TensorMetadata, int]]] = {}      # {file name: [(tensor, number of the slice)]}
-        self._problem: Refusal | None = None
-
-    def problem(self) -> Refusal | None:
-        """Returns why the metadata cannot be used; None if it can. Weight files are not opened."""
-        with self._lock:
-            if not self._read:
-                self._problem, self._read = self._open(), True
-            return self._problem
-
-    def _open(self) -> Refusal | None:
-        path, storage = f"{self.candidate.iteration_dir}/{METADATA}", self.directory.storage
-        try:
-            if storage.status(self.directory.path(path)) is None:
-                return None                                             # optional for one rank; else the scan refuses it
-            self._rows = load_metadata(storage, self.directory.path(self.candidate.iteration_dir))
-        except CorruptFileError as error:
-            return self.candidate.refuse(f"{METADATA}: {error.reason}", path, error=error)
-        except OSError as error:
-            return self.candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path, error=error)
-        present = {os.path.basename(file.path) for file in self.candidate.all_files}
-        for row in self._rows.values():
-            for number, copies in row.stored.items():
-                files = {copy.file for copy in copies}
-                if present.isdisjoint(files):
-                    return self.candidate.refuse(f"{METADATA} names {listed(sorted(files), 3)} for slice {number} "
-                                                 f"of {row.name}, and no such file exists", path)
-                for file in files:
-                    self._by_file.setdefault(file, []).append((row, number))
-        return None
-
-    def mismatch(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """Returns how the files of ``rank`` differ from the metadata; None if they do not.
-
-        Raises:
-            CorruptFileError: a file of another rank, which holds a copy, is damaged.
-        """
-        if problem := self.problem():
-            return problem
-        for file, header in headers.items():
-            for row, number in self._by_file.get(os.path.basename(file.path), ()):
-                entry = header.tensors.get(row.name)
-                if entry is None and not any(self._has(copy.file, row.name) for copy in row.stored[number]):
-                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
-                                                 f"the two are of different saves", file.path, rank)
-                expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
-                if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
-                    return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
-                                                 f"{METADATA} it is {row.dtype} of shape {expected}", file.path, rank)
-        return self._find_unnamed(rank, headers)
-
-    def _find_unnamed(self, rank: int, headers: Mapping[FileRecord, Header]) -> Refusal | None:
-        """Returns a refusal if the metadata does not name some tensors, so their layouts are unknown. It never names counters."""
-        if self.candidate.world_size == 1 or rank != min(self.candidate.files):
-            return None
-        for file, header in headers.items():
-            unnamed = [name for name, entry in header.tensors.items()
-                    if name not in self._rows and not is_transient(name) and not is_scalar(entry.shape)]
-            if unnamed:
-                return self.candidate.refuse(f"{METADATA} does not name {listed(unnamed, 5)}, so their layouts are unknown",
-                                             file.path, rank)
-        return None
-
-    def _has(self, file: str, name: str) -> bool:
-        record = FileRecord(f"{self.candidate.iteration_dir}/{file}", "safetensors")
-        if self.directory.storage.status(self.directory.path(record.path)) is None:
-            return False
-        return name in header_of(self.directory, record).tensors
+def stored_slices(directory: CheckpointDir, candidate: Candidate) -> StoredSlices | Refusal:
+    """Returns what ``metadata.json`` says, or why it cannot be used. Weight files are not opened."""
+    path, storage = f"{candidate.iteration_dir}/{METADATA}", directory.storage
+    try:
+        if storage.status(directory.path(path)) is None:
+            return StoredSlices({}, {})                         # optional for one rank; else the scan refuses it
+        rows = load_metadata(storage, directory.path(candidate.iteration_dir))
+    except CorruptFileError as error:
+        return candidate.refuse(f"{METADATA}: {error.reason}", path, error=error)
+    except OSError as error:
+        return candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path, error=error)
+    present = {os.path.basename(file.path) for file in candidate.all_files}
+    by_file: dict[str, list[tuple[TensorMetadata, int]]] = {}
+    for row in rows.values():
+        for number, copies in row.stored.items():
+            files = {copy.file for copy in copies}
+            if present.isdisjoint(files):
+                return candidate.refuse(f"{METADATA} names {listed(sorted(files), 3)} for slice {number} of {row.name}, and no "
+                                        f"such file exists", path)
+            for file in files:
+                by_file.setdefault(file, []).append((row, number))
+    return StoredSlices(rows, by_file)

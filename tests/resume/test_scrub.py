@@ -16,6 +16,7 @@ from mindresume.coordination import lease as leases
 from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
 from mindresume.coordination.read_locks import acquire_read_lock, read_locks
 from mindresume.errors import RemoteError
+from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
@@ -43,7 +44,7 @@ def rows_of(root, storage=STORAGE):
 
 def scrubbed(root, storage=STORAGE, progress=lambda count: None, rows=None, **options):
     """Returns {step: result}."""
-    scrubber = Scrubber(storage, str(root), ScrubOptions(**options), wait=lambda seconds: None, progress=progress)
+    scrubber = Scrubber(CheckpointDir(storage, str(root)), ScrubOptions(**options), wait=lambda seconds: None, progress=progress)
     return {found.candidate.step: found for found in scrubber.scrub(rows_of(root, storage) if rows is None else rows)}
 
 
@@ -234,10 +235,10 @@ def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
     now = [1e9]
 
     def run(**options):
-        scrubber = Scrubber(STORAGE, str(tmp_path), ScrubOptions(**options), clock=lambda: now[0])
+        scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(**options), clock=lambda: now[0])
         return [(found.candidate.step, found.state) for found in scrubber.scrub(rows_of(tmp_path))]
     (row,) = [row for row in rows_of(tmp_path) if row.candidate.step == 10]
-    list(Scrubber(STORAGE, str(tmp_path), clock=lambda: now[0]).scrub([row]))
+    list(Scrubber(dir_at(tmp_path), clock=lambda: now[0]).scrub([row]))
     now[0] += 3600
     assert run(older_than=7200) == [(15, INTACT), (5, INTACT), (10, SKIPPED)]
     now[0] += 5400
@@ -527,7 +528,7 @@ def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
         if is_alive:
             holder = LeaseHolder.read(STORAGE, str(path))
             leases.Lease(dir_at(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
-    found = list(Scrubber(STORAGE, str(tmp_path), wait=wait).scrub(rows_of(tmp_path)))
+    found = list(Scrubber(dir_at(tmp_path), wait=wait).scrub(rows_of(tmp_path)))
     assert waits == [3 * 15.0] and [row.state for row in found] == [SKIPPED if is_alive else INTACT]
     assert path.exists() == is_alive
 
@@ -546,7 +547,7 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
 def test_a_stop_while_another_machine_is_watched_removes_nothing(tmp_path):
     save(tmp_path, 5)
     path, stop = other_lock(tmp_path, 5, machine="another", beat=4), []
-    scrubber = Scrubber(STORAGE, str(tmp_path), ScrubOptions(stopped=lambda: bool(stop)), wait=stop.append)
+    scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(stopped=lambda: bool(stop)), wait=stop.append)
     with pytest.raises(ReadStoppedError):
         list(scrubber.scrub(rows_of(tmp_path)))
     assert path.exists() and [holder.beat for holder in lease_holders(dir_at(tmp_path))] == [4]
@@ -555,7 +556,7 @@ def test_a_stop_while_another_machine_is_watched_removes_nothing(tmp_path):
 def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
     save(tmp_path, 5)                                           # at 1005 s
     for now, state in ((2000.0, SKIPPED), (9000.0, INTACT), (9100.0, SKIPPED)):
-        (found,) = Scrubber(STORAGE, str(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now).scrub(
+        (found,) = Scrubber(dir_at(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now).scrub(
             rows_of(tmp_path))
         assert found.state == state
 
