@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindresume.mindformers.pynative.wrappers import WRAPPERS
+from mindresume.mindformers.patches import PYNATIVE_WRAPPERS as WRAPPERS
 
 SAMPLES, BATCH, WIDTH = 24, 4, 3            # a pass has 6 steps
 

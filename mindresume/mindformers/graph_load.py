@@ -79,7 +79,7 @@ class GraphNetwork:
 
     def layouts(self, target: LoadTarget) -> Layouts:
         shapes = {target.parameter(name): shape for name, (shape, _) in target.shapes.items()}
-        found = job_layouts(self.cell, shapes, self.context.group.size, lambda text: self.context.emit(warning(text)))
+        found = job_layouts(self.cell, shapes, self.context.group.size, self.context.emit)
         return {name: found[parameter] for name in target.shapes if (parameter := target.parameter(name)) in found}
 
     def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget, deduplicated: bool) -> None:

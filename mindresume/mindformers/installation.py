@@ -51,13 +51,12 @@ def install_pynative(profile: Profile) -> None:
     Raises:
         ConfigError: It lists all symbols that are absent or have another signature; nothing of the trainer is patched then.
     """
-    from mindresume.mindformers.pynative.wrappers import WRAPPERS
     _, notices = upstream_check.require(replace_fields(profile, symbols=profile.pynative, pynative=()))
     for text in notices:
         training_context.current().emit(warning(text))
     for symbol in profile.pynative:
         if symbol.kind in (Kind.WRAPPED, Kind.REPLACED):
-            replace(symbol, WRAPPERS[symbol.name])
+            replace(symbol, patches.PYNATIVE_WRAPPERS[symbol.name])
 
 
 def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:

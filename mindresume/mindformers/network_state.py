@@ -4,7 +4,7 @@ from __future__ import annotations
 import base64
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from mindresume.errors import LoadError, SaveError
+from mindresume.events import Emit, warning
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar, ordinals
 from mindresume.saving.shard_assignment import shares
@@ -85,7 +86,7 @@ def _host_array(value: Any, is_bfloat16: bool) -> np.ndarray:
 
 
 def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]],
-            warn: Callable[[str], None]) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+            emit: Emit) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
 
     Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split, optimizer group, full shape,
@@ -109,16 +110,16 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
             layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
             expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
         except (ValueError, ZeroDivisionError) as error:
-            warn(f"{name}: its layout is not recorded: {error}")
+            emit(warning(f"{name}: its layout is not recorded: {error}"))
             continue
         if expected != shapes[name]:
-            warn(f"{name}: its layout is not recorded: it says {expected}, the parameter is {shapes[name]}")
+            emit(warning(f"{name}: its layout is not recorded: it says {expected}, the parameter is {shapes[name]}"))
             continue
         found[name] = (layout, full)
     return found
 
 
-def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], None],
+def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], emit: Emit,
                      split: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None
                      ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """Returns the same as ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name:
@@ -144,10 +145,10 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
                 if whole != full or ordinals(known, full) != ordinals(folded, full):
                     raise ValueError(f"MindSpore describes it as {folded} of {full} and as {known} of {whole}")
         except ValueError as error:
-            warn(f"{name}: its layout is not recorded: {error}")
+            emit(warning(f"{name}: its layout is not recorded: {error}"))
             continue
         if held != shapes[name]:
-            warn(f"{name}: its layout is not recorded: it says {held}, the parameter is {shapes[name]}")
+            emit(warning(f"{name}: its layout is not recorded: it says {held}, the parameter is {shapes[name]}"))
             continue
         found[name] = (known, full)
     return found
@@ -159,7 +160,7 @@ def is_parallel() -> bool:
     return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
 
 
-def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, warn: Callable[[str], None]
+def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, emit: Emit
                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from ``parameter_layout_dict``,
     compared with its strategy metadata. With data parallelism alone every rank holds every parameter of more than one element
@@ -169,9 +170,9 @@ def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size:
     if not is_parallel():
         return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
                 if not is_scalar(shape)}
-    table, metadata = layouts(getattr(network, "parameter_layout_dict", None), shapes, warn), _strategy_metadata(network) or {}
+    table, metadata = layouts(getattr(network, "parameter_layout_dict", None), shapes, emit), _strategy_metadata(network) or {}
     return {**{name: row for name, row in table.items() if name not in metadata},
-            **strategy_layouts(metadata, shapes, warn, table)}
+            **strategy_layouts(metadata, shapes, emit, table)}
 
 
 def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:

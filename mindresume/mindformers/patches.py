@@ -1,4 +1,4 @@
-"""Wraps functions of mindformers' graph trainer: selection at the start, counters, and load. No file of mindformers is changed.
+"""Wraps functions of mindformers: selection at the start, counters, and load. No file of mindformers is changed.
 
     MindFormerRegister.get_cls       ─▶ removes the documented data keys below `trainer:` before the trainer's constructor
     Trainer.train / finetune
@@ -10,7 +10,8 @@
       transform_and_load_checkpoint   ─▶ load_resume: loads what this rank verified, and verifies it again while it is read
       Model.train                     ─▶ FirstStep: the parameters are compared with what was loaded
 
-Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own. ``mindresume.mindformers.graph_load`` loads.
+Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, and so has the PyNative trainer.
+``mindresume.mindformers.graph_load`` and ``pynative.checkpoint_load`` load.
 """
 from __future__ import annotations
 
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mindresume.coordination import preemption
 from mindresume.coordination.collectives import gather_results, run_on_all
 from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import TrainingCompleteError
@@ -35,6 +35,9 @@ from mindresume.mindformers import (
     load_request,
     training_context,
 )
+from mindresume.mindformers.pynative import checkpoint_load
+from mindresume.mindformers.pynative.checkpoint_callback import make_callback_class
+from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of
 from mindresume.mindformers.wrapping import Call, wrapper
 from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
@@ -49,8 +52,6 @@ def _train(call: Call) -> Any:
         result = call()
         if context.progress.stop_reason:                    # a barrier: the first rank that exits would end the others
             gather_results(context.group, lambda: None)
-    if context.progress.stop_reason in preemption.SIGNALS:
-        raise SystemExit(preemption.STATUS)
     return result
 
 
@@ -293,6 +294,57 @@ def _load_checkpoint(call: Call) -> Any:
         context.resources.drop_verified_bytes()
 
 
+# ---- the PyNative trainer -----------------------------------------------------------------------------------------------
+
+_RUN = "_mindresume_run"                # attribute of a trainer while it trains
+
+
+@wrapper
+def _train_pynative(call: Call) -> Any:
+    trainer, result = call["self"], None                    # the result of a training that is complete already
+    config = configuration_of(trainer)
+    with training_context.training(config) as context:
+        context.progress.dataset_identity = job_start.fingerprint(config, context)
+        run = TrainingRun(trainer, config, context)
+        setattr(trainer, _RUN, run)
+        context.run = run
+        try:
+            result = call()
+        finally:
+            delattr(trainer, _RUN)
+    return result
+
+
+@wrapper
+def _load_pynative(call: Call) -> Any:
+    run = getattr(call["self"], _RUN, None)
+    if run is None or checkpoint_load.is_left_to_mindformers(run, call["checkpoint_path"]):
+        return call()
+    if not run.is_loaded:
+        checkpoint_load.load(run, call["checkpoint_path"])
+        run.is_loaded = True
+    return None
+
+
+@wrapper
+def _create_dataset_iterator(call: Call) -> Any:
+    run = getattr(call["self"], _RUN, None)
+    if run is not None:
+        if not run.iterators:
+            checkpoint_load.end_without_saves(run)
+            checkpoint_load.begin_data(run)
+        run.begin_pass(call["dataset"])
+    return call()
+
+
+@wrapper
+def _step_begin(call: Call) -> Any:
+    result, run = call(), training_context.current().run
+    if run is not None:
+        checkpoint_load.check_loaded(run)
+    return result
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import a symbol
     "Trainer.train": _train,
     "Trainer.finetune": _train,
@@ -321,4 +373,12 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its
     "load_checkpoint": _load_checkpoint,
     "load_hf_checkpoint": _load_checkpoint,
     "merge_model_config": _merge_model_config,
+}
+
+PYNATIVE_WRAPPERS: dict[str, Callable[[Any], Any]] = {     # one for each row of ``upstream.PYNATIVE``
+    "Trainer.train": _train_pynative,
+    "Trainer._load_checkpoint": _load_pynative,
+    "Trainer._create_dataset_iterator": _create_dataset_iterator,
+    "CallbackHandler.on_step_begin": _step_begin,
+    "CheckpointCallback": make_callback_class,
 }

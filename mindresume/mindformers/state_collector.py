@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindresume.events import warning
+from mindresume.events import Event
 from mindresume.formats.rank_folders import FileName, stem
 from mindresume.mindformers import adapter
 from mindresume.mindformers import network_state as live
@@ -32,8 +32,8 @@ class StateCollector:
         self.config = monitor._config                   # mindspore's CheckpointConfig
         self.suffix = session.suffix
         self._share: frozenset[str] | None = None       # with redundancy removal: the tensors with a layout that this rank writes
-        self._arrangement: tuple[tuple[str, bool], ...] | None = None
-        self._warned: set[str] = set()
+        self._arrangement: Mapping[str, bool] | None = None
+        self._emitted: set[Event] = set()
         self._laid_out: tuple[dict, dict, dict] | None = None       # arguments and result of the last ``live.layouts``
         self._known = adapter.SavedParameters()
 
@@ -77,7 +77,7 @@ class StateCollector:
         """Returns ``live.layouts``. Computes it only if ``table`` or ``shapes`` differ from those of the last save: it takes as
         long as the copy of a small network."""
         if self._laid_out is None or self._laid_out[:2] != (table, shapes):
-            self._laid_out = copy.deepcopy(dict(table)), shapes, live.layouts(table, shapes, self._warn_once)
+            self._laid_out = copy.deepcopy(dict(table)), shapes, live.layouts(table, shapes, self._emit_once)
         return dict(self._laid_out[2])
 
     def _iteration(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
@@ -91,7 +91,7 @@ class StateCollector:
             return _lasting(name) and (save_optimizer or name in model)
         tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if emergency else
                                                 adapter.parameters_to_save(net, False, wanted_here, self._known))
-        tables = live.job_layouts(net, _shapes(tensors), self.target.world_size, self._warn_once)
+        tables = live.job_layouts(net, _shapes(tensors), self.target.world_size, self._emit_once)
         if deduplicates:
             if self._share is None:
                 self._share = live.own_share(tensors, tables, self.target.rank)
@@ -100,10 +100,10 @@ class StateCollector:
         return iteration_shard(self.monitor.origin_prefix, self.target, state, parts[0], parts[1] if save_optimizer else None,
                                tables, live.capture_random(), deduplicates)
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            self.context.emit(warning(text))
+    def _emit_once(self, event: Event) -> None:
+        if event not in self._emitted:
+            self._emitted.add(event)
+            self.context.emit(event)
 
     def _chooser(self, net: Any) -> Any:
         if self._deduplicates():

@@ -265,7 +265,8 @@ def set_current(context: TrainingContext) -> TrainingContext:
 
 @contextmanager
 def training(config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of a training. Suppresses TrainingCompleteError; records any other error and raises it again.
+    """Opens the context of a training. Suppresses TrainingCompleteError; records any other error and raises it again. A training
+    that SIGTERM has stopped ends the process, with the status of that.
 
     At the end, on every rank and also after an error: the load attempt receives the error, the read lock is released, the monitor
     finishes the save in flight, and TrainingEnded is the last event.
@@ -302,6 +303,8 @@ def training(config: Any) -> Iterator[TrainingContext]:
             context.resources.pending_load.end(error)
             ended = _ended(context.progress, error)
             raise
+    if context.progress.stop_reason in preemption.SIGNALS:
+        raise SystemExit(preemption.STATUS)
 
 
 def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property, wraps
+from functools import cached_property, partial, update_wrapper, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import signature
@@ -41,15 +41,18 @@ class Call:
         return {**bound.arguments, **bound.arguments.get("kwargs", {})}
 
 
-def wrapper(replacement: Callable[[Call], Any]) -> Callable[[Any], Any]:
-    """Makes a function that returns the wrapped form of an upstream function or class, whose calls go to ``replacement``."""
-    @wraps(replacement)
-    def wrap(original: Any) -> Any:
+class wrapper:                                                                                      # noqa: N801  a decorator
+    """Makes the wrapped form of an upstream function or class, whose calls go to ``replacement``."""
+
+    def __init__(self, replacement: Callable[[Call], Any]):
+        self._replacement = replacement
+        update_wrapper(self, replacement)
+
+    def __call__(self, original: Any) -> Any:
         @wraps(original, updated=())
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return replacement(Call(original, args, kwargs))
+            return self._replacement(Call(original, args, kwargs))
         return wrapped
-    return wrap
 
 
 def when_imported(module: str, work: Callable[[], None]) -> None:
@@ -77,11 +80,10 @@ class _AfterImport(MetaPathFinder):
         finally:
             self._searches = False
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self.work()
-                sys.meta_path.remove(self)
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec
+
+    def _execute(self, execute: Any, module: ModuleType) -> None:
+        execute(module)
+        self.work()
+        sys.meta_path.remove(self)

@@ -37,7 +37,7 @@ class TrainingState:
         consumed: samples that the training has read, over all data sets and resumes; None if unknown.
         data: position in the data set; None if unknown.
         arrangement: how the network orders the elements within its tensors, see ``mindformers/adapter.py``. Empty if unknown.
-        trainer: what else the trainer counts, by name; see ``mindformers/pynative/trainer_state.py``.
+        trainer: what else the trainer counts, by name; see ``mindformers/pynative/training_run.py``.
     """
     step: Count
     steps_per_epoch: Positive

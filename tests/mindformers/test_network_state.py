@@ -147,7 +147,8 @@ def test_layouts_of_a_graph_out_of_the_compile_cache(matrix, tensor_map, before,
 def test_a_cached_row_that_hides_the_optimizer_shard_is_left_out_with_a_warning():
     warnings = []
     assert layouts({"w": cached((2, 2), [0, -1], (2, 4), "4-1234")}, {"w": (2, 4)}, warnings.append) == {}
-    assert len(warnings) == 1 and warnings[0].startswith("w: its layout is not recorded: ") and "group 4-1234" in warnings[0]
+    [warned] = warnings
+    assert warned.text.startswith("w: its layout is not recorded: ") and "group 4-1234" in warned.text
 
 
 @pytest.mark.parametrize("what, held, full", [
@@ -158,7 +159,7 @@ def test_a_row_that_does_not_fit_is_left_out_with_a_warning(what, held, full):
     warnings = []
     found = layouts({"w": row((2, 2), [0, -1], held, full), "v": row((2, 2), [0], (4,), (8,))}, {"w": held, "v": (4,)},
                     warnings.append)
-    assert list(found) == ["v"] and len(warnings) == 1 and warnings[0].startswith("w: its layout is not recorded")
+    assert list(found) == ["v"] and len(warnings) == 1 and warnings[0].text.startswith("w: its layout is not recorded")
 
 
 @pytest.mark.parametrize("matrix, tensor_map", [([], [0, -1]), ([2, 2], [5, -1]), ([2, 2], [0, 0]), ([0, 2], [0, -1])])
@@ -261,4 +262,4 @@ def test_the_optimizer_shard_is_kept_apart_from_tensor_parallelism():
 def test_a_layout_that_mindspore_describes_in_two_ways_is_unknown(row):
     shapes, warnings = {"w": (144, 192)}, []
     split = layouts({"w": QKV_ROW}, shapes, warnings.append)
-    assert strategy_layouts({"w": row}, shapes, warnings.append, split) == {} and "its layout is not recorded" in warnings[0]
+    assert strategy_layouts({"w": row}, shapes, warnings.append, split) == {} and "its layout is not recorded" in warnings[0].text

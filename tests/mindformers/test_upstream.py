@@ -22,7 +22,6 @@ pytest.importorskip("mindformers.tools")
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.events import SaveWritten  # noqa: E402
 from mindresume.mindformers import installation, patches, training_context, upstream, upstream_check  # noqa: E402
-from mindresume.mindformers.pynative import wrappers as pynative_wrappers  # noqa: E402
 from mindresume.mindformers.upstream import PROFILES, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
 
 INSTALLED = next(profile for profile in PROFILES if profile.versions["mindformers"] == "1.9.0")
@@ -228,7 +227,7 @@ def looked_up_in(wrapper):
     return set(re.findall(r"""call(?:\[|\.get\()["'](\w+)["']""", inspect.getsource(wrapper))) - {"self", "cls"}
 
 
-@pytest.mark.parametrize("name, wrapper", [*patches.WRAPPERS.items(), *pynative_wrappers.WRAPPERS.items()])
+@pytest.mark.parametrize("name, wrapper", [*patches.WRAPPERS.items(), *patches.PYNATIVE_WRAPPERS.items()])
 def test_the_names_that_a_wrapper_looks_up_are_in_the_table(name, wrapper):
     if name != "CheckpointCallback":                                    # a class
         shared = {"load_hf_checkpoint": {"optimizer"}}                  # looked up with a default, which is right there

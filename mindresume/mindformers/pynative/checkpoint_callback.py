@@ -11,11 +11,21 @@ from typing import Any
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import FIRST_STEP
 from mindresume.errors import ConfigError
-from mindresume.events import Notice, warning
+from mindresume.events import Notice
 from mindresume.mindformers import adapter, heartbeat, training_context, training_saves
 from mindresume.mindformers import network_state as live
-from mindresume.mindformers.pynative import parameters, trainer_state
-from mindresume.mindformers.pynative.training_run import TrainingRun
+from mindresume.mindformers.pynative.training_run import (
+    COUNTER,
+    Layouts,
+    TrainingRun,
+    layouts_of,
+    local,
+    model_parameters,
+    optimizer_parameters,
+    saved_fields,
+    shapes_of,
+    tensors_of,
+)
 from mindresume.mindformers.state_collector import loss_metric, number
 from mindresume.mindformers.wrapping import Call
 from mindresume.model.training_state import TrainingState
@@ -36,23 +46,24 @@ class RunSaver:
         self._asked, self._since = asked, since
         self.manager: CheckpointManager | None = None
         self._run: TrainingRun | None = None
-        self._layouts: parameters.Layouts = {}
+        self._layouts: Layouts = {}
 
     def begin(self, run: TrainingRun, model: Any, optimizer: Any) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""
         if run.context.monitor is self:         # the training begins again in its process: session and state go on
             return
-        context, asked, step = run.context, self._asked, int(run.trainer.state.global_step)
+        context, asked = run.context, self._asked
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
                               async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
                               samples_in_common=run.samples_in_common, since=self._since,
                               retention=training_saves.retention_of(context.settings, asked["save_max"], 0))
         self._run = run
         self.manager = training_saves.open_directory(context, options)
-        shapes = {name: shape for name, (shape, _) in parameters.shapes_of(self._parameters(model, optimizer)).items()}
-        self._layouts = parameters.layouts_of(model, self._optimizer(optimizer), shapes, context.group.size,
-                                              lambda text: context.emit(warning(text)))
-        training_saves.begin_saving(self.manager, context, step, self)
+        optimizer = None if asked["no_save_optim"] else optimizer
+        of_model = model_parameters(model)
+        shapes = shapes_of({**of_model, **optimizer_parameters(optimizer, of_model)})
+        self._layouts = layouts_of(model, optimizer, shapes, context)
+        training_saves.begin_saving(self.manager, context, int(run.trainer.state.global_step), self)
         self.manager.handle_preemption((), context.requests)
         self.manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
@@ -74,11 +85,11 @@ class RunSaver:
 
     def shard(self, state: Any, objects: dict[str, Any]) -> Shard:
         """Returns everything that a resume needs."""
-        model, optimizer = objects["model"], self._optimizer(objects.get("optimizer"))
-        of_model = parameters.model_parameters(model)
-        of_optimizer = parameters.optimizer_parameters(optimizer, of_model)
+        optimizer = None if self._asked["no_save_optim"] else objects.get("optimizer")
+        of_model = model_parameters(objects["model"])
+        of_optimizer = optimizer_parameters(optimizer, of_model)
         target, deduplicates = self.manager.target, bool(self._asked["remove_redundancy"]) and bool(self._layouts)
-        files = [parameters.tensors_of(of_model), parameters.tensors_of(of_optimizer)]
+        files = [tensors_of(of_model), tensors_of(of_optimizer)]
         if deduplicates:
             share = live.own_share({**files[0], **files[1]}, self._layouts, target.rank)
             files = [{name: array for name, array in file.items() if name not in self._layouts or name in share}
@@ -90,20 +101,13 @@ class RunSaver:
     def training_state(self, state: Any, optimizer: Any, loss: Any) -> TrainingState:
         """Returns the training state after the step of ``state``."""
         run, step = self._run, int(state.global_step)
-        counter = getattr(optimizer, parameters.COUNTER, None)
+        counter = getattr(optimizer, COUNTER, None)
         scale = getattr(state, "loss_scale", None)
-        metrics = {**loss_metric(None if loss is None else parameters.local(loss)), **run.context.progress.metrics}
+        metrics = {**loss_metric(None if loss is None else local(loss)), **run.context.progress.metrics}
         return TrainingState(step, run.steps_per_pass, step if counter is None else number(counter, int),
                              int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
                              run.steps_per_pass, metrics, None, *run.data_at(step),
-                             adapter.ARRANGEMENT, trainer_state.saved(run.trainer))
-
-    def _optimizer(self, optimizer: Any) -> Any:
-        return None if self._asked["no_save_optim"] else optimizer
-
-    def _parameters(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        of_model = parameters.model_parameters(model)
-        return {**of_model, **parameters.optimizer_parameters(self._optimizer(optimizer), of_model)}
+                             adapter.ARRANGEMENT, saved_fields(run.trainer))
 
 
 class _PyNativeState(StepState):

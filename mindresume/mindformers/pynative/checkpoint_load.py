@@ -25,9 +25,18 @@ from mindresume.mindformers.counters import continue_after, selected_state
 from mindresume.mindformers.job_start import is_pretrained, select_plan
 from mindresume.mindformers.load_request import request_of_pynative
 from mindresume.mindformers.loading import COUNTER
-from mindresume.mindformers.pynative import parameters, trainer_state
-from mindresume.mindformers.pynative.parameters import MASTER
-from mindresume.mindformers.pynative.training_run import TrainingRun
+from mindresume.mindformers.pynative.training_run import (
+    MASTER,
+    TrainingRun,
+    layouts_of,
+    local,
+    model_parameters,
+    optimizer_parameters,
+    refresh_masters,
+    restore_fields,
+    restore_parameters,
+    shapes_of,
+)
 from mindresume.mindformers.training_context import RunOrigin
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
@@ -117,7 +126,7 @@ def restore_counters(run: TrainingRun) -> None:
     if progress.initial_step >= trainer.state.max_steps:
         raise TrainingCompleteError(f"the training is complete: step {progress.initial_step} is the end of training.steps: "
                                     f"{trainer.state.max_steps}. Nothing was trained or saved. For more, raise training.steps")
-    trainer_state.restore(trainer, saved.trainer)
+    restore_fields(trainer, saved.trainer)
     trainer.state.global_step = progress.initial_step
     if state.loss_scale is not None:
         trainer.state.loss_scale = state.loss_scale
@@ -198,10 +207,10 @@ class PyNativeNetwork:
         return self.run.trainer.optimizer if self.run.context.plan.request.resume else None
 
     def target(self, stored: Mapping[str, Any], what: str) -> LoadTarget:
-        """Returns all parameters. The step counter of the optimizer, which is set separately, is int32 in 1.9.0 and int64 later;
+        """Returns all  The step counter of the optimizer, which is set separately, is int32 in 1.9.0 and int64 later;
         float32 copies may all be missing."""
-        model = parameters.model_parameters(self.run.trainer.model)
-        shapes = parameters.shapes_of({**model, **parameters.optimizer_parameters(self.optimizer, model)})
+        model = model_parameters(self.run.trainer.model)
+        shapes = shapes_of({**model, **optimizer_parameters(self.optimizer, model)})
         if COUNTER in shapes and COUNTER in stored:
             shapes[COUNTER] = shapes[COUNTER][0], stored[COUNTER].dtype
         if not any(name.startswith(MASTER) for name in stored):         # they are made of the loaded parameters
@@ -210,17 +219,14 @@ class PyNativeNetwork:
         return LoadTarget(shapes, {}, optional, model, True)
 
     def layouts(self, target: LoadTarget) -> Layouts:
-        context = self.run.context
-        return parameters.layouts_of(self.run.trainer.model, self.optimizer, {name: shape for name, (shape, _) in
-                                                                              target.shapes.items()}, context.group.size,
-                                     lambda text: context.emit(warning(text)))
+        return layouts_of(self.run.trainer.model, self.optimizer, target.shapes, self.run.context)
 
     def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget, deduplicated: bool) -> None:
         if COUNTER in arrays:
-            own = parameters.shapes_of({COUNTER: self.optimizer.parameters_dict()[COUNTER]})
+            own = shapes_of({COUNTER: self.optimizer.parameters_dict()[COUNTER]})
             arrays[COUNTER] = arrays[COUNTER].astype(own[COUNTER][1])
-        parameters.restore(self.run.trainer.model, self.optimizer, arrays)
-        parameters.refresh_masters(self.run.trainer.optimizer, arrays)
+        restore_parameters(self.run.trainer.model, self.optimizer, arrays)
+        refresh_masters(self.run.trainer.optimizer, arrays)
 
 
 def check_loaded(run: TrainingRun) -> None:
@@ -228,7 +234,7 @@ def check_loaded(run: TrainingRun) -> None:
     ``Resources.check_loaded``."""
     resources, trainer = run.context.resources, run.trainer
     if resources.loaded is not None:
-        model = parameters.model_parameters(trainer.model)
-        held = {**model, **parameters.optimizer_parameters(trainer.optimizer, model)}
-        resources.check_loaded(((name, parameters.local(parameter)) for name, parameter in held.items()),
+        model = model_parameters(trainer.model)
+        held = {**model, **optimizer_parameters(trainer.optimizer, model)}
+        resources.check_loaded(((name, local(parameter)) for name, parameter in held.items()),
                                trainer.callback_handler.callbacks, run.context.plan.resumes)

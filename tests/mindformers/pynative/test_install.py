@@ -11,7 +11,7 @@ from pynative_trainers import BuiltIn, Plain  # noqa: E402
 
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.mindformers import installation, upstream, upstream_check  # noqa: E402
-from mindresume.mindformers.pynative.wrappers import WRAPPERS  # noqa: E402
+from mindresume.mindformers.patches import PYNATIVE_WRAPPERS as WRAPPERS  # noqa: E402
 from mindresume.mindformers.upstream import PROFILES, Kind, Profile, Symbol  # noqa: E402
 
 MODULE = "pynative_trainer_of_the_test"

@@ -11,7 +11,8 @@ from pynative_trainers import WIDTH, DTensor, Model, Optimizer, parameter  # noq
 
 from mindresume.errors import LoadError  # noqa: E402
 from mindresume.mindformers import adapter, network_state  # noqa: E402
-from mindresume.mindformers.pynative import parameters  # noqa: E402
+from mindresume.mindformers.pynative import training_run  # noqa: E402
+from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
 
 
@@ -21,25 +22,25 @@ def value(cell, name):
 
 def test_a_model_or_the_list_of_its_stages():
     one, two = Model("a"), Model("b", "accu_grads.b")
-    assert parameters.stages_of(one) == [one] and parameters.stages_of([one, two]) == [one, two]
-    assert parameters.stages_of((one,)) == [one]
-    assert list(parameters.model_parameters([one, two])) == ["a", "b"]             # what exists within a step is left out
-    assert list(parameters.model_parameters(one)) == ["a"]
+    assert training_run.cells_of(one) == [one] and training_run.cells_of([one, two]) == [one, two]
+    assert training_run.cells_of((one,)) == [one]
+    assert list(training_run.model_parameters([one, two])) == ["a", "b"]             # what exists within a step is left out
+    assert list(training_run.model_parameters(one)) == ["a"]
 
 
 def test_the_optimizer_without_the_parameters_of_the_model():
     model = [Model("a"), Model("b")]
     optimizer = Optimizer(model, masters=True)
-    assert set(parameters.optimizer_parameters(optimizer, parameters.model_parameters(model))) == {
+    assert set(training_run.optimizer_parameters(optimizer, training_run.model_parameters(model))) == {
         "adam_m.a", "adam_m.b", "main_param.a", "main_param.b", "global_step"}
-    assert parameters.optimizer_parameters(None, {}) == {}
+    assert training_run.optimizer_parameters(None, {}) == {}
 
 
 def test_a_cut_parameter_has_the_shape_of_its_part():
     cut = DTensor(np.zeros((8, 2)), parameter("w", np.arange(8).reshape(4, 2)))
     whole = parameter("b", [1], np.int32)
-    assert parameters.shapes_of({"w": cut, "b": whole}) == {"w": ((4, 2), "float32"), "b": ((1,), "int32")}
-    found = parameters.tensors_of({"w": cut, "b": whole})
+    assert training_run.shapes_of({"w": cut, "b": whole}) == {"w": ((4, 2), "float32"), "b": ((1,), "int32")}
+    found = training_run.tensors_of({"w": cut, "b": whole})
     assert np.asarray(found["w"]).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and np.asarray(found["b"]).tolist() == [1]
     assert found["w"].shape == (4, 2)
 
@@ -55,14 +56,16 @@ def test_layouts_of_all_stages_and_of_the_optimizer(monkeypatch):
               "second": {"b": row((2,), (-1,), (3,))}, "optimizer": {"adam_m.a": row((2,), (0, -1), (8, 2)),
                                                                      "odd": row((2,), (0,), (7,))}}
     monkeypatch.setattr(adapter, "pynative_layouts", tables.__getitem__)
-    shapes = {"a": (4, 2), "b": (3,), "adam_m.a": (4, 2), "scalar": (1,), "odd": (3,)}
+    shapes = {name: (shape, "float32") for name, shape in {
+        "a": (4, 2), "b": (3,), "adam_m.a": (4, 2), "scalar": (1,), "odd": (3,)}.items()}
     warnings = []
-    found = parameters.layouts_of(["first", "second"], "optimizer", shapes, 2, warnings.append)
+    context = SimpleNamespace(group=SimpleNamespace(size=2), emit=warnings.append)
+    found = training_run.layouts_of(["first", "second"], "optimizer", shapes, context)
     assert found == {"a": (TensorLayout((2,), (0, -1)), (8, 2)), "b": (TensorLayout((2,), (-1,)).normalized(), (3,)),
                      "adam_m.a": (TensorLayout((2,), (0, -1)), (8, 2))}
-    assert len(warnings) == 1 and warnings[0].startswith("odd:")
-    assert "adam_m.a" not in parameters.layouts_of("first", None, shapes, 2, warnings.append)
-    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    assert len(warnings) == 1 and warnings[0].text.startswith("odd:")
+    assert "adam_m.a" not in training_run.layouts_of("first", None, shapes, context)
+    arrays = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items()}
     shares = [network_state.own_share(arrays, found, rank) for rank in (0, 1)]
     assert all({"a", "adam_m.a"} <= share for share in shares)                     # each rank its own half
     assert [("b" in share) for share in shares].count(True) == 1                   # a replica is written once
@@ -70,16 +73,17 @@ def test_layouts_of_all_stages_and_of_the_optimizer(monkeypatch):
 
 def test_one_process_has_no_layouts(monkeypatch):
     monkeypatch.setattr(adapter, "pynative_layouts", lambda cell: pytest.fail("a collective"))
-    assert parameters.layouts_of(Model("a"), None, {"a": (WIDTH,)}, 1, pytest.fail) == {}
+    assert training_run.layouts_of(Model("a"), None, {"a": ((WIDTH,), "float32")}, TrainingContext()) == {}
 
 
 def test_each_parameter_gets_the_array_of_its_own_name():
     """MindSpore alone would give ``weight`` the array of ``adam_m.weight``, which ends like it."""
     model = Model("weight")
     optimizer = Optimizer(model)
-    parameters.restore(model, optimizer, {"adam_m.weight": np.full(WIDTH, 2, np.float32)})
+    training_run.restore_parameters(model, optimizer, {"adam_m.weight": np.full(WIDTH, 2, np.float32)})
     assert value(model, "weight") == [0] * WIDTH and value(optimizer, "adam_m.weight") == [2] * WIDTH
-    parameters.restore([model], optimizer, {"weight": np.full(WIDTH, 1, np.float32), "global_step": np.array([9], np.int32)})
+    training_run.restore_parameters([model], optimizer, {"weight": np.full(WIDTH, 1, np.float32),
+                                                         "global_step": np.array([9], np.int32)})
     assert (value(model, "weight"), value(optimizer, "adam_m.weight"), value(optimizer, "global_step")) == (
         [1] * WIDTH, [2] * WIDTH, [9])
 
@@ -87,16 +91,16 @@ def test_each_parameter_gets_the_array_of_its_own_name():
 def test_an_array_that_nothing_takes_is_an_error():
     model = Model("weight")
     with pytest.raises(LoadError, match="1 parameters got no value, for example other"):
-        parameters.restore(model, None, {"weight": np.ones(WIDTH, np.float32), "other": np.ones(WIDTH, np.float32)})
+        training_run.restore_parameters(model, None, {"weight": np.ones(WIDTH, np.float32), "other": np.ones(WIDTH, np.float32)})
 
 
 def test_float32_copies_are_taken_from_the_model_if_the_checkpoint_has_none():
     optimizer = Optimizer(Model(), masters=True)
-    parameters.refresh_masters(optimizer, ["weight", "adam_m.weight"])
+    training_run.refresh_masters(optimizer, ["weight", "adam_m.weight"])
     assert optimizer.reloaded == 1
-    parameters.refresh_masters(optimizer, ["weight", "main_param.weight"])
-    parameters.refresh_masters(SimpleNamespace(), ["weight"])
-    parameters.refresh_masters(None, ["weight"])
+    training_run.refresh_masters(optimizer, ["weight", "main_param.weight"])
+    training_run.refresh_masters(SimpleNamespace(), ["weight"])
+    training_run.refresh_masters(None, ["weight"])
     assert optimizer.reloaded == 1
 
 
@@ -105,5 +109,5 @@ def test_a_step_counter_of_another_width_is_set():
     model = Model()
     optimizer = Optimizer(model)
     optimizer.global_step = parameter("global_step", [0], np.int64)
-    parameters.restore(model, optimizer, {"global_step": np.array([7], np.int64)})
+    training_run.restore_parameters(model, optimizer, {"global_step": np.array([7], np.int64)})
     assert value(optimizer, "global_step") == [7] and optimizer.global_step.dtype == ms.int64
