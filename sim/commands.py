@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import Lease, ended
+from mindresume.coordination.lease import EndedRuns, Lease
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
 from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.events import warning
@@ -185,7 +185,7 @@ def prune(sim: Simulation, keeps: tuple[int, ...] = (1, 1, 1), pause: float = 1.
     for keep in keeps:
         current_cluster().scheduler.sleep(pause)
         made = plan(CheckpointDir(storage, root), KeepLast(keep), read_locks(CheckpointDir(storage, root)),
-                    ended=ended(CheckpointDir(storage, root)))
+                    ended=EndedRuns(CheckpointDir(storage, root)))
         carry_out(CheckpointDir(storage, root), made, ReadLocks(CheckpointDir(storage, root)))
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rank_folders import RUN, Ranks, dir_at, flip_bit, path_of, simulated, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import LeaseHolder, ended
+from mindresume.coordination.lease import EndedRuns, LeaseHolder
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
@@ -303,7 +303,7 @@ class Training(RuleBasedStateMachine):
 
         def work(rank: int) -> None:
             target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
-            committer = Committer(target, policy, clock=machine.monotonic, sleep=machine.sleep) if rank == 0 else None
+            committer = Committer(target, policy, time=machine) if rank == 0 else None
             saver = SyncSaver(target, committer)
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
@@ -345,8 +345,8 @@ class Training(RuleBasedStateMachine):
     @rule(policy=st.sampled_from(POLICIES))
     def prune(self, policy):
         before, whole = self._newest_sized(), {entry.order for entry in self.living() if self.maybe_completed(entry)}
-        made = plan(dir_at(self.root), policy, read_locks(dir_at(self.root)), None, ended(dir_at(self.root)))
-        carry_out(dir_at(self.root), made, lambda: read_locks(dir_at(self.root)))
+        made = plan(dir_at(self.root), policy, read_locks(dir_at(self.root)), None, EndedRuns(dir_at(self.root)))
+        carry_out(dir_at(self.root), made)
         self._nothing_lost(before)
         left = {entry.order for entry in self.living()}
         if before is None or policy == KEEP_ALL:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mindresume.api.results import Result
 from mindresume.api.sources import existing
-from mindresume.coordination.lease import ended
+from mindresume.coordination.lease import EndedRuns
 from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
 from mindresume.events import Event, RemovalPostponed
@@ -99,7 +99,7 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     directory = CheckpointDir(storage, root)
     held, records = read_locks(directory), os.path.join(root, FOLDER)
     lineage = None if all_trainings else newest_lineage(scan_records(directory)[0])
-    planned = plan(directory, policy, held, ended=ended(directory), lineage=lineage)
+    planned = plan(directory, policy, held, ended=EndedRuns(directory), lineage=lineage)
     begun = [name for name in storage.list(records) if name.startswith(TRASH) and strip_trash(name) not in held]
     going = [*planned.to_delete, *planned.orphans]
     listed = (*planned.kept, *planned.unfinished, *planned.read_locked, *going)

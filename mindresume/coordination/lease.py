@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated
@@ -248,18 +248,23 @@ def fence(directory: CheckpointDir, run: str) -> None:
                              f"one of them, or give it an output_dir of its own")
 
 
-def ended(directory: CheckpointDir) -> Callable[[str], bool]:
-    """Returns a function that returns whether a run is certainly over: it has no lease, or its process is gone. Leases are read
-    once, at the first call, which must be after the caller has read the directory."""
-    living: list[set[str]] = []
+class EndedRuns:
+    """The runs that are certainly over, those without a lease or whose process is gone: ``run in EndedRuns(directory)``. Leases
+    are read once, at the first question, which must be after the caller has read the directory. ``before``: only runs with a
+    smaller number than this one are over."""
 
-    def over(run: str) -> bool:
-        if not living:
-            found, unreadable = read_leases(directory)
-            saving = {holder.run for holder in found if holder.purpose == SAVING and is_alive(holder) is not False}
-            living.append(saving | set(unreadable))
-        return run not in living[0]
-    return over
+    def __init__(self, directory: CheckpointDir, before: str = ""):
+        self.directory, self.before = directory, before
+        self._living: set[str] | None = None
+
+    def __contains__(self, run: object) -> bool:
+        if self.before and run_sequence(str(run)) >= run_sequence(self.before):
+            return False
+        if self._living is None:
+            holders, unreadable = read_leases(self.directory)
+            self._living = {holder.run for holder in holders if holder.purpose == SAVING and is_alive(holder) is not False}
+            self._living |= unreadable.keys()
+        return run not in self._living
 
 
 class Lease:

@@ -45,7 +45,7 @@ class Sandbox:
                           self.format == ITERATION)
 
     def committer(self, run: int, policy: Policy = KEEP_ALL) -> Committer:
-        return Committer(self.target(0, run), policy, clock=self.injector.monotonic, sleep=self.injector.sleep)
+        return Committer(self.target(0, run), policy, time=self.injector)
 
     def acquire(self, run: int, storage: Storage) -> Lease:
         """Acquires the folder, as rank 0 does at the start of a run."""

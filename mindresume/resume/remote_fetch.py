@@ -20,9 +20,7 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
-from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.process_identity import host_identity
-from mindresume.coordination.read_locks import read_locks
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointFetched, Emit, ignore, warning
@@ -139,9 +137,7 @@ class _RankFetch:
         """Creates the folder of records, which marks weights without a record as a save that never completed. Removes such files
         of earlier saves that have the names of files to fetch."""
         paths = {os.path.join(self.target_dir, file.path) for files in self.manifest.files for file in files}
-        free_names(CheckpointDir(self.storage, self.root), paths, self.manifest.run,
-                   lambda: check_no_live_job(CheckpointDir(self.storage, self.root), self.emit),
-                   lambda: read_locks(CheckpointDir(self.storage, self.root)), self.emit)
+        free_names(CheckpointDir(self.storage, self.root), paths, self.manifest.run, self.emit)
         self.storage.make_folder(self.records)
 
     def find_missing(self) -> int:

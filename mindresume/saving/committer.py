@@ -18,12 +18,12 @@ Pointers: ``meta.json`` of the first rank in rank folders; of an iteration folde
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import takewhile
+from functools import partial
+from operator import attrgetter
 
 from mindresume import runtime
-from mindresume.coordination.lease import ended, fence
+from mindresume.coordination.lease import EndedRuns, fence
 from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
@@ -33,13 +33,14 @@ from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_
 from mindresume.formats.records import ReadManifests, find_attempts, scan_records
 from mindresume.formats.scan import scan
 from mindresume.formatting import listed
-from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_record, record_name, record_rank, run_sequence
+from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_record, record_name, record_rank
 from mindresume.saving import iteration_publisher
 from mindresume.saving.garbage_collector import carry_out, empty_trash
 from mindresume.saving.removal_plan import Plan, plan
 from mindresume.saving.retention import KEEP_ALL, KeepAll, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
 from mindresume.storage.atomic_publish import publish, publish_json
+from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_json
 
 
@@ -65,15 +66,11 @@ class Committer:
     Args:
         policy: of retention.
         emit: receives an event for each commit, removal and delay.
-        read_locks: returns {name of an attempt folder: reader}; these are not removed.
-        ended: returns whether a run with a smaller number is over, so that its incomplete saves can be removed; None: all are.
     """
 
-    def __init__(self, target: SaveTarget, policy: Policy = KEEP_ALL, emit: Emit = ignore,
-                 clock: Callable[[], float] = runtime.monotonic, sleep: Callable[[float], None] = runtime.sleep,
-                 read_locks: Callable[[], Mapping[str, str]] = dict, ended: Callable[[str], bool] | None = None):
-        self.target, self.policy, self.emit, self.clock, self.sleep = target, policy, emit, clock, sleep
-        self.read_locks, self._ended = read_locks, ended
+    def __init__(self, target: SaveTarget, policy: Policy = KEEP_ALL, emit: Emit = ignore, time: runtime.Clock = runtime):
+        self.target, self.policy, self.emit, self.time = target, policy, emit, time
+        self.read_locks = ReadLocks(target)         # what is being read is not removed
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._emitted: set[Event] = set()
@@ -109,9 +106,9 @@ class Committer:
 
     def finish(self, timeout: float, pause: float = 0.2) -> dict[int, list[int]]:
         """Waits until every pending step is committed, at most ``timeout`` seconds. Returns {step: missing ranks}."""
-        until = self.clock() + timeout
-        while self.poll() and self.clock() < until:
-            self.sleep(pause)
+        until = self.time.monotonic() + timeout
+        while self.poll() and self.time.monotonic() < until:
+            self.time.sleep(pause)
         self.poll(by_name=True)
         left = {step: self._missing(step) for step in self.pending}
         for step, ranks in left.items():
@@ -125,7 +122,7 @@ class Committer:
         missing = [rank for rank in self.target.ranks if rank not in there]
         if not missing or not by_name:
             return missing
-        found = parallel(storage, lambda rank: storage.status(os.path.join(attempt, record_name(rank))), missing)
+        found = parallel(storage, storage.status, [os.path.join(attempt, record_name(rank)) for rank in missing])
         return [rank for rank, status in zip(missing, found, strict=True) if status is None]
 
     def try_commit(self, step: int, by_name: bool = False) -> list[int]:
@@ -191,19 +188,7 @@ class Committer:
     def _manifest(self, target: SaveTarget, step: int) -> Manifest:
         """Returns the manifest of the records, after a check of each against its files. Raises RecordError or OSError if they do
         not match."""
-        storage, attempt, data_dir = target.storage, target.attempt(step), target.data_dir(step)
-
-        def read(rank: int) -> tuple[Record, str]:
-            with storage.open(os.path.join(attempt, record_name(rank))) as file:
-                record, checksum = read_record(file)
-            for row in record.files:
-                found = storage.status(os.path.join(data_dir, row.path))
-                if found is None or found.size != row.size:
-                    raise RecordError(f"{row.path}: recorded {row.size} bytes, found "
-                                      f"{'no file' if found is None else found.size}")
-            return record, checksum
-
-        records = parallel(storage, read, target.ranks)
+        records = parallel(target.storage, partial(_record_of, target, step), target.ranks)
         first = records[0][0]
         for rank, (record, _) in zip(target.ranks, records, strict=True):
             if (record.run, record.rank, record.step, record.world_size) != (first.run, rank, first.step, target.world_size):
@@ -228,19 +213,14 @@ class Committer:
         if target.iterations:
             self._publish_iterations(step)
             return
-        storage, root, first = self.target.storage, self.target.root, target.ranks[0]
+        storage, first = target.storage, target.ranks[0]
         parsed = parse_name(os.path.basename(first_path))
         if parsed is None:
             return
-        publish_json(storage, os.path.join(root, folder_name(first), META), meta_json(parsed), self.target.run)
-
-        def remove_meta(rank: int) -> None:
-            folder = os.path.join(root, folder_name(rank))
-            if storage.status(os.path.join(folder, META)) is not None:
-                storage.remove(os.path.join(folder, META))
-                storage.sync(folder)
+        publish_json(storage, target.path(folder_name(first), META), meta_json(parsed), self.target.run)
         if not self._has_single_meta:
-            parallel(storage, remove_meta, [rank for rank in ranks_of(storage.list(root)) if rank != first])
+            others = [target.path(folder_name(rank), META) for rank in ranks_of(storage.list(target.root)) if rank != first]
+            parallel(storage, partial(_remove_meta, storage), others)
             self._has_single_meta = True
 
     def _publish_iterations(self, step: int) -> None:
@@ -263,7 +243,8 @@ class Committer:
         newest = usable[0].name if usable else ""
         # Hidden iteration folders that a resume takes before all others. The tracker is set for each, up to the newest, as in
         # ``_publish_iterations``.
-        ahead = {c.name for c in takewhile(lambda c: c.iteration_dir.startswith(FOLDER), usable) if c.order <= usable[0].order}
+        published = next((at for at, c in enumerate(usable) if not c.iteration_dir.startswith(FOLDER)), len(usable))
+        ahead = {c.name for c in usable[:published] if c.order <= usable[0].order}
         placed = {candidate.name for candidate in usable}
         for candidate in reversed(found):                       # the newest last: the pointers name it
             if candidate.name not in placed:        # the second listing could not read it: without its order the tracker would be
@@ -320,7 +301,7 @@ class Committer:
             if all(attempt.error or MANIFEST in attempt.content for attempt in attempts):
                 empty_trash(self.target, self.read_locks, emit=self._emit_once, manifests=self._manifests)
                 return []
-        made = plan(self.target, self.policy, held, self.target.run, self._has_ended,
+        made = plan(self.target, self.policy, held, self.target.run, EndedRuns(self.target, self.target.run),
                     self.target.lineage, self._manifests)
         removed = carry_out(self.target, made, self.read_locks, self._emit_once, self._manifests)
         steps = [candidate.step or 0 for candidate in made.to_delete if candidate in removed]
@@ -334,7 +315,7 @@ class Committer:
         their steps."""
         found, _, _ = scan_records(self.target)
         own = sorted((c for c in found if c.run == self.target.run and not c.maybe_completed and (c.step or 0) < step
-                      and self._missing(c.step or 0, by_name=True)), key=lambda c: c.step or 0)     # not only listed late
+                      and self._missing(c.step or 0, by_name=True)), key=attrgetter("step"))        # not only listed late
         removed = carry_out(self.target, Plan(orphans=tuple(own[:-1])), self.read_locks,
                             self._emit_once)
         steps = [candidate.step or 0 for candidate in removed]
@@ -349,8 +330,23 @@ class Committer:
             self._emitted.add(event)
             self.emit(event)
 
-    def _has_ended(self, run: str) -> bool:
-        return run_sequence(run) < run_sequence(self.target.run) and (self._ended is None or self._ended(run))
+
+def _record_of(target: SaveTarget, step: int, rank: int) -> tuple[Record, str]:
+    """Returns the record of a rank with its checksum, after a check of its files."""
+    storage, data_dir = target.storage, target.data_dir(step)
+    with storage.open(os.path.join(target.attempt(step), record_name(rank))) as file:
+        record, checksum = read_record(file)
+    for row in record.files:
+        found = storage.status(os.path.join(data_dir, row.path))
+        if found is None or found.size != row.size:
+            raise RecordError(f"{row.path}: recorded {row.size} bytes, found {'no file' if found is None else found.size}")
+    return record, checksum
+
+
+def _remove_meta(storage: Storage, path: str) -> None:
+    if storage.status(path) is not None:
+        storage.remove(path)
+        storage.sync(os.path.dirname(path))
 
 
 class SyncSaver:
@@ -429,7 +425,4 @@ class SyncSaver:
 
 def sync_saver(target: SaveTarget, policy: Policy | None, emit: Emit = ignore) -> SyncSaver:
     """Returns what saves to ``target``. ``policy``: of retention, on rank 0, which commits and prunes; None on other ranks."""
-    if policy is None:
-        return SyncSaver(target, None, emit)
-    return SyncSaver(target, Committer(target, policy, emit, read_locks=ReadLocks(target),
-                                       ended=lambda run: ended(target)(run)), emit)
+    return SyncSaver(target, Committer(target, policy, emit) if policy is not None else None, emit)

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 
-from mindresume.coordination.read_locks import announce_removal
+from mindresume.coordination.lease_acquisition import check_no_live_job
+from mindresume.coordination.read_locks import ReadLocks, announce_removal
 from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
 from mindresume.events import Emit, RemovalPostponed, ignore
 from mindresume.formats import Candidate, CheckpointDir
@@ -46,15 +47,14 @@ from mindresume.storage.atomic_publish import TEMPORARY, temporary_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, remove_tree
 
-FindReadLocks = Callable[[], Mapping[str, str]]        # {name of an attempt folder: its reader}, read anew at each call
 
-
-def carry_out(directory: CheckpointDir, made: Plan, read_locks: FindReadLocks = dict, emit: Emit = ignore,
+def carry_out(directory: CheckpointDir, made: Plan, read_locks: ReadLocks | None = None, emit: Emit = ignore,
               manifests: ReadManifests | None = None) -> list[Candidate]:
     """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes. Returns the candidates that
     this call un-committed; those that another process removed, or that are being read by now, are left out. A failure is an event
     and concerns one candidate only; the next call tries again."""
     trash: dict[str, Candidate] = {}
+    read_locks = read_locks or ReadLocks(directory)
     moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]     # with their weights
     announcement = None
     if moving:
@@ -76,26 +76,25 @@ def carry_out(directory: CheckpointDir, made: Plan, read_locks: FindReadLocks = 
     return list(trash.values())
 
 
-def free_names(directory: CheckpointDir, paths: Collection[str], run: str, dead: Callable[[], object],
-               read_locks: FindReadLocks = dict, emit: Emit = ignore) -> None:
+def free_names(directory: CheckpointDir, paths: Collection[str], run: str, emit: Emit = ignore) -> None:
     """Removes incomplete saves of other runs whose weights have one of the ``paths`` that ``run`` needs: a training that started
-    afresh, on a disk without the checkpoint of ``run``, has used the same names. ``dead()`` raises LeaseHeldError if a job with a
-    lease on ``root`` is alive."""
+    afresh, on a disk without the checkpoint of ``run``, has used the same names. Raises LeaseHeldError if a job with a lease on
+    the directory is or may be alive."""
     folder = directory.path(FOLDER)
+    incomplete = [c.name for c in scan_records(directory, brief=True)[0]
+                  if not (c.maybe_completed or c.iteration_dir or c.run == run)]
+    going = [name for name in directory.storage.list(folder) if name.startswith(TRASH)]         # already being removed
+    in_the_way = {name for name in (*incomplete, *going)
+                  if not set(paths).isdisjoint(weights_of(directory, os.path.join(folder, name)))}
+    if in_the_way:
+        check_no_live_job(directory, emit)
+        read_locks = ReadLocks(directory)
+        runs = {parsed[1] for parsed in map(parse_attempt, in_the_way) if parsed}
+        made = plan(directory, KEEP_ALL, read_locks(), ended=runs)
+        carry_out(directory, Plan(orphans=tuple(c for c in made.orphans if c.name in in_the_way)), read_locks, emit)
 
-    def in_the_way(names: Iterable[str]) -> set[str]:
-        return {name for name in names if not set(paths).isdisjoint(weights_of(directory, os.path.join(folder, name)))}
-    names = in_the_way(c.name for c in scan_records(directory, brief=True)[0]
-                       if not (c.maybe_completed or c.iteration_dir or c.run == run))
-    if names or in_the_way(name for name in directory.storage.list(folder)
-                           if name.startswith(TRASH)):        # already being removed
-        dead()
-        runs = {parsed[1] for parsed in map(parse_attempt, names) if parsed}
-        made = plan(directory, KEEP_ALL, read_locks(), ended=runs.__contains__)
-        carry_out(directory, Plan(orphans=tuple(c for c in made.orphans if c.name in names)), read_locks, emit)
 
-
-def _uncommit(directory: CheckpointDir, candidate: Candidate, read_locks: FindReadLocks, emit: Emit) -> str:
+def _uncommit(directory: CheckpointDir, candidate: Candidate, read_locks: ReadLocks, emit: Emit) -> str:
     """Renames ``commit_dir`` to a trash folder. Returns the name of the trash folder; empty if the checkpoint is being read or
     gone. A reader publishes its read lock and then checks that the folder exists; this function renames the folder and then
     checks for read locks: at least one of the two sees the other. An iteration folder moves with its weights, so read locks are
@@ -136,8 +135,8 @@ def _restore(storage: Storage, trash: str, attempt: str) -> bool:
     return True
 
 
-def empty_trash(directory: CheckpointDir, read_locks: FindReadLocks = dict, checked: Collection[str] = (),
-                emit: Emit = ignore, manifests: ReadManifests | None = None) -> None:
+def empty_trash(directory: CheckpointDir, read_locks: ReadLocks, checked: Collection[str] = (), emit: Emit = ignore,
+                manifests: ReadManifests | None = None) -> None:
     """Finishes every removal in progress. A failure is an event and concerns one of them only. ``checked``: names of trash
     folders without read locks, whose rename is durable.
 

@@ -13,7 +13,7 @@ these are one lineage. A resume in another directory uses the run that it resume
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindresume.coordination.storage_topology import protected_by_peers
@@ -59,16 +59,15 @@ class Plan:
 
 
 def plan(directory: CheckpointDir, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
-         ended: Callable[[str], bool] = lambda run: False, lineage: str | None = None, manifests: ReadManifests | None = None
-         ) -> Plan:
+         ended: Container[str] = (), lineage: str | None = None, manifests: ReadManifests | None = None) -> Plan:
     """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither counted nor removed.
 
     Args:
         held: {name of an attempt folder: reader}.
         active: the run that saves now. Its incomplete saves before its newest commit are orphans, because every rank is past
             them.
-        ended: returns whether a run is certainly over. It is called after the directory was read, so that a run that began
-            meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
+        ended: the runs that are certainly over (``EndedRuns``). It is asked after the directory was read, so that a run that
+            began meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
         lineage: checkpoints of earlier runs of this training count; None: of any training.
         manifests: those that the caller has read before.
 
@@ -84,7 +83,7 @@ def plan(directory: CheckpointDir, policy: Policy, held: Mapping[str, str] | Non
     good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
     kept_by, going = _apply_policy(policy, committed, good)
     # A complete save of a run that is over cannot be committed any more. It counts, but displaces no committed checkpoint.
-    over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if ended(run)}
+    over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if run in ended}
     places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
     for index in surplus(policy, places) if good is not None else ():
         if not places[index].committed:

@@ -9,7 +9,7 @@ import pytest
 from lease_holders import ELSEWHERE, ME, acquire_lease, dead_holder, publish_lease
 from rank_folders import STORAGE, dir_at, save, simulated
 
-from mindresume.coordination.lease import BEAT, LeaseHolder, ended, fence, is_alive, lease_holders, next_run
+from mindresume.coordination.lease import BEAT, EndedRuns, LeaseHolder, fence, is_alive, lease_holders, next_run
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, encode_head, run_name, run_sequence
@@ -103,9 +103,9 @@ def test_an_impossible_interval(tmp_path, every):
 def test_runs_of_dead_processes_have_ended(tmp_path):
     living, dead, far = publish_lease(tmp_path, ME, 1), publish_lease(tmp_path, dead_holder(), 2), publish_lease(tmp_path,
         ELSEWHERE, 3)
-    over = ended(dir_at(tmp_path))
-    assert [over(lease.run) for lease in (living, dead, far)] == [False, True, False]
-    assert over(run_name(9, "00000009"))
+    over = EndedRuns(dir_at(tmp_path))
+    assert [lease.run in over for lease in (living, dead, far)] == [False, True, False]
+    assert run_name(9, "00000009") in over
 
 
 def test_a_lease_sends_heartbeats_by_itself(tmp_path):

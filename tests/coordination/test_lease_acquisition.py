@@ -11,7 +11,7 @@ from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder
 from rank_folders import STORAGE, dir_at, save
 
 from mindresume.coordination import lease as lease_module
-from mindresume.coordination.lease import BEAT, Lease, ended, fence, lease_holders, lease_path, next_run
+from mindresume.coordination.lease import BEAT, EndedRuns, Lease, fence, lease_holders, lease_path, next_run
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
@@ -151,7 +151,7 @@ def test_a_holder_that_cannot_be_looked_at_is_watched(tmp_path, monkeypatch, bea
     """hidepid=2, or no descriptor is left: such a process counted as dead, and its folder was taken over at once."""
     first = acquire_lease(tmp_path)
     monkeypatch.setattr(lease_module, "is_running", lambda pid, ticks: None)
-    assert not ended(dir_at(tmp_path))(first.run)
+    assert first.run not in EndedRuns(dir_at(tmp_path))
     time = ManualClock(lambda now: first.beat() if beats else None)
     if beats:
         with pytest.raises(LeaseHeldError, match=first.run):
@@ -415,7 +415,7 @@ def test_a_lease_that_stays_unreadable_counts_as_alive(tmp_path, damage):
         acquire_lease(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
-    assert not ended(dir_at(tmp_path))(lease.run)             # its unfinished save is not an orphan
+    assert lease.run not in EndedRuns(dir_at(tmp_path))             # its unfinished save is not an orphan
     path.unlink()
     assert run_sequence(acquire_lease(tmp_path).run) == 1
 

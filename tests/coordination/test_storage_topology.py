@@ -5,11 +5,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from rank_folders import STORAGE, Ranks, dir_at, save, target_of, write_rank
+from rank_folders import EVERY_RUN, STORAGE, Ranks, dir_at, save, target_of, write_rank
 
 from mindresume.coordination import lease, storage_topology
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.read_locks import ReadLocks
 from mindresume.coordination.storage_topology import (
     COMMON,
     LOOKS,
@@ -223,7 +222,7 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
     for rank in ranks:
         write_rank(root, step, rank, world, run, local_ranks=ranks if with_local_ranks else ())
     target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
-    committer = Committer(target, policy or KeepLast(99), read_locks=ReadLocks(dir_at(root)))
+    committer = Committer(target, policy or KeepLast(99))
     if commit:
         committer.saved(step)
         assert committer.pending == []
@@ -258,7 +257,7 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     found, = scan(dir_at(tmp_path)).candidates
     assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
     assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
-    made = plan(dir_at(tmp_path), KeepLast(1), active=LATER, ended=lambda run: True)
+    made = plan(dir_at(tmp_path), KeepLast(1), active=LATER, ended=EVERY_RUN)
     assert made.orphans == made.to_delete == ()
     assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
     again, = scan(dir_at(tmp_path)).candidates
@@ -357,7 +356,7 @@ def test_an_incomplete_save_newer_than_the_common_step_is_removed(tmp_path):
     write_rank(tmp_path, 10, 2, 4, local_ranks=(2, 3))
     save_part(tmp_path, 15, commit=False)
     for over in (False, True):
-        made = plan(dir_at(tmp_path), KeepLast(1), ended=lambda run, over=over: over)
+        made = plan(dir_at(tmp_path), KeepLast(1), ended=EVERY_RUN if over else ())
         assert [c.step for c in made.orphans] == ([10] if over else []) and made.to_delete == ()
 
 
@@ -387,5 +386,5 @@ def test_a_step_of_one_node_does_not_count_in_merged_folders_of_nodes(tmp_path):
     Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                         # it had done that before
     found = scan(dir_at(tmp_path)).candidates
     assert [(c.step, c.committed, c.local_ranks) for c in found] == [(20, True, (0, 1)), (10, True, ())]
-    made = plan(dir_at(tmp_path), KeepLast(1), {}, ended=lambda run: True)
+    made = plan(dir_at(tmp_path), KeepLast(1), {}, ended=EVERY_RUN)
     assert made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"

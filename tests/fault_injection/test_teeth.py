@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindresume.coordination import lease, lease_acquisition
+from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.fault_injection import oracle, runner, scenarios
 from mindresume.fault_injection.faults import Fault, RankStorage
@@ -296,11 +297,11 @@ def prune_removes_unfinished_saves(patch: Patch) -> None:
 
 
 def removal_without_rename(patch: Patch) -> None:
-    def carry_out(directory, made, read_locks=dict, emit=print, manifests=None):
+    def carry_out(directory, made, read_locks=None, emit=print, manifests=None):
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
             garbage_collector._clear(directory, candidate.records_dir, ())
-        garbage_collector.empty_trash(directory, read_locks)
+        garbage_collector.empty_trash(directory, read_locks or ReadLocks(directory))
         return to_delete
     patch_all(patch, "carry_out", carry_out)
 
@@ -447,12 +448,12 @@ def renamed_without_sync(patch: Patch) -> None:
 
 
 def iteration_removed_without_rename(patch: Patch) -> None:
-    def carry_out(directory, made, read_locks=dict, emit=print, manifests=None):
+    def carry_out(directory, made, read_locks=None, emit=print, manifests=None):
         disk = directory.storage
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
             operations.remove_tree(disk, candidate.commit_dir)
-        garbage_collector.empty_trash(directory, read_locks)
+        garbage_collector.empty_trash(directory, read_locks or ReadLocks(directory))
         return to_delete
     patch_all(patch, "carry_out", carry_out)
 

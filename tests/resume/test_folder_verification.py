@@ -6,7 +6,6 @@ import iteration_folders
 import pytest
 from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, write_rank
 
-from mindresume.coordination.read_locks import read_locks
 from mindresume.formats import weight_files
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.resume.candidates import list_checkpoints, verify_checkpoints
@@ -47,7 +46,7 @@ def test_a_checkpoint_removed_meanwhile_is_not_damaged(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step)
     rows = looked(tmp_path)
-    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(2)), lambda: read_locks(dir_at(tmp_path)))
+    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(2)))
     assert verdicts(tmp_path, rows) == [(15, False), (10, False)]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_folders import RUN, STORAGE, Ranks, counters, dir_at, flip_bit, name_of, state_of, target_of
+from rank_folders import EVERY_RUN, RUN, STORAGE, Ranks, counters, dir_at, flip_bit, name_of, state_of, target_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
@@ -171,7 +171,7 @@ def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(
     logged = []
     later = Committer(target_of(tmp_path, 0, WORLD, run_name(2, "0000bbbb")), emit=logged.append)
     assert later.recover() == [] and logged == []
-    made = plan(dir_at(tmp_path), KEEP_ALL, ended=lambda run: True)
+    made = plan(dir_at(tmp_path), KEEP_ALL, ended=EVERY_RUN)
     assert [candidate.step for candidate in made.kept] == [7, 5] and made.orphans == ()
 
 

@@ -429,7 +429,7 @@ def test_retention_removes_nothing_that_is_being_read(tmp_path):
         if not seen:
             made = plan(dir_at(tmp_path), KeepLast(1), read_locks(dir_at(tmp_path)))
             seen.append([c.step for c in made.read_locked])
-            carry_out(dir_at(tmp_path), made, lambda: read_locks(dir_at(tmp_path)))
+            carry_out(dir_at(tmp_path), made)
     (old,) = [row for row in rows_of(tmp_path) if row.candidate.step == 5]
     assert scrubbed(tmp_path, progress=remove, rows=[old])[5].state == INTACT and seen == [[5]]
     assert [row.candidate.step for row in rows_of(tmp_path)] == [10, 5]

@@ -5,13 +5,14 @@ import os
 
 import iteration_folders
 import pytest
-from rank_folders import RUN, path_of, save, write_foreign, write_rank
+from rank_folders import EVERY_RUN, RUN, path_of, save, write_foreign, write_rank
 from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process, known_lease_holders
 from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.read_locks import ReadLocks
 from mindresume.coordination.storage_topology import newest_committed
 from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
@@ -224,7 +225,7 @@ def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)
     closed = tmp_path / FOLDER / attempt_name(5, RUN)
-    made = plan(CheckpointDir(Closed(closed, only_list=True), str(tmp_path)), KeepLast(1), ended=lambda run: True)
+    made = plan(CheckpointDir(Closed(closed, only_list=True), str(tmp_path)), KeepLast(1), ended=EVERY_RUN)
     assert not made.to_delete and not made.orphans
     assert "cannot be listed" in made.reasons[str(closed)]
 
@@ -238,7 +239,8 @@ def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp
         path_of(tmp_path, 5, rank).unlink()
     save(tmp_path, 5, 2, run=LATER)
     (tmp_path / "aside").rename(trash)
-    empty_trash(CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path)))
+    directory = CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path))
+    empty_trash(directory, ReadLocks(directory))
     assert path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
 
 

@@ -1,5 +1,6 @@
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rank_folders import RUN, dir_at, name_of, path_of, save, state_of, target_of, tensors_of, write_foreign, write_rank
@@ -76,8 +77,8 @@ def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
 
 def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path):
     now, events = [0.0], []
-    committer = Committer(target_of(tmp_path, 0, 4), emit=events.append, clock=lambda: now[0],
-                          sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    committer = Committer(target_of(tmp_path, 0, 4), emit=events.append, time=SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
     write_rank(tmp_path, 5, 0, 4)
     write_rank(tmp_path, 5, 2, 4)
     committer.saved(5)
@@ -91,7 +92,7 @@ def test_the_end_commits_what_arrives_late(tmp_path):
 
     def sleep(seconds):
         write_rank(tmp_path, 5, 1, 2)
-    committer = Committer(target_of(tmp_path, 0, 2), clock=lambda: 0.0, sleep=sleep)
+    committer = Committer(target_of(tmp_path, 0, 2), time=SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
     committer.saved(5)
     assert committer.finish(timeout=1.0) == {} and steps(tmp_path) == [5]
 

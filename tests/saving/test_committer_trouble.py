@@ -2,6 +2,7 @@
 import errno
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 from rank_folders import RUN, dir_at, path_of, target_of, write_rank
 
@@ -18,8 +19,8 @@ def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
     now, events = [0.0], []
-    committer = Committer(target_of(tmp_path, 0, 2), emit=events.append, clock=lambda: now[0],
-                          sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    committer = Committer(target_of(tmp_path, 0, 2), emit=events.append, time=SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
     committer.saved(5)
     assert committer.finish(timeout=60.0) == {5: []}
     delayed, abandoned = events

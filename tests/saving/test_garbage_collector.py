@@ -9,7 +9,8 @@ from pathlib import Path
 import iteration_folders
 import pytest
 import rank_folders
-from rank_folders import RUN, STORAGE, dir_at, name_of, path_of, save, write_foreign, write_rank
+from lease_holders import ME, publish_lease
+from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at, name_of, path_of, save, write_foreign, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
@@ -45,10 +46,6 @@ def tree(root):
     return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*"))
 
 
-def over(run):
-    return True
-
-
 def why(made):
     """{name of the attempt: reason}; there are no two of one name."""
     rows = [*made.kept, *made.to_delete, *made.orphans, *made.unfinished, *made.read_locked]
@@ -70,7 +67,7 @@ def saved(tmp_path):
 
 def test_a_plan_changes_nothing_and_gives_reasons(saved):
     before = tree(saved)
-    made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=over)
+    made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=EVERY_RUN)
     assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == ([20, 10], [15, 5], [25], ())
     assert why(made) == {attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
                          attempt_name(10, RUN): "one every 10 steps",
@@ -82,12 +79,12 @@ def test_a_plan_changes_nothing_and_gives_reasons(saved):
 
 def test_every_save_is_in_exactly_one_group(saved):
     save(saved, 30, world=2, run=NEXT_RUN, suffix=1)
-    made = planned(saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=over)
+    made = planned(saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=EVERY_RUN)
     assert sorted(why(made)) == sorted(os.listdir(saved / FOLDER))
 
 
-@pytest.mark.parametrize("ended, active, orphans", [(over, None, [25]), (lambda run: False, None, []),
-                                                   (lambda run: run == NEXT_RUN, None, []), (over, RUN, [])])
+@pytest.mark.parametrize("ended, active, orphans", [(EVERY_RUN, None, [25]), ((), None, []),
+                                                   ({NEXT_RUN}, None, []), (EVERY_RUN, RUN, [])])
 def test_an_incomplete_save_is_removed_only_if_its_run_has_ended(saved, ended, active, orphans):
     made = planned(saved, KEEP_ALL, ended=ended, active=active)
     assert steps(made.orphans) == orphans and steps(made.unfinished) == [step for step in [25] if step not in orphans]
@@ -110,7 +107,11 @@ def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
             read.append(folder)
             return super().list(folder)
     seen = []
-    plan(CheckpointDir(Watched(), str(saved)), KEEP_ALL, ended=lambda run: not seen.append(len(read)))
+
+    class Asked:
+        def __contains__(self, run):
+            return not seen.append(len(read))
+    plan(CheckpointDir(Watched(), str(saved)), KEEP_ALL, ended=Asked())
     assert seen and min(seen) >= 6                     # the folder of records and those of five attempts
 
 
@@ -118,7 +119,7 @@ def test_checkpoints_of_mindformers_are_neither_counted_nor_removed(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2)
     write_foreign(tmp_path, 50, world=2, suffix=7)
-    made = planned(tmp_path, KeepLast(1), ended=over)
+    made = planned(tmp_path, KeepLast(1), ended=EVERY_RUN)
     assert (steps(made.kept), steps(made.to_delete)) == ([10], [5])
     carry_out(dir_at(tmp_path), made)
     assert path_of(tmp_path, 50, 0, 7).exists() and path_of(tmp_path, 50, 1, 7).exists()
@@ -153,7 +154,7 @@ def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_d
 def test_no_checkpoint_is_removed_without_a_complete_one(saved):
     for step in (5, 10, 15, 20):
         cut_short(saved, step)
-    made = planned(saved, KeepLast(1), ended=over)
+    made = planned(saved, KeepLast(1), ended=EVERY_RUN)
     assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == () and steps(made.orphans) == [25]
     assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
 
@@ -164,7 +165,7 @@ def test_the_checkpoint_that_meta_json_names_is_kept(saved):
     older, gone = (json.dumps(meta_json(name_of(0, step))) for step in (10, 11))
     for text, kept in ((older, [20, 10]), (gone, [20]), ("[1]", [20]), ("", [20]), (None, [20])):
         meta.unlink() if text is None else meta.write_text(text)
-        made = planned(saved, KeepLast(1), ended=over)
+        made = planned(saved, KeepLast(1), ended=EVERY_RUN)
         assert steps(made.kept) == kept, text
         if len(kept) > 1:
             assert why(made)[attempt_name(10, RUN)] == "rank_0/meta.json names it"
@@ -184,7 +185,7 @@ def test_a_complete_uncommitted_save_is_kept(tmp_path):
     save(tmp_path, 5, world=2)
     save(tmp_path, 10, world=2)
     (tmp_path / FOLDER / attempt_name(10, RUN) / MANIFEST).unlink()
-    for ended in (over, lambda run: False):
+    for ended in (EVERY_RUN, ()):
         made = planned(tmp_path, KeepLast(1), ended=ended)
         assert steps(made.kept) == [10, 5] and made.to_delete == ()
         assert why(made)[attempt_name(10, RUN)] == "complete, not committed yet"
@@ -196,8 +197,8 @@ def test_saves_that_can_no_longer_be_committed_displace_no_good_checkpoint(tmp_p
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
     (attempt / MANIFEST).unlink()
     rank_folders.flip_bit(attempt / "rank_00001.json", 5)
-    assert steps(planned(tmp_path, KeepLast(3), ended=over).to_delete) == []
-    made = planned(tmp_path, KeepLast(2), ended=over)
+    assert steps(planned(tmp_path, KeepLast(3), ended=EVERY_RUN).to_delete) == []
+    made = planned(tmp_path, KeepLast(2), ended=EVERY_RUN)
     assert steps(made.to_delete) == [5] and steps(made.kept) == [15, 10]
     assert planned(tmp_path, KeepLast(2)).to_delete == ()                      # its run may still commit it
 
@@ -315,18 +316,18 @@ def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt
     finished = tmp_path / "finished"
     shutil.copytree(source, finished)
     complete = Counting()
-    carry_out(CheckpointDir(complete, str(finished)), planned(finished, KeepLast(1), ended=over))
+    carry_out(CheckpointDir(complete, str(finished)), planned(finished, KeepLast(1), ended=EVERY_RUN))
     assert committed(finished) == [15] and len(complete.done) > 40
     for limit in range(len(complete.done)):
         root = tmp_path / "again"
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(source, root)
         with pytest.raises(Died):
-            carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=over))
+            carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=EVERY_RUN))
         assert committed(root)[0] == 15, limit
         chosen = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
         assert chosen is not None and chosen.step == 15, limit
-        carry_out(dir_at(root), planned(root, KeepLast(1), ended=over))
+        carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
         assert tree(root) == tree(finished), limit
 
 
@@ -336,8 +337,8 @@ def test_a_removal_killed_twice_is_finished_by_the_third(saved, tmp_path):
         shutil.copytree(saved, root)
         for limit in (first, second):
             with pytest.raises(Died):
-                carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=over))
-        carry_out(dir_at(root), planned(root, KeepLast(1), ended=over))
+                carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=EVERY_RUN))
+        carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
         assert os.listdir(root / FOLDER) == [attempt_name(20, RUN)] and committed(root) == [20]
         assert sorted(os.listdir(root / "rank_0")) == ["meta.json", path_of(root, 20, 0).name]
 
@@ -371,12 +372,12 @@ def test_a_checkpoint_is_removed_although_a_file_stands_where_a_rank_folder_shou
     shutil.rmtree(saved / "rank_1")
     (saved / "rank_1").write_text("x")
     said = []
-    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=over), emit=said.append)
+    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), emit=said.append)
     assert said == [] and not [name for name in os.listdir(saved / FOLDER) if name.startswith(TRASH)]
 
 
 def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
-    made = planned(saved, KeepLast(1), ended=over)
+    made = planned(saved, KeepLast(1), ended=EVERY_RUN)
     shutil.rmtree(saved / FOLDER / attempt_name(10, RUN))
     path_of(saved, 15, 0).unlink()
     assert steps(carry_out(dir_at(saved), made)) == [15, 5, 25]
@@ -386,7 +387,7 @@ def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
 def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
     save(tmp_path, 5, world=1)
     write_rank(tmp_path, 10, 0, 3)
-    assert steps(carry_out(dir_at(tmp_path), planned(tmp_path, KEEP_ALL, ended=over))) == [10]
+    assert steps(carry_out(dir_at(tmp_path), planned(tmp_path, KEEP_ALL, ended=EVERY_RUN))) == [10]
     assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)] and not path_of(tmp_path, 10, 0).exists()
 
 
@@ -397,7 +398,7 @@ def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     for rank in range(2):
         shutil.rmtree(tmp_path / f"rank_{rank}")
     save(tmp_path, 5, world=2, run=NEXT_RUN)
-    made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=over)
+    made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=EVERY_RUN)
     assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
     carry_out(CheckpointDir(STORAGE, str(tmp_path)), made)
     chosen = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
@@ -410,7 +411,7 @@ HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 
 
 def test_a_locked_checkpoint_is_not_removed(saved):
-    made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=over)
+    made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=EVERY_RUN)
     assert steps(made.to_delete) == [15, 5] and made.orphans == ()
     assert sorted(steps(made.read_locked)) == [10, 25]               # 20 is kept anyway
     assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
@@ -420,7 +421,7 @@ def test_a_locked_checkpoint_is_not_removed(saved):
 
 def test_a_read_lock_taken_after_the_plan_is_respected(saved):
     before, events = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
-    removed = carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=over), lambda: HELD, events.append)
+    removed = carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), lambda: HELD, events.append)
     assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
     assert before == {p: p.stat().st_mtime_ns for p in before} and path_of(saved, 10, 1).exists()
     assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(10, RUN)), HELD[attempt_name(10, RUN)], 10)]
@@ -499,13 +500,13 @@ def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, lef
     events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
     storage = Stuck(operation, name)
-    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(1), ended=over), emit=events.append)
+    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(1), ended=EVERY_RUN), emit=events.append)
     assert committed(saved) == left and not old.exists()
     assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
     if operation != "open":                                                     # then other records tell what it wrote
         assert events and {(type(event), event.reason) for event in events} == {(RemovalPostponed, "Permission denied")}
         assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
-    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=over))
+    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN))
     assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
 
 
@@ -555,7 +556,8 @@ def test_the_committer_removes_respects_locks_and_emits(saved):
     events, held = [], dict(HELD)
     for rank in range(2):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
-    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append, read_locks=lambda: held)
+    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append)
+    committer.read_locks = lambda: held
     committer.saved(30)
     assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
     assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
@@ -564,7 +566,8 @@ def test_the_committer_removes_respects_locks_and_emits(saved):
 
 
 def test_the_committer_keeps_saves_that_may_still_be_written(saved):
-    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(9), ended=lambda run: False)
+    publish_lease(saved, ME)
+    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(9))
     assert committer.prune() == [] and path_of(saved, 25, 0).exists()
     assert json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == path_of(saved, 20, 0).name
 
@@ -572,7 +575,7 @@ def test_the_committer_keeps_saves_that_may_still_be_written(saved):
 def test_the_committer_never_considers_a_later_run_ended(saved):
     """The run started later: the listing of runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
-    Committer(rank_folders.target_of(saved, 0, 2), KeepLast(1), ended=over).prune()
+    Committer(rank_folders.target_of(saved, 0, 2), KeepLast(1)).prune()
     assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
 
 
@@ -605,7 +608,7 @@ def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
             if path.endswith(META):
                 raise PermissionError(13, "Permission denied", path)
             return super().open(path)
-    made = plan(CheckpointDir(Private(), str(tmp_path)), KeepLast(1), {}, ended=over)
+    made = plan(CheckpointDir(Private(), str(tmp_path)), KeepLast(1), {}, ended=EVERY_RUN)
     assert steps(made.to_delete) == [6, 5]
 
 

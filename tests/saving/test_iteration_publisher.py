@@ -25,7 +25,7 @@ from iteration_folders import (
     write_all,
     write_rank,
 )
-from rank_folders import RUN, STORAGE, dir_at
+from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
@@ -621,7 +621,7 @@ def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
     save(tmp_path / "other", 10)
     (tmp_path / "root" / FOLDER).mkdir(parents=True)
     os.symlink(folder_of(tmp_path / "other", 10), tmp_path / "root" / FOLDER / f"{TRASH}{attempt_name(10, RUN)}")
-    empty_trash(dir_at(tmp_path / "root"))
+    empty_trash(dir_at(tmp_path / "root"), ReadLocks(dir_at(tmp_path / "root")))
     assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
 
 
@@ -639,7 +639,7 @@ def test_two_folders_of_one_attempt_are_removed_independently(tmp_path):
     root = tmp_path / "root"
     save(root, 10, 20)
     left = orphan(root, 20)
-    made = plan(dir_at(root), KeepLast(1), ended=lambda run: True)
+    made = plan(dir_at(root), KeepLast(1), ended=EVERY_RUN)
     assert [c.commit_dir for c in made.orphans] == [str(left)] and [c.step for c in made.to_delete] == [10]
     assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
     carry_out(dir_at(root), made)
@@ -691,7 +691,7 @@ def test_a_locked_iteration_is_not_removed(tmp_path):
                                      for c in made.read_locked] == [10] and "held: loading" in made.reasons[found.commit_dir]
     # ... also by who decided before the hold was there
     made = plan(dir_at(tmp_path), KeepLast(1))
-    assert carry_out(dir_at(tmp_path), made, lambda: read_locks(dir_at(tmp_path)), events.append) == []
+    assert carry_out(dir_at(tmp_path), made, emit=events.append) == []
     assert folder_of(tmp_path, 10).is_dir()
     assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.commit_dir)]
     lease.release()
@@ -711,7 +711,7 @@ def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
     found = candidate_of(tmp_path, 10)
     lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
-    empty_trash(dir_at(tmp_path), lambda: read_locks(dir_at(tmp_path)))
+    empty_trash(dir_at(tmp_path), ReadLocks(dir_at(tmp_path)))
     lease.release()
     assert folder_of(tmp_path, 10).is_dir() and hidden(tmp_path) == []
     assert {c.step for c in scan(dir_at(tmp_path)).candidates if not c.problem} == {10, 20}
@@ -723,10 +723,10 @@ def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
     lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
     write_all(tmp_path, 10, run=NEXT)
-    Committer(target_of(tmp_path, run=NEXT), read_locks=lambda: read_locks(dir_at(tmp_path))).saved(10)
+    Committer(target_of(tmp_path, run=NEXT)).saved(10)
     assert committed(tmp_path) == [(10, NEXT)] and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
     lease.release()
-    empty_trash(dir_at(tmp_path), lambda: read_locks(dir_at(tmp_path)))
+    empty_trash(dir_at(tmp_path), ReadLocks(dir_at(tmp_path)))
     assert hidden(tmp_path) == [] and chosen(tmp_path) == (10, NEXT)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mindresume.coordination.collectives import SingleProcess
+from mindresume.coordination.read_locks import ReadLocks
 from mindresume.events import WARNING, ignore
 from mindresume.formats import CheckpointDir, rank_folders, records, weight_files
 from mindresume.formats.rank_folders import META, FileName, folder_name, label, meta_json
@@ -195,7 +196,7 @@ def test_the_clean_up_of_a_save_without_records_reads_the_headers_of_its_own_fil
         disk.files[f"{ROOT}/rank_0/{name_of(6, 0)}"] = b"torn"
     disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(6, RUN)}/rank_00000.json", b"damaged")
     disk.done.clear()
-    empty_trash(CheckpointDir(disk, ROOT))
+    empty_trash(CheckpointDir(disk, ROOT), ReadLocks(CheckpointDir(disk, ROOT)))
     left = [path for path in disk.files if path.endswith(str(name_of(6, 0)).partition("-")[2])]
     assert left == ([] if readable else [f"{ROOT}/rank_0/{name_of(6, 0)}"])
     assert disk.done["open"] <= ranks + 10 and disk.done["list"] <= ranks + 10
@@ -228,7 +229,7 @@ def test_work_for_each_rank_runs_concurrently(disk, monkeypatch):
     write_all(disk, 8, 64, recorded=False)
     for rank in range(64):
         disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(8, RUN)}/{record_name(rank)}", b"damaged")
-    empty_trash(CheckpointDir(disk, ROOT))
+    empty_trash(CheckpointDir(disk, ROOT), ReadLocks(CheckpointDir(disk, ROOT)))
     alone = sum(disk.done.values()) - sum(together)
     assert alone < 130 and sum(together) > 64 * 20
 

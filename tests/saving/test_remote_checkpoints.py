@@ -18,7 +18,6 @@ from rank_folders import STORAGE, Ranks, dir_at, simulated
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process, next_run
 from mindresume.coordination.lease_acquisition import acquire, check_no_live_job
-from mindresume.coordination.read_locks import ReadLocks
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, RemoteError
 from mindresume.events import (
     WARNING,
@@ -32,7 +31,7 @@ from mindresume.events import (
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, Scheduler
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
-from mindresume.resume import remote_fetch, sources
+from mindresume.resume import sources
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
@@ -82,7 +81,7 @@ class World:
             rank_folders.save(self.disk, step, self.size, run, suffix=int(run[:4]) - 1)
         else:
             iteration_folders.save(self.disk, step, world=self.size, run=run)
-        Committer(self.target(0, run), policy, read_locks=ReadLocks(dir_at(self.disk))).prune()
+        Committer(self.target(0, run), policy).prune()
 
     def sleep(self, seconds):
         """Lets the other ranks run."""
@@ -333,7 +332,7 @@ def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
     time = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None)
-    monkeypatch.setattr(remote_fetch, "check_no_live_job", partial(check_no_live_job, time=time))
+    monkeypatch.setattr(garbage_collector, "check_no_live_job", partial(check_no_live_job, time=time))
     with pytest.raises(CollectiveError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before

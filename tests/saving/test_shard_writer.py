@@ -2,6 +2,7 @@
 import errno
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import iteration_folders
 import pytest
@@ -234,7 +235,8 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     """Its writer was killed before it could report the save."""
     save_all("2.0", tmp_path, 10)
     target = target_of("2.0", tmp_path, 0)
-    saver = SyncSaver(target, Committer(target, clock=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")))
+    saver = SyncSaver(target, Committer(target, time=SimpleNamespace(
+        monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
     saver.save(Save(shard_of(target, 10)))
     assert saver.finish(600.0)[0].saved and saver.committer.pending == [] and hidden(tmp_path) == []
 

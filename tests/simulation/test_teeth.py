@@ -258,8 +258,8 @@ MUTANTS = [
         draws=each("pause", 100, seed=967630889)),
     mutant("the manifest is written before all records exist", [
         Edit(committer.Committer, "try_commit", "if missing:", "if 0 in missing:"),
-        Edit(committer.Committer, "_manifest", "read, target.ranks)",
-             "read, [r for r in target.ranks if r not in self._missing(step)])"),
+        Edit(committer.Committer, "_manifest", "step), target.ranks)",
+             "step), [r for r in target.ranks if r not in self._missing(step)])"),
         Edit(committer.Committer, "_manifest", "zip(target.ranks, records, strict=True)", "zip(target.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
@@ -295,7 +295,7 @@ MUTANTS = [
         Edit(removal_plan, "plan", "committed = [c for c in counted if c.committed]", "committed = list(counted)")],
         ("restarts", "safetensors", ""), LOST, deaths=False, first=205, within=25, draws=each("EIO")),
     mutant("read locks are not checked after the rename", [
-        Instead(garbage_collector, "_uncommit", wrong.with_argument("read_locks", dict))],
+        Instead(garbage_collector, "_uncommit", wrong.with_argument("read_locks", lambda: {}))],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=80, within=100, draws=SWITCHES),
     mutant("weights are removed before the rename un-commits them", [
         Instead(garbage_collector, "_uncommit", wrong.weights_removed_first)],
@@ -306,7 +306,7 @@ MUTANTS = [
         Edit(read_locks, "acquire_read_lock", "there = directory.storage.status(commit_dir) is not None", "there = early")],
         ("a reader", "safetensors", ""), WRONG, deaths=False, first=129, within=25, draws=ONE_SWITCH),
     mutant("a running job counts as ended", [
-        Instead(lease, "ended", lambda right: lambda *_: lambda run: True)], ("readers", "safetensors", ""),
+        Instead(lease.EndedRuns, "__contains__", lambda right: lambda self, run: True)], ("readers", "safetensors", ""),
         LOST, deaths=False, first=410, within=30, draws=each("pause", 20)),
     mutant("the newest step common to all nodes is not protected", [
         without("common_to_all_nodes")],
