@@ -2,6 +2,7 @@
 
     run_on_rank0(group, work)           # broadcast: every rank gets the result of rank 0
     gather_results(group, work)         # all-gather: every rank gets the results of all ranks
+    gather_values(group, value)         # the same, of what each rank has already
     run_on_all(group, work)             # every rank keeps its own result, after all ranks have succeeded
 
 An error on one rank reaches all ranks as text and is raised there as CollectiveError, so that no rank waits for it in vain.
@@ -97,6 +98,11 @@ def gather_results(group: Group, work: Callable[[], Any], watchdog: Watchdog | N
     """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order. ``watchdog``: for work that may take
     minutes. Raises CollectiveError on all ranks, with the first rank that failed."""
     return _gather(group, _reply_of(group, work, watchdog))
+
+
+def gather_values(group: Group, value: Any) -> list[Any]:
+    """Returns the values, JSON values, of all ranks in order."""
+    return _gather(group, {"value": value})
 
 
 def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None) -> Result:

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mindresume import runtime
@@ -42,9 +43,8 @@ from mindresume.storage.posix import PosixStorage
 def fingerprint(config: Any, context: TrainingContext) -> dict[str, str]:
     """Returns the fingerprint of the data set as rank 0 sees it, before mindformers changes its configuration."""
     try:
-        return run_on_rank0(context.group,
-                            lambda: dataset_identity(PosixStorage(), config.get("train_dataset"), config.get("seed")),
-                            Watchdog("looking at the data set"))
+        look = partial(dataset_identity, PosixStorage(), config.get("train_dataset"), config.get("seed"))
+        return run_on_rank0(context.group, look, Watchdog("looking at the data set"))
     except CollectiveError as error:
         context.emit(warning(f"the data set has no fingerprint, so a change of it stays unnoticed: {error}"))
         return {}
@@ -66,9 +66,9 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         return None
     path, requested = str(config.load_checkpoint), config.resume_training if isinstance(config.resume_training, str) else None
     pretrained = str(config.get("pretrained_model_dir") or "")
-    plan = select_plan(config, path, requested, context, storage, any_layout=bool(config.auto_trans_ckpt),
-                            healthy=bool(config.get("use_checkpoint_health_monitor")),
-                            fresh_weights=f"of {pretrained}" if pretrained else FRESH)
+    health_dir = str(config.get("output_dir") or "") if config.get("use_checkpoint_health_monitor") else None
+    plan = select_plan(config, SelectionRequest(path, requested, bool(config.auto_trans_ckpt), health_dir=health_dir,
+                                                pretrained=pretrained), context, storage)
     if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
         return select_weights(config, TRAIN, context, storage)         # of pretrained_model_dir, if there is one
@@ -94,13 +94,12 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
     request = request_of_weights(config, task)
     if not request.path:
         return
-    group, asked = context.group, config.get("resume_training")
+    group, requested = context.group, config.get("resume_training")
     path = locate_checkpoints(storage, request.path, group, context.emit)
-    split = not request.converts and group.size > 1 and any(gather_results(
-        group, lambda: os.path.isdir(path) and is_root(storage, path))) and \
+    split = not request.converts and group.size > 1 and any(gather_results(group, partial(_is_root, storage, path))) and \
         shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
-    plan = select_plan(config, path, asked if isinstance(asked, str) else None, context, storage, any_layout=not split,
-                            resume=False, keep_layout=not request.converts)
+    plan = select_plan(config, SelectionRequest(path, requested if isinstance(requested, str) else None, any_layout=not split,
+                                                resume=False, keep_layout=not request.converts), context, storage)
     choice, chosen = plan.choice, plan.choice.chosen
     shown = path if os.path.isfile(path) else os.path.join(choice.root,
                                                            chosen.iteration_dir) if chosen.iteration_dir else choice.root
@@ -136,10 +135,10 @@ def _select_iterations(config: Any, context: TrainingContext, storage: Storage) 
     if not asked.path and not pretrained:
         return
     plan, resume = None, False
-    if asked.path and not run_on_rank0(context.group, lambda: is_pretrained(storage, asked.path)):
-        plan = select_plan(config, asked.path, None, context, storage, any_layout=True, resume=asked.resume,
-                                healthy=asked.resume and _monitors_health(config), fresh_weights=f"of {pretrained}" if pretrained
-                                else FRESH)
+    if asked.path and not run_on_rank0(context.group, partial(is_pretrained, storage, asked.path)):
+        health_dir = str(config.get("output_dir") or "") if asked.resume and _monitors_health(config) else None
+        plan = select_plan(config, SelectionRequest(asked.path, any_layout=True, resume=asked.resume, health_dir=health_dir,
+                                                    pretrained=pretrained), context, storage)
         resume = asked.resume and plan is not None
         folder = _folder_with_common(plan.choice.root, plan.choice.chosen.iteration_dir) if plan else pretrained
     elif asked.resume and asked.path:
@@ -170,6 +169,10 @@ def _folder_with_common(root: str, iteration_dir: str) -> str:
     with open(os.path.join(folder, COMMON), "w") as file:
         file.write("{}")
     return folder
+
+
+def _is_root(storage: Storage, path: str) -> bool:
+    return os.path.isdir(path) and is_root(storage, path)
 
 
 def is_pretrained(storage: Storage, path: str) -> bool:
@@ -203,31 +206,21 @@ def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None
 
 # ---- selection ----------------------------------------------------------------------------------------------------------
 
-FRESH = "are initialised at random"             # weights of a fresh start without others
-
-
-def select_plan(config: Any, path: str, requested: str | None, context: TrainingContext, storage: Storage, any_layout: bool,
-           resume: bool = True, healthy: bool = False, keep_layout: bool = False, fresh_weights: str = FRESH
-           ) -> ResumePlan | None:
+def select_plan(config: Any, request: SelectionRequest, context: TrainingContext, storage: Storage) -> ResumePlan | None:
     """Returns the plan of the checkpoint that all ranks take; None for a fresh start. Puts its read lock and its load attempt
     into the resources of ``context``.
 
     Args:
-        path: the folder or file to load from.
-        requested: the name of one checkpoint in it, or None.
-        any_layout: the number of ranks may differ: all ranks together verify all files, and the plan has ``open_source``.
-        resume: False: weights alone are loaded, so there is no fresh start.
-        healthy: checkpoints that mindformers' health monitor found unhealthy are refused, unless they are requested.
-        keep_layout: what mindformers saved on as many ranks as the job has is loaded as it is, so that it needs no layouts.
-        fresh_weights: ends the message of a fresh start, ``weights ...``.
+        request: without ``output_dir``. With ``any_layout`` the plan has ``open_source``.
     Raises:
         NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
     """
+    resume = request.resume
     resources, group = context.resources, context.group
     consolidated = ConsolidatedSource(group, context.settings.verify == "full", resume)
-    request = SelectionRequest(path, requested, any_layout, resume, keep_layout, fresh_weights,
-                               health_dir=str(config.get("output_dir") or "") if healthy else None,
-                               output_dir=adapter.output_root() if resume and _has_monitor(config) else None)
+    # Failed loads are counted if a CheckpointMonitor will report that a step is done.
+    has_monitor = any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])
+    request = replace(request, output_dir=adapter.output_root() if resume and has_monitor else None)
     sources = CheckpointSources(strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None), consolidated,
                                 saved_to=modelarts.checkpoint_roots(config) if resume else (), remote=resources.remote)
     found = CheckpointSelector(storage, group, context.settings, context.emit, sources, resources.topology).select(request)
@@ -239,8 +232,3 @@ def select_plan(config: Any, path: str, requested: str | None, context: Training
     if found.uses_layouts or found.choice.chosen.iteration_dir:
         plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())
     return plan
-
-
-def _has_monitor(config: Any) -> bool:
-    """Returns whether a CheckpointMonitor will report that a step is done."""
-    return any(callback.get("type") == adapter.ALIAS for callback in config.get("callbacks") or [])

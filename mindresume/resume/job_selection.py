@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.collectives import Group, Watchdog, gather_results, gather_values, run_on_rank0
 from mindresume.coordination.host_memory import share_of_rank
 from mindresume.coordination.lease import SAVING, Lease, is_alive, lease_holders
 from mindresume.coordination.read_locks import acquire_read_lock
@@ -58,7 +58,7 @@ class SelectionRequest:
         resume: False: only weights are wanted, so a fresh start is an error.
         keep_layout: with ``any_layout``: a checkpoint that mindformers saved on as many ranks as the job has is loaded as it is,
             without layouts.
-        fresh_weights: ends the message of a fresh start: "weights ...".
+        pretrained: weights with which a fresh start begins; empty: random ones.
         health_dir: folder of the list of mindformers' health monitor; unhealthy checkpoints are refused. None: health is ignored.
         output_dir: the job's output folder, if the job will report its first finished step; failed loads are then counted.
     """
@@ -67,7 +67,7 @@ class SelectionRequest:
     any_layout: bool = False
     resume: bool = True
     keep_layout: bool = False
-    fresh_weights: str = "are initialised at random"
+    pretrained: str = ""
     health_dir: str | None = None
     output_dir: str | None = None
 
@@ -120,7 +120,7 @@ class CheckpointSelector:
             requested = None
         path = locate_checkpoints(disk, path, group, emit)
         # A collective: all ranks must take part, whatever each of them finds.
-        is_one_place = request.any_layout or any(gather_results(group, lambda: _is_file(disk, path)))
+        is_one_place = request.any_layout or any(gather_results(group, partial(_is_file, disk, path)))
         shared_groups = single_group(group.size) if is_one_place else \
             shared_groups_of(disk, path, group, self.shared_groups, emit)
         visibility = wait_until_visible(disk, path, group, shared_groups)
@@ -128,10 +128,14 @@ class CheckpointSelector:
             emit(VisibilityWaited(visibility.wait_seconds, visibility.missing))
         if shared_groups.is_split:
             emit(Notice(f"the nodes share no disk below {path}: the newest checkpoint that all nodes have is selected"))
-        any_layout = request.any_layout
+        any_layout, unhealthy = request.any_layout, None
+        if request.health_dir is not None:                      # rank 0 decides
+            unhealthy, problem = unhealthy_files(disk, request.health_dir) if group.rank == 0 else (frozenset(), "")
+            if problem:
+                emit(warning(problem))
         policy = SelectionPolicy(
             None if any_layout else group.size, requested, self.settings.verify, every_rank if any_layout else own_rank,
-            any_layout, self._unhealthy(request.health_dir), self.settings.max_failed_loads, require_counters=resume)
+            any_layout, unhealthy, self.settings.max_failed_loads, require_counters=resume)
         sources = replace(self.sources, shared=shared_groups, remote=self.sources.remote if resume else None,
                           memory=self.shared_groups if self.settings.memory_tier.every_steps and resume else None)
         choice = select_checkpoint(self.storage, path, group, policy, sources, emit, ProgressReporter("checking", emit))
@@ -148,25 +152,17 @@ class CheckpointSelector:
             return SelectedCheckpoint()
         return self._protect(request, choice, any_layout or choice.consolidated)
 
-    def _unhealthy(self, folder: str | None) -> Collection[str] | None:
-        """Returns the names of unhealthy files on rank 0, which decides; nothing on other ranks. None if health is ignored."""
-        if folder is None:
-            return None
-        names, problem = unhealthy_files(uncached(self.storage), folder) if self.group.rank == 0 else (frozenset(), "")
-        if problem:
-            self.emit(warning(problem))
-        return names
-
     def _start_afresh(self, request: SelectionRequest, path: str) -> None:
         """Emits FreshStart. Raises MissingCheckpointError if weights were requested."""
         drop_cached_files(self.storage)
-        exists = any(gather_results(self.group, lambda: uncached(self.storage).status(path) is not None))
+        exists = any(gather_results(self.group, partial(_exists, uncached(self.storage), path)))
         reason = "holds no checkpoint that was ever complete" if exists else "does not exist"
         if not request.resume:
             raise MissingCheckpointError(f"{path} {reason}, and initial weights were requested (no_load_optim: "
                                          f"True, resume_training: False). Set another load_checkpoint (load_path), or none for "
                                          f"random weights")
-        self.emit(FreshStart(path, reason, request.fresh_weights, is_expected=exists))
+        weights = f"of {request.pretrained}" if request.pretrained else "are initialised at random"
+        self.emit(FreshStart(path, reason, weights, is_expected=exists))
 
     def _protect(self, request: SelectionRequest, choice: Choice, uses_layouts: bool) -> SelectedCheckpoint:
         """Acquires the read lock and the load attempt of the selected checkpoint, and emits CheckpointSelected."""
@@ -185,28 +181,23 @@ class CheckpointSelector:
                                          describe_candidate(chosen, choice.bytes_verified)
                                          + (", in memory of the nodes" if choice.in_memory else ""),
                                          weights_only=not resume, source=MEMORY if choice.in_memory else DISK))
-            self._report_kept(choice)
             if isinstance(self.storage, ReadCache):
-                self.storage.freeze()
+                storage = self.storage
+                read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
+                is_whole = chosen.origin != MINDFORMERS and not choice.in_memory        # else only headers were read
+                if is_whole and (read or storage.size):
+                    self.emit(VerifiedBytesKept(storage.size, max(read - storage.size, 0), storage.budget))
+                storage.freeze()
             for text in choice.warnings:
                 self.emit(warning(text))
             in_rank_folders = chosen.origin == MINDFORMERS and not chosen.iteration_dir
             if uses_layouts and request.keep_layout and group.size > 1 and in_rank_folders:
-                uses_layouts = not all(gather_results(group, lambda: own_shard(choice, group) is not None))
+                uses_layouts = not all(gather_values(group, own_shard(choice, group) is not None))
         except BaseException:
             if lock is not None:
                 lock.release()
             raise
         return SelectedCheckpoint(choice, uses_layouts, lost_work, lock, attempt)
-
-    def _report_kept(self, choice: Choice) -> None:
-        """Emits how many bytes the load reads from memory, and how many from disk a second time."""
-        storage = self.storage
-        if not isinstance(storage, ReadCache) or choice.chosen.origin == MINDFORMERS or choice.in_memory:
-            return                                          # without checksums, only headers were read
-        read = sum(source.file.size or 0 for shard in choice.shards for source in shard.sources)
-        if read or storage.size:
-            self.emit(VerifiedBytesKept(storage.size, max(read - storage.size, 0), storage.budget))
 
 
 def caching_storage(storage: Storage, settings: Settings, group: Group) -> Storage:
@@ -229,11 +220,7 @@ def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) ->
     Raises:
         MissingCheckpointError: on all ranks, if they find several folders.
     """
-    def search() -> list[str]:
-        try:
-            return [find_checkpoints(storage, path) or "", ""]
-        except MissingCheckpointError as error:
-            return ["", str(error)]
+    search = partial(_search, storage, path)
     rows = [run_on_rank0(group, search, Watchdog(f"searching for checkpoints below {path}"))]
     if rows == [["", ""]]:
         rows = gather_results(group, search, Watchdog(f"searching for checkpoints below {path}"))
@@ -248,12 +235,20 @@ def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) ->
     return folders[0]
 
 
+def _search(storage: Storage, path: str) -> list[str]:
+    """Returns [folder of checkpoints, why it is not known]; empty texts: none."""
+    try:
+        return [find_checkpoints(storage, path) or "", ""]
+    except MissingCheckpointError as error:
+        return ["", str(error)]
+
+
 def shared_groups_of(storage: Storage, path: str, group: Group, known: dict[str, SharedGroups], emit: Emit) -> SharedGroups:
     """Returns which ranks see the same folder: all of them, if the folder does not exist on any rank or a rank cannot write the
     probe file there."""
     root = os.path.realpath(path)
     if root not in known:
-        if not any(gather_results(group, lambda: storage.status(root) is not None)):
+        if not any(gather_results(group, partial(_exists, storage, root))):
             return single_group(group.size)
         try:
             known[root] = find_shared_groups(CheckpointDir(storage, root), group)
@@ -301,6 +296,10 @@ def own_shard(choice: Choice | None, group: Group) -> VerifiedShard | None:
     chosen = choice.chosen if choice else None
     shards = choice.shards if chosen and chosen.world_size == group.size else ()
     return next((shard for shard in shards if shard.rank == group.rank), None)
+
+
+def _exists(storage: Storage, path: str) -> bool:
+    return storage.status(path) is not None
 
 
 def _is_file(storage: Storage, path: str) -> bool:

@@ -224,7 +224,7 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(tmp_path, curr
     trainer, asked = object.__new__(Trainer), []
     trainer.config = config
     monkeypatch.setattr(training_context, "_current", [replace(current, task=load_request.TRAIN)])
-    monkeypatch.setattr(job_start, "select_plan", lambda *given, healthy, **more: asked.append(healthy))
+    monkeypatch.setattr(job_start, "select_plan", lambda config, request, *more: asked.append(request.health_dir is not None))
     patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(trainer)
     assert asked == [bool(keys)]
 

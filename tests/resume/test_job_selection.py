@@ -92,7 +92,7 @@ def test_a_fresh_start_has_a_reason_and_is_an_error_for_weights_only(tmp_path, e
     path = tmp_path / "checkpoint"
     if there:
         path.mkdir()
-    found = choose(path, fresh_weights="of gpt", emit=events.append)
+    found = choose(path, pretrained="gpt", emit=events.append)
     assert found.choice is None and found.read_lock is None and found.load_attempt is None
     (event,) = events
     assert event == FreshStart(str(path), event.reason, "of gpt", is_expected=there)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.region_load import Layouts, LoadTarget
-from mindresume.resume.job_selection import caching_storage
+from mindresume.resume.job_selection import SelectionRequest, caching_storage
 from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request
 from mindresume.storage.posix import PosixStorage
 
@@ -52,7 +53,7 @@ def is_left_to_mindformers(run: TrainingRun, path: str) -> bool:
     checkpoint = run.config["checkpoint"]
     if checkpoint.get("base_load_path"):
         reason = "base_load_path: the adapters of LoRA are loaded by mindformers"
-    elif run_on_rank0(run.context.group, lambda: is_pretrained(PosixStorage(), str(path))):
+    elif run_on_rank0(run.context.group, partial(is_pretrained, PosixStorage(), str(path))):
         if not hasattr(sys.modules[PYNATIVE_TRAINER], "is_hf_checkpoint"):         # before 2.1.0
             raise ConfigError(f"{path} holds Hugging Face weights, which the PyNative trainer of this mindformers cannot load. "
                               f"Use mindformers 2.1.0, or convert the weights first and set no_load_optim: True")
@@ -75,7 +76,7 @@ def load(run: TrainingRun, path: str) -> None:
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     request = request_of_pynative(run.config, path)
     with context.progress.timed_load():
-        plan = select_plan(run.config, request.path, None, context, storage, any_layout=True, resume=request.resume)
+        plan = select_plan(run.config, SelectionRequest(request.path, any_layout=True, resume=request.resume), context, storage)
         if plan is None:
             return
         loading.check_arrangement(plan, adapter.ARRANGEMENT, "The PyNative trainer has no other order: use the graph trainer")
