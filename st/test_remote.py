@@ -14,7 +14,7 @@ import pytest
 from mindresume.formats.iterations import TRACKER
 from mindresume.mindformers.modelarts import VARIABLES
 from mindresume.model.manifest import FOLDER
-from mindresume.storage.object_store import FsspecStore
+from mindresume.storage.object_store import FsspecStore, RetryingStore
 from st.checkpoint_files import tracker
 from st.run_attempts import LIMIT, assert_event, assert_resumed, contains, log_has, notices, run_beside, selected_step, steps_of
 from st.training_run import FORMAT_2, ROOT, Run, differences
@@ -46,7 +46,7 @@ class S3:
     url = f"s3://{s3.BUCKET}/job"
 
     def __init__(self, server: str):
-        self.server, self.store = server, FsspecStore(self.url)
+        self.server, self.store = server, RetryingStore(FsspecStore(self.url))
 
     def environment(self, run: Run, **more: str) -> dict[str, str]:
         return s3.environment(self.server)

@@ -4,7 +4,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
+from fakes import moxing
+
+from mindresume.storage.object_store import MoxingStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
 
 OPERATIONS = ("list", "status", "open", "write", "create", "rename", "sync", "remove", "make_folder", "free_space")
@@ -40,3 +44,13 @@ def failing(name: str, *operations: str, number: int = errno.ESTALE) -> Hooked:
         if operation in operations and name in os.path.basename(path):
             raise os_error(number, path)
     return Hooked(before)
+
+
+def retrying(driver):
+    """Returns an object store that tries again at once."""
+    return RetryingStore(driver, SimpleNamespace(sleep=lambda seconds: None))
+
+
+def moxing_store():
+    """Returns the store of the fake moxing."""
+    return retrying(MoxingStore(moxing.file))

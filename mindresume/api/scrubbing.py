@@ -19,7 +19,7 @@ from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.choice import read_size
 from mindresume.resume.scrub import DAMAGED, UNREADABLE, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.object_store import FsspecStore
+from mindresume.storage.object_store import FsspecStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
 
 
@@ -111,7 +111,7 @@ def scrub(path: str | os.PathLike[str], *, rate_mb: float = 0.0, repair: bool = 
     wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}")
-    bucket = None if remote is None else RemoteCheckpoints(FsspecStore(remote), f"{remote.rstrip('/')}/checkpoint")
+    bucket = None if remote is None else RemoteCheckpoints(RetryingStore(FsspecStore(remote)), f"{remote.rstrip('/')}/checkpoint")
     scrubber = Scrubber(found.directory, ScrubOptions(rate_mb * 1e6, repair, bucket, older_than_hours * 3600),
                         progress=progress.advance)
     progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if not scrubber.due(row.candidate)))

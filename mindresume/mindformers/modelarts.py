@@ -11,7 +11,7 @@ from mindresume.events import Emit, ignore, warning
 from mindresume.formats.scan import CHECKPOINT
 from mindresume.mindformers import adapter
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.object_store import FsspecStore, MoxingStore
+from mindresume.storage.object_store import FsspecStore, MoxingStore, RetryingStore
 
 # as in mindformers tools/utils.py, check_in_modelarts, which cannot be called before mindformers imports moxing
 VARIABLES = ("MA_LOG_DIR", "MA_JOB_DIR", "MA_LOCAL_LOG_PATH", "BATCH_GROUP_NAME")
@@ -41,14 +41,14 @@ def remote_of(config: Any, emit: Emit = ignore) -> RemoteCheckpoints | None:
         return None
     if modelarts_variable() is None and isinstance(url, str):
         if not url.startswith("obs://"):
-            return RemoteCheckpoints(FsspecStore(url), f"{url.rstrip('/')}/{CHECKPOINT}")
+            return RemoteCheckpoints(RetryingStore(FsspecStore(url)), f"{url.rstrip('/')}/{CHECKPOINT}")
         emit(warning(f"remote_save_url: {url} is ignored: this job does not run in ModelArts (none of {', '.join(VARIABLES)} is "
                      f"set). Checkpoints stay on the disk of output_dir. Outside ModelArts give the bucket as s3://, and its "
                      f"endpoint as AWS_ENDPOINT_URL"))
         return None
     if not isinstance(url, str) or not url.startswith(("obs://", "s3://")):         # mindformers' check_obs_url: a TypeError
         raise ConfigError(f"remote_save_url is {url!r}; expected an address in an object store that begins with obs:// or s3://")
-    return RemoteCheckpoints(MoxingStore(), f"{url.rstrip('/')}/{CHECKPOINT}")
+    return RemoteCheckpoints(RetryingStore(MoxingStore()), f"{url.rstrip('/')}/{CHECKPOINT}")
 
 
 def checkpoint_roots(config: Any) -> set[str]:

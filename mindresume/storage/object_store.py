@@ -1,7 +1,7 @@
 """The interface to an object store, which keeps checkpoints of jobs whose disks do not survive them.
 
-    store = MoxingStore()                                             # ModelArts: obs:// and s3://
-    store = FsspecStore("s3://bucket/x")                              # everywhere else: any URL that fsspec has a driver for
+    store = RetryingStore(MoxingStore())                              # ModelArts: obs:// and s3://
+    store = RetryingStore(FsspecStore("s3://bucket/x"))               # everywhere else: any URL that fsspec has a driver for
     store.upload("/cache/a.safetensors", "s3://bucket/x/a.safetensors")
     store.list("s3://bucket/x")                                       # ["a.safetensors"]
 
@@ -64,51 +64,39 @@ class ObjectStore(Protocol):
         """Deletes an object; does nothing if it does not exist."""
 
 
-class _RetryingStore:
-    """Implements ``ObjectStore`` with a driver, whose operations it repeats up to ``TRIES`` times, with growing pauses. A
-    subclass has the operations of its driver: ``_list``, ``_size``, ``_read``, ``_put``, ``_send``, ``_fetch``, ``_delete``.
+class Driver(ObjectStore, Protocol):
+    """An ``ObjectStore`` for ``RetryingStore``: each operation is tried once, and raises any error. It need not check sizes,
+    flush or remove what it has written."""
+
+    permanent: tuple[type[Exception], ...]                  # errors after which nothing is tried again
+
+    def before_retry(self, what: str, url: str, number: int) -> None:
+        """Prepares the try of this number, from 2. An error of it is one of the operation."""
+
+
+class RetryingStore:
+    """Repeats the operations of another ``ObjectStore`` up to ``TRIES`` times, with growing pauses, and checks the size of what
+    was uploaded or downloaded.
 
     Args:
-        sleep: waits a number of seconds between two tries.
+        driver: its errors can be of any type; all become RemoteErrors.
+        time: waits between two tries.
     """
 
-    _permanent: tuple[type[Exception], ...] = ()            # errors after which nothing is tried again
-
-    def __init__(self, sleep: Callable[[float], None]):
-        self._sleep = sleep
-
-    def _list(self, prefix: str) -> list[str]:
-        raise NotImplementedError
-
-    def _size(self, url: str) -> int | None:
-        raise NotImplementedError
-
-    def _read(self, url: str) -> bytes:
-        raise NotImplementedError
-
-    def _put(self, url: str, data: bytes) -> None:
-        raise NotImplementedError
-
-    def _send(self, path: str, url: str) -> None:
-        raise NotImplementedError
-
-    def _fetch(self, url: str, path: str) -> None:
-        raise NotImplementedError
-
-    def _delete(self, url: str) -> None:
-        raise NotImplementedError
+    def __init__(self, driver: Driver, time: runtime.Clock = runtime):
+        self.driver, self.time = driver, time
 
     def list(self, prefix: str) -> list[str]:
-        return self._tried("listed", prefix, self._list)
+        return self._tried("listed", prefix, self.driver.list)
 
     def size(self, url: str) -> int | None:
-        return self._tried("looked at", url, self._size)
+        return self._tried("looked at", url, self.driver.size)
 
     def read(self, url: str) -> bytes:
-        return self._tried("read", url, self._read)
+        return self._tried("read", url, self.driver.read)
 
     def put(self, url: str, data: bytes) -> None:
-        self._tried("written", url, self._put, data)
+        self._tried("written", url, self.driver.put, data)
 
     def upload(self, path: str, url: str) -> None:
         size = os.path.getsize(path)            # outside the retries: waiting does not bring back a missing file
@@ -118,17 +106,17 @@ class _RetryingStore:
         self._tried("downloaded", url, self._download, path)
 
     def delete(self, url: str) -> None:
-        self._tried("deleted", url, self._delete)
+        self._tried("deleted", url, self.driver.delete)
 
     def _upload(self, url: str, path: str, size: int) -> None:
-        self._send(path, url)
-        _check_size(size, self._size(url), url)
+        self.driver.upload(path, url)
+        _check_size(size, self.driver.size(url), url)
 
     def _download(self, url: str, path: str) -> None:
         """Writes ``path``, checks its size, and flushes it. Removes the file on an error."""
-        size = self._size(url)
+        size = self.driver.size(url)
         try:
-            self._fetch(url, path)
+            self.driver.download(url, path)
             _check_size(size, os.path.getsize(path), url)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -136,9 +124,6 @@ class _RetryingStore:
             with suppress(OSError):             # the first error is the one to report
                 os.remove(path)
             raise
-
-    def _before_retry(self, what: str, url: str, number: int) -> None:
-        """Prepares the try of this number, from 2. An error of it is one of the operation."""
 
     def _tried(self, what: str, url: str, operation: Callable[..., Result], *arguments: object) -> Result:
         """Returns ``operation(url, *arguments)``.
@@ -153,64 +138,65 @@ class _RetryingStore:
         for number in range(1, TRIES + 1):
             try:
                 if number > 1:
-                    self._before_retry(what, url, number)
+                    self.driver.before_retry(what, url, number)
                 return operation(url, *arguments)
             except Exception as error:          # drivers raise plain Exceptions too, and they differ by version
-                if number == TRIES or isinstance(error, self._permanent):
+                if number == TRIES or isinstance(error, self.driver.permanent):
                     tried = f", tried {number} times" if number > 1 else ""
                     raise RemoteError(f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check that the bucket "
                                       f"exists and that this job may read and write it") from error
-            self._sleep(pause)
+            self.time.sleep(pause)
             pause *= 4
         raise AssertionError("unreachable")
 
 
-class MoxingStore(_RetryingStore):
-    """Implements ``ObjectStore`` with Huawei's moxing, which only ModelArts images contain. Its errors do not show whether they
-    are temporary, so none is permanent.
+class MoxingStore:
+    """The ``Driver`` of Huawei's moxing, which only ModelArts images contain. Its errors do not show whether they are temporary,
+    so none is permanent.
 
     Args:
         file: ``moxing.file``; None imports it.
     """
 
-    def __init__(self, file: Any = None, sleep: Callable[[float], None] = runtime.sleep):
-        super().__init__(sleep)
+    permanent: tuple[type[Exception], ...] = ()
+
+    def __init__(self, file: Any = None):
         self._file = importlib.import_module("moxing").file if file is None else file
 
-    def _before_retry(self, what: str, url: str, number: int) -> None:
+    def before_retry(self, what: str, url: str, number: int) -> None:
         if what == "listed":
             # moxing may fail to list a folder that does not exist, with an error like any other. So create the folder: a
             # second failure is then a real error and never means a bucket without checkpoints.
             self._file.make_dirs(url)
 
-    def _list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> list[str]:
         names = {name.rstrip("/") for name in self._file.list_directory(prefix, recursive=True)}
         folders = {parent for name in names for parent in _parents(name)}
         return sorted(names - folders - {""})
 
-    def _size(self, url: str) -> int | None:
+    def size(self, url: str) -> int | None:
         return int(self._file.get_size(url)) if self._file.exists(url) else None
 
-    def _read(self, url: str) -> bytes:
+    def read(self, url: str) -> bytes:
         return bytes(self._file.read(url, binary=True))
 
-    def _put(self, url: str, data: bytes) -> None:
+    def put(self, url: str, data: bytes) -> None:
         self._file.write(url, data, binary=True)
 
-    def _send(self, path: str, url: str) -> None:
+    def upload(self, path: str, url: str) -> None:
         self._file.copy(path, url)
 
-    def _fetch(self, url: str, path: str) -> None:
+    def download(self, url: str, path: str) -> None:
         self._file.copy(url, path)
 
-    def _delete(self, url: str) -> None:
+    def delete(self, url: str) -> None:
         if self._file.exists(url):
             self._file.remove(url)
 
 
-class FsspecStore(_RetryingStore):
-    """Implements ``ObjectStore`` with fsspec's driver for the scheme of a URL. Endpoint and credentials come from the driver's
-    own configuration: files, environment, and fsspec's ``FSSPEC_S3_...`` variables.
+class FsspecStore:
+    """The ``Driver`` of fsspec for the scheme of a URL. Endpoint and credentials come from fsspec's own configuration: files,
+    environment, and its ``FSSPEC_S3_...`` variables.
 
     Object stores (``PACKAGES``) put atomically. Any other URL (``file://``, ``memory://``, ``sftp://``) is treated as a file
     system with folders: objects are written under a temporary name and moved.
@@ -222,19 +208,18 @@ class FsspecStore(_RetryingStore):
         ConfigError: No driver for this scheme is known, or its package is not installed.
     """
 
-    _permanent = (FileNotFoundError, PermissionError, NotImplementedError)
+    permanent: tuple[type[Exception], ...] = (FileNotFoundError, PermissionError, NotImplementedError)
 
-    def __init__(self, url: str, sleep: Callable[[float], None] = runtime.sleep):
-        super().__init__(sleep)
+    def __init__(self, url: str):
         self._url, self._is_object_store = url, url.partition("://")[0] in PACKAGES
         self._driver = _driver_class(url)
         self._connected: tuple[int, Any] | None = None          # process id, file system of fsspec
 
-    def _before_retry(self, what: str, url: str, number: int) -> None:
+    def before_retry(self, what: str, url: str, number: int) -> None:
         if number == TRIES:
             self._connected = None              # the last try has new connections, and reads the credentials again
 
-    def _list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str) -> list[str]:
         fs, top = self._at(prefix)
         if self._is_object_store:               # one flat listing; FileNotFoundError: the bucket does not exist
             names = fs.find(top)
@@ -243,7 +228,7 @@ class FsspecStore(_RetryingStore):
             names = [f"{folder.rstrip('/')}/{name}" for folder, _, files in fs.walk(top, on_error="raise") for name in files]
         return sorted(name[len(top) + 1:].rstrip("/") for name in names if name.startswith(f"{top}/") and name != f"{top}/")
 
-    def _size(self, url: str) -> int | None:
+    def size(self, url: str) -> int | None:
         fs, path = self._at(url)
         try:
             found = fs.info(path)
@@ -251,15 +236,15 @@ class FsspecStore(_RetryingStore):
             return None
         return int(found["size"]) if found["type"] == "file" else None
 
-    def _read(self, url: str) -> bytes:
+    def read(self, url: str) -> bytes:
         fs, path = self._at(url)
         return bytes(fs.cat_file(path))
 
-    def _put(self, url: str, data: bytes) -> None:
+    def put(self, url: str, data: bytes) -> None:
         with self._new_object(url) as (fs, path):
             fs.pipe_file(path, data)
 
-    def _send(self, path: str, url: str) -> None:
+    def upload(self, path: str, url: str) -> None:
         with self._new_object(url) as (fs, target):
             fs.put_file(path, target)           # a large file in parts; visible once complete
 
@@ -281,11 +266,11 @@ class FsspecStore(_RetryingStore):
                 fs.rm_file(part)
             raise
 
-    def _fetch(self, url: str, path: str) -> None:
+    def download(self, url: str, path: str) -> None:
         fs, source = self._at(url)
         fs.get_file(source, path)
 
-    def _delete(self, url: str) -> None:
+    def delete(self, url: str) -> None:
         fs, path = self._at(url)
         with suppress(FileNotFoundError):
             fs.rm_file(path)

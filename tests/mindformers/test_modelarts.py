@@ -46,7 +46,7 @@ def test_any_fsspec_store_is_used_outside_modelarts(url):
     pytest.importorskip("s3fs")
     events = []
     remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append)
-    assert isinstance(remote.store, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and events == []
+    assert isinstance(remote.store.driver, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and events == []
 
 
 @pytest.mark.parametrize("url", [5, "bucket/job"])

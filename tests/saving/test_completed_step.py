@@ -7,6 +7,7 @@ import pytest
 import rank_folders
 from fakes import moxing
 from rank_folders import STORAGE, Ranks, folder_contents
+from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import RemoteError
@@ -18,7 +19,6 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
-from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.posix import PosixStorage
 
 # ---- a training that is complete -------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ SAVES = {"1.0": rank_folders.save, "2.0": iteration_folders.save}
 @pytest.fixture
 def remote(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    yield RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
+    yield RemoteCheckpoints(moxing_store(), URL)
 
 
 def upload(root, remote, emit=ignore, ranks=2):

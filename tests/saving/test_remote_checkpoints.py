@@ -14,6 +14,7 @@ import pytest
 import rank_folders
 from fakes import moxing
 from rank_folders import STORAGE, Ranks, dir_at, simulated
+from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process, next_run
@@ -42,7 +43,6 @@ from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, keep_run_marker, record_path
 from mindresume.saving.replication import AGAIN, Uploader, Uploads, upload_part
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.storage.object_store import MoxingStore
 from sim.cluster import current_cluster
 
 URL = "obs://bucket/job/checkpoint"
@@ -66,7 +66,7 @@ class World:
         self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
         self.events = []                                    # of all ranks
         self.disk, self.others = base / "disk", []
-        self.remote = RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
+        self.remote = RemoteCheckpoints(moxing_store(), URL)
 
     def empty_disk(self) -> None:
         shutil.rmtree(self.disk, ignore_errors=True)
@@ -404,7 +404,7 @@ def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
     world.empty_disk()
 
     def work(group):
-        storage, store = STORAGE, MoxingStore(moxing.file, lambda seconds: None)
+        storage, store = STORAGE, moxing_store()
         remote = fetched(store, URL) if group.rank == 0 else RemoteCheckpoints(store, URL)
         if group.rank == 1:
             storage = OtherNode(world.disk, tmp_path / "node1")

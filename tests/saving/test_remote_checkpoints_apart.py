@@ -9,6 +9,7 @@ from coordination.test_storage_topology import RUN, save_part
 from fakes import moxing
 from rank_folders import STORAGE, Ranks, flip_bit, path_of
 from resume.test_node_local_selection import NODES, PARTS
+from storages import moxing_store
 
 from mindresume import runtime
 from mindresume.coordination import process_identity
@@ -24,7 +25,6 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.replication import Uploader, Uploads
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.object_store import MoxingStore
 from mindresume.storage.read_cache import ReadCache
 from sim import machine
 from sim.cluster import current_process
@@ -40,7 +40,7 @@ def bucket(tmp_path, monkeypatch):
 
 
 def remote():
-    return RemoteCheckpoints(MoxingStore(moxing.file, lambda seconds: None), URL)
+    return RemoteCheckpoints(moxing_store(), URL)
 
 
 def save(tmp_path, *steps, late=()):

@@ -2,6 +2,7 @@
 import pytest
 from fakes.s3 import BUCKET, environment, s3_server  # noqa: F401  a fixture
 from saving.test_remote_checkpoints import FORMATS, LATER, World, content
+from storages import retrying
 
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.model.manifest import MANIFEST
@@ -16,7 +17,7 @@ def world(request, tmp_path, monkeypatch, s3_server):  # noqa: F811
         monkeypatch.setenv(name, value)
     url = f"s3://{BUCKET}/{tmp_path.parent.name}-{tmp_path.name}/checkpoint"
     made = World(tmp_path, request.param)
-    made.remote = RemoteCheckpoints(FsspecStore(url, lambda seconds: None), url)
+    made.remote = RemoteCheckpoints(retrying(FsspecStore(url)), url)
     return made
 
 

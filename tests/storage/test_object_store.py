@@ -13,7 +13,7 @@ from fakes.s3 import BUCKET, environment, s3_server  # noqa: F401  a fixture
 import mindresume
 from mindresume.errors import ConfigError, RemoteError
 from mindresume.storage import object_store
-from mindresume.storage.object_store import TRIES, FsspecStore, MoxingStore
+from mindresume.storage.object_store import TRIES, FsspecStore, MoxingStore, RetryingStore
 
 URL = "obs://bucket/job"
 KINDS = ("moxing", "memory", "file", "s3")
@@ -30,12 +30,14 @@ class Subject:
     def __init__(self, kind, url, monkeypatch):
         self.kind, self.url, self.monkeypatch, self.pauses = kind, url, monkeypatch, []
         self.store = self.connections.get(kind) or self.another()
-        self.connections[kind], self.store._sleep = self.store, self.pauses.append
+        self.connections[kind], self.store.time = self.store, self
 
     def another(self):
         """Returns the same bucket, as another process sees it."""
-        sleep = self.pauses.append
-        return MoxingStore(moxing.file, sleep) if self.kind == "moxing" else FsspecStore(self.url, sleep)
+        return RetryingStore(MoxingStore(moxing.file) if self.kind == "moxing" else FsspecStore(self.url), self)
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
 
     def replace(self, operation, work):
         """``work(original, *args, **kwargs)`` in the place of what ``operation`` calls."""
@@ -293,7 +295,7 @@ only_s3 = pytest.mark.parametrize("subject", ["s3"], indirect=True)
 
 @only_s3
 def test_a_bucket_that_does_not_exist_is_an_error_at_once(subject):
-    store = FsspecStore("s3://other/job", subject.pauses.append)
+    store = RetryingStore(FsspecStore("s3://other/job"), subject)
     for work in (lambda: store.list("s3://other/job"), lambda: store.put("s3://other/job/a", b"x")):
         with pytest.raises(RemoteError, match="s3://other/job.*bucket does not exist"):
             work()
@@ -305,8 +307,8 @@ def test_a_server_that_does_not_answer_is_an_error(subject, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(object_store, "TRIES", 2)
-    store = FsspecStore(subject.url, subject.pauses.append)
-    store._at(subject.url)[0].retries = 1
+    store = RetryingStore(FsspecStore(subject.url), subject)
+    store.driver._at(subject.url)[0].retries = 1
     with pytest.raises(RemoteError, match=f"{subject.url}.*2 times"):
         store.list(subject.url)
     assert subject.pauses == [1.0]
@@ -351,9 +353,9 @@ def run(subject, program, **variables):
 def test_a_process_that_was_forked_has_its_own_connections(subject, store):
     run(subject, """
         import os, signal, sys
-        from mindresume.storage.object_store import FsspecStore
+        from mindresume.storage.object_store import FsspecStore, RetryingStore
         url = sys.argv[1]
-        store = FsspecStore(url)
+        store = RetryingStore(FsspecStore(url))
         store.put(url + "/before", b"1")
         child = os.fork()
         if not child:
@@ -371,8 +373,8 @@ def test_uploads_at_the_end_of_the_interpreter_succeed(subject, store):
     """The last checkpoint of a training that failed: Python's thread pools are closed, and a host name is to be resolved."""
     run(subject, """
         import atexit, sys
-        from mindresume.storage.object_store import FsspecStore
-        store = FsspecStore(sys.argv[1])
+        from mindresume.storage.object_store import FsspecStore, RetryingStore
+        store = RetryingStore(FsspecStore(sys.argv[1]))
         atexit.register(lambda: store.put(sys.argv[1] + "/last", b"1"))
         """, AWS_ENDPOINT_URL=os.environ["AWS_ENDPOINT_URL"].replace("127.0.0.1", "localhost"))
     assert store.list(subject.url) == ["last"]
@@ -385,8 +387,8 @@ def test_endpoint_and_credentials_come_from_the_configuration_of_fsspec_too(subj
         subject.monkeypatch.delenv(name)
     run(subject, """
         import sys
-        from mindresume.storage.object_store import FsspecStore
-        FsspecStore(sys.argv[1]).put(sys.argv[1] + "/a", b"1")
+        from mindresume.storage.object_store import FsspecStore, RetryingStore
+        RetryingStore(FsspecStore(sys.argv[1])).put(sys.argv[1] + "/a", b"1")
         """, FSSPEC_S3_ENDPOINT_URL=server, FSSPEC_S3_KEY="test", FSSPEC_S3_SECRET="test",
         FSSPEC_S3='{"max_concurrency": 4, "config_kwargs": {"s3": {"addressing_style": "path"}}}')
     for name, value in environment(server).items():

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from mindresume import runtime
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
@@ -36,7 +35,7 @@ from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import filesystem_type
 from mindresume.storage.operations import read_json
-from mindresume.typed import is_count, is_number
+from mindresume.typed import Count, Limits, Number, decode
 
 MARK = "memory-tier"
 OWNER = "owner.json"
@@ -44,15 +43,14 @@ SLOTS = "slots"
 _VERSION = 2
 NOTE = "on-disk.json"
 _LIMIT = 1 << 20                # bytes of an owner file, and of a note
-_TOKEN = re.compile(r"[0-9a-f]{16}")
 _PRECISION = 2.0                # seconds: some file systems forget fractions of the time of a change
 
 
 @dataclass(frozen=True)
 class TierMark:
     """Content of the file in a checkpoint directory that says where its tier lies. ``dir``: the tmpfs."""
-    token: str
-    dir: str
+    token: Annotated[str, Limits(pattern="[0-9a-f]{16}")]
+    dir: Annotated[str, Limits(pattern="(?s)/.*")]
 
 
 @dataclass(frozen=True)
@@ -74,29 +72,22 @@ class TierOwner:
     token: str
     identity: str
     mount: str
-    namespace: int
+    namespace: Count
     run: str
     machine: str
-    processes: tuple[tuple[int, int], ...]
-    marked: float = 0.0
+    processes: tuple[tuple[Count, Count], ...]
+    marked: Number = 0.0
 
     @classmethod
     def read(cls, storage: Storage, tier: str) -> TierOwner | None:
         """Returns the owner of a tier; None if the file is missing or has another form."""
         try:
             value = read_json(storage, os.path.join(tier, OWNER), _LIMIT)
-            texts = [value[name] for name in ("directory", "token", "identity", "mount", "run", "machine")]
-            rows = tuple((pid, started) for pid, started in value["processes"])
-            run_sequence(value["run"])
-            marked = value.get("marked", 0.0)
-            counts = [value["namespace"], *(number for row in rows for number in row)]
-            if value["version"] != _VERSION or not all(isinstance(text, str) for text in texts) or not all(
-                    map(is_count, counts)) or not is_number(marked):
-                return None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecordError):
+            owner = decode(cls, value, OWNER)
+            run_sequence(owner.run)
+        except (OSError, ValueError, RecordError):
             return None
-        directory, token, identity, mount, run, machine = texts
-        return cls(directory, token, identity, mount, value["namespace"], run, machine, rows, float(marked))
+        return owner if value.get("version") == _VERSION else None
 
     def to_json(self) -> dict[str, Any]:
         return {"version": _VERSION, **asdict(self)}
@@ -127,12 +118,9 @@ class TierOwner:
 def read_mark(directory: CheckpointDir) -> TierMark | None:
     """Returns the mark of a checkpoint directory; None if it has none that can be read."""
     try:
-        value = read_json(directory.storage, directory.path(FOLDER, MARK), _LIMIT)
-        token, folder = value["token"], value["dir"]
-        valid = isinstance(token, str) and isinstance(folder, str) and _TOKEN.fullmatch(token) and os.path.isabs(folder)
-    except (OSError, ValueError, LookupError, TypeError):
+        return decode(TierMark, read_json(directory.storage, directory.path(FOLDER, MARK), _LIMIT), MARK)
+    except (OSError, ValueError, RecordError):
         return None
-    return TierMark(token, folder) if valid else None
 
 
 def make_mark(directory: CheckpointDir, folder: str, tag: str, keep: bool) -> TierMark:
@@ -249,9 +237,9 @@ class DiskNote:
         run: the run that wrote the note.
         step: the step that was committed then; 0: ``run`` has loaded it.
     """
-    key: str
+    key: Annotated[str, Limits(1)]
     run: str
-    step: int = 0
+    step: Count = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -269,10 +257,10 @@ class DiskNote:
     @classmethod
     def from_json(cls, value: Any) -> DiskNote | None:
         """Returns the note of a JSON value; None if it is none."""
-        with suppress(LookupError, TypeError, RecordError):
-            run_sequence(value["run"])
-            if isinstance(value["key"], str) and value["key"] and is_count(value["step"]):
-                return cls(value["key"], value["run"], value["step"])
+        with suppress(RecordError):
+            note = decode(cls, value, NOTE)
+            run_sequence(note.run)
+            return note
         return None
 
     def write(self, storage: Storage, tier: str) -> None:

@@ -122,7 +122,7 @@ class Grows(Loader):
 def test_the_last_step_of_a_complete_training_is_published_and_uploaded(tmp_path, died, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     monkeypatch.setenv("MA_JOB_DIR", "/home/ma-user/modelarts")
-    monkeypatch.setattr(modelarts, "MoxingStore", lambda: MoxingStore(moxing.file, lambda seconds: None))
+    monkeypatch.setattr(modelarts, "MoxingStore", lambda: MoxingStore(moxing.file))
     root, uploads = tmp_path / "run", {"remote_save_url": "obs://bucket/job"}
     trainer = Trainer(8, save_path=str(root), micro_batches=2, sections=uploads)
     trainer.callback_handler.callbacks.append(Grows(trainer))
