@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindresume.fault_injection.scenarios import SCENARIOS
+from mindresume.formats.parallel_plan import ParallelPlan, is_plan
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README_CN.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHELL = ("shell", "bash", "sh", "console")
@@ -121,3 +124,11 @@ def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
         name, _, found[words[0].split("=")[0]] = words[0].partition("=")
         words = words[1:]
     return found, words
+
+
+def check_value(command: str, name: str, text: str) -> None:
+    """Raises an error for a value that the command checks itself."""
+    if (command, name) == ("convert", "to") and is_plan(text):
+        ParallelPlan.parse(text)
+    if (command, name) == ("drill", "scenario") and text not in SCENARIOS:
+        raise ValueError(f"there is no scenario {text!r}")

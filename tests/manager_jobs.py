@@ -1,11 +1,11 @@
 """Trainings that save a few arrays through a CheckpointManager, for the tests of the manager and of the end of a training."""
-from rank_folders import STORAGE, dir_at, state_of, tensors_of
+from rank_folders import STORAGE, committed_steps, state_of, tensors_of
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.events import SaveWritten
 from mindresume.formats.rank_folders import FileName
-from mindresume.formats.scan import scan
 from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.crash_loop import PendingLoadAttempt, explanation
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, StepState, iteration_shard, rank_shard
 from mindresume.settings import Settings
@@ -35,12 +35,28 @@ class Arrays(StepState):
         name = FileName("net", target.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
         return Save(rank_shard(name, state, tensors))
 
+
+class FakeLoadAttempt:
+    """Stands for the load of this training: how it ended."""
+    begun, result = False, None
+
+    def begin(self):
+        self.begun = True
+
+    def passed(self):
+        self.result = "passed"
+
+    def failed(self, error):
+        self.result = explanation(error)
+
+
 class Job:
     """One attempt of a training, in this process."""
 
-    def __init__(self, root, group=None, settings=None, pending=None, leases=None, iterations=False, every=5, **options):
+    def __init__(self, root, group=None, settings=None, load_attempt=None, leases=None, iterations=False, every=5, **options):
         self.step, self.collected, self.events, self.reason = 0, [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
+        pending = PendingLoadAttempt(load_attempt) if load_attempt else None
         self.manager = CheckpointManager(
             STORAGE, group or SingleProcess(), settings or Settings(), options, self.events.append, pending)
         self.manager.open(leases=leases)
@@ -72,7 +88,7 @@ class Job:
 
 
 def committed(root):
-    return sorted(c.step for c in scan(dir_at(root)).candidates if c.committed)
+    return sorted(committed_steps(root))
 
 
 def spoil(root):

@@ -5,18 +5,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launches import KEYS, MONITOR, override
 
 from mindresume.errors import ConfigError
-from mindresume.launch.arguments import parse
-from mindresume.launch.overrides import KNOWN_KEYS, apply
-from mindresume.mindformers import upstream
 from mindresume.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith("quickstart_"))
 SCENARIOS = [name for name in FILES if name != "base.yaml"]
-MONITOR = set(re.findall(r"(\w+)=", upstream._MONITOR_ARGUMENTS)) | {"type"}
 every_file = pytest.mark.parametrize("name", FILES)
 every_scenario = pytest.mark.parametrize("name", SCENARIOS)
 
@@ -52,7 +49,7 @@ def register():
 @every_file
 def test_mindformers_knows_every_key(register, name):
     expected = merged(name)
-    known = {*register.template.CONFIG_NAME_TO_CLASS, *register.template.GeneralConfig.keys(), *KNOWN_KEYS}
+    known = {*register.template.CONFIG_NAME_TO_CLASS, *register.template.GeneralConfig.keys(), *KEYS}
     assert set(expected) <= known
     found = register.MindFormerConfig(str(CONFIGS / name), run_mode="train")    # KeyError for a wrong key of a section
     assert "base_config" not in found
@@ -66,9 +63,8 @@ def test_mindresume_knows_every_key(name):
     config = merged(name)
     Settings.load(config.get("mindresume"), {})                                 # ConfigError for a wrong key
     for callback in config["callbacks"]:
-        assert callback["type"] != "CheckpointMonitor" or set(callback) <= MONITOR
-    launch = parse(["--config", f"configs/{name}"], str(ROOT))
-    notes = apply(config, launch)
+        assert callback["type"] != "CheckpointMonitor" or set(callback) <= MONITOR | {"type"}
+    notes = override(config, ["--config", f"configs/{name}"])
     assert all("ignore_data_skip" in note for note in notes)                    # moved to where mindformers reads it
 
 

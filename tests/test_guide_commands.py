@@ -22,16 +22,13 @@ import pytest
 import typer.main
 import yaml
 from api.conftest import FIXTURE, small_model, training  # noqa: F401  fixtures
-from guide_blocks import NEEDS, PAGES, ROOT, SHELL, Block, all_commands, blocks, simple_commands, split_environment
+from guide_blocks import NEEDS, PAGES, ROOT, SHELL, Block, all_commands, blocks, check_value, simple_commands, split_environment
+from launches import MONITOR, parsed_without_files
 from training_logs import history
 
 from mindresume import cli
 from mindresume.cli.common import Stopped
 from mindresume.errors import MindResumeError
-from mindresume.fault_injection.scenarios import SCENARIOS as ON_DISK
-from mindresume.formats.parallel_plan import ParallelPlan, is_plan
-from mindresume.launch import arguments
-from mindresume.mindformers import upstream
 from mindresume.settings import Settings
 
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -129,14 +126,6 @@ def problem_of_arguments(words: list[str]) -> str:
     return f"unexpected: {left}" if left else ""
 
 
-def check_value(command: str, name: str, text: str) -> None:
-    """Raises an error for a value that the command checks itself."""
-    if (command, name) == ("convert", "to") and is_plan(text):
-        ParallelPlan.parse(text)
-    if (command, name) == ("drill", "scenario") and text not in ON_DISK:
-        raise ValueError(f"there is no scenario {text!r}")
-
-
 @EACH_PAGE
 def test_every_mindresume_command_parses(page):
     rows = [(place, found) for place, _, words in commands_of(page) if (found := arguments_of_mindresume(words)) is not None]
@@ -228,13 +217,10 @@ def problem_of_benchmark(script: Path, words: list[str]) -> str:
 def problem_of_run_mindformer(words: list[str]) -> str:
     if "..." in words:
         words = ["--config", "my.yaml", *(word for word in words if word not in ("...", "--config"))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "find_file", lambda path, folder: path)
-        patch.setattr(arguments, "_register_folder", lambda path, folder: path)
-        try:
-            found = arguments.parse(words, str(ROOT))
-        except SystemExit:
-            return "its arguments are refused"
+    try:
+        found = parsed_without_files(*words)
+    except SystemExit:
+        return "its arguments are refused"
     if found.config.startswith("configs/") and not (ROOT / found.config).is_file():
         return f"there is no {found.config}"
     unknown = [key for key, _ in found.free if key.split(".")[0] not in known_keys()]
@@ -298,9 +284,6 @@ def fields_of(key: str) -> dict[str, str]:
         if key in rows:
             return rows
     return {}
-
-
-MONITOR = set(re.findall(r"(\w+)=", upstream._MONITOR_ARGUMENTS))
 
 
 def yaml_blocks() -> list[Block]:

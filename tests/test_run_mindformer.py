@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launches import override, parsed
 
 import mindresume
 from mindresume.errors import ConfigError, NoUsableCheckpointError
-from mindresume.launch.arguments import FLAGS, Launch, find_file, parse, parse_bool, parse_bool_or_name, parse_value
-from mindresume.launch.overrides import SHIM_CLASS, apply, predict_input, set_key, strategy_file
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "run_mindformer.py"
@@ -69,7 +68,7 @@ def yaml_file(tmp_path):
 def run(yaml_file, config):
     """Returns a function: command line -> (configuration after it, remarks)."""
     def run(*argv):
-        notes = apply(config, parse(["--config", yaml_file, *argv], str(ROOT)))
+        notes = override(config, ["--config", yaml_file, *argv])
         return config, notes
     return run
 
@@ -77,7 +76,7 @@ def run(yaml_file, config):
 def refusal(capsys, *argv):
     """Returns the last line that argparse prints for a wrong command line."""
     with pytest.raises(SystemExit) as stop:
-        parse(argv, str(ROOT))
+        parsed(*argv)
     assert stop.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -93,25 +92,24 @@ def refusal(capsys, *argv):
     ("((1,1),(4,1))", ((1, 1), (4, 1))), ("(a, 1)", ("a", 1)), ("[true, None, 1e-5, on, '1']", [True, None, 1e-5, "on", "1"]),
     ("{a: 1, b: [x, False]}", {"a": 1, "b": ["x", False]}), ('{"a": true}', {"a": True}), ("{'a': None}", {"a": None}),
 ])
-def test_parse_value(text, value):
-    found = parse_value(text)
-    assert found == value and type(found) is type(value)
+def test_a_text_becomes_a_value(run, text, value):
+    config, _ = run(f"--context.a={text}")
+    assert config.context.a == value and type(config.context.a) is (Config if isinstance(value, dict) else type(value))
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "{a: 1", "(1, 2", "'abc", "[1]]", "[(a, b), c]"])
-def test_parse_value_refuses_unclosed_brackets(text):
-    with pytest.raises(ValueError, match="brackets"):
-        parse_value(text)
+def test_unclosed_brackets_are_refused(capsys, yaml_file, text):
+    assert "brackets" in refusal(capsys, "--config", yaml_file, f"--context.a={text}")
 
 
 @pytest.mark.parametrize("text", ["{{}}", "{[1]: 2}", "[!!timestamp foo]", "[!!int '']", "[!!float x]", "[!!binary 1]",
                                   "[&a [*a]]", "{a: &b 1, c: *b}", "[!!python/name:os.system ]", "[" * 5000 + "]" * 5000,
                                   "{? [1] : 2}", "[!!omap [a]]", "[" + "9" * 5000 + "]", "{<<: 1}"], ids=lambda text: text[:20])
-def test_parse_value_refuses_invalid_values(text):
+def test_invalid_values_are_refused_in_a_short_line(capsys, yaml_file, text):
     try:
-        assert parse_value(text) in ({"<<": 1},)
-    except ValueError as error:
-        assert len(str(error)) < 400
+        assert dict(parsed("--config", yaml_file, f"--context.a={text}").free)["context.a"] in ({"<<": 1},)
+    except SystemExit:
+        assert len(capsys.readouterr().err.splitlines()[-1]) < 500
 
 
 def test_commas_make_a_list_only_in_options(run):
@@ -119,20 +117,16 @@ def test_commas_make_a_list_only_in_options(run):
     assert (config.context.a, config.context.b) == ([1, "x", True], "1,x,True")
 
 
-@pytest.mark.parametrize("text", ["true", "True", "TRUE", "1", "yes", "Yes"])
-def test_parse_bool_true(text):
-    assert parse_bool(text) is True and parse_bool_or_name(text) is True
+@pytest.mark.parametrize("text, value", [*((text, True) for text in ("true", "True", "TRUE", "1", "yes", "Yes")),
+                                         *((text, False) for text in ("false", "False", "0", "no", "NO"))])
+def test_truth_values(run, text, value):
+    config, _ = run("--do_eval", text, "--resume_training", text)
+    assert config.do_eval is value and config.resume_training is value
 
 
-@pytest.mark.parametrize("text", ["false", "False", "0", "no", "NO"])
-def test_parse_bool_false(text):
-    assert parse_bool(text) is False and parse_bool_or_name(text) is False
-
-
-def test_resume_training_accepts_a_name():
-    assert parse_bool_or_name("qwen3_rank_0-2_5.safetensors") == "qwen3_rank_0-2_5.safetensors"
-    with pytest.raises(ValueError, match="empty"):
-        parse_bool_or_name(" ")
+def test_resume_training_accepts_a_name(run, capsys, yaml_file):
+    assert run("--resume_training", "qwen3_rank_0-2_5.safetensors")[0].resume_training == "qwen3_rank_0-2_5.safetensors"
+    assert "empty" in refusal(capsys, "--config", yaml_file, "--resume_training", " ")
 
 
 # ---------------------------------------------------------------------------------------------------- flags
@@ -145,10 +139,6 @@ UPSTREAM = {
     "options", "epochs", "batch_size", "gradient_accumulation_steps", "sink_mode", "num_samples", "output_dir",
     "register_path", "do_sample", "trust_remote_code",
 }
-
-
-def test_every_flag_of_upstream_is_accepted():
-    assert set(FLAGS) | {"config", "options"} == UPSTREAM
 
 
 @pytest.mark.parametrize(("flag", "text", "key", "value"), [
@@ -182,7 +172,8 @@ def test_flag_sets_its_key_and_nothing_else(run, config, flag, text, key, value,
     assert (changed, notes) == (expected, [])
 
 
-BOOLEANS = [name for name, flag in FLAGS.items() if flag.kind is parse_bool]
+BOOLEANS = ["use_parallel", "profile", "trust_remote_code", "auto_trans_ckpt", "only_save_strategy", "do_eval", "sink_mode",
+            "do_sample"]
 
 
 @pytest.mark.parametrize("flag", BOOLEANS)
@@ -212,11 +203,10 @@ def test_config_file(capsys, tmp_path, yaml_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "tiny.yaml").write_text(CONFIG)
-    assert find_file("tiny.yaml", str(tmp_path / "beside")) == str(tmp_path / "beside" / "tiny.yaml")   # the script's first
-    assert find_file("tiny.yaml", str(tmp_path / "empty")) == yaml_file
+    for script, found in (("beside", str(tmp_path / "beside" / "tiny.yaml")), ("empty", yaml_file)):    # the script's first
+        assert parsed("--config", "tiny.yaml", script=tmp_path / script).config == found
     (tmp_path / "tiny.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"must end in \.yaml"):
-        find_file("tiny.json", str(tmp_path))
+    assert "must end in .yaml" in refusal(capsys, "--config", "tiny.json")
 
 
 def test_num_samples_needs_no_eval_dataset(run, config):
@@ -231,19 +221,22 @@ def test_a_data_set_flag_without_data_set_is_an_error(run, config):
     assert run("--eval_dataset_dir", "")[0] == config      # an empty shell variable: as if not given
 
 
-def test_strategy_folder(tmp_path, monkeypatch):
+def test_strategy_folder(run, tmp_path, monkeypatch):
+    def taken():
+        return run("--strategy_load_checkpoint", str(tmp_path / "strategy"))[0].parallel.strategy_ckpt_load_file
     monkeypatch.delenv("RANK_ID", raising=False)
-    (tmp_path / "notes.txt").touch()
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "strategy" / "notes.txt").touch()
     with pytest.raises(ConfigError, match="holds 0 files"):
-        strategy_file(str(tmp_path))
-    (tmp_path / "a.ckpt").touch()
-    assert strategy_file(str(tmp_path)) == str(tmp_path / "a.ckpt")
+        taken()
+    (tmp_path / "strategy" / "a.ckpt").touch()
+    assert taken() == str(tmp_path / "strategy" / "a.ckpt")
     for rank in (1, 11):
-        (tmp_path / f"ckpt_strategy_rank_{rank}.ckpt").touch()
+        (tmp_path / "strategy" / f"ckpt_strategy_rank_{rank}.ckpt").touch()
     with pytest.raises(ConfigError, match="0 of them of this rank"):
-        strategy_file(str(tmp_path))
+        taken()
     monkeypatch.setenv("RANK_ID", "1")
-    assert strategy_file(str(tmp_path)) == str(tmp_path / "ckpt_strategy_rank_1.ckpt")
+    assert taken() == str(tmp_path / "strategy" / "ckpt_strategy_rank_1.ckpt")
 
 
 def test_predict(run, config, tmp_path):
@@ -253,13 +246,17 @@ def test_predict(run, config, tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.JPG", "a.txt", "sub/c.png"):
         (tmp_path / name).touch()
-    assert predict_input([str(tmp_path)], None) == [f"{tmp_path}/b.JPG", f"{tmp_path}/sub/c.png"]
-    assert predict_input(["a", "b"], None) == ["a", "b"] and predict_input(None, None) is None
-    assert predict_input(["a.png", "what?"], ["Image", "text"]) == [[{"image": "a.png"}, {"text": "what?"}]]
-    for data, kinds, words in ((["a"], ["text", "text"], "one kind for each"), (["a"], ["sound"], "expected text, image"),
-                               (["a.txt"], ["image"], "ends in one of")):
+
+    def given(*data, kinds=()):
+        return run("--run_mode", "predict", *(["--predict_data", *data] if data else []),
+                   *(["--modal_type", *kinds] if kinds else []))[0].input_data
+    assert given(str(tmp_path)) == [f"{tmp_path}/b.JPG", f"{tmp_path}/sub/c.png"]
+    assert given("a", "b") == ["a", "b"] and given() is None
+    assert given("a.png", "what?", kinds=["Image", "text"]) == [[{"image": "a.png"}, {"text": "what?"}]]
+    for data, kinds, words in (("a", ["text", "text"], "one kind for each"), ("a", ["sound"], "expected text, image"),
+                               ("a.txt", ["image"], "ends in one of")):
         with pytest.raises(ConfigError, match=words):
-            predict_input(data, kinds)
+            given(data, kinds=kinds)
 
 
 def test_predict_flags_do_nothing_in_training(run, config):
@@ -301,10 +298,10 @@ def test_a_section_becomes_a_configuration(run):
     ("run_mode.x.y", ["run_mode is 'train', not a section"]),
     ("context.", ["ends in a dot"]),
 ])
-def test_missing_parent_is_named_and_nothing_changes(config, key, words):
+def test_missing_parent_is_named_and_nothing_changes(run, config, key, words):
     before = copy.deepcopy(dict(config))
     with pytest.raises(ConfigError) as error:
-        set_key(config, key, 1, f"--options {key}")
+        run("--options", f"{key}=1")
     assert all(word in str(error.value) for word in [f"--options {key}: ", *words])
     assert config == before
 
@@ -364,11 +361,10 @@ def test_line_of_the_plug_in_is_dropped(run, config):
 
 def test_plug_in_file_passes_the_checks_of_auto_register():
     """mindformers searches the text, docstrings included, for lines that begin with import or from."""
-    path = ROOT / "mindresume" / "mindformers" / "shim" / f"{SHIM_CLASS.split('.')[0]}.py"
+    path = ROOT / "mindresume" / "mindformers" / "shim" / "mindresume_plugin.py"
     text = path.read_text()
     assert re.findall(r"^\s*(?:import|from)\b.*$", text, re.MULTILINE) == ["import mindresume.plugin"]
-    assert f"class {SHIM_CLASS.split('.')[1]}:" in text and SHIM_CLASS.count(".") == 1
-    assert f"auto_register: {SHIM_CLASS} " in text
+    assert "class MindResume:" in text and "auto_register: mindresume_plugin.MindResume " in text
 
 
 # ---------------------------------------------------------------------------------------------------- the script
@@ -526,6 +522,6 @@ def test_help_and_errors_answer_at_once():
     assert done.stderr.splitlines()[-1].startswith("run_mindformer.py: error: argument --config: no such file: ")
 
 
-def test_launch_is_a_value():
-    launch = Launch("a.yaml")
+def test_nothing_is_said_of_a_launch_without_flags(yaml_file):
+    launch = parsed("--config", yaml_file)
     assert launch.mindresume and not launch.pynative and launch.without_effect_in_pynative() == []

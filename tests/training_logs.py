@@ -7,7 +7,7 @@ from pathlib import Path
 from mindresume import events as ev
 from mindresume.events import Event
 from mindresume.events.event_file import EventFile
-from mindresume.report.event_log import RecordedEvent
+from mindresume.report.event_log import RecordedEvent, find_event_logs, read_events
 
 ZERO = time.mktime((2026, 11, 21, 20, 0, 0, 0, 0, -1))          # when all of them begin
 RUNS = [f"{number:04d}-0000aaaa" for number in range(1, 30)]
@@ -160,3 +160,9 @@ def history(attempts: int = 3, background: bool = True, every: int = 20, steps: 
             training.over(now + 1)
         at = now + down
     return training
+
+
+def events_in(folder, *kinds):
+    """Returns the events of the only event log in a folder, as the report reads them."""
+    (log,) = find_event_logs([str(folder)])
+    return [event for _, event in read_events(log, kinds)]

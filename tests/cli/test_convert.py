@@ -1,5 +1,4 @@
 """``mindresume convert``: its result, output and exit status, and the leftovers after an interruption."""
-import fcntl
 import json
 import os
 import re
@@ -7,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import STORAGE, dir_at, flip_bit, folder_contents, path_of, save
+from rank_folders import STORAGE, damage, folder_contents, path_of, save
 from reshard.plans import (
     COUNTERS,
     MODEL,
@@ -28,19 +27,11 @@ from reshard.plans import (
     tensors_of_rank,
 )
 
-from mindresume.formats.scan import scan
-from mindresume.formats.strategy import Strategy, write_strategy
-from mindresume.reshard.conversion_manifest import CONVERSION
-from mindresume.reshard.conversion_plan import to_ranks
-from mindresume.reshard.converter import LOCK, Conversion, Share
-from mindresume.reshard.engines import Engine
-from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage.atomic_publish import TEMPORARY
-from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import read_header
-from mindresume.tensor_files.header import DTYPES
+import mindresume
 
 ROOT = Path(__file__).resolve().parents[2]
+DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int16", "int32", "int64", "int8",
+          "uint16", "uint32", "uint64", "uint8")
 TENSORS = random_tensors(MODEL)
 NBYTES = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
 LITTLE = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0),
@@ -77,9 +68,14 @@ def check(folder, plan, tensors=TENSORS):
             {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()}
 
 
+def work_of(folder):
+    """Returns the folder of a conversion that has not ended."""
+    found, = [path for path in folder.iterdir() if path.name.endswith(".mindresume-tmp")]
+    return found
+
+
 def strategy_in(folder, text, model=MODEL):
-    write_strategy(Plan.parse(text, model).strategy(), str(folder))
-    return folder
+    return Plan.parse(text, model).write(folder)
 
 
 # ---- results and output ----------------------------------------------------------------------------------------------
@@ -120,7 +116,7 @@ def test_the_source_strategy_is_given_or_found_beside(tmp_path, call):
     assert call(tmp_path / "run" / "output", tmp_path / "b", "--to", "dp=4,opt=all")[0] == 0
     for name in "ab":
         check(tmp_path / name, Plan.parse("dp4opt-1"))
-        assert scan(dir_at(tmp_path / name)).candidates[0].state.epoch == 2
+        assert mindresume.open(tmp_path / name).latest().state.epoch == 2
 
 
 @pytest.mark.parametrize("memory, workers", [("192KiB", 1), ("64MiB", 2), ("1.5GB", 3)])
@@ -195,12 +191,10 @@ def test_a_missing_step_is_an_error(source, refused):
 
 
 def test_a_flipped_bit_in_the_source(tmp_path, refused):
-    name, fmt = "embedding.weight", "safetensors"
+    name = "embedding.weight"
     root = tmp_path / "checkpoint"
-    recorded(root, Plan.parse("tp2", LITTLE), FEW, fmt)
-    path = path_of(root, STEP, 0, 0, fmt)
-    with open(path, "rb") as file:
-        flip_bit(path, read_header(file, str(path)).tensors[name].ranges[0][0])
+    recorded(root, Plan.parse("tp2", LITTLE), FEW)
+    path = damage(root, STEP, 0, name)
     error = refused(root, "--to", "dp=2,pp=2", "--engine", "direct")
     assert f"{path}: {name} of rank 0 is not what was written: checksum" in error
 
@@ -254,23 +248,23 @@ def test_an_error_of_several_lines(tmp_path, call):
 
 
 def test_too_little_space_is_an_error(source, refused, monkeypatch):
-    monkeypatch.setattr(PosixStorage, "free_space", lambda storage, folder: 1000)
+    monkeypatch.setattr(type(STORAGE), "free_space", lambda storage, folder: 1000)
     assert re.search(r"new needs 1\.\d MiB, there is room for 0\.0 MiB. Nothing was written", refused(source, "--to", "tp=4"))
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dtype_that_ckpt_may_not_have(tmp_path, call, dtype):
     """It is written, or one line names the tensor that cannot be."""
-    put(tmp_path / "a" / "net.safetensors", {"some.weight": np.zeros((4, 4), DTYPES[dtype])})
+    put(tmp_path / "a" / "net.safetensors", {"some.weight": np.zeros((4, 4), getattr(ml_dtypes, dtype, dtype))})
     status, _, err = call(tmp_path / "a", tmp_path / "new", "--to", "dp=2", "--format", "ckpt")
     assert (status, err) == (0, "") or status == 2 and "some.weight" in err and dtype in err and err.count("\n") == 1
 
 
 # ---- stopped, killed, twice at once ----------------------------------------------------------------------------------
 
-# Halts forever at its write number AT, after it has reported that.
+# Reports its write number AT before it writes, and goes on once it is told.
 CHILD = """
-import os, signal, sys
+import os, sys
 from mindresume import cli
 from mindresume.storage import posix
 os.fsync = lambda handle: None
@@ -279,8 +273,7 @@ def write_at(self, position, data):
     count.append(1)
     if len(count) == at:
         print("there", flush=True)
-        while True:
-            signal.pause()
+        sys.stdin.readline()
     write(self, position, data)
 posix._PosixFile.write_at = write_at
 sys.argv = ["mindresume", "convert", *sys.argv[2:]]
@@ -294,8 +287,9 @@ def halted(tmp_path):
     started = []
 
     def run(at, *arguments):
-        process = subprocess.Popen([sys.executable, "-c", CHILD, str(at), *map(str, arguments)], stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        process = subprocess.Popen([sys.executable, "-c", CHILD, str(at), *map(str, arguments)], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env={**os.environ, "PYTHONPATH": str(ROOT)})
         started.append(process)
         assert process.stdout.readline() == "there\n", process.stderr.read()
         return process
@@ -308,8 +302,7 @@ def halted(tmp_path):
 def test_ctrl_c_leaves_nothing(source, tmp_path, call, halted):
     before, command = folder_contents(tmp_path), (source, tmp_path / "new", "--to", "dp=2,tp=2,pp=2")
     process = halted(200, *command, "--workers", 1)
-    work, = [path for path in tmp_path.iterdir() if path.name.endswith(TEMPORARY)]
-    assert os.listdir(work / "done") == ["0.json"]
+    assert os.listdir(work_of(tmp_path) / "done") == ["0.json"]
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
     assert process.returncode not in (0, -signal.SIGINT) and "Traceback" not in err
@@ -328,8 +321,8 @@ def test_a_kill_in_the_middle_and_the_same_command_again(source, tmp_path, read,
     process.send_signal(end)
     process.communicate(timeout=600)
     assert process.returncode == -end and not (tmp_path / "new").exists() and files_of(source) == before
-    work, = [path for path in tmp_path.iterdir() if path.name.endswith(TEMPORARY)]
-    assert sorted(os.listdir(work / "done")) == ["0.json"]
+    work = work_of(tmp_path)
+    assert sorted(os.listdir(work / "done")) == ["0.json"] and work.with_name(work.name + ".lock").exists()
     kept = {path.name: path.stat().st_ino for path in work.glob("rank_[0-3]/*")}
     status, found = read(*command)
     assert status == 0 and found["notes"][0] == "part 1 of 2 is there already" and not work.exists()
@@ -341,42 +334,18 @@ def test_a_kill_in_the_middle_and_the_same_command_again(source, tmp_path, read,
         assert path.read_bytes() == (tmp_path / "new" / path.relative_to(expected)).read_bytes()
 
 
-@pytest.fixture
-def running(source, tmp_path):
-    """Runs the same conversion as ``--to dp=2,pp=2``, started by another process."""
-    plan = Plan.parse("dp2pp2").strategy()
-    made = Conversion(PosixStorage(), to_ranks(open_checkpoint(STORAGE, str(source)), Strategy(plan.stages), "safetensors"),
-                      str(tmp_path / "new"))
-    made.prepare()
-    made.share = Share(1, 2)
-    made.write(Engine())
-    made.share = Share()
-    yield made
-    made.abandon()
-
-
-def test_the_same_command_twice_at_once(source, tmp_path, call, running):
-    status, out, err = call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))
+def test_the_same_command_twice_at_once(source, tmp_path, call, halted):
+    """The second one is refused, and the first one is left alone."""
+    command = (source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))
+    running = halted(100, *command, "--workers", 1)
+    before = folder_contents(work_of(tmp_path))
+    status, out, err = call(*command)
     assert (status, out) == (2, "") and err.count("\n") == 1
     assert "new is running in another process; wait for it, and then start this one again" in err
-
-
-def test_a_running_conversion_is_left_alone(source, tmp_path, call, running):
-    before = folder_contents(Path(running.work))
-    assert call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))[0] == 2
-    assert folder_contents(Path(running.work)) == before
-    running.write(Engine())
-    running.commit()
+    assert folder_contents(work_of(tmp_path)) == before
+    running.communicate("go on", timeout=600)
+    assert running.returncode == 0
     check(tmp_path / "new", Plan.parse("dp2pp2"))
-
-
-def test_a_lock_file_without_a_holder_is_no_obstacle(source, tmp_path, call, running):
-    with open(running.work + LOCK) as lock, suppress(OSError):
-        running._release()
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    assert call(source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))[0] == 0
-    check(tmp_path / "new", Plan.parse("dp2pp2"))
-    assert (tmp_path / "new" / CONVERSION).exists()
 
 
 def test_no_framework_is_imported(source, tmp_path):
@@ -403,7 +372,7 @@ def tied(root, origin, spoil=False):
     write = foreign if origin == "mindformers" else recorded
     write(root / "checkpoint", plan, tensors, others={3: other} if spoil else {})
     if origin == "mindformers":
-        write_strategy(plan.strategy(), str(root / "strategy"))
+        plan.write(root / "strategy")
     return root / "checkpoint", tensors
 
 

@@ -12,7 +12,7 @@ from lease_holders import ELSEWHERE, ME, publish_lease
 from rank_folders import RUN, path_of, save, write_foreign, write_rank
 from rich.console import Console
 
-from mindresume.api.catalog import Catalog
+import mindresume
 from mindresume.api.observation import Heartbeat, Observation, observe
 from mindresume.api.results import CheckpointInfo, DirectoryUser, Listing
 from mindresume.cli import watch
@@ -20,7 +20,6 @@ from mindresume.cli.common import Stopped
 from mindresume.cli.watch import BoundedLook, Failure, History, Lines, Look, changes_between
 from mindresume.cli.watch_screen import Screen, frame
 from mindresume.errors import ConfigError
-from mindresume.storage.posix import PosixStorage
 
 COMMAND = "ls"
 JOB = replace(ME, run=RUN, since=1000.0)
@@ -418,9 +417,9 @@ def test_the_terminal_is_left_if_another_ctrl_c_comes_meanwhile(tmp_path):
 
 def test_checkpoints_of_mindformers_are_watched_too(tmp_path):
     write_foreign(tmp_path, 10)
-    before = Catalog(PosixStorage(), str(tmp_path)).list()
+    before = mindresume.open(tmp_path).list()
     write_foreign(tmp_path, 20)
-    after = Catalog(PosixStorage(), str(tmp_path)).list()
+    after = mindresume.open(tmp_path).list()
     path_of(tmp_path, 10, 0).unlink()
     assert kinds(before, after) == [("new", 20)]
-    assert ("changed", 10) in kinds(after, Catalog(PosixStorage(), str(tmp_path)).list())
+    assert ("changed", 10) in kinds(after, mindresume.open(tmp_path).list())

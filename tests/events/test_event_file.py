@@ -5,11 +5,11 @@ import os
 import resource
 
 import pytest
+from training_logs import events_in
 
 from mindresume.events import FAILED, FINISHED, Notice, SaveBegun, SaveFailed, TrainingEnded, WorkProgress, event_file
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, EventFile
-from mindresume.report.event_log import find_event_logs, read_events
 
 
 def lines_of(folder):
@@ -121,8 +121,7 @@ class Log:
 
     def read(self, *kinds):
         """What the report reads, in order."""
-        (log,) = find_event_logs([str(self.folder)])
-        return [event for _, event in read_events(log, kinds)]
+        return events_in(self.folder, *kinds)
 
     def steps(self):
         return [event.step for event in self.read(SaveBegun)]

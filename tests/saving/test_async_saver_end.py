@@ -7,44 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_folders import dir_at
-
-from mindresume.formats.iterations import TRACKER
-from mindresume.formats.rank_folders import META
-from mindresume.formats.records import scan_records
+from iteration_folders import TRACKER
+from rank_folders import committed_steps
 
 KINDS = ["thread", "process"]
 TESTS = Path(__file__).resolve().parents[1]
 PATIENCE = 600.0
 
-COMMON = """
-import atexit, os, signal, sys, time
-import rank_folders
-from mindresume.model.training_state import TrainingState
-from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.shard_writer import Save
-from mindresume.saving.shard_writer import SaveTarget, iteration_shard, rank_shard
-from mindresume.storage.posix import PosixStorage
-
-
-class Held(PosixStorage):
-    '''Weights are written as soon as there is a file "go".'''
-    def write(self, path, pieces, size=0):
-        while size and not os.path.exists("go"):
-            time.sleep(0.005)
-        return super().write(path, pieces, size)
-
-
-def saver(kind, version):
-    return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), rank_folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
-
-
-def shard(target, step):
-    if target.iterations:
-        return iteration_shard("net", target, rank_folders.state_of(step), rank_folders.tensors_of(0, step), None)
-    return rank_shard(rank_folders.name_of(0, step), rank_folders.state_of(step), rank_folders.tensors_of(0, step))
-"""
+COMMON = "import atexit, os, signal, sys, time\nfrom background_saves import save_of, saver_of, writer_of\n"
 
 
 def environment():
@@ -52,18 +22,17 @@ def environment():
 
 
 def python(folder, text, *arguments, **how):
-    (folder / "common_of_training.py").write_text(COMMON)            # a writer process imports it, too
-    (folder / "training.py").write_text(f"from common_of_training import *\n{text}")
+    (folder / "training.py").write_text(COMMON + text)
     return subprocess.Popen([sys.executable, "training.py", *arguments], cwd=folder, env=environment(), stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True, **how)
 
 
 def committed(folder):
-    return [found.step for found in scan_records(dir_at(folder / "checkpoint"))[0] if found.committed]
+    return committed_steps(folder / "checkpoint") if (folder / "checkpoint").exists() else []
 
 
 def pointer(folder, version):
-    return folder / "checkpoint" / (TRACKER if version == "2.0" else f"rank_0/{META}")
+    return folder / "checkpoint" / (TRACKER if version == "2.0" else "rank_0/meta.json")
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -71,10 +40,10 @@ def pointer(folder, version):
 def test_a_save_in_flight_is_committed_when_the_interpreter_ends_with_an_error(tmp_path, kind, version):
     """The weights arrive when the interpreter is already ending and thread pools accept no more work."""
     training = python(tmp_path, """
-saver = saver(*sys.argv[1:])
+saver = saver_of(*sys.argv[1:])
 atexit.register(saver.finish, 600)
 atexit.register(lambda: open("go", "w").close())        # runs before
-saver.save(Save(shard(saver.target, 5)))
+saver.save(save_of(saver.target, 5))
 raise ValueError("the training failed")
 """, kind, version)
     _, errors = training.communicate(timeout=PATIENCE)
@@ -85,8 +54,8 @@ raise ValueError("the training failed")
 # ---- a writer of its own process ---------------------------------------------------------------------------------------
 
 BEGUN = """
-saver = saver("process", "1.0")
-saver.save(Save(shard(saver.target, 5)))
+saver = saver_of("process", "1.0")
+saver.save(save_of(saver.target, 5))
 """
 
 
@@ -107,7 +76,7 @@ def is_alive(pid):
 def test_a_writer_is_not_a_process_of_the_launcher(tmp_path, monkeypatch):
     """It has its own session, and the launcher's marker under another name: the launcher waits for it and does not end it."""
     monkeypatch.setenv("MSRUN_LAUNCHER_JOB", "17.4711")
-    training = python(tmp_path, f"{BEGUN}print(saver._writer._process.pid, flush=True); sys.stdin.read()",
+    training = python(tmp_path, f"{BEGUN}print(writer_of(saver), flush=True); sys.stdin.read()",
                       stdin=subprocess.PIPE)
     writer = int(training.stdout.readline())
     while not (environment := Path(f"/proc/{writer}/environ").read_bytes()):        # empty in the middle of its exec
@@ -122,7 +91,7 @@ def test_a_writer_is_not_a_process_of_the_launcher(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_does_not_end_a_writer(tmp_path, sent):
     """A signal during its start does not end it either."""
-    training = python(tmp_path, f"{BEGUN}os.kill(saver._writer._process.pid, {sent}); open('go', 'w').close()\n"
+    training = python(tmp_path, f"{BEGUN}os.kill(writer_of(saver), {sent}); open('go', 'w').close()\n"
                                 "print(saver.finish(600))")
     output, errors = training.communicate(timeout=PATIENCE)
     assert "saved=True, error=None" in output, errors
@@ -137,7 +106,7 @@ if child == 0:
     while not os.path.exists("end"):
         time.sleep(0.01)
     os._exit(0)
-print(saver._writer._process.pid, child, flush=True)
+print(writer_of(saver), child, flush=True)
 time.sleep(600)
 """)
     writer, child = map(int, training.stdout.readline().split())
@@ -153,10 +122,10 @@ time.sleep(600)
 def test_a_writer_that_cannot_finish_ends_after_its_timeout(tmp_path):
     """The training has ended: on a disk that never answers the writer would remain forever."""
     training = python(tmp_path, """
-saver = saver("process", "1.0")
+saver = saver_of("process", "1.0")
 saver.timeout = 0.1
-saver.save(Save(shard(saver.target, 5)))
-print(saver._writer._process.pid, flush=True)
+saver.save(save_of(saver.target, 5))
+print(writer_of(saver), flush=True)
 time.sleep(600)
 """)
     writer = int(training.stdout.readline())
@@ -168,8 +137,7 @@ time.sleep(600)
 
 def launched(folder, text, **settings):
     """Starts the program under our launcher with one worker."""
-    (folder / "common_of_training.py").write_text(COMMON)
-    (folder / "training.py").write_text(f"from common_of_training import *\n{text}")
+    (folder / "training.py").write_text(COMMON + text)
     return subprocess.Popen(["bash", str(TESTS.parent / "scripts" / "msrun_launcher.sh"), "training.py", "1"], cwd=folder,
                             env={**environment(), "PYTHON": sys.executable, **settings}, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True)
@@ -196,7 +164,7 @@ print(saver.finish(600), flush=True)
                                                                                    "time.sleep(600)"])
 def test_the_launcher_waits_for_a_writer(tmp_path, end):
     """Whatever ends the training. If the launcher is the first process of a container, its end ends every process."""
-    launcher = launched(tmp_path, f"{BEGUN}print('writer', saver._writer._process.pid, os.getpid(), flush=True)\n{end}")
+    launcher = launched(tmp_path, f"{BEGUN}print('writer', writer_of(saver), os.getpid(), flush=True)\n{end}")
     words = next(line for line in launcher.stdout if line.startswith("writer ")).split()
     wait_for(lambda: not is_alive(int(words[2])))
     (tmp_path / "go").touch()
@@ -205,7 +173,7 @@ def test_the_launcher_waits_for_a_writer(tmp_path, end):
 
 
 def test_the_launcher_waits_for_a_limited_time(tmp_path):
-    launcher = launched(tmp_path, f"{BEGUN}print('writer', saver._writer._process.pid, flush=True)\nos._exit(1)", MSRUN_LEAVE="1")
+    launcher = launched(tmp_path, f"{BEGUN}print('writer', writer_of(saver), flush=True)\nos._exit(1)", MSRUN_LEAVE="1")
     writer = int(next(line for line in launcher.stdout if line.startswith("writer ")).split()[1])
     launcher.communicate(timeout=PATIENCE)
     assert not is_alive(writer) and committed(tmp_path) == []

@@ -1,4 +1,5 @@
 """The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
+import json
 import os
 import queue
 import signal
@@ -6,12 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
-from rank_folders import Ranks, dir_at
+from iteration_folders import COMMON
+from manager_jobs import Arrays, FakeLoadAttempt, Job, committed, end_jobs, repair, spoil
+from rank_folders import MANIFEST, records_of
 from senders import from_outside
 
+import mindresume
 from mindresume import runtime
-from mindresume.coordination import process_identity
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
     ERROR,
@@ -27,16 +29,8 @@ from mindresume.events import (
     SaveStaged,
     SaveWritten,
     TrainingEnded,
-    ignore,
 )
-from mindresume.formats.iterations import COMMON, iteration_name, parse_common
-from mindresume.formats.scan import scan
-from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempt_name
-from mindresume.saving.crash_loop import PendingLoadAttempt, explanation
-from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.settings import Settings
-from sim import machine
-from sim.cluster import current_process
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +45,7 @@ def settled():
 def test_due_steps_and_the_last_step_are_saved(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(7).end()
     assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
-    name = iteration_name(7) if iterations else "net_rank_0-1_7.safetensors"
+    name = "iteration_00000007" if iterations else "net_rank_0-1_7.safetensors"
     assert Arrays(job).collect().name == name
     assert all(stall >= 0 for _, stall in job.saved) and not job.manager.is_active and job.manager.session.lease.step == 7
 
@@ -63,7 +57,7 @@ def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
     save = counted.collect()
     counted.collect = lambda: replace(save, shard=replace(save.shard, state=replace(save.shard.state, consumed=70)))
     job.end(counted)
-    assert parse_common((tmp_path / iteration_name(5) / COMMON).read_bytes(), COMMON).consumed_samples == (70 if known else None)
+    assert json.loads((tmp_path / "iteration_00000005" / COMMON).read_bytes()).get("consumed_samples") == (70 if known else None)
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -95,7 +89,7 @@ def test_a_skipped_step_is_counted(tmp_path):
 
 def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(tmp_path):
     first = Job(tmp_path, leases={}).steps(5).end()
-    (tmp_path / FOLDER / attempt_name(5, first.manager.target.run) / MANIFEST).unlink()
+    (records_of(tmp_path, 5, first.manager.target.run) / MANIFEST).unlink()
     later = Job(tmp_path, leases={})
     (committed,), (written,) = later.emitted(SaveCommitted), first.emitted(SaveWritten)
     assert committed == SaveCommitted(5, 1, written.size_bytes, first.manager.target.run)
@@ -147,34 +141,10 @@ def test_an_earlier_training_of_this_process_releases_the_folder_and_one_of_anot
         first.steps(5)
 
 
-def test_all_ranks_save_by_the_clock_of_rank_0(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
-
-    def work(group):
-        options = SaveOptions(str(tmp_path), "net", None, 60.0, since=-100.0 if group.rank == 0 else 0.0)
-        policy = SavePolicy(options, Settings(), group, ignore)
-        return [policy.is_due(step) for step in (1, 2)]
-    assert Ranks(2).run(work) == [[True, False]] * 2
-
-
-class FakeLoadAttempt:
-    begun, result = False, None
-
-    def begin(self):
-        self.begun = True
-
-    def passed(self):
-        self.result = "passed"
-
-    def failed(self, error):
-        self.result = explanation(error)
-
-
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_load_attempt_has_the_run_and_ends_with_the_first_step(tmp_path, signalled):
     load_attempt = FakeLoadAttempt()
-    job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt))
+    job = Job(tmp_path, load_attempt=load_attempt)
     assert (load_attempt.run, load_attempt.hosts) == (job.manager.target.run, 1)
     job.manager.preemption.signalled = signalled
     job.manager.begin_load_attempt()
@@ -197,7 +167,7 @@ def test_a_signal_of_its_own_ends_the_process_with_a_failure(tmp_path, monkeypat
     """As without a handler, although the training thread may wait for ever. The checkpoint that was loaded is not the reason."""
     ended, load_attempt = queue.SimpleQueue(), FakeLoadAttempt()
     monkeypatch.setattr(os, "_exit", ended.put)
-    job = Job(tmp_path, pending=PendingLoadAttempt(load_attempt)).steps(done)
+    job = Job(tmp_path, load_attempt=load_attempt).steps(done)
     os.kill(os.getpid(), signal.SIGTERM)
     assert ended.get(timeout=60) == 1
     (event,), (line,) = job.emitted(TrainingEnded), job.emitted(Notice)
@@ -266,8 +236,8 @@ def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):
 def test_an_emergency_save_has_a_marker_and_writes_nothing_twice(tmp_path):
     job = Job(tmp_path).steps(7)
     assert [job.manager.emergency_save(Arrays(job)) for _ in range(2)] == [True, True]
-    newest = scan(dir_at(tmp_path)).candidates[0]
-    assert (newest.step, job.collected) == (7, [5, 7]) and (tmp_path / FOLDER / newest.name / EMERGENCY).exists()
+    assert mindresume.open(tmp_path).latest().step == 7 and job.collected == [5, 7]
+    assert (records_of(tmp_path, 7, job.manager.target.run) / "emergency").exists()
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -279,12 +249,3 @@ def test_a_failed_emergency_save_is_left_to_the_built_in_unless_it_would_wait(tm
             job.manager.emergency_save(step)
     else:
         assert job.manager.emergency_save(step) is False
-
-
-def test_each_node_has_a_first_rank_also_if_all_have_one_host_name(tmp_path, monkeypatch):
-    monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
-    monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
-
-    def work(group):
-        return Job(tmp_path, group=group, leases={}, settings=Settings(heartbeat=0)).is_first_on_host
-    assert Ranks(4, ["a", "a", "b", "b"]).run(work) == [True, False, True, False]

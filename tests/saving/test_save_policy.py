@@ -1,4 +1,7 @@
 """What follows from the outcome of a save: an event, an error of the training, and whether the step is saved."""
+from rank_folders import Ranks
+
+from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import SaveError
 from mindresume.events import SaveFailed, SaveWritten, ignore
@@ -52,3 +55,14 @@ def test_a_failure_of_no_known_step():
     events = []
     policy_of(Settings(on_save_error="raise"), events.append).record_failure(None, "the end of the training")
     assert events == [SaveFailed(None, "the end of the training", 1)]
+
+
+def test_all_ranks_save_by_the_clock_of_rank_0(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
+
+    def work(group):
+        options = SaveOptions(str(tmp_path), "net", None, 60.0, since=-100.0 if group.rank == 0 else 0.0)
+        policy = SavePolicy(options, Settings(), group, ignore)
+        return [policy.is_due(step) for step in (1, 2)]
+    assert Ranks(2).run(work) == [[True, False]] * 2

@@ -2,8 +2,11 @@
 import errno
 from dataclasses import replace
 
+from manager_jobs import Job, end_jobs
 from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
 
+from mindresume import runtime
+from mindresume.coordination import process_identity
 from mindresume.coordination.lease import record_run_number
 from mindresume.coordination.storage_topology import (
     COMMON,
@@ -17,7 +20,10 @@ from mindresume.events import ignore
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import run_sequence
 from mindresume.saving.save_session import SaveSession, open_save_session
+from mindresume.settings import Settings
 from mindresume.storage.posix import PosixStorage
+from sim import machine
+from sim.cluster import current_process
 
 
 class Stuck(PosixStorage):
@@ -53,3 +59,13 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
         return session.target.run
     first, second = Ranks(2).run(opened)
     assert first == second and run_sequence(first) == 8
+
+
+def test_each_node_has_a_first_rank_also_if_all_have_one_host_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
+    monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
+
+    def work(group):
+        return Job(tmp_path, group=group, leases={}, settings=Settings(heartbeat=0)).is_first_on_host
+    assert Ranks(4, ["a", "a", "b", "b"]).run(work) == [True, False, True, False]
+    end_jobs()

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from manager_jobs import Arrays, Job, committed, end_jobs, repair, spoil
-from rank_folders import PER_EPOCH
+from rank_folders import PER_EPOCH, leases
 
-from mindresume.coordination import collectives
 from mindresume.errors import LeaseHeldError, RemoteError, SaveError
-from mindresume.model.manifest import FOLDER
 from mindresume.settings import Settings
 
 
@@ -143,7 +141,7 @@ def test_the_other_parts_of_the_end_run_after_an_error_of_one(tmp_path, error):
     job.manager._saver.finish = finish
     with pytest.raises(type(error), match=str(error)):
         job.end()
-    assert uploads.done[-1] == "finished" and list((tmp_path / FOLDER).glob("claim-*")) == []
+    assert uploads.done[-1] == "finished" and leases(tmp_path) == []
 
 
 def test_an_error_of_the_last_save_is_raised_after_the_end(tmp_path):
@@ -175,7 +173,7 @@ def test_an_error_of_one_rank_at_the_end_is_raised_on_all(tmp_path):
     job.manager.group = Other(SAVED)
     with pytest.raises(SaveError, match="rank 1 does: its log names it"):
         job.end()
-    assert committed(tmp_path) == [5] and list((tmp_path / FOLDER).glob("claim-*")) == []
+    assert committed(tmp_path) == [5] and leases(tmp_path) == []
 
 
 class Broken(Arrays):
@@ -214,7 +212,7 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
                 enough.set()
             return super().gather(message)
     job.manager.group = Counting(SAVED)
-    monkeypatch.setattr(collectives, "LONGEST_PAUSE", collectives.FIRST_PAUSE)
+    monkeypatch.setattr("mindresume.coordination.collectives.LONGEST_PAUSE", 0.01)
 
     def work(*timeout):
         return [] if enough.wait(60) else [RemoteError("nobody followed")]
@@ -245,7 +243,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
     job.manager._uploads = Uploads()
     with pytest.raises(RuntimeError, match="the other rank is gone"):
         job.end()
-    assert done == ["committed"] and list((tmp_path / FOLDER).glob("claim-*")) == []
+    assert done == ["committed"] and leases(tmp_path) == []
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -13,7 +13,7 @@ from mindresume.events.emitter import Emitter
 from mindresume.supervisor import job as job_module
 from mindresume.supervisor import orphans
 from mindresume.supervisor.hang import HangLimits
-from mindresume.supervisor.job import Command, Job, JobSettings
+from mindresume.supervisor.job import Command, Job, JobSettings, _status_in_message
 from mindresume.supervisor.members import Ended, Member
 from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, Process
 from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED, JobEnd
@@ -171,3 +171,10 @@ def test_a_command_that_ends_before_its_start_is_known_has_its_status(job):
     assert job._over() is None
     job.command.pid = 77
     assert job._over().status == 3
+
+
+def test_the_status_of_a_rank_that_msrun_has_reaped_is_in_its_message(tmp_path):
+    (tmp_path / "msrun_stderr.log").write_text("[ERROR] Worker process 17 exit with exception. Error code: -9.\n"
+                                               "Worker process 4 exit with exception. Error code: 2.\n")
+    assert [_status_in_message(str(tmp_path), pid) for pid in (17, 4, 5)] == [-9, 2, None]
+    assert _status_in_message(str(tmp_path / "absent"), 17) is None

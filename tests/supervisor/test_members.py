@@ -55,3 +55,13 @@ def test_the_log_of_a_rank_is_found_whose_first_heartbeat_comes_late(monkeypatch
         assert members.logs == {str(log)}
         child.stdin.close()
     members.close()
+
+
+def test_a_rank_that_ended_before_it_was_seen_is_not_missed(tmp_path):
+    heartbeat = Heartbeat(2 ** 22 + 1, 5, rank=3)           # beyond the largest process number
+    members = Members()
+    members.refresh([heartbeat])
+    ended, = members.wait(60)
+    assert (ended.member.pid, ended.member.rank, ended.status) == (heartbeat.pid, 3, None)
+    members.refresh([heartbeat])
+    assert members.wait(0) == []

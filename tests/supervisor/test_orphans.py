@@ -75,3 +75,10 @@ def test_a_supervisor_that_was_started_by_what_a_dead_one_had_started_does_not_e
     out = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, env={**os.environ, orphans.MARK: mark})
     found, me, parent = out.stdout.strip().rsplit(" ", 2)
     assert found == "[]" and me != parent
+
+
+def test_another_command_in_the_same_folder_is_no_orphan(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    keys = {orphans.job_key(command) for command in (["a"], ["a", "b"], ["ab"])}
+    monkeypatch.chdir("/")
+    assert len(keys | {orphans.job_key(["a"])}) == 4

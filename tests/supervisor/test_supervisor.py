@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 from memory_tiers import make_owned_tier
-from rank_folders import dir_at, save
+from rank_folders import committed_steps, save
 
-from mindresume.coordination.rank_heartbeat import Heartbeat
 from mindresume.events.event_file import FOLDER
-from mindresume.formats.scan import scan
-from mindresume.supervisor import orphans
-from mindresume.supervisor.job import _status_in_message
-from mindresume.supervisor.members import Members
 
 LINGER = "time.sleep(3600)"                     # ends only by a signal
 # Rank 0 dies in the first start, after a checkpoint; the second start finishes.
@@ -285,13 +280,6 @@ def test_the_command_ends_with_its_supervisor(job):
     job.wait_until(lambda: pid not in job.processes())
 
 
-def test_another_command_in_the_same_folder_is_no_orphan(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    keys = {orphans.job_key(command) for command in (["a"], ["a", "b"], ["ab"])}
-    monkeypatch.chdir("/")
-    assert len(keys | {orphans.job_key(["a"])}) == 4
-
-
 def test_a_writer_of_checkpoints_may_finish_its_save(job):
     """It ignores SIGTERM, has lost its training, and ends by itself."""
     status, events = job.run("""
@@ -308,23 +296,6 @@ mark("up")
 time.sleep(3600)
 """)
     assert status == 0 and of(events, "job_ended")[0]["status"] == 137
-
-
-def test_the_status_of_a_rank_that_msrun_has_reaped_is_in_its_message(tmp_path):
-    (tmp_path / "msrun_stderr.log").write_text("[ERROR] Worker process 17 exit with exception. Error code: -9.\n"
-                                               "Worker process 4 exit with exception. Error code: 2.\n")
-    assert [_status_in_message(str(tmp_path), pid) for pid in (17, 4, 5)] == [-9, 2, None]
-    assert _status_in_message(str(tmp_path / "absent"), 17) is None
-
-
-def test_a_rank_that_ended_before_it_was_seen_is_not_missed(tmp_path):
-    heartbeat = Heartbeat(2 ** 22 + 1, 5, rank=3)           # beyond the largest process number
-    members = Members()
-    members.refresh([heartbeat])
-    ended, = members.wait(60)
-    assert (ended.member.pid, ended.member.rank, ended.status) == (heartbeat.pid, 3, None)
-    members.refresh([heartbeat])
-    assert members.wait(0) == []
 
 
 # Rank 0 dies at step 5, rank 1 is saving it. Its training thread waits in a collective and does not handle SIGTERM.
@@ -382,7 +353,7 @@ def test_what_only_memory_has_is_written_to_disk_when_the_job_is_given_up(job, m
     root = job.folder / "output" / "checkpoint"
     save(make_owned_tier(memory, root), 9, world=2)
     status, events = job.run("sys.exit(3)", "--max-restarts", "0")
-    assert status == 3 and [found.step for found in scan(dir_at(root)).candidates if found.committed] == [9]
+    assert status == 3 and committed_steps(root) == [9]
     kinds = [event["event"] for event in events]
     assert kinds.index("job_ended") < kinds.index("notice") < kinds.index("supervisor_ended")
 
@@ -391,7 +362,7 @@ def test_a_job_that_ended_well_writes_nothing(job, memory):
     root = job.folder / "output" / "checkpoint"
     save(make_owned_tier(memory, root), 9, world=2)
     status, events = job.run("finish()")
-    assert status == 0 and not of(events, "notice") and not scan(dir_at(root)).candidates
+    assert status == 0 and not of(events, "notice") and committed_steps(root) == []
 
 
 # ---- launchers and limits of the system --------------------------------------------------------------------------------
