@@ -16,7 +16,7 @@ from mindresume.errors import MindResumeError
 from mindresume.fault_injection.journal import Saved, save_order
 from mindresume.model.manifest import MANIFEST, Manifest, attempts, parse_attempt, record_name, run_sequence
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import file_checksum
 from sim.bucket import BUCKET, Bucket, PodStore
 from sim.cluster import Cluster
 from sim.disk import Disk

@@ -29,8 +29,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import read_header, read_tensor
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import file_checksum, read_header, read_tensor
 from st.save_loop import KEPT, PER_EPOCH, PREFIX, tensors_of
 from st.training_run import ROOT
 from tests.rank_folders import Ranks, save, target_of, write_rank

@@ -5,13 +5,11 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable
 
 from mindresume import runtime
 from mindresume.events import Emit, WorkProgress, ignore
 
-Piece = TypeVar("Piece", bytes, memoryview)
 EVERY = 10.0                    # seconds between two events
 
 
@@ -48,12 +46,6 @@ class ProgressReporter:
                 event = WorkProgress(self.what, self.done, self.total, now - self.began, self.unit)
         if event is not None:
             self.emit(event)
-
-    def counted(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Passes on ``pieces``; counts each when the next one is requested."""
-        for piece in pieces:
-            yield piece
-            self.advance(len(piece))
 
     @classmethod
     def silent(cls) -> ProgressReporter:

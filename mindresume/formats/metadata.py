@@ -34,7 +34,7 @@ from mindresume.formats.iterations import METADATA, unreadable
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, Slices, TensorLayout, fold_optimizer_shards, is_scalar, ordinals
 from mindresume.model.manifest import MAX_NAME, Details, TensorRecord
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files.header import DTYPES, is_size, parse_object
+from mindresume.tensor_files.header import DTYPES, parse_object
 from mindresume.typed import is_count
 
 MAX_METADATA = 1 << 30                 # bytes; mindformers writes one line per rank of each group
@@ -136,7 +136,7 @@ class _Reader:
         if not isinstance(dtype, str) or dtype.lower().replace("_", "") not in _DTYPES:
             raise ValueError(f"dtype is {_short(dtype)}, expected one of {', '.join(_DTYPES)}")
         dtype = _DTYPES[dtype.lower().replace("_", "")]
-        if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(is_size, shape)) \
+        if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(is_count, shape)) \
                 or math.prod(size for size in shape if size) * DTYPES[dtype].itemsize >= 2**63:
             raise ValueError(f"global_shape is {_short(shape)}, expected the sizes of up to {MAX_AXES} dimensions")
         layout, first = _layout(_needed(row, "layout"))

@@ -33,8 +33,7 @@ from mindresume.model.training_state import TrainingState
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
-from mindresume.tensor_files import Header, read_header, read_scalar
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import Header, file_checksum, read_header, read_scalar
 from mindresume.tensor_files.header import file_name
 from mindresume.typed import Checksum, Count, Number, RelativePath, Time, decode
 

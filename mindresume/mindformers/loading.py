@@ -38,8 +38,7 @@ from mindresume.reshard.region_load import WORKERS, Layouts, LoadTarget, bytes_o
 from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import read_header, read_tensor
-from mindresume.tensor_files.checksum import array_checksum
+from mindresume.tensor_files import array_checksum, read_header, read_tensor
 from mindresume.tensor_files.header import DTYPES
 
 COUNTER = "global_step"         # of the optimizer: it is set to the step of this run

@@ -25,8 +25,7 @@ from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.choice import Choice
 from mindresume.resume.verifier import OnBytesRead
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import read_header
-from mindresume.tensor_files.checksum import damaged_tensors, file_checksum
+from mindresume.tensor_files import damaged_tensors, file_checksum, read_header
 
 
 def candidate_of(source: OpenCheckpoint, state: TrainingState | None) -> Candidate:

@@ -44,7 +44,7 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.atomic_publish import TEMPORARY, publish, publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, remove_tree
-from mindresume.tensor_files.checksum import Checksums, file_checksum
+from mindresume.tensor_files import Checksums, file_checksum
 
 LOCK = ".lock"                      # suffix of the name of the work folder
 _SPARE = 1 << 20                    # bytes for records, manifest and index

@@ -24,8 +24,7 @@ from mindresume.reshard.conversion_plan import TargetFile, in_order
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
 from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
 from mindresume.storage.interface import NewFile, Storage
-from mindresume.tensor_files import FilePlan
-from mindresume.tensor_files.checksum import Checksums
+from mindresume.tensor_files import Checksums, FilePlan
 from mindresume.tensor_files.header import DTYPES
 
 TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written

@@ -20,7 +20,7 @@ from mindresume.reshard.region_load import check_tensors
 from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files.checksum import Checksums
+from mindresume.tensor_files import Checksums
 
 AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
 MIN_TILE = 64 << 10             # bytes; with less, calls would cost more than data

@@ -25,7 +25,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.geometry import whole
-from mindresume.tensor_files.checksum import tensor_checksum
+from mindresume.tensor_files import tensor_checksum
 
 # ---- names: adam_m.layers.0.weight is layers.0.weight in the family adam_m ------------------------------------------
 

@@ -34,8 +34,7 @@ from mindresume.resume.replicas import copies_in, likely_holders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.atomic_publish import error_text, publish, temporary_name
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import CHUNK, FilePlan, TensorEntry, TensorSpec, plan_file
-from mindresume.tensor_files.checksum import tensor_checksum
+from mindresume.tensor_files import CHUNK, FilePlan, TensorEntry, TensorSpec, plan_file, tensor_checksum
 
 MAX_HEADERS = 8                 # headers of other ranks that are tried for one that is lost
 

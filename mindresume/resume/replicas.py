@@ -24,7 +24,7 @@ from mindresume.formatting import listed
 from mindresume.model.manifest import Details, TensorRecord
 from mindresume.resume.choice import ShardSource
 from mindresume.storage.atomic_publish import error_text
-from mindresume.tensor_files.checksum import tensor_checksum
+from mindresume.tensor_files import tensor_checksum
 from mindresume.tensor_files.header import TensorEntry
 
 StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate) -> strategy of the job that saved; None: unknown

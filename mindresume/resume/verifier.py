@@ -44,8 +44,7 @@ from mindresume.model.training_state import is_transient
 from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.resume.replicas import details_by_strategy, differing_replica, replica_files, replica_sources
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import Header
-from mindresume.tensor_files.checksum import damaged_tensors, file_checksum, tensor_checksum
+from mindresume.tensor_files import Header, damaged_tensors, file_checksum, tensor_checksum
 from mindresume.tensor_files.whole_file import read_whole
 
 OnBytesRead = Callable[[int], None]       # bytes read since the last call

@@ -46,7 +46,7 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import ObjectStore
 from mindresume.storage.operations import parallel, read_bytes
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import file_checksum
 from mindresume.typed import is_count, parse_json
 
 _STATUS, _SUFFIX = "run-", ".json"

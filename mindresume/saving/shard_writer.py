@@ -40,8 +40,7 @@ from mindresume.model.manifest import (
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import encode, encode_plan, plan_arrays
-from mindresume.tensor_files.checksum import Checksums, checksummed, file_checksum
+from mindresume.tensor_files import Checksums, checksummed, encode, encode_plan, file_checksum, plan_arrays
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = r
                     _check_same(target.storage, where, encode_plan(plan, file.tensors), into)
                 else:
                     made.append(where)
-                    pieces = progress.counted(checksummed(encode_plan(plan, file.tensors), into))
+                    pieces = checksummed(encode_plan(plan, file.tensors), into, progress)
                     written = publish(target.storage, where, pieces, target.run, plan.size)
                     if written != plan.size:
                         raise OSError(errno.EIO, f"wrote {written} bytes, expected {plan.size}", where)

@@ -7,20 +7,30 @@
     for name, piece in encode("ckpt", {"embedding.weight": weight}, {"run": "7"}):
         out.write(piece)
 
+The checksums (xxh3_128, in hex) of a file and of each tensor in it are computed while the bytes are written or read. The checksum
+of a tensor covers its bytes in C order, little-endian: it is the same in both formats and in memory.
+
+    sums = Checksums()
+    for piece in checksummed(encode("safetensors", tensors, {}), sums):
+        out.write(piece)
+    assert sums.file == file_checksum(open(path, "rb"))[0]
+
 dtypes have numpy's names (``float32``, ``bfloat16``, ``bool``); ckpt also has ``str``, a text.
 """
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import BinaryIO
 
 import numpy as np
+from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError
-from mindresume.model.manifest import FORMATS
+from mindresume.events.progress import ProgressReporter
 from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
     CHUNK,
@@ -37,16 +47,20 @@ from mindresume.tensor_files.header import (
     tensor_spec,
 )
 
-__all__ = ["CHUNK", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec", "encode", "encode_plan", "format_of",
-           "plan_arrays", "plan_file", "read_header", "read_scalar", "read_tensor", "tensor_spec"]
+__all__ = ["CHUNK", "Checksums", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec", "array_checksum", "checksummed",
+           "damaged_tensors", "encode", "encode_plan", "file_checksum", "format_of", "plan_arrays", "plan_file", "read_header",
+           "read_scalar", "read_tensor", "tensor_checksum", "tensor_spec"]
 
+Progress = Callable[[int], None]    # receives the number of bytes read since its last call
+_FORMATS: Mapping[str, ModuleType] = {"safetensors": safetensors, "ckpt": ckpt}
 _MAX_SCALAR = 1 << 20       # bytes of a text; a tensor of terabytes may claim to be one
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
     """Returns ``"safetensors"`` or ``"ckpt"`` by the extension. Raises ValueError for any other extension."""
     extension = os.path.splitext(os.fspath(path))[1].removeprefix(".")
-    _module(extension, path)
+    if extension not in _FORMATS:
+        raise ValueError(f"{os.fspath(path)}: extension {extension!r} is not one of {', '.join(_FORMATS)}")
     return extension
 
 
@@ -61,7 +75,10 @@ def read_header(file: BinaryIO, path: str) -> Header:
         CorruptFileError: The file is incomplete or inconsistent. Not detected: altered tensor bytes, and a ckpt written by
             MindSpore that was truncated exactly between two tensors (one written by ``encode`` then lacks its metadata).
     """
-    return _module(format_of(path), path).read_header(file, path)
+    header: Header = _FORMATS[format_of(path)].read_header(file, path)
+    if not isinstance(header.metadata, dict) or not all(isinstance(text, str) for text in header.metadata.values()):
+        raise CorruptFileError(path, f"the metadata does not map strings to strings: {header.metadata!r}"[:400])
+    return header
 
 
 def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
@@ -70,7 +87,10 @@ def read_tensor(file: BinaryIO, entry: TensorEntry) -> np.ndarray:
     raw = np.empty(entry.nbytes, np.uint8)
     read_ranges(file, entry.ranges, memoryview(raw))
     if entry.dtype == "str":
-        return np.array(_text(raw.tobytes(), file_name(file)))
+        try:
+            return np.array(raw.tobytes().decode("utf-32-le"))
+        except UnicodeDecodeError as error:
+            raise CorruptFileError(file_name(file), f"a text is not UTF-32: {error}") from error
     return raw.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
@@ -107,7 +127,10 @@ def plan_arrays(fmt: str, tensors: Mapping[str, np.ndarray], metadata: Mapping[s
 def plan_file(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
     """Returns the layout of the file that ``encode`` makes of such tensors, without their bytes. A safetensors file has wide
     dtypes first, then names in order; a ckpt keeps the order of ``specs``. Raises ValueError like ``encode``."""
-    return _module(fmt).plan_file(specs, metadata)
+    if fmt not in _FORMATS:
+        raise ValueError(f"format {fmt!r} is not one of {', '.join(_FORMATS)}")
+    plan: FilePlan = _FORMATS[fmt].plan_file(specs, metadata)
+    return plan
 
 
 def encode_plan(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:
@@ -121,15 +144,83 @@ def encode_plan(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[t
             yield part.name, piece
 
 
-def _module(fmt: str, path: str | os.PathLike[str] | None = None) -> ModuleType:
-    if fmt not in FORMATS:
-        where = f"{os.fspath(path)}: extension" if path is not None else "format"
-        raise ValueError(f"{where} {fmt!r} is not one of {', '.join(FORMATS)}")
-    return {"safetensors": safetensors, "ckpt": ckpt}[fmt]
+# ---- checksums -----------------------------------------------------------------------------------------------------
+
+@dataclass
+class Checksums:
+    """Checksum of the whole ``file``, its ``size`` in bytes, and checksums of its ``tensors`` by name."""
+    file: str = ""
+    size: int = 0
+    tensors: dict[str, str] = field(default_factory=dict)
 
 
-def _text(raw: bytes, path: str) -> str:
-    try:
-        return raw.decode("utf-32-le")
-    except UnicodeDecodeError as error:
-        raise CorruptFileError(path, f"a text is not UTF-32: {error}") from error
+def checksummed(pieces: Iterable[tuple[str | None, memoryview]], result: Checksums, progress: ProgressReporter | None = None
+                ) -> Iterator[memoryview]:
+    """Passes on the pieces of ``encode`` and fills ``result``, which is complete once the iterator is exhausted. ``progress``
+    counts the bytes of each piece when the next one is requested.
+
+    Raises ValueError if the pieces of a tensor are not contiguous.
+    """
+    whole, current, tensor = xxh3_128(), None, xxh3_128()
+    result.file, result.size, result.tensors = "", 0, {}
+    for name, piece in pieces:
+        if name is not None:        # header bytes between two parts of one tensor do not end it
+            if name != current:
+                if name in result.tensors:
+                    raise ValueError(f"the pieces of tensor {name} are not contiguous")
+                if current is not None:
+                    result.tensors[current] = tensor.hexdigest()
+                current, tensor = name, xxh3_128()
+            tensor.update(piece)
+        whole.update(piece)
+        result.size += len(piece)
+        yield piece
+        if progress is not None:
+            progress.advance(len(piece))
+    if current is not None:
+        result.tensors[current] = tensor.hexdigest()
+    result.file = whole.hexdigest()
+
+
+def array_checksum(array: np.ndarray) -> str:
+    """Returns the checksum of a tensor in memory, which equals that of its bytes in a file. ``array``: any shape; copied if it is
+    not in C order."""
+    return xxh3_128(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+
+
+def file_checksum(file: BinaryIO, progress: Progress | None = None) -> tuple[str, int]:
+    """Returns checksum and size in bytes of the whole file, whatever its current position."""
+    whole, size, buffer = xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    file.seek(0)
+    while found := file.readinto(buffer):
+        whole.update(buffer[:found])
+        size += found
+        if progress:
+            progress(found)
+    return whole.hexdigest(), size
+
+
+def tensor_checksum(file: BinaryIO, entry: TensorEntry, buffer: memoryview | None = None) -> str:
+    """Returns the checksum of one tensor; ``buffer`` is overwritten. Raises CorruptFileError if the file ends before the tensor
+    does."""
+    tensor, buffer = xxh3_128(), memoryview(bytearray(min(CHUNK, entry.nbytes))) if buffer is None else buffer
+    for start, count in entry.ranges:
+        file.seek(start)
+        left = count
+        while left:
+            found = file.readinto(buffer[:left])
+            if not found:
+                raise CorruptFileError(file_name(file), f"the file ends {left} bytes before the end of a tensor, byte "
+                                                      f"{start + count}: truncated since its header was read")
+            tensor.update(buffer[:found])
+            left -= found
+    return tensor.hexdigest()
+
+
+def damaged_tensors(file: BinaryIO, path: str, expected: Mapping[str, str]) -> list[str]:
+    """Returns the names of the tensors that are missing or have another checksum, in the order of ``expected``. Raises
+    CorruptFileError if the header cannot be read: single tensors cannot be checked then."""
+    tensors, buffer = read_header(file, path).tensors, memoryview(bytearray(CHUNK))
+    found = {name: tensor_checksum(file, entry, buffer)                     # in the order of the file, to read it forwards
+             for name, entry in tensors.items() if name in expected}
+    return [name for name in expected if found.get(name) != expected[name]]

@@ -13,6 +13,7 @@ and skips: the metadata as a JSON object, present even if empty. MindSpore may a
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import BinaryIO, NamedTuple
 
@@ -24,13 +25,9 @@ from mindresume.tensor_files.header import (
     Header,
     TensorEntry,
     TensorSpec,
-    check_count,
-    checked_dtype,
+    check_writable,
     checked_entry,
-    checked_metadata,
-    dump_json,
     make_file_plan,
-    parse_metadata,
     parse_object,
     read_ranges,
 )
@@ -70,8 +67,7 @@ def read_header(file: BinaryIO, path: str) -> Header:
         if metadata is not None:
             raise scan.damage(position, "data after the metadata, which must end the file")
         if number == METADATA_FIELD:
-            raw = scan.take(start, end - start, MAX_HEADER)
-            metadata = parse_metadata(parse_object(raw, path, "the metadata"), path)
+            metadata = parse_object(scan.take(start, end - start, MAX_HEADER), path, "the metadata")
         elif number == 1:
             values += 1
             if values > MAX_TENSORS:
@@ -214,20 +210,20 @@ class _Scanner:
 
 def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
     """Implements ``mindresume.tensor_files.plan_file``; keeps the order of the tensors."""
-    check_count(len(specs))
     known, parts = {**NAMES, "str": "str"}, []
+    check_writable("ckpt", specs, metadata, known)
     for name, spec in specs.items():
-        tag = known[checked_dtype("ckpt", name, spec, known)]
         if len(name.encode()) > MAX_TEXT:
             raise ValueError(f"a tensor name has {len(name.encode())} bytes, at most {MAX_TEXT} can be read back")
-        for start, count in _slices(spec.nbytes):
-            parts += [_head(name, tag, spec.shape, count), (name, start, count)]
-    return make_file_plan("ckpt", [*parts, _tail(metadata)])
-
-
-def _slices(nbytes: int) -> list[tuple[int, int]]:
-    """Returns (start, bytes) of the parts of a tensor; one empty part for an empty tensor."""
-    return [(start, min(SLICE_BYTES, nbytes - start)) for start in range(0, max(nbytes, 1), SLICE_BYTES)]
+        for start in range(0, max(spec.nbytes, 1), SLICE_BYTES):            # one empty part of an empty tensor
+            count = min(SLICE_BYTES, spec.nbytes - start)
+            parts += [_head(name, known[spec.dtype], spec.shape, count), (name, start, count)]
+    raw = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+    if raw[-CRC_BYTES:].startswith(CRC_MARK):
+        raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and drop them
+    if len(raw) > MAX_HEADER:
+        raise ValueError(f"the metadata would have {len(raw)} bytes; at most {MAX_HEADER} can be read back")
+    return make_file_plan("ckpt", [*parts, encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw])
 
 
 def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
@@ -236,15 +232,6 @@ def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:
     inner = b"".join(b"\x08" + encode_varint(size) for size in dims) + b"\x12" + _text(tag) + b"\x1a" + encode_varint(count)
     value = b"\x0a" + _text(name) + b"\x12" + encode_varint(len(inner) + count) + inner
     return b"\x0a" + encode_varint(len(value) + count) + value
-
-
-def _tail(metadata: Mapping[str, str]) -> bytes:
-    raw = dump_json(checked_metadata(metadata))
-    if raw[-CRC_BYTES:].startswith(CRC_MARK):
-        raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and drop them
-    if len(raw) > MAX_HEADER:
-        raise ValueError(f"the metadata would have {len(raw)} bytes; at most {MAX_HEADER} can be read back")
-    return encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw
 
 
 def _text(text: str) -> bytes:

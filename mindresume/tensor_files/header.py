@@ -1,7 +1,6 @@
 """Code shared by both file formats: file headers, checks of single tensors, and exact reading."""
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,32 +121,19 @@ def _dtype_name(dtype: np.dtype) -> str:
     return dtype.name if dtype.name in DTYPES else str(dtype)
 
 
-def checked_dtype(fmt: str, name: str, spec: TensorSpec, known: Iterable[str]) -> str:
-    """Returns the dtype of a spec. Raises ValueError if the format ``fmt`` cannot hold it."""
-    if not isinstance(name, str):
-        raise ValueError(f"the name of a tensor must be a string, found {name!r}")
-    if spec.dtype not in known:
-        raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
-    return spec.dtype
-
-
-def check_count(tensors: int) -> None:
-    """Raises ValueError if a file with so many tensors could not be read back."""
-    if tensors > MAX_TENSORS:
-        raise ValueError(f"a file of {tensors} tensors; at most {MAX_TENSORS} can be read back")
-
-
-def checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Returns a copy of ``metadata``. Raises ValueError unless it maps strings to strings."""
-    wrong = [item for item in metadata.items() if not all(isinstance(part, str) for part in item)]
-    if wrong:
-        raise ValueError(f"metadata must map strings to strings, found {wrong[0][0]!r}: {wrong[0][1]!r}")
-    return dict(metadata)
-
-
-def dump_json(value: Any) -> bytes:
-    """Returns compact JSON in UTF-8. Raises ValueError for text that UTF-8 cannot encode."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+def check_writable(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], known: Iterable[str]) -> None:
+    """Raises ValueError unless a file of format ``fmt``, whose dtypes are ``known``, can hold these tensors and this metadata and
+    be read back."""
+    if len(specs) > MAX_TENSORS:
+        raise ValueError(f"a file of {len(specs)} tensors; at most {MAX_TENSORS} can be read back")
+    for name, spec in specs.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the name of a tensor must be a string, found {name!r}")
+        if spec.dtype not in known:
+            raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise ValueError(f"metadata must map strings to strings, found {key!r}: {text!r}")
 
 
 def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES, keys: int = MAX_KEYS) -> dict[str, Any]:
@@ -160,18 +146,6 @@ def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES, ke
     if not isinstance(value, dict):
         raise CorruptFileError(path, f"{what} is {type(value).__name__}, expected a JSON object")
     return value
-
-
-def parse_metadata(value: Any, path: str) -> dict[str, str]:
-    """Returns ``value``. Raises CorruptFileError unless it maps strings to strings."""
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CorruptFileError(path, f"the metadata does not map strings to strings: {value!r}"[:400])
-    return value
-
-
-def is_size(value: Any) -> bool:
-    """Returns whether a JSON value is an integer (not true or false) from 0 to the largest file size."""
-    return type(value) is int and 0 <= value < 2**63
 
 
 def tensor_bytes(array: np.ndarray) -> memoryview:

@@ -6,7 +6,9 @@ therefore reveals any truncation.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, BinaryIO
 
 from mindresume.errors import CorruptFileError
@@ -17,17 +19,13 @@ from mindresume.tensor_files.header import (
     Header,
     TensorEntry,
     TensorSpec,
-    check_count,
-    checked_dtype,
+    check_writable,
     checked_entry,
-    checked_metadata,
-    dump_json,
-    is_size,
     make_file_plan,
-    parse_metadata,
     parse_object,
     read_ranges,
 )
+from mindresume.typed import is_count
 
 METADATA = "__metadata__"
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -41,24 +39,43 @@ def read_header(file: BinaryIO, path: str) -> Header:
     size = file.seek(0, 2)
     if size < 8:
         raise CorruptFileError(path, f"a safetensors file has at least 8 bytes, found {size}")
-    length = int.from_bytes(_read(file, 0, 8), "little")
+    prefix = bytearray(8)
+    read_ranges(file, [(0, 8)], memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER or 8 + length > size:
         raise CorruptFileError(path, f"the header should have {length} bytes; the file has {size - 8} after its first "
                                      f"8, and the limit is {MAX_HEADER}: truncated, or not a safetensors file")
-    raw = _read(file, 8, length)
+    raw = bytearray(length)
+    read_ranges(file, [(8, length)], memoryview(raw))
     if raw[:1] != b"{":
-        raise CorruptFileError(path, f"the header begins with {raw[:8]!r}, expected '{{': not a safetensors file")
-    table = parse_object(raw, path, "the header")
-    metadata = parse_metadata(table.pop(METADATA, {}), path)
+        raise CorruptFileError(path, f"the header begins with {bytes(raw[:8])!r}, expected '{{': not a safetensors file")
+    table = parse_object(bytes(raw), path, "the header")
+    metadata = table.pop(METADATA, {})
     return Header("safetensors", size, metadata, _entries(table, path, 8 + length, size))
 
 
 def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[str, TensorEntry]:
-    entries = [(name, _entry(path, name, row, start)) for name, row in table.items()]
-    entries.sort(key=lambda item: (item[1].ranges[0], item[0]))
+    """Returns the entries of ``table``, in the order of the file. ``start``: where the first tensor begins; ``size``:
+    of the file. Raises CorruptFileError for a wrong entry, a gap or an overlap."""
+    rows = []
+    for name, row in table.items():
+        if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+            raise CorruptFileError(path, f"tensor {name} should have dtype, shape and data_offsets, found {row!r}"[:400],
+                                   tensor=name)
+        tag, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+        if not isinstance(tag, str) or tag not in _DTYPES:
+            raise CorruptFileError(path, f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}"[:400],
+                                   tensor=name)
+        if not isinstance(shape, list) or not all(map(is_count, shape)):
+            raise CorruptFileError(path, f"tensor {name}: the shape is {shape!r}, expected a list of sizes"[:400], tensor=name)
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)) or offsets[0] > offsets[1]:
+            raise CorruptFileError(path, f"tensor {name}: data_offsets are not [begin, end]: {offsets!r}"[:400],
+                                   tensor=name)
+        place = start + offsets[0], offsets[1] - offsets[0]
+        rows.append((place, name, checked_entry(path, name, _DTYPES[tag], tuple(shape), [place])))
+    rows.sort(key=itemgetter(0, 1))
     position = start
-    for name, entry in entries:
-        offset, count = entry.ranges[0]
+    for (offset, count), name, _ in rows:
         if offset != position:
             raise CorruptFileError(path, f"tensor {name} should begin at byte {position}, where the one before ends, "
                                          f"but begins at {offset}: a gap or an overlap", tensor=name)
@@ -66,50 +83,26 @@ def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[st
     if position != size:
         kind = "truncated" if size < position else "data was appended"
         raise CorruptFileError(path, f"its header describes a file of {position} bytes, found {size}: {kind}")
-    return dict(entries)
-
-
-def _entry(path: str, name: str, row: Any, start: int) -> TensorEntry:
-    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise CorruptFileError(path, f"tensor {name} should have dtype, shape and data_offsets, found {row!r}"[:400],
-                               tensor=name)
-    tag, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
-    if not isinstance(tag, str) or tag not in _DTYPES:
-        raise CorruptFileError(path, f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}"[:400],
-                               tensor=name)
-    if not isinstance(shape, list) or not all(map(is_size, shape)):
-        raise CorruptFileError(path, f"tensor {name}: the shape is {shape!r}, expected a list of sizes"[:400], tensor=name)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)) or offsets[0] > offsets[1]:
-        raise CorruptFileError(path, f"tensor {name}: data_offsets are not [begin, end]: {offsets!r}"[:400],
-                               tensor=name)
-    begin, end = offsets
-    return checked_entry(path, name, _DTYPES[tag], tuple(shape), [(start + begin, end - begin)])
-
-
-def _read(file: BinaryIO, start: int, count: int) -> bytes:
-    out = bytearray(count)
-    read_ranges(file, [(start, count)], memoryview(out))
-    return bytes(out)
+    return {name: entry for _, name, entry in rows}
 
 
 def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
     """Implements ``mindresume.tensor_files.plan_file``. Orders tensors by width of dtype, widest first, then by name, so that
     each is aligned."""
-    check_count(len(specs))
-    rows: dict[str, Any] = {METADATA: checked_metadata(metadata)} if metadata else {}
+    check_writable("safetensors", specs, metadata, NAMES)
     if METADATA in specs:
         raise ValueError(f"{METADATA} cannot be the name of a tensor in a safetensors file")
     if set(specs) & set(metadata):
         # MindSpore's loader takes metadata of that name for the dtype of the tensor
         raise ValueError(f"{min(set(specs) & set(metadata))} cannot be both a tensor and a key of the metadata: "
                          f"MindSpore could not load the file")
-    dtypes = {name: checked_dtype("safetensors", name, spec, NAMES) for name, spec in specs.items()}
-    order, position = sorted(specs, key=lambda name: (-DTYPES[dtypes[name]].itemsize, name)), 0
+    rows: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    order, position = [name for _, name in sorted((-DTYPES[spec.dtype].itemsize, name) for name, spec in specs.items())], 0
     for name in order:
-        end = position + specs[name].nbytes
-        rows[name] = {"dtype": NAMES[dtypes[name]], "shape": list(specs[name].shape), "data_offsets": [position, end]}
-        position = end
-    head = dump_json(rows)
+        dtype, shape, nbytes = specs[name]
+        rows[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    head = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     if len(head) > MAX_HEADER:
         raise ValueError(f"the header of {len(specs)} tensors would have {len(head)} bytes; safetensors allows "

@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files.checksum import Progress
+from mindresume.tensor_files import Progress
 from mindresume.tensor_files.header import CHUNK, DTYPES, Header, TensorEntry, file_name
 
 _READERS = 2                # threads: a copy out of a tmpfs is slower than a copy within memory, because its pages are small

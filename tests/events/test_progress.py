@@ -39,11 +39,6 @@ def test_exceeding_the_total_and_restarting():
     assert made.done == 50 and len(events) == 1
 
 
-def test_pieces_pass_through():
-    made, _, _ = reporter(6)
-    assert list(made.counted([b"abc", memoryview(b"def")])) == [b"abc", b"def"] and made.done == 6
-
-
 def test_rate_share_and_time_left_are_computed():
     amounts = ((100 << 20, 1000 << 20), (40, 10), (2048, 0))
     numbers = [WorkProgress("x", done, total, 10.0).line() for done, total in amounts]

@@ -33,8 +33,7 @@ from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import read_tensor
-from mindresume.tensor_files.checksum import array_checksum
+from mindresume.tensor_files import array_checksum, read_tensor
 
 LITTLE = {name: spec for name, spec in transformer(layers=2).items() if not name.startswith("a")}
 TENSORS = random_tensors(LITTLE)

@@ -49,8 +49,7 @@ from mindresume.reshard.engines import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
-from mindresume.tensor_files import read_header
-from mindresume.tensor_files.checksum import array_checksum
+from mindresume.tensor_files import array_checksum, read_header
 
 TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}
 TENSORS = random_tensors(TINY)

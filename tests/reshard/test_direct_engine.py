@@ -45,8 +45,7 @@ from mindresume.reshard.geometry import elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import ckpt, read_header, read_tensor
-from mindresume.tensor_files.checksum import array_checksum, file_checksum
+from mindresume.tensor_files import array_checksum, ckpt, file_checksum, read_header, read_tensor
 
 TENSORS = random_tensors(MODEL)
 PAIRS = """

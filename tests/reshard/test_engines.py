@@ -11,7 +11,7 @@ from mindresume.reshard.converter import Conversion, Share
 from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic
 from mindresume.reshard.engines import ENGINES, MIN_TILE, Engine, engine_for, tile_for
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import file_checksum
 
 MODEL = {"embedding.weight": Spec((64, 32), 0, "first"), "layers.0.weight": Spec((32, 64), 1, 0, "bfloat16"),
          "layers.1.weight": Spec((32, 64), 1, 1, "float16")}

@@ -10,7 +10,7 @@ import pytest
 from mindresume.storage import read_cache
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import file_checksum
 
 DATA = os.urandom(10_000_000)
 

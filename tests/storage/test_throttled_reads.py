@@ -6,7 +6,7 @@ import pytest
 from mindresume.storage import throttled_reads
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.throttled_reads import BURST, PIECE, ReadStoppedError, ThrottledReads, TokenBucket
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import file_checksum
 
 
 class Clock:

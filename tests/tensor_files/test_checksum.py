@@ -5,15 +5,20 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from mindresume import tensor_files
 from mindresume.errors import CorruptFileError
 from mindresume.model.manifest import FORMATS
-from mindresume.tensor_files import CHUNK, TensorEntry, checksum, ckpt, encode, read_header
-from mindresume.tensor_files.checksum import (
+from mindresume.tensor_files import (
+    CHUNK,
     Checksums,
+    TensorEntry,
     array_checksum,
     checksummed,
+    ckpt,
     damaged_tensors,
+    encode,
     file_checksum,
+    read_header,
     tensor_checksum,
 )
 
@@ -51,9 +56,7 @@ def test_read_back(fmt):
     assert sum(seen) == len(data) and max(seen) <= CHUNK
     entries = read_header(file, f"x.{fmt}").tensors
     assert {name: tensor_checksum(file, entry) for name, entry in entries.items()} == sums.tensors
-    seen.clear()
-    assert damaged_tensors(file, f"x.{fmt}", sums.tensors, seen.append) == []
-    assert sum(seen) == sum(array.nbytes for array in TENSORS.values())
+    assert damaged_tensors(file, f"x.{fmt}", sums.tensors) == []
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -86,7 +89,7 @@ def test_pieces_of_a_tensor_must_be_contiguous():
 
 
 def test_reading_needs_one_buffer_however_large_the_file(monkeypatch):
-    monkeypatch.setattr(checksum, "CHUNK", 16)
+    monkeypatch.setattr(tensor_files, "CHUNK", 16)
     data, seen = bytes(range(100)), []
     assert file_checksum(io.BytesIO(data), seen.append) == (xxh3_128_hexdigest(data), 100) and seen == [16] * 6 + [4]
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindresume.errors import CorruptFileError
+from mindresume.model.manifest import FORMATS
 from mindresume.tensor_files import (
     CHUNK,
-    FORMATS,
     TensorEntry,
     TensorSpec,
     encode,

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files import encode, read_header, read_tensor, whole_file
-from mindresume.tensor_files.checksum import file_checksum
+from mindresume.tensor_files import encode, file_checksum, read_header, read_tensor, whole_file
 from mindresume.tensor_files.whole_file import read_into, read_whole
 
 TENSORS = {"weight": np.arange(5000, dtype=np.float32).reshape(50, 100), "step": np.array(7, np.int32),

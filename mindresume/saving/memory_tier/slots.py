@@ -50,8 +50,7 @@ from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, details
 from mindresume.saving.staging import map_memory
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.atomic_publish import TEMPORARY, publish
-from mindresume.tensor_files import TensorSpec, plan_file, tensor_spec
-from mindresume.tensor_files.checksum import Checksums, checksummed
+from mindresume.tensor_files import Checksums, TensorSpec, checksummed, plan_file, tensor_spec
 from mindresume.tensor_files.header import DTYPES, FilePlan, chunks, tensor_bytes
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
