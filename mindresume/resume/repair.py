@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
+from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.formats import Candidate, CheckpointDir, Refusal
@@ -127,7 +128,7 @@ class Repair:
                 entry = header.tensors.get(name)
                 if entry is not None and (entry.dtype, entry.shape) == (row.dtype, row.shape):
                     with suppress(CorruptFileError):
-                        if is_intact(opened, entry, row):
+                        if is_recorded(tensor_checksum(opened, entry), row):
                             intact[name] = _Source(path, entry, row.checksum)
         return intact
 
@@ -162,7 +163,10 @@ class Repair:
         try:
             storage.make_folder(os.path.dirname(path))
             if pieces is not None:
-                storage.write(temporary, pieces, file.size or 0)
+                whole = xxh3_128()
+                storage.write(temporary, _hashed(pieces, whole), file.size or 0)
+                if not is_recorded(whole.hexdigest(), file):    # of the wrong header: it need not be read back
+                    return False
             else:
                 self.bucket.download(self.candidate.name, os.path.relpath(file.path, self.candidate.iteration_dir or "."),
                                      temporary)
@@ -197,9 +201,15 @@ class Repair:
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
-def is_intact(opened: BinaryIO, entry: TensorEntry, row: TensorRecord) -> bool:
-    """Returns whether the bytes of a tensor have the recorded checksum."""
-    return tensor_checksum(opened, entry) == row.checksum
+def is_recorded(checksum: str, recorded: TensorRecord | FileRecord) -> bool:
+    """Returns whether bytes with this checksum are those of a tensor or a file that was recorded."""
+    return checksum == recorded.checksum
+
+
+def _hashed(pieces: Iterator[bytes], whole: xxh3_128) -> Iterator[bytes]:
+    for piece in pieces:
+        whole.update(piece)
+        yield piece
 
 
 def is_proven(storage: Storage, path: str, file: FileRecord) -> bool:

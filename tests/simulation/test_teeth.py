@@ -420,7 +420,7 @@ MUTANTS = [
         Instead(repair.Repair, "put", lambda right: _put_in_place)],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK}", first=0, within=2),
     mutant("repair: the copy is not verified", [
-        Instead(repair, "is_intact", lambda right: lambda *_: True),
+        Instead(repair, "is_recorded", lambda right: lambda *_: True),
         Instead(repair, "is_proven", lambda right: lambda *_: True)],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=11, within=4),
     mutant("repair: the file has its name before it is flushed", [
