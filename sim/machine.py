@@ -161,6 +161,23 @@ def _nothing(*_: Any, **__: Any) -> None:
 _CHECK = 1.0                    # seconds between checks of the training
 
 
+class _Training:
+    """The training's process, for the writer."""
+
+    def __init__(self, process: Any, inbox: SimpleQueue, outbox: SimpleQueue):
+        self._process, self._inbox, self._outbox = process, inbox, outbox
+
+    def receive(self) -> Any:
+        while self._inbox.empty():
+            if self._process.dead:
+                return None
+            self._inbox.wait(_CHECK)
+        return self._inbox.get()
+
+    def send(self, message: Any) -> None:
+        self._outbox.put(_pickled(message))
+
+
 class WriterProcess:
     """The training's end of the writer of ``async_save: process``, which is a process of the cluster.
 
@@ -179,17 +196,8 @@ class WriterProcess:
         cluster.cleanups.append(memory.close)
         cluster.scheduler.start(self._process, _deadline_task(training, self._process, timeout), f"{training.name}.writer/bound")
         self._process.main = cluster.scheduler.start(
-            self._process, lambda: serve(mine, policy, memory, self._receive(training),
-                                         lambda message: self._outbox.put(_pickled(message))), self._process.name)
-
-    def _receive(self, training: Any) -> Callable[[], Any]:
-        def receive() -> Any:
-            while self._inbox.empty():
-                if training.dead:
-                    return None
-                self._inbox.wait(_CHECK)
-            return self._inbox.get()
-        return receive
+            self._process, lambda: serve(mine, policy, memory, _Training(training, self._inbox, self._outbox)),
+            self._process.name)
 
     def send(self, message: Any) -> None:
         if self._process.dead:

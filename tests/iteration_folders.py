@@ -41,7 +41,7 @@ def write_rank(root: Path, step: int, rank: int = 0, world: int = 2, run: str = 
     cut = TensorLayout((world,), (0, -1)), (4 * world, 4)
     shard = iteration_shard("net", target, replace(state_of(step), health=health), weights, others,
                             {name: cut for name in arrays if "embedding" in name}, {"python": f"of rank {rank}"})
-    write_shard(target, shard, clock=lambda: at + step)
+    write_shard(target, shard, saved_at=at + step)
 
 
 def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> None:

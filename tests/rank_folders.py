@@ -78,7 +78,7 @@ def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt
                replicas: int = 2, at: float = 1000.0, local_ranks: tuple[int, ...] = ()) -> None:
     shard = rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
                   random={"python": f"of rank {rank}"}, metadata={"format": "ms", "remove_redundancy": "False"})
-    write_shard(target_of(root, rank, world, run, local_ranks), shard, clock=lambda: at + step)
+    write_shard(target_of(root, rank, world, run, local_ranks), shard, saved_at=at + step)
 
 
 def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Annotated
 
 from mindresume import runtime
@@ -164,18 +165,21 @@ def read_leases(directory: CheckpointDir, names: list[str] | None = None) -> tup
     replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
     runs = leased_runs(directory.storage.list(directory.path(FOLDER)) if names is None else names)
     here = _identity(directory) if runs else ""
-
-    def read(run: str) -> LeaseHolder | str:
-        try:
-            holder = LeaseHolder.read(directory.storage, lease_path(directory.root, run))
-            return replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here)
-        except FileNotFoundError:
-            return ""                           # its holder has just ended
-        except (RecordError, OSError) as error:
-            return str(error) or type(error).__name__
-    rows = dict(zip(runs, parallel(directory.storage, read, runs), strict=True))
+    rows = dict(zip(runs, parallel(directory.storage, partial(_read_lease, directory, here), runs), strict=True))
     return ([row for row in rows.values() if isinstance(row, LeaseHolder)],
             {run: row for run, row in sorted(rows.items()) if row and isinstance(row, str)})
+
+
+def _read_lease(directory: CheckpointDir, here: str, run: str) -> LeaseHolder | str:
+    """Returns the holder of a lease, why it cannot be read, or an empty text: it has just ended. ``here``: the identity of the
+    folder."""
+    try:
+        holder = LeaseHolder.read(directory.storage, lease_path(directory.root, run))
+    except FileNotFoundError:
+        return ""
+    except (RecordError, OSError) as error:
+        return str(error) or type(error).__name__
+    return replace(holder, is_copy=bool(here and holder.folder) and holder.folder != here)
 
 
 def _identity(directory: CheckpointDir) -> str:

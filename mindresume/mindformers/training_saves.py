@@ -43,7 +43,7 @@ def open_directory(context: TrainingContext, options: SaveOptions) -> Checkpoint
     resources, plan = context.resources, context.plan
     resources.group = group_of_job()
     manager = CheckpointManager(PosixStorage(), resources.group, context.settings, options, context.emit, resources.pending_load,
-                                heartbeat.writing)
+                                heartbeat)
     origin = (plan.selected or plan.choice) if plan.resumes else None
     manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
     resources.release()

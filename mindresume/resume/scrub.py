@@ -29,7 +29,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mindresume import runtime
-from mindresume.coordination.lease import BEAT, SCRUBBING, Lease, LeaseHolder, is_alive, is_job_lease, lease_holders, lease_path
+from mindresume.coordination.lease import (
+    BEAT,
+    SCRUBBING,
+    Lease,
+    LeaseHolder,
+    half_written,
+    is_alive,
+    is_job_lease,
+    lease_holders,
+    lease_path,
+)
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.events import CheckpointScrubbed, Emit, Event, SaveBegun, SaveFailed, SaveWritten, warning
 from mindresume.formats import Candidate, CheckpointDir, Refusal
@@ -39,7 +49,6 @@ from mindresume.resume.repair import Repair
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.shard_writer import remove_temporary_files
 from mindresume.settings import ScrubSettings
 from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.interface import Status
@@ -175,12 +184,13 @@ class Scrubber:
 
     def _remove_temporary_files(self, candidate: Candidate) -> None:
         """Removes what repairs left that were killed, files as large as a shard: those without a lease."""
-        def is_over(run: str) -> bool:
-            return not is_job_lease(run) and self.directory.storage.status(lease_path(self.directory.root, run)) is None
+        storage, root = self.directory.storage, self.directory.root
         folders = {os.path.dirname(self.directory.path(file.path)) for file in candidate.all_files}
         for folder in sorted({*folders, candidate.records_dir or ""}):
             with suppress(OSError):                 # on a full or read-only disk the reading goes on
-                remove_temporary_files(self.directory.storage, folder, is_over)
+                for name, run in half_written(storage.list(folder)):
+                    if not is_job_lease(run) and storage.status(lease_path(root, run)) is None:
+                        storage.remove(os.path.join(folder, name))
 
     def _pause(self, seconds: float) -> None:
         """Waits. Raises ReadStoppedError if the scrub is to stop: ``wait`` has then returned too early for any conclusion."""

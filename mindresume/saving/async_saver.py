@@ -10,7 +10,6 @@ and finishes its save if the training dies.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from mindresume import runtime
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
-from mindresume.saving.background_writer import WRITERS, Writer
+from mindresume.saving.background_writer import WRITERS, Watcher, Writer
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget
@@ -43,15 +42,15 @@ class AsyncSaver:
         kind: "thread" or "process".
         limits: of staging memory.
         timeout: seconds for which a save waits for the previous one.
-        on_write: called with the step that a thread begins to write, and with 0 once it has ended: by that thread, because the
-            training's can wait in a collective for a rank that has died. Not called for a process.
+        watcher: is told the step that a thread begins to write, and by that thread when it has ended, because the training's can
+            wait in a collective for a rank that has died. Is told nothing of a process.
     """
 
     def __init__(self, target: SaveTarget, policy: Policy | None, kind: str = "thread", limits: StagingLimits | None = None,
-                 timeout: float = 600.0, emit: Emit = ignore, on_write: Callable[[int], None] | None = None):
+                 timeout: float = 600.0, emit: Emit = ignore, watcher: Watcher | None = None):
         self.target, self.policy, self.kind, self.timeout, self.emit = target, policy, kind, timeout, emit
         self.limits = limits or StagingLimits()
-        self.on_write = on_write if kind == "thread" else None
+        self.watcher = watcher if kind == "thread" else None
         self._staging = staging_buffer(shared=kind == "process")
         self._writer: Writer | None = None
         self._in_flight: _InFlight | None = None
@@ -77,10 +76,10 @@ class AsyncSaver:
             except (OSError, MemoryError) as error:
                 reason = f"no staging memory: {error}"
         if reason is None:
-            if self.on_write is not None:
-                self.on_write(save.step)
+            if self.watcher is not None:
+                self.watcher.writing(save.step)
             self._in_flight = _InFlight(save.step, False)
-            self._send(("save", staged, self.on_write))
+            self._send(("save", staged, self.watcher))
         else:
             self.emit(SaveNotStaged(save.step, reason))
             outcome = SyncSaver(self.target, None, self.emit).write(save)
@@ -188,8 +187,8 @@ class AsyncSaver:
 
     def _handle_writer_death(self, reason: str) -> None:
         self._writer, self._polling = None, False
-        if self.on_write is not None:
-            self.on_write(0)
+        if self.watcher is not None:
+            self.watcher.writing(0)
         if self.policy is not None and self._last_saved is not None:        # once: not again if the next writer dies too
             self._uncommitted, self._last_saved = self._last_saved, None
             self.emit(WriterDied(self.kind, reason, self._uncommitted.step))

@@ -1,8 +1,8 @@
 """Runs the writer of a background save: a thread, or a process of its own, that handles the messages of one ``AsyncSaver``.
 
     writer = WRITERS["process"](target, policy, staging, timeout)
-    writer.send(("save", staged, on_write))     # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
-                                                # a thread calls ``on_write(0)`` once that is written; None for a process
+    writer.send(("save", staged, watcher))      # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
+                                                # a thread calls ``watcher.writing(0)`` once that is written; None for a process
     writer.receive(timeout)                     # ("outcome", outcome), ("event", event), ("lease_lost", error), ("done", step)
     writer.close()                              # no message follows
 
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,29 +32,45 @@ _JOB_MARK, _WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"     # en
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def serve(target: SaveTarget, policy: Policy | None, staging: Staging, receive: Callable[[], Any],
-          send: Callable[[Any], None]) -> None:
-    """Handles the messages of a training, one after the other, until ``receive()`` returns None.
+class Watcher(Protocol):
+    """Who watches a process, and is to know what a thread of it writes in the background."""
+
+    def writing(self, step: int) -> None:
+        """Notes the step that a thread begins to write; 0: it has ended. Called by any thread."""
+
+
+class Training(Protocol):
+    """The training, as its writer sees it."""
+
+    def receive(self) -> Any:
+        """Waits for the next message, and returns it; None: no message follows, or the training is gone."""
+
+    def send(self, message: Any) -> None:
+        """Sends a message. Does nothing if the training is gone: the save is finished all the same."""
+
+
+def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training: Training) -> None:
+    """Handles the messages of ``training``, one after the other, until no message follows.
 
     Args:
         policy: of retention, on rank 0, which commits and prunes; None on other ranks.
         staging: the buffer in which the arrays of a save lie.
     """
-    saver = sync_saver(target, policy, lambda event: send(("event", event)))
+    saver = sync_saver(target, policy, lambda event: training.send(("event", event)))
     saver.begin()                         # also after a writer that died: what it had written can be complete
-    while (message := receive()) is not None:
+    while (message := training.receive()) is not None:
         kind, *values = message
         step, outcome = None, None
         try:
             if kind == "save":
-                staged, on_write = values
+                staged, watcher = values
                 step = staged.save.step
                 try:
                     outcome = saver.write(staging.unpack(staged))
                 finally:
-                    if on_write is not None:
-                        on_write(0)
-                send(("outcome", outcome))
+                    if watcher is not None:
+                        watcher.writing(0)
+                training.send(("outcome", outcome))
                 saver.commit(outcome)
             elif kind == "commit":
                 outcome = values[0]
@@ -67,11 +84,11 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, receive: 
             elif kind == "finish":
                 saver.finish(values[0])
         except LeaseHeldError as error:
-            send(("lease_lost", error))
+            training.send(("lease_lost", error))
         except Exception as error:      # any error goes to the training; the writer handles the next message
             text = f"step {step}: the writer failed: {type(error).__name__}: {error}"
-            send(("outcome", Outcome(step or 0, outcome is not None and outcome.saved, SaveError(text))))
-        send(("done", step))
+            training.send(("outcome", Outcome(step or 0, outcome is not None and outcome.saved, SaveError(text))))
+        training.send(("done", step))
 
 
 class Writer(Protocol):
@@ -96,27 +113,40 @@ class Writer(Protocol):
         """Returns how the writer died, for people."""
 
 
+class _Queues:
+    """The training, for a writer in one of its threads."""
+
+    def __init__(self) -> None:
+        self.inbox: runtime.SimpleQueue = runtime.SimpleQueue()
+        self.outbox: runtime.SimpleQueue = runtime.SimpleQueue()
+
+    def receive(self) -> Any:
+        return self.inbox.get()
+
+    def send(self, message: Any) -> None:
+        self.outbox.put(message)
+
+
 class WriterThread:
     """Runs the writer in a thread of the training."""
 
     def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
-        self._inbox: runtime.SimpleQueue = runtime.SimpleQueue()
-        self._outbox: runtime.SimpleQueue = runtime.SimpleQueue()
+        self._queues = _Queues()
         self._thread = runtime.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(target, policy, staging))
         self._thread.start()
 
     def _run(self, target: SaveTarget, policy: Policy | None, staging: Staging) -> None:
         try:
-            serve(target, policy, staging, self._inbox.get, self._outbox.put)
+            serve(target, policy, staging, self._queues)
         finally:
-            self._outbox.put(("end", None))         # wakes the receiver
+            self._queues.send(("end", None))        # wakes the receiver
 
     def send(self, message: Any) -> None:
-        self._inbox.put(message)
+        self._queues.inbox.put(message)
 
     def receive(self, timeout: float) -> Any:
         try:
-            return self._outbox.get(timeout=timeout) if timeout else self._outbox.get_nowait()
+            return self._queues.outbox.get(timeout=timeout) if timeout else self._queues.outbox.get_nowait()
         except runtime.Empty:
             return None
 
@@ -124,7 +154,7 @@ class WriterThread:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        self._inbox.put(None)
+        self.send(None)
 
     def join(self) -> None:
         self._thread.join(1.0)
@@ -189,39 +219,45 @@ WRITERS: dict[str, Callable[[SaveTarget, Policy | None, Staging, float], Writer]
     "thread": WriterThread, "process": runtime.asks_machine(WriterProcess)}
 
 
-def _main() -> None:
-    """Runs the writer process. When the training closes the connection or is gone, the writer finishes the save in progress and
-    ends. After the death of the training it waits for other ranks no longer than a living training would."""
-    connection, memory, training = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+class _Parent:
+    """The training, for a writer in a process of its own."""
 
-    def is_orphaned() -> bool:          # the connection alone does not tell: children of the training can hold it open
-        return os.getppid() != training
+    def __init__(self, connection: Connection, pid: int):
+        self._connection, self._pid = connection, pid
 
-    def receive() -> Any:
+    def _is_gone(self) -> bool:         # the connection alone does not tell: children of the training can hold it open
+        return os.getppid() != self._pid
+
+    def receive(self) -> Any:
         try:
-            while not connection.poll(_PARENT_CHECK):
-                if is_orphaned():
+            while not self._connection.poll(_PARENT_CHECK):
+                if self._is_gone():
                     return None
-            return connection.recv()
+            return self._connection.recv()
         except (EOFError, OSError):
             return None
 
-    def send(message: Any) -> None:
-        try:
-            connection.send(message)
-        except OSError:                 # the training is gone; the save is finished all the same
-            return
+    def send(self, message: Any) -> None:
+        with suppress(OSError):
+            self._connection.send(message)
 
-    def exit_after_training(timeout: float) -> None:
-        while not is_orphaned():
+    def exit_after(self, timeout: float) -> None:
+        """Ends this process ``timeout`` seconds after the training."""
+        while not self._is_gone():
             runtime.sleep(_PARENT_CHECK)
         runtime.sleep(timeout)
         os._exit(1)
-    first = receive()
+
+
+def _main() -> None:
+    """Runs the writer process. When the training closes the connection or is gone, the writer finishes the save in progress and
+    ends. After the death of the training it waits for other ranks no longer than a living training would."""
+    training, memory = _Parent(Connection(int(sys.argv[1])), int(sys.argv[3])), int(sys.argv[2])
+    first = training.receive()
     if first is not None:
         target, policy, timeout = first
-        runtime.Thread(target=exit_after_training, args=(timeout,), daemon=True).start()
-        serve(target, policy, Staging(fd=memory), receive, send)
+        runtime.Thread(target=training.exit_after, args=(timeout,), daemon=True).start()
+        serve(target, policy, Staging(fd=memory), training)
 
 
 if __name__ == "__main__":

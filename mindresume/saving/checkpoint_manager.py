@@ -23,6 +23,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mindresume import runtime
@@ -62,6 +63,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import stem
 from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver
+from mindresume.saving.background_writer import Watcher
 from mindresume.saving.committer import SyncSaver, sync_saver
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import keep_number, newest_run, open_tier
@@ -100,7 +102,7 @@ class CheckpointManager:
     Args:
         emit: receives the events.
         pending: the load attempt of the checkpoint that was loaded.
-        on_write: receives what a thread in the background writes, see ``AsyncSaver``.
+        watcher: is told what a thread in the background writes, see ``AsyncSaver``.
 
     Raises (at the end of a step and of the training):
         SaveError: a save failed and ``on_save_error`` is ``raise``, or ``max_failed_saves`` failed in a row.
@@ -109,9 +111,9 @@ class CheckpointManager:
     """
 
     def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, emit: Emit = ignore,
-                 pending: PendingLoadAttempt | None = None, on_write: Callable[[int], None] | None = None):
+                 pending: PendingLoadAttempt | None = None, watcher: Watcher | None = None):
         self.storage, self.group, self.settings, self.options, self.emit = storage, group, settings, options, emit
-        self.pending, self.on_write = pending or PendingLoadAttempt(), on_write
+        self.pending, self.watcher = pending or PendingLoadAttempt(), watcher
         self.policy = SavePolicy(options, settings, group, emit)
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
@@ -164,8 +166,7 @@ class CheckpointManager:
         needs_memory = self.options.async_save or self.settings.memory_tier.every_steps
         share = share_of_rank(self.group) if needs_memory else UNKNOWN
         self.policy.begin(step)
-        run_on_all(self.group, lambda: self._begin(share, resumed, remote),
-                   Watchdog("cleaning up"))  # rank 0 for all that is there
+        run_on_all(self.group, partial(self._begin, share, resumed, remote), Watchdog("cleaning up"))   # rank 0 for all
         self._tier = open_tier(self.session, self.group, self.settings, self.emit, share, resumed)
         if self._tier is not None:
             self._tier.begin(step)
@@ -191,7 +192,7 @@ class CheckpointManager:
             return saver
         return AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
                           StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
-                          self._emit_of_saver, self.on_write)
+                          self._emit_of_saver, self.watcher)
 
     def _emit_of_saver(self, event: Event) -> None:
         """Receives the events of the saver, in any thread."""
@@ -229,12 +230,13 @@ class CheckpointManager:
     def _end_after_own_signal(self) -> None:
         """Ends this process, as the signal would have done without a handler; in any thread. The training thread may wait for
         ever for the data set or the ranks that have failed."""
-        def report() -> None:
-            self.pending.end(MindResumeError(_OWN_SIGNAL))      # it says nothing against the loaded checkpoint
-            self.emit(Notice(_OWN_SIGNAL, ERROR))
-            self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self.policy.last_step))
-        call_within(_LAST_WORDS, None, report)
+        call_within(_LAST_WORDS, None, self._report_own_signal)
         os._exit(1)
+
+    def _report_own_signal(self) -> None:
+        self.pending.end(MindResumeError(_OWN_SIGNAL))          # it says nothing against the loaded checkpoint
+        self.emit(Notice(_OWN_SIGNAL, ERROR))
+        self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self.policy.last_step))
 
     def begin_load_attempt(self) -> None:
         """Records that the first step begins. Records nothing for a job that was asked to stop before: if the platform then kills
@@ -349,13 +351,8 @@ class CheckpointManager:
         if self._saver is None:
             return False
 
-        def written() -> list[bool]:
-            try:
-                self._handle(self._saver.wait(self.settings.commit_timeout))
-            except SaveError as error:
-                self._end_errors.append(error)
-            return [step in self.policy.saved, bool(self._end_errors)]
-        rows = gather_results(self.group, written, Watchdog(f"writing what was begun before step {step}", ALWAYS_ADVANCING))
+        rows = gather_results(self.group, partial(self._written, step),
+                              Watchdog(f"writing what was begun before step {step}", ALWAYS_ADVANCING))
         if self._end_errors:
             raise self._end_errors[0]
         failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
@@ -363,6 +360,14 @@ class CheckpointManager:
             raise SaveError(f"the training ends at step {step}, because rank {listed(failing)} ends with an error of a save, "
                             f"which the log of that rank tells. What all ranks have written counts; start the same command again")
         return not all(is_saved for is_saved, _ in rows)
+
+    def _written(self, step: int) -> list[bool]:
+        """Waits until all is written. Returns whether this rank has saved ``step``, and whether it ends with an error."""
+        try:
+            self._handle(self._saver.wait(self.settings.commit_timeout))
+        except SaveError as error:
+            self._end_errors.append(error)
+        return [step in self.policy.saved, bool(self._end_errors)]
 
     def save_last(self, state: StepState) -> None:
         """Saves the last step, on all ranks if one of them has not saved it. An error of the save is kept until a collective has
@@ -385,13 +390,13 @@ class CheckpointManager:
             runtime.not_at_exit(self.finish_after_error)
             if self._tier is not None:
                 self._tier.stop()
-            for outcome in self._run_on_all_ranks("committing the last step", lambda: saver.finish(timeout)):
+            for outcome in self._run_on_all_ranks("committing the last step", partial(saver.finish, timeout)):
                 with self._keeping_errors():
                     self._handle([outcome])                 # enqueues the last uploads
             self._remove_tier(step)
         uploads, self._uploads = self._uploads, None
         if uploads is not None:
-            errors = self._run_on_all_ranks("uploading the last step", lambda: uploads.finish(timeout))
+            errors = self._run_on_all_ranks("uploading the last step", partial(uploads.finish, timeout))
             if self.settings.on_save_error == "raise":
                 self._end_errors += errors
         if self.session is not None:

@@ -19,6 +19,7 @@ import errno
 import os
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.read_locks import ReadLocks, announce_removal
@@ -207,8 +208,8 @@ def _clear(directory: CheckpointDir, trash: str, referenced: Collection[str] | N
             remove_tree(directory.storage, trash)
             return
         _clear_weights(directory, trash, referenced)
-        parallel(directory.storage, lambda entry: directory.storage.remove(os.path.join(trash, entry)),
-                 directory.storage.list(trash))
+        parallel(directory.storage, directory.storage.remove,
+                 [os.path.join(trash, entry) for entry in directory.storage.list(trash)])
     directory.storage.remove(trash)
 
 
@@ -226,16 +227,16 @@ def _clear_weights(directory: CheckpointDir, trash: str, referenced: Collection[
     for path in weights_of(directory, trash):
         if path not in staying and not (referenced is None and _may_be_of_another(directory, path, trash)):
             by_folder.setdefault(os.path.dirname(path), []).append(path)
+    parallel(directory.storage, partial(_clear_rank_folder, directory.storage), by_folder.items())
 
-    def clear(item: tuple[str, list[str]]) -> None:
-        rank_folder, paths = item
-        for path in paths:
-            directory.storage.remove(path)
-        try:
-            directory.storage.sync(rank_folder)           # also if nothing was left: who removed the files may have died
-        except FileNotFoundError:
-            return                              # this rank wrote nothing, or its folder was removed by hand
-    parallel(directory.storage, clear, by_folder.items())
+
+def _clear_rank_folder(storage: Storage, item: tuple[str, list[str]]) -> None:
+    """Removes the files of ``item`` (folder, their paths)."""
+    rank_folder, paths = item
+    for path in paths:
+        storage.remove(path)
+    with suppress(FileNotFoundError):       # this rank wrote nothing, or its folder was removed by hand
+        storage.sync(rank_folder)           # also if nothing was left: who removed the files may have died
 
 
 def _may_be_of_another(directory: CheckpointDir, path: str, trash: str) -> bool:
@@ -260,24 +261,27 @@ def weights_of(directory: CheckpointDir, folder: str) -> list[str]:
     attempt names a file of its step, the labels in the files decide.
     """
     step, run = parse_attempt(strip_trash(os.path.basename(folder))) or (0, "")
-
-    def named_by(entry: str) -> list[str]:
-        try:
-            with directory.storage.open(os.path.join(folder, entry)) as file:
-                record, _ = read_record(file)
-        except (FileNotFoundError, RecordError):
-            return []
-        name = record.files[0].path.partition("/")[2]
-        parsed = parse_name(name)
-        if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
-                record.rank, record.state.epoch, record.state.step_in_epoch):
-            return []                                           # it may name files of another checkpoint
-        paths = [directory.path(folder_name(rank), name_for_rank(name, rank, record.files[0].format))
-                 for rank in range(record.world_size)]
-        return paths + [temporary_name(path, record.run) for path in paths]
     entries = [entry for entry in directory.storage.list(folder) if record_rank(entry) is not None]
     for portion in (entries[:1], entries[1:]):                  # one is enough; the others are read only if the first is damaged
-        found = next(filter(None, parallel(directory.storage, named_by, portion)), None)
+        rows = parallel(directory.storage, partial(_named_by_record, directory, folder, step, run), portion)
+        found = next(filter(None, rows), None)
         if found is not None:
             return found
     return labelled_files(directory, run, step)
+
+
+def _named_by_record(directory: CheckpointDir, folder: str, step: int, run: str, entry: str) -> list[str]:
+    """Returns the paths for all ranks that the record ``entry`` gives; empty if it is not of this step and run, or damaged."""
+    try:
+        with directory.storage.open(os.path.join(folder, entry)) as file:
+            record, _ = read_record(file)
+    except (FileNotFoundError, RecordError):
+        return []
+    name = record.files[0].path.partition("/")[2]
+    parsed = parse_name(name)
+    if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
+            record.rank, record.state.epoch, record.state.step_in_epoch):
+        return []                                               # it may name files of another checkpoint
+    paths = [directory.path(folder_name(rank), name_for_rank(name, rank, record.files[0].format))
+             for rank in range(record.world_size)]
+    return paths + [temporary_name(path, record.run) for path in paths]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import xxhash
 
@@ -50,7 +51,7 @@ def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequ
         try:
             contents[METADATA] = encode_metadata(metadata_from_records(
                 [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
-                lambda rank: details_of(target.storage, target.attempt(state.step), rank)))
+                partial(details_of, target.storage, target.attempt(state.step))))
         except ValueError as error:
             raise RecordError(f"{METADATA} cannot be made: {error}") from error
     found = []

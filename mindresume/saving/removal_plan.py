@@ -247,20 +247,18 @@ def continued(chosen: Candidate | None, run: str, same_folder: bool) -> str:
     return chosen.lineage or ("" if same_folder else chosen.run)
 
 
-def lineage_of(found: Sequence[Candidate]) -> Callable[[Candidate], str]:
-    """Returns a function that returns the lineage of a candidate of one scan; of one with unreadable records that of its run."""
+def with_lineages(found: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
+    """Returns the candidates of one scan, each with its lineage; one with unreadable records with that of its run."""
     by_run = {candidate.run: candidate.lineage for candidate in found if candidate.lineage}
-    return lambda candidate: candidate.lineage or by_run.get(candidate.run, "")
+    return [(candidate, candidate.lineage or by_run.get(candidate.run, "")) for candidate in found]
 
 
 def others(found: Sequence[Candidate], lineage: str) -> list[Candidate]:
     """Returns the candidates of other trainings that may have completed."""
-    of = lineage_of(found)
-    return [candidate for candidate in found if candidate.maybe_completed and not candidate.listing_error
-            and of(candidate) != lineage]
+    return [candidate for candidate, own in with_lineages(found)
+            if candidate.maybe_completed and not candidate.listing_error and own != lineage]
 
 
 def newest_lineage(found: Sequence[Candidate]) -> str:
     """Returns the lineage of the training that saved last."""
-    of = lineage_of(found)
-    return next((of(candidate) for candidate in found if candidate.committed), "")
+    return next((own for candidate, own in with_lineages(found) if candidate.committed), "")

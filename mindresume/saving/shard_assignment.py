@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 
 from mindresume.model.layout import TensorLayout, ordinals
 
@@ -38,7 +39,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
                 known[layout, shape] = _holders(layout, shape, ranks, name)
             holders, elements = known[layout, shape]
         rows += [(len(held), -elements * itemsize, name, number, held) for number, held in enumerate(holders)]
-    rows.sort(key=lambda row: row[:4])
+    rows.sort(key=itemgetter(0, 1, 2, 3))
     loads = [0] * ranks
     found: list[set[str]] = [set() for _ in range(ranks)]
     for _, size, name, _, held in rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -206,6 +206,9 @@ class Saver(Protocol):
         ``timeout``). Called once, at the end."""
 
 
+_RECORD_ROOM = 64 << 10         # bytes for the small files that follow the weights
+
+
 @dataclass(frozen=True)
 class WrittenShard:
     """A shard whose record exists. ``durability_error``: an error after the rename of the record: until the commit a power
@@ -214,9 +217,10 @@ class WrittenShard:
     durability_error: SaveError | None = None
 
 
-def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = runtime.timestamp,
-                progress: ProgressReporter | None = None) -> WrittenShard:
-    """Writes this rank's files and its record, unless this run has written them already.
+def write_shard(target: SaveTarget, shard: Shard, saved_at: float | None = None, progress: ProgressReporter | None = None
+                ) -> WrittenShard:
+    """Writes this rank's files and its record, unless this run has written them already. ``saved_at``: see ``Record``; None: the
+    time at which the files are written.
 
     An error before the rename of the record leaves nothing, or files without a record. After the rename nothing that the record
     names is removed, whatever the error: rank 0 may have seen the record, committed the step and removed older ones. The disk
@@ -233,14 +237,22 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = r
     where = paths[0]
     try:
         fence(target, target.run)
-        before = _read_own_record(target, step, _listed_data_dirs(target, step))
+        # NFS caches that a name looked up was absent; a listing has no such effect.
+        names = target.storage.list(target.root) if target.iterations else []
+        before = _read_own_record(target, step, [folder for folder in target.data_dirs(step) if folder == data_dir
+                                                 or os.path.basename(folder) in names])
         if before is not None:
             return WrittenShard(before[0])
         files = [replace(file, metadata={**file.metadata, **label(target.run, step)}) for file in shard.files]
         plans = [plan_arrays(file.format, file.tensors, file.metadata) for file in files]
         there = {path for path in paths if target.storage.status(path) is not None}
         needed = sum(plan.size for path, plan in zip(paths, plans, strict=True) if path not in there)
-        _check_space(target, step, needed)
+        room = target.storage.free_space(target.root)
+        if room < needed + _RECORD_ROOM:
+            raise OutOfSpaceError(
+                f"step {step} was not saved on rank {target.rank}: its file needs {needed / 2**20:.1f} MiB, {target.root} has "
+                f"room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before are untouched; free some "
+                f"space, or keep fewer (keep_checkpoint_max, mindresume prune)")
         progress = progress or ProgressReporter.silent()
         progress.expect(needed)
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, paths)]):
@@ -257,7 +269,8 @@ def write_shard(target: SaveTarget, shard: Shard, clock: Callable[[], float] = r
                     if written != plan.size:
                         raise OSError(errno.EIO, f"wrote {written} bytes, expected {plan.size}", where)
                 rows.append(FileRecord(file.path, file.format, plan.size, into.file))
-            record = Record(target.run, target.rank, target.world_size, shard.state, clock(), tuple(rows), shard.deduplicated,
+            record = Record(target.run, target.rank, target.world_size, shard.state,
+                            runtime.timestamp() if saved_at is None else saved_at, tuple(rows), shard.deduplicated,
                             target.lineage, target.local_ranks)
             where = os.path.join(attempt, record_name(target.rank))
             try:
@@ -297,14 +310,6 @@ def _resolve_unconfirmed(target: SaveTarget, step: int, error: UnknownOutcomeErr
     return WrittenShard(record, SaveError(
         f"step {step} may not stay saved on rank {target.rank}: its record is there, but a loss of power could undo that: "
         f"{error.strerror} ({error.filename}). Nothing was removed: it counts if all ranks have recorded it"))
-
-
-def _listed_data_dirs(target: SaveTarget, step: int) -> list[str]:
-    """Returns those of ``data_dirs`` that are listed, for a check before a save. NFS caches that a name looked up was absent; a
-    listing has no such effect."""
-    names = target.storage.list(target.root) if target.iterations else []
-    return [data_dir for data_dir in target.data_dirs(step) if data_dir == target.data_dir(step)
-            or os.path.basename(data_dir) in names]
 
 
 def _read_own_record(target: SaveTarget, step: int, data_dirs: Sequence[str]) -> tuple[Record, bool] | None:
@@ -353,17 +358,6 @@ def mark_emergency(target: SaveTarget, step: int) -> None:
     publish(target.storage, os.path.join(attempt, EMERGENCY), [b""], f"{target.rank}.{target.run}")
 
 
-_RECORD_ROOM = 64 << 10         # bytes for the small files that follow
-
-
-def _check_space(target: SaveTarget, step: int, needed: int) -> None:
-    room = target.storage.free_space(target.root)
-    if room < needed + _RECORD_ROOM:
-        raise OutOfSpaceError(f"step {step} was not saved on rank {target.rank}: its file needs {needed / 2**20:.1f} MiB, "
-                          f"{target.root} has room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before "
-                          f"are untouched; free some space, or keep fewer (keep_checkpoint_max, mindresume prune)")
-
-
 def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
     """Returns the details of a record. ``sums``: the checksums of each file of ``shard``."""
     rows = {}
@@ -388,16 +382,11 @@ def clean_own_folder(target: SaveTarget) -> list[str]:
     folders = [folder_name(target.rank)]
     if target.iterations and target.rank == target.ranks[0]:
         folders += [name for name in storage.list(root) if parse_iteration(name) is not None]
-    return [name for folder in folders for name in remove_temporary_files(
-        storage, os.path.join(root, folder), lambda run: run_sequence(run) < run_sequence(target.run))]
-
-
-def remove_temporary_files(storage: Storage, folder: str, is_over: Callable[[str], bool]) -> list[str]:
-    """Removes from ``folder`` the temporary files of the runs that ``is_over`` names. Returns their names. Raises OSError."""
-    removed = [name for name, run in half_written(storage.list(folder)) if is_over(run)]
-    for name in removed:
-        storage.remove(os.path.join(folder, name))
-    return removed
+    left = [(folder, name) for folder in folders for name, run in half_written(storage.list(target.path(folder)))
+            if run_sequence(run) < run_sequence(target.run)]
+    for folder, name in left:
+        storage.remove(target.path(folder, name))
+    return [name for _, name in left]
 
 
 # ---- weights for inference --------------------------------------------------------------------------------------------
@@ -408,9 +397,9 @@ def write_extra_weights(storage: Storage, extra: ExtraWeights, tag: str) -> None
     try:
         storage.make_folder(extra.folder)
         publish(storage, path, (piece for _, piece in encode(extra.format, extra.tensors, extra.metadata)), tag)
-        ours = [entry for entry in storage.list(extra.folder) if f"-{extra.kind}-" in entry and _position(entry, extra)]
-        oldest_first = sorted(ours, key=lambda entry: _position(entry, extra))
-        for entry in oldest_first[:-extra.keep] if extra.keep else []:
+        ours = [(position, entry) for entry in storage.list(extra.folder) if f"-{extra.kind}-" in entry
+                and (position := _position(entry, extra))]
+        for _, entry in sorted(ours)[:-extra.keep] if extra.keep else []:
             storage.remove(os.path.join(extra.folder, entry))
     except (OSError, ValueError) as error:
         raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error

@@ -229,7 +229,7 @@ def recorded(root: Path, plan: Plan, tensors: Tensors, fmt: str = "safetensors",
         state = replace(state_of(STEP), arrangement=arrangement)
         shard = rank_shard(name_of(rank, STEP, 0, fmt), state, held, known,
                            metadata={"format": "ms", "remove_redundancy": str(dedup)})
-        write_shard(target_of(root, rank, plan.world_size), shard, clock=lambda: 1000.0)
+        write_shard(target_of(root, rank, plan.world_size), shard, saved_at=1000.0)
     committer = Committer(target_of(root, 0, plan.world_size, RUN))
     committer.saved(STEP)
     assert not committer.pending

@@ -248,7 +248,7 @@ class Written:
     def __init__(self):
         self.steps, self.over = [], threading.Event()
 
-    def __call__(self, step):
+    def writing(self, step):
         self.steps.append(step)
         if not step:
             self.over.set()
@@ -256,7 +256,7 @@ class Written:
 
 def test_a_thread_tells_that_it_has_written_although_the_training_does_not_ask(tmp_path):
     written = Written()
-    saver = saver_in(tmp_path, "thread", on_write=written)
+    saver = saver_in(tmp_path, "thread", watcher=written)
     saver.save(Save(shard(5)))
     assert written.over.wait(PATIENCE) and written.steps == [5, 0]
     saver.finish(PATIENCE)
@@ -265,7 +265,7 @@ def test_a_thread_tells_that_it_has_written_although_the_training_does_not_ask(t
 
 def test_a_thread_tells_the_end_of_a_save_that_failed(tmp_path, monkeypatch):
     written = Written()
-    saver = saver_in(tmp_path, "thread", on_write=written)
+    saver = saver_in(tmp_path, "thread", watcher=written)
     monkeypatch.setattr(SyncSaver, "write", lambda job, save: 1 / 0)
     saver.save(Save(shard(5)))
     assert written.over.wait(PATIENCE) and written.steps == [5, 0]
@@ -276,7 +276,7 @@ def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypa
     monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     monkeypatch.setattr(KillableWriter, "silent", True)
     written = Written()
-    saver = saver_in(tmp_path, "thread", on_write=written)
+    saver = saver_in(tmp_path, "thread", watcher=written)
     saver.save(Save(shard(5)))
     assert written.steps == [5]
     saver._writer.running = False
@@ -286,7 +286,7 @@ def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypa
 
 def test_what_a_process_writes_is_no_work_of_this_one(tmp_path):
     written = Written()
-    saver = saver_in(tmp_path, "process", on_write=written)
+    saver = saver_in(tmp_path, "process", watcher=written)
     saver.save(Save(shard(5)))
     saver.finish(PATIENCE)
     assert written.steps == []

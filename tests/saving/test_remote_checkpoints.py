@@ -533,7 +533,7 @@ def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
     world.upload(5, 10)
     name = attempt_name(10, RUN)
     manifest, _ = world.remote.manifest(name)
-    part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], local_ranks=(1,), world=2)
+    part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], local_ranks=(1,), world_size=2)
     world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", part.encode())
     world.empty_disk()
     fetched = downloads(monkeypatch)
