@@ -3,7 +3,7 @@
     job_selection              selects and protects the checkpoint of one job
       selection                the one function that job and command line call: in which order the sources are asked
         sources                one folder that all ranks see, or those of nodes that share no storage; all ranks verify together
-        bucket_source          fetches newer checkpoints from an object store (remote_fetch)
+        bucket_source          fetches newer checkpoints from an object store
         memory_source          saves in memory of the nodes
           candidates           the candidates that a path means, and the status of each
           eligible             the one rule by which a candidate is refused; its files: names and sizes

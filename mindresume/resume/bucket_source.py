@@ -1,31 +1,52 @@
 """The object store from which checkpoints that this disk does not hold are fetched. All ranks take part.
 
-    select from this disk ─▶ ``fetch_newer``: does the url hold a newer one? ─▶ ``remote_fetch`` ─▶ select from this disk again
+    select from this disk ─▶ ``fetch_newer``: does the url hold a newer one? ─▶ ``_Fetch`` ─▶ select from this disk again
 
-A checkpoint that cannot be fetched is refused with its reason, and the next older one is fetched.
+    a fetch: a folder of records, still empty ─▶ room? ─▶ each rank: download ─▶ checksum ─▶ rename ─▶ all ranks have theirs?
+    ─▶ records ─▶ rank 0: manifest ─▶ an iteration folder gets its name
+
+A checkpoint that cannot be fetched is refused with its reason, and the next older one is fetched. A fetch that is interrupted
+leaves a save that never completed, with all files that arrived; the next start continues it. A file that is on this disk with the
+right checksum is not downloaded again. The files of a checkpoint that does not arrive whole are removed so that they do not fill
+the disk.
 """
 from __future__ import annotations
 
+import io
+import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindresume.coordination.collectives import Watchdog, run_on_rank0
+from mindresume import runtime
+from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.process_identity import host_identity
 from mindresume.coordination.storage_topology import order_of
-from mindresume.errors import NoUsableCheckpointError, RecordError, RemoteError
-from mindresume.events import CandidateRefused, warning
+from mindresume.errors import CorruptFileError, NoUsableCheckpointError, RecordError, RemoteError
+from mindresume.events import CandidateRefused, CheckpointFetched, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import iteration_name
+from mindresume.formats.rank_folders import parse_label
 from mindresume.formats.records import candidate_of
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import parse_attempt
+from mindresume.formats.weight_files import header_of, is_as_recorded
+from mindresume.model.manifest import FOLDER, MANIFEST, FileRecord, Manifest, parse_attempt, read_details, record_name
 from mindresume.resume.candidates import is_requested
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import check_files, eligible, none_usable
-from mindresume.resume.remote_fetch import RemoteFetch, is_iteration_save
 from mindresume.resume.sources import Job, drop_cached_files
+from mindresume.saving import iteration_publisher
 from mindresume.saving.crash_loop import failed_loads_by_key, suspicion
+from mindresume.saving.garbage_collector import free_names
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.atomic_publish import publish, temporary_name
+from mindresume.storage.operations import parallel, read_bytes
 from mindresume.storage.read_cache import uncached
+
+_SPARE = 64 << 20               # bytes that stay free on the disk
+_PATIENCE = 7200.0              # seconds without a completed file on any rank, after which a download is given up
 
 
 @dataclass
@@ -57,8 +78,6 @@ class BucketSource:
         job, steps = self.job, {refusal.step for refusal in refused}
         if chosen is not None and job.policy.requested:
             return False
-        shared = job.shared if job.is_split else None
-        fetch = RemoteFetch(uncached(job.storage), self.remote, self.root, job.group, job.emit, shared)
         bound = (chosen.order[:2] if chosen else (0, 0)) if job.is_split else None
         while True:
             offer = run_on_rank0(job.group, lambda: self._offer(steps, bound, suspected=chosen is None),
@@ -72,7 +91,8 @@ class BucketSource:
             if not offer["attempt"]:
                 return False
             self._tried.add(offer["attempt"])
-            problem = fetch.fetch(offer["attempt"], offer["manifest"].encode())
+            fetch = _Fetch(job, self.remote, CheckpointDir(uncached(job.storage), self.root), offer["attempt"], offer["manifest"])
+            problem = fetch.run()
             drop_cached_files(job.storage)              # this rank or another one may have replaced files
             if problem is None:
                 self._fetched.append(offer["attempt"])
@@ -134,3 +154,176 @@ class BucketSource:
                 return {**offer, "attempt": attempt, "manifest": data.decode()}
             offer["refused"].append((attempt, refusal.reason))
         return offer
+
+
+class _Fetch:
+    """The fetch of one checkpoint to this disk. All ranks use it in the same way, each for its own files: those of the saved
+    ranks ``rank``, ``rank + size``, ...; its own, if as many ranks saved it. Where nodes share no storage, each node gets all
+    records and the manifest.
+
+    Attributes:
+        done: bytes that this rank has downloaded so far.
+    """
+
+    def __init__(self, job: Job, remote: RemoteCheckpoints, directory: CheckpointDir, attempt: str, manifest: str):
+        self.job, self.remote, self.directory, self.attempt = job, remote, directory, attempt
+        self.manifest_bytes = manifest.encode()
+        self.manifest = Manifest.read(io.BytesIO(self.manifest_bytes))
+        visible = directory.path(iteration_name(self.manifest.step))
+        if not is_iteration_save(self.manifest):
+            self.target_dir = directory.root
+        elif directory.storage.status(os.path.join(visible, FOLDER, attempt)) is not None:
+            self.target_dir = visible                       # it is here, and something in it is damaged
+        else:
+            self.target_dir = directory.path(FOLDER, attempt)
+        self.records = os.path.join(self.target_dir, FOLDER, attempt)
+        self.done = 0
+        self._missing: list[FileRecord] = []
+        self._written: list[str] = []
+
+    def run(self) -> str | None:
+        """Returns None if the checkpoint is complete on this disk; else the reason, and the files that arrived are removed."""
+        manifest, started = self.manifest, runtime.monotonic()
+        problem = (self._on_all(self._prepare) or self._no_room() or self._on_all(self._download) or
+                   self._on_all(self._publish_records) or self._on_all(self._publish_other_records))
+        if problem is not None:
+            self._on_all(self._withdraw)
+            return problem
+        late = self._on_all(self._commit)
+        total = sum(file.size or 0 for files in manifest.files for file in files)
+        self.job.emit(CheckpointFetched(manifest.step, self.remote.url, self.done, total, runtime.monotonic() - started))
+        if late is not None:                        # all files are here: the next run commits it and gives it its name
+            self.job.emit(warning(f"step {manifest.step} was fetched, but not committed: {late}"))
+        return None
+
+    def _on_all(self, work: Callable[[], None]) -> str | None:
+        """Returns None if ``work`` succeeded on all ranks, else the first reason."""
+        def attempt() -> str | None:
+            try:
+                work()
+            except (OSError, RemoteError, RecordError) as error:
+                return str(error)
+            return None
+        found = gather_results(self.job.group, attempt, Watchdog(f"fetching from {self.remote.url}", self, _PATIENCE))
+        return next((f"rank {number}: {reason}" for number, reason in enumerate(found) if reason), None)
+
+    def _is_leader(self) -> bool:
+        """Returns whether this rank works for all: rank 0, or where nodes share no storage the first rank of each node."""
+        rank = self.job.group.rank
+        return self.job.shared.is_leader(rank) if self.job.is_split else rank == 0
+
+    def _ranks(self) -> range:
+        """Returns the saved ranks whose files this rank fetches."""
+        return range(self.job.group.rank, self.manifest.world_size, self.job.group.size)
+
+    def _prepare(self) -> None:
+        """Creates the folder of records, which marks weights without a record as a save that never completed. Removes such files
+        of earlier saves that have the names of files to fetch."""
+        if self._is_leader():
+            paths = {os.path.join(self.target_dir, file.path) for files in self.manifest.files for file in files}
+            free_names(self.directory, paths, self.manifest.run, self.job.emit)
+            self.directory.storage.make_folder(self.records)
+
+    def _no_room(self) -> str | None:
+        """Returns why the disk has no room for the download; None if it has. Ranks of one host are taken to share its disk. If
+        several hosts share a disk that is too small, the download itself fails."""
+        rows = gather_results(self.job.group, self._find_missing, Watchdog("looking for room"))
+        failed = next((row[3] for row in rows if row[3]), None)
+        if failed:
+            return failed
+        for number, (host, _, room, _) in enumerate(rows):
+            needed = sum(row[1] for row in rows if row[0] == host)
+            if needed and room < needed + _SPARE:
+                return (f"{needed / 2**20:.1f} MiB are to be fetched, {self.directory.root} on the host of rank {number} has "
+                        f"room for {room / 2**20:.1f} MiB; free some space")
+        return None
+
+    def _find_missing(self) -> list[Any]:
+        """Finds the files that are not on this disk. Returns [host, their bytes, free bytes of the disk, why that is not
+        known]."""
+        storage = self.directory.storage
+        files = [file for rank in self._ranks() for file in self.manifest.files[rank]]
+        files += self.manifest.metadata_files if self.job.group.rank == 0 else ()
+        try:
+            for file in files:
+                path = os.path.join(self.target_dir, file.path)
+                if storage.status(path) is None or not is_as_recorded(storage, path, file):
+                    self._missing.append(file)
+            size = sum(file.size or 0 for file in self._missing)
+            return [host_identity(), size, storage.free_space(self.directory.root), None]
+        except OSError as error:
+            return ["", 0, 0, f"{self.directory.root}: {error}"]
+
+    def _download(self) -> None:
+        """Downloads each file under a temporary name, which the next run would remove, and renames it."""
+        storage = self.directory.storage
+        for file in self._missing:
+            path = os.path.join(self.target_dir, file.path)
+            self._refuse_foreign(path, file)
+            temporary = temporary_name(path, self.manifest.run)
+            storage.make_folder(os.path.dirname(path))
+            storage.remove(temporary)
+            self.remote.download(self.attempt, file.path, temporary)
+            if not is_as_recorded(storage, temporary, file):
+                storage.remove(temporary)
+                raise RecordError(f"{file.path}: its bytes are not those that were saved")
+            self._written.append(path)
+            storage.rename(temporary, path)
+            storage.sync(os.path.dirname(path))
+            self.done += file.size or 0
+
+    def _refuse_foreign(self, path: str, file: FileRecord) -> None:
+        """Raises RecordError if the file at ``path`` belongs to another run, which started on an empty disk with the same names.
+        A damaged file of this save is replaced."""
+        if self.directory.storage.status(path) is None:
+            return
+        try:
+            label = parse_label(header_of(CheckpointDir(self.directory.storage, self.target_dir), file))
+        except CorruptFileError:
+            return
+        if label not in (None, (self.manifest.run, self.manifest.step)):
+            raise RecordError(f"{path} is of run {label[0]}, step {label[1]}, and is not overwritten; move it away")
+
+    def _publish_records(self) -> None:
+        """Publishes the records of the saved ranks that this rank fetches."""
+        self.directory.storage.make_folder(self.records)
+        parallel(self.directory.storage, self._publish_record, self._ranks())
+
+    def _publish_other_records(self) -> None:
+        """Publishes all records that are not here, as on nodes that share no storage."""
+        if self._is_leader():
+            names = set(self.directory.storage.list(self.records))
+            parallel(self.directory.storage, self._publish_record,
+                     [rank for rank in range(self.manifest.world_size) if record_name(rank) not in names])
+
+    def _publish_record(self, rank: int) -> None:
+        storage, manifest, path = self.directory.storage, self.manifest, os.path.join(self.records, record_name(rank))
+        data = self.remote.record(self.attempt, rank)
+        record, _ = read_details(io.BytesIO(data))
+        if (record.run, record.step, record.rank, record.files) != (manifest.run, manifest.step, rank, manifest.files[rank]):
+            raise RecordError(f"{record_name(rank)} is not the record of rank {rank} from which the manifest was made")
+        if storage.status(path) is None or read_bytes(storage, path) != data:
+            self._written.append(path)
+            publish(storage, path, [data], manifest.run)
+
+    def _withdraw(self) -> None:
+        """Removes the fetched files; records before the files that they name."""
+        for path in reversed(self._written):
+            self.directory.storage.remove(path)
+        with suppress(OSError):                             # other ranks may not be done, or some records were here before
+            self.directory.storage.remove(self.records)
+
+    def _commit(self) -> None:
+        """Publishes the manifest, and gives an iteration folder its name."""
+        if not self._is_leader():
+            return
+        directory, manifest = self.directory, self.manifest
+        publish(directory.storage, os.path.join(self.records, MANIFEST), [self.manifest_bytes], manifest.run)
+        if self.target_dir.endswith(os.path.join(FOLDER, self.attempt)):
+            target = SaveTarget(directory.storage, directory.root, manifest.run, 0, manifest.world_size, iterations=True)
+            iteration_publisher.publish_iteration(target, manifest.step)
+
+
+def is_iteration_save(manifest: Manifest) -> bool:
+    """Returns whether it commits an iteration folder of Checkpoint 2.0: its files lie in the folder itself."""
+    return "/" not in manifest.files[0][0].path

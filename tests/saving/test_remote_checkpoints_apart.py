@@ -17,7 +17,7 @@ from mindresume.coordination.storage_topology import PeerState, SharedGroups, ne
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
-from mindresume.resume import remote_fetch
+from mindresume.resume import bucket_source
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving import replication
@@ -83,7 +83,7 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
     parts = [sum(file.size for file in files) for files in manifest.files]
     for node in PARTS:
         shutil.rmtree(tmp_path / node)
-    monkeypatch.setattr(remote_fetch, "_SPARE", 0)
+    monkeypatch.setattr(bucket_source, "_SPARE", 0)
     monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
     monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
     for room, fits in ((max(sum(parts[:2]), sum(parts[2:])), True), (min(sum(parts[:2]), sum(parts[2:])) - 1, False)):
