@@ -261,14 +261,15 @@ def test_a_scrub_that_locks_nothing_and_does_not_look_again_is_found(monkeypatch
     monkeypatch.setattr(scrub, "acquire_read_lock", lambda *_, **__: Unlocked())
     monkeypatch.setattr(scrub, "other_scrub", lambda *_: None)
     assert "wrong" not in found("scrub", 10)
-    mutate(monkeypatch, [Edit(scrub.Scrubber, "_is_removed", "self.storage.status(candidate.commit_dir) is None", "False")])
+    mutate(monkeypatch, [
+        Edit(scrub.Scrubber, "_is_removed", "self.directory.storage.status(candidate.commit_dir) is None", "False")])
     assert "wrong" in found("scrub", 30)
 
 
 def test_a_retention_that_passes_over_the_locks_of_scrubs_is_found(monkeypatch):
     mutate(monkeypatch, [
         Edit(read_locks.ReadLocks, "__call__", "holder.purpose != REMOVING", 'holder.purpose == "loading"'),
-        Edit(scrub.Scrubber, "_is_removed", "self.storage.status(candidate.commit_dir) is None", "False")])
+        Edit(scrub.Scrubber, "_is_removed", "self.directory.storage.status(candidate.commit_dir) is None", "False")])
     assert "wrong" in found("scrub", 30)
 
 
