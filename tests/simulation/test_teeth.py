@@ -267,7 +267,7 @@ MUTANTS = [
             right(wrong.NoSync(storage), *more, **how)))], ("save", "ckpt", ""), LOST, first=2),
     mutant("a save is reported before it is written", [
         Edit(background_writer, "serve", "outcome = saver.write(",
-             "send((\"outcome\", Outcome(step, True))); outcome = saver.write(")],
+             "training.send((\"outcome\", Outcome(step, True))); outcome = saver.write(")],
         ("save", "safetensors", "thread"), LOST, first=1),
     mutant("a save in doubt is reported as saved", [
         Edit(committer.SyncSaver, "write", "written.durability_error is None", "True")], ("save", "ckpt", ""), LOST,
