@@ -18,8 +18,10 @@ import errno
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from mindresume.errors import CorruptFileError, UnreadableFileError
@@ -198,16 +200,16 @@ def scan_iterations(directory: CheckpointDir, top: list[str], attempted: list[st
         attempted: names in its folder of records.
         ours: candidates with records.
     """
-    known = {candidate.iteration_dir for candidate in ours}
+    known, has_tracker = {candidate.iteration_dir for candidate in ours}, TRACKER in top
     folders = [name for name in top if parse_iteration(name) is not None and name not in known]
-    tracked = TRACKER in top
-    foreign = [candidate for name in folders if (candidate := candidate_without_records(directory, name, tracked))]
-    candidates = [_place(directory, candidate, ours) for candidate in _without_optimizer(foreign)] + ours
-    by_age = sorted(candidates, key=lambda c: c.order, reverse=True)
-    if not tracked:
-        return by_age, [f"{TRACKER} is missing; taking the newest complete one"] if any(c.maybe_completed
-                                                                                                 for c in ours) else []
-    named = parse_tracker(_head(directory.storage, directory.path(TRACKER)))
+    foreign = [candidate for name in folders if (candidate := candidate_without_records(directory, name, has_tracker))]
+    if foreign:
+        foreign = [_place(directory, candidate, ours) for candidate in _without_optimizer(foreign)]
+    by_age = sorted(foreign + ours, key=attrgetter("order"), reverse=True)
+    if not has_tracker:
+        is_lost = any(candidate.maybe_completed for candidate in ours)
+        return by_age, [f"{TRACKER} is missing; taking the newest complete one"] if is_lost else []
+    named = _read_tracker(directory)
     if isinstance(named, str):
         return by_age, [f"{TRACKER}: {named}; taking the newest complete one"]
     return _from_tracker(by_age, named, intents(attempted))
@@ -248,25 +250,25 @@ def intents(attempted: list[str]) -> set[int]:
 
 def tracked(directory: CheckpointDir) -> int | None:
     """Returns the step that the tracker names; None if it is missing or names none."""
-    found = parse_tracker(_head(directory.storage, directory.path(TRACKER)))
+    found = _read_tracker(directory)
     return None if isinstance(found, str) else found
 
 
-def _head(storage: Storage, path: str) -> bytes:
-    try:
-        with storage.open(path) as file:
-            return file.read(_TRACKER_LIMIT)
-    except OSError:
-        return b""
+def _read_tracker(directory: CheckpointDir) -> int | str:
+    """Returns what ``parse_tracker`` says of the tracker; one that cannot be read counts as empty."""
+    data = b""
+    with suppress(OSError), directory.storage.open(directory.path(TRACKER)) as file:
+        data = file.read(_TRACKER_LIMIT)
+    return parse_tracker(data)
 
 
 def _place(directory: CheckpointDir, candidate: Candidate, ours: list[Candidate]) -> Candidate:
     """Sets the order of a save without records: after the last run of mindresume that had reached its step. mindformers does not
     number its runs, and copying loses file times. If this is wrong, the tracker corrects it."""
-    if candidate.listing_error:
-        return replace(candidate, order=(*FIRST, candidate.step or 0))
-    status = next(iter(existing(directory, candidate.all_files[:1])), None)
     step = candidate.step or 0
+    if candidate.listing_error:
+        return replace(candidate, order=(*FIRST, step))
+    status = next(iter(existing(directory, candidate.all_files[:1])), None)
     number = max((c.order[0] for c in ours if c.maybe_completed and (c.step or 0) <= step), default=0.0)
     return replace(candidate, order=(number, step, -1.0), saved_at=status.mtime if status else None)
 
@@ -318,16 +320,16 @@ def _without_optimizer(candidates: list[Candidate]) -> list[Candidate]:
              for candidate in candidates]
     complete = {found[OPTIMIZER].prefix: candidate.iteration_dir for found, candidate in zip(kinds, candidates, strict=True)
                 if OPTIMIZER in found and candidate.problem is None}
-
-    def checked(found: dict[str, WeightFile], candidate: Candidate) -> Candidate:
+    checked = []
+    for found, candidate in zip(kinds, candidates, strict=True):
         model = found.get(MODEL)
-        if candidate.problem is not None or model is None or OPTIMIZER in found or model.prefix not in complete:
-            return candidate
-        path = f"{candidate.iteration_dir}/{replace(model, kind=OPTIMIZER)}"
-        return replace(candidate, problem=Refusal(
-            candidate.step, f"{path} is missing, and {complete[model.prefix]} has such a file: without optimizer state only its "
-                            f"weights can be loaded. Copy the file, if it was forgotten", path, is_weights_only=True))
-    return [checked(found, candidate) for found, candidate in zip(kinds, candidates, strict=True)]
+        if candidate.problem is None and model is not None and OPTIMIZER not in found and model.prefix in complete:
+            path = f"{candidate.iteration_dir}/{replace(model, kind=OPTIMIZER)}"
+            candidate = replace(candidate, problem=Refusal(
+                candidate.step, f"{path} is missing, and {complete[model.prefix]} has such a file: without optimizer state only "
+                                f"its weights can be loaded. Copy the file, if it was forgotten", path, is_weights_only=True))
+        checked.append(candidate)
+    return checked
 
 
 def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str, str] | None:

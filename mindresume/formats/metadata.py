@@ -24,10 +24,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats.iterations import METADATA, unreadable
@@ -388,52 +388,58 @@ def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
 
 # ---- from records ---------------------------------------------------------------------------------------------------
 
-def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]
-                          ) -> list[TensorMetadata]:
+class HasDetails(Protocol):
+    def details(self, rank: int) -> Details:
+        """Returns the details of a rank's record."""
+
+
+def metadata_from_records(files: Sequence[Sequence[str]], deduplicated: bool, records: HasDetails) -> list[TensorMetadata]:
     """Describes every tensor that has a layout. The others are counters, which mindformers does not list either.
 
     All ranks of a stage hold the same tensors, so the details of one rank are read; those of all ranks if replicas were
-    deduplicated. A tensor of several stages (a shared embedding) takes the layout of the first one.
+    deduplicated. A tensor of several stages (a shared embedding) takes the layout of the first one, and the copies of those that
+    shard it alike.
 
     Args:
         files: names of the files of each rank; a rank without files wrote nothing.
         deduplicated: some rank wrote only its share.
-        details_of: reads the details of a rank's record.
+        records: of the ranks.
 
     Raises:
         RecordError: The stages differ in size, or no rank of a stage wrote anything.
     """
     anchor = next((rank for rank, names in enumerate(files) if names), 0)
-    known = details_of(anchor)
+    known = records.details(anchor)
     size = stage_size(known.tensors.values(), len(files))
     found: dict[str, TensorMetadata] = {}
     for first in range(0, len(files), size):
         ranks = [rank for rank in range(first, first + size) if files[rank]]
         if not ranks:
             raise RecordError(f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing")
-        rows = {rank: known.tensors if rank == anchor else details_of(rank).tensors
+        rows = {rank: known.tensors if rank == anchor else records.details(rank).tensors
                 for rank in (ranks if deduplicated else ranks[:1])}
         for name in dict.fromkeys(name for table in rows.values() for name in table):
             writers = [rank for rank, table in rows.items() if name in table]
-            row = rows[writers[0]][name]
+            row, before = rows[writers[0]][name], found.get(name)
             if row.layout is None or row.global_shape is None:
                 continue
-            if name in found:
-                found[name] = _shared(found[name], files, rows, name, row, writers if deduplicated else ranks, first)
-                continue
-            if row.layout.stage_size != size:
+            if before is None and row.layout.stage_size != size:
                 raise RecordError(f"{name} is sharded over {row.layout.stage_size} ranks, other tensors over {size}")
-            found[name] = TensorMetadata(name, row.dtype, row.global_shape, row.layout, first,
-                                    _stored(files, rows, name, row, writers if deduplicated else ranks, first))
+            if before is not None and (row.layout, row.global_shape, row.dtype) != (before.layout, before.shape, before.dtype):
+                continue
+            stored = _stored(files, rows, name, row, writers if deduplicated else ranks, first)
+            if before is not None:
+                stored = {number: (*copies, *stored.get(number, ())) for number, copies in before.stored.items()}
+            found[name] = TensorMetadata(name, row.dtype, row.global_shape, row.layout, before.first if before else first, stored)
     return list(found.values())
 
 
-def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_of: Callable[[int], Details]) -> str:
+def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, records: HasDetails) -> str:
     """Returns a phrase for the data that a checkpoint of only some ranks lacks; empty if they wrote every slice of every
     tensor. A tensor with more than one element needs a layout: else the data of the other ranks is unknown. Arguments as for
     ``metadata_from_records``."""
     try:
-        rows = metadata_from_records(files, deduplicated, details_of)
+        rows = metadata_from_records(files, deduplicated, records)
     except RecordError as error:
         return str(error)
     for row in rows:
@@ -443,17 +449,8 @@ def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, details_o
                 return f"a part of {row.name} was held by rank {', '.join(map(str, ranks))} alone"
     there = next(rank for rank, names in enumerate(files) if names)
     named = {row.name for row in rows}
-    return next((f"{name} {row.shape} has no layout" for name, row in details_of(there).tensors.items()
+    return next((f"{name} {row.shape} has no layout" for name, row in records.details(there).tensors.items()
                  if name not in named and not is_scalar(row.shape)), "")
-
-
-def _shared(known: TensorMetadata, files: Sequence[Sequence[str]], rows: Mapping[int, Mapping[str, TensorRecord]], name: str,
-            row: TensorRecord, writers: Iterable[int], first: int) -> TensorMetadata:
-    """Adds the copies of another stage, if it shards the tensor alike."""
-    if (row.layout, row.global_shape, row.dtype) != (known.layout, known.shape, known.dtype):
-        return known
-    more = _stored(files, rows, name, row, writers, first)
-    return replace(known, stored={number: (*copies, *more.get(number, ())) for number, copies in known.stored.items()})
 
 
 def stage_size(rows: Iterable[TensorRecord], world_size: int) -> int:

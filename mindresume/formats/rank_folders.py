@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats import MINDFORMERS, OURS, Candidate, CheckpointDir, Refusal, unlisted_candidate
-from mindresume.formats.records import Attempt, read_attempts
+from mindresume.formats.records import Attempt, scan_records
 from mindresume.formats.weight_files import existing, header_of, no_step, scalars_of
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import FOLDER, FORMATS, FileRecord, attempt_name, attempts, is_run, run_sequence, strip_trash
@@ -135,7 +135,7 @@ def scan_rank_folders(directory: CheckpointDir, top: list[str], attempted: list[
     if committed and (foreign or folders.hidden):
         foreign, notes = folders.look(ranks)
     if folders.late:
-        seen, _, more = read_attempts(directory, list(folders.late.values()), brief=True)
+        seen, _, more = scan_records(directory, folders.late.values(), brief=True)
         ours, notes = ours + seen, notes + more
     if foreign:
         foreign, more = _order_foreign(directory, ours, foreign)

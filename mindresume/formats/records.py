@@ -11,9 +11,11 @@ beside them means that other ranks were lost before this save: it is a checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from mindresume.errors import RecordError
@@ -57,27 +59,16 @@ class ReadManifests:
         before = self._known.get(path)
         if before is not None and before[0] == status:
             return before[1]
-        manifest = _manifest_in(storage, path)
+        with storage.open(path) as file:
+            manifest = Manifest.read(file)
         if status is not None and status.identity:
-            self._keep(path, status, manifest)
+            if before is not None:
+                self._ranks -= len(self._known.pop(path)[1].files)
+            self._known[path] = status, manifest
+            self._ranks += len(manifest.files)
+            while self._ranks > _MOST_RANKS:                    # forgets the oldest ones
+                self._ranks -= len(self._known.pop(next(iter(self._known)))[1].files)
         return manifest
-
-    def _keep(self, path: str, status: Status, manifest: Manifest) -> None:
-        """Remembers a manifest, and forgets the oldest ones if there are too many."""
-        self._forget(path)
-        self._known[path] = status, manifest
-        self._ranks += len(manifest.files)
-        while self._ranks > _MOST_RANKS:
-            self._forget(next(iter(self._known)))
-
-    def _forget(self, path: str) -> None:
-        if path in self._known:
-            self._ranks -= len(self._known.pop(path)[1].files)
-
-
-def _manifest_in(storage: Storage, path: str) -> Manifest:
-    with storage.open(path) as file:
-        return Manifest.read(file)
 
 
 class Attempt(NamedTuple):
@@ -98,9 +89,10 @@ class Attempt(NamedTuple):
     content: list[str]
     error: OSError | None = None
 
-    def path(self, root: str) -> str:
-        """Returns the path of the folder."""
-        return os.path.join(root, self.iteration_dir, FOLDER, self.name)
+    @property
+    def place(self) -> str:
+        """Returns the path of the folder, relative to the root."""
+        return os.path.join(self.iteration_dir, FOLDER, self.name)
 
 
 def find_attempts(directory: CheckpointDir, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
@@ -147,81 +139,79 @@ def attempts_within(directory: CheckpointDir, iteration_dir: str) -> list[Attemp
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
-def scan_records(directory: CheckpointDir, names: list[str] | None = None, brief: bool = False, top: list[str] | None = None,
+def scan_records(directory: CheckpointDir, found: Iterable[Attempt] | None = None, brief: bool = False,
                  manifests: ReadManifests | None = None) -> tuple[list[Candidate], set[str], list[str]]:
     """Finds candidates from records and manifests alone, without listing a rank folder. Returns them, newest first, the paths of
     all files that they name, and notes.
 
     Args:
         directory: the checkpoint directory.
-        names: as for ``find_attempts``.
+        found: the folders of records to read; None: those of ``find_attempts``.
         brief: read only one record of a save that is certainly incomplete; its candidate then names the files of one rank.
-        top: as for ``find_attempts``.
         manifests: those that the caller has read before.
     """
-    return read_attempts(directory, find_attempts(directory, names, top), brief, manifests)
-
-
-def read_attempts(directory: CheckpointDir, found: list[Attempt], brief: bool = False, manifests: ReadManifests | None = None
-                  ) -> tuple[list[Candidate], set[str], list[str]]:
-    """Works like ``scan_records`` for given folders of records."""
     candidates: list[Candidate] = []
-    known: set[str] = set()
     notes: list[str] = []
-    for attempt in found:
-        path, candidate, damage, unreadable = attempt.path(directory.root), None, "", False
-        if attempt.error is not None:
-            candidates.append(unlisted_candidate(attempt.error, os.path.relpath(path, directory.root), step=attempt.step,
-                                                 origin=OURS,
-                                                 run=attempt.run,
-                                     records_dir=path, iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run),
-                                         attempt.step, 0.0)))
-            continue
-        if MANIFEST in attempt.content:
-            try:
-                manifest = (_manifest_in if manifests is None else manifests.read)(directory.storage,
-                                                                                   os.path.join(path, MANIFEST))
-                if (manifest.run, manifest.step) != (attempt.run, attempt.step):
-                    raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
-                if not (manifest.local_ranks and {record_name(rank)
-                                                  for rank in range(manifest.world_size)}.issubset(attempt.content)):
-                    candidate = _from_manifest(manifest, path, attempt.content)     # else the files of all nodes are here
-            except (RecordError, OSError) as error:
-                damage, unreadable = str(error), may_pass(error)
-                notes.append(f"{os.path.relpath(path, directory.root)}/{MANIFEST}: {error}; "
-                             f"using the records of the ranks instead")
-        if candidate is None:
-            candidate = replace(_from_records(directory.storage, path, attempt, brief), manifest_problem=damage,
-                                manifest_unreadable=unreadable)
-        stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
-        if stray is not None:
-            candidate = replace(candidate, problem=candidate.refuse(
-                f"its records name {stray}, which does not belong to it", stray))
-        candidate = replace(_relative_to_root(candidate, attempt), has_scrub_result=SCRUB_RESULT in attempt.content)
+    for attempt in find_attempts(directory) if found is None else found:
+        candidate = _candidate(directory, attempt, brief, manifests)
         candidates.append(candidate)
-        known.update(file.path for file in candidate.all_files)
-    return sorted(candidates, key=lambda c: c.order, reverse=True), known, notes
+        if MANIFEST in attempt.content and candidate.manifest_problem:
+            notes.append(f"{attempt.place}/{MANIFEST}: {candidate.manifest_problem}; using the records of the ranks instead")
+    known = {file.path for candidate in candidates for file in candidate.all_files}
+    return sorted(candidates, key=attrgetter("order"), reverse=True), known, notes
 
 
-def _relative_to_root(candidate: Candidate, attempt: Attempt) -> Candidate:
-    """Returns the candidate with paths relative to the root. Refuses an iteration folder whose number is not its step: somebody
-    renamed it."""
-    if not attempt.iteration_dir:
-        return candidate
-    candidate = replace(candidate, iteration_dir=attempt.iteration_dir, files={
-        rank: tuple(file.below(attempt.iteration_dir) for file in files) for rank, files in candidate.files.items()},
-                        metadata_files=tuple(file.below(attempt.iteration_dir) for file in candidate.metadata_files))
-    if attempt.iteration_dir.startswith(FOLDER + "/"):
+def _candidate(directory: CheckpointDir, attempt: Attempt, brief: bool, manifests: ReadManifests | None) -> Candidate:
+    """Makes a candidate of a folder of records: of its manifest if that can be used, else of the records."""
+    path, content = directory.path(attempt.place), set(attempt.content)
+    if attempt.error is not None:
+        return unlisted_candidate(attempt.error, attempt.place, step=attempt.step, origin=OURS, run=attempt.run, records_dir=path,
+                                  iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run), attempt.step, 0.0))
+    candidate, damage, unreadable = None, "", False
+    if MANIFEST in content:
+        try:
+            if manifests is None:
+                with directory.storage.open(os.path.join(path, MANIFEST)) as file:
+                    manifest = Manifest.read(file)
+            else:
+                manifest = manifests.read(directory.storage, os.path.join(path, MANIFEST))
+            if (manifest.run, manifest.step) != (attempt.run, attempt.step):
+                raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
+            if not (manifest.local_ranks and content.issuperset(map(record_name, range(manifest.world_size)))):
+                candidate = candidate_of(manifest, path=path)           # else the files of all nodes are here
+                lost = next((rank for rank in manifest.ranks if record_name(rank) not in content), None)
+                if lost is not None:
+                    candidate = replace(candidate, problem=candidate.refuse(
+                        f"the record of rank {lost} is missing: {os.path.join(path, record_name(lost))}", rank=lost))
+        except (RecordError, OSError) as error:
+            damage, unreadable = str(error), may_pass(error)
+    if candidate is None:
+        candidate = replace(_from_records(directory.storage, path, attempt, brief), manifest_problem=damage,
+                            manifest_unreadable=unreadable)
+    stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
+    if stray is not None:
+        candidate = replace(candidate, problem=candidate.refuse(f"its records name {stray}, which does not belong to it", stray))
+    if attempt.iteration_dir:
+        candidate = _in_iteration(candidate, attempt)
+    return replace(candidate, has_scrub_result=SCRUB_RESULT in content)
+
+
+def _in_iteration(candidate: Candidate, attempt: Attempt) -> Candidate:
+    """Returns the candidate of an iteration folder with paths relative to the root. Refuses a folder whose number is not its
+    step: somebody renamed it."""
+    folder = attempt.iteration_dir
+    files = {rank: tuple(file.below(folder) for file in files) for rank, files in candidate.files.items()}
+    candidate = replace(candidate, iteration_dir=folder, files=files,
+                        metadata_files=tuple(file.below(folder) for file in candidate.metadata_files))
+    if folder.startswith(FOLDER + "/"):
         return candidate                                        # not published yet
     candidate = replace(candidate, maybe_completed=True)        # it was renamed after its commit
     if not candidate.committed and not candidate.missing_ranks and MANIFEST not in attempt.content:
         candidate = replace(candidate, manifest_problem="it is missing")
-    number = parse_iteration(attempt.iteration_dir)
-    if number not in (None, attempt.step):
-        return replace(candidate, problem=candidate.refuse(
-            f"{attempt.iteration_dir} holds step {attempt.step}: the folder was renamed, or is a copy of another; rename it back",
-            attempt.iteration_dir))
-    return candidate
+    if parse_iteration(folder) in (None, attempt.step):
+        return candidate
+    return replace(candidate, problem=candidate.refuse(
+        f"{folder} holds step {attempt.step}: the folder was renamed, or is a copy of another; rename it back", folder))
 
 
 def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None = None) -> Candidate:
@@ -236,17 +226,6 @@ def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None =
         local_ranks=manifest.local_ranks, lineage=manifest.lineage)
 
 
-def _from_manifest(manifest: Manifest, path: str, content: list[str]) -> Candidate:
-    """Makes a candidate of a manifest; refuses it if a record is missing."""
-    candidate = candidate_of(manifest, path=path)
-    there = set(content)
-    for rank in manifest.ranks:
-        if record_name(rank) not in there:
-            return replace(candidate, problem=candidate.refuse(
-                f"the record of rank {rank} is missing: {os.path.join(path, record_name(rank))}", rank=rank))
-    return candidate
-
-
 def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = False) -> Candidate:
     """Makes a candidate of a save without a readable manifest. It is complete if the records of all its ranks exist and agree;
     where nodes share no disk, of all ranks that saved here."""
@@ -254,8 +233,8 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
     problem, last = None, EMERGENCY in content
-    named = {rank for rank in map(record_rank, content) if rank is not None}
-    for rank, found in _heads(storage, path, sorted(named), last or not brief):
+    named = sorted({rank for rank in map(record_rank, content) if rank is not None})
+    for rank, found in _read_heads(storage, path, named, brief and not last):
         if isinstance(found, Exception):
             problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank,
                                          is_unreadable=may_pass(found))
@@ -268,9 +247,20 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
             problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
                                                f"of rank {lowest.rank} of {lowest.world_size}", rank=rank)
     world = max((record.world_size for record in records.values()), default=0)
+    deduplicated = any(record.deduplicated for record in records.values())
     missing = [rank for rank in range(world) if rank not in named]
-    gap = _gap(storage, path, records, world) if last and problem is None and missing and records else None
-    local_ranks = _local_ranks(records.values(), world) if gap != "" else ()
+    gap = None                  # a phrase for a slice that no remaining rank of a failing job wrote in its last save; empty: none
+    if last and problem is None and missing and records:
+        files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
+        try:
+            gap = missing_slices(files, deduplicated, RecordFolder(storage, path))
+        except (RecordError, OSError) as error:
+            gap = f"a record cannot be read: {error}"
+    # If nodes share no disk, the folder holds the records of one node, or of several whose folders were merged.
+    nodes = {record.local_ranks for record in records.values()}
+    local_ranks = tuple(sorted(set().union(*nodes)))
+    if () in nodes or len(local_ranks) >= world or gap == "":
+        local_ranks = ()
     if local_ranks:
         missing = [rank for rank in local_ranks if rank not in named]
     complete = bool(records) and problem is None and (not missing or gap == "")
@@ -290,53 +280,47 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                      maybe_completed=not certain or MANIFEST in content, problem=problem,
                      saved_at=first.saved_at if first else None, epoch=first.state.epoch if first else None,
                      records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
-                     deduplicated=any(record.deduplicated for record in records.values()),
-                     missing_ranks=tuple(missing) if complete else (), local_ranks=local_ranks if complete else (),
-                     lineage=first.lineage if first else "")
+                     deduplicated=deduplicated, missing_ranks=tuple(missing) if complete else (),
+                     local_ranks=local_ranks if complete else (), lineage=first.lineage if first else "")
 
 
-def _local_ranks(records: Collection[Record], world: int) -> tuple[int, ...]:
-    """Returns the ranks whose records belong into one folder if nodes share no disk: those of one node, or of several whose
-    folders were merged. Empty if the folder holds all ranks. ``records``: the existing ones."""
-    parts = {record.local_ranks for record in records}
-    found = tuple(sorted(set().union(*parts)))
-    return found if () not in parts and len(found) < world else ()
+def _read_heads(storage: Storage, path: str, ranks: list[int], brief: bool) -> list[tuple[int, tuple[Record, str] | Exception]]:
+    """Returns for each of ``ranks`` the rank and its record with checksum, or the error that prevents reading it. ``brief``:
+    only up to the first readable record, if that proves the save incomplete."""
+    read, heads = partial(_read_head, storage, path), []
+    if brief:
+        for rank in ranks:
+            found = read(rank)
+            heads.append(found)
+            if not isinstance(found, Exception):
+                if len(ranks) < (len(found[0].local_ranks) or found[0].world_size):
+                    ranks = ranks[:len(heads)]
+                break
+    heads += parallel(storage, read, ranks[len(heads):])
+    return list(zip(ranks, heads, strict=True))
 
 
-def _heads(storage: Storage, path: str, ranks: list[int], every: bool
-           ) -> Iterator[tuple[int, tuple[Record, str] | Exception]]:
-    """Yields for each of ``ranks`` the rank and its record with checksum, or the error that prevents reading it. Unless
-    ``every`` is set, stops after the first readable record if that proves the save incomplete."""
-    def read(rank: int) -> tuple[Record, str] | Exception:
-        try:
-            with storage.open(os.path.join(path, record_name(rank))) as file:
-                return read_record(file)
-        except (RecordError, OSError) as error:
-            return error
-    left = iter(ranks)
-    for rank in left:
-        found = read(rank)
-        yield rank, found
-        if not isinstance(found, Exception):
-            if not every and len(ranks) < (len(found[0].local_ranks) or found[0].world_size):
-                return
-            break
-    rest = list(left)
-    yield from zip(rest, parallel(storage, read, rest), strict=True)
-
-
-def _gap(storage: Storage, path: str, records: Mapping[int, Record], world: int) -> str:
-    """Returns a phrase for a slice that no remaining rank of a failing job wrote in its last save; empty if there is none."""
-    files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
+def _read_head(storage: Storage, path: str, rank: int) -> tuple[Record, str] | Exception:
     try:
-        return missing_slices(files, any(record.deduplicated for record in records.values()),
-                         lambda rank: details_of(storage, path, rank))
+        with storage.open(os.path.join(path, record_name(rank))) as file:
+            return read_record(file)
     except (RecordError, OSError) as error:
-        return f"a record cannot be read: {error}"
+        return error
 
 
-def details_of(storage: Storage, path: str, rank: int) -> Details:
-    """Reads the details of a rank's record. ``path``: the folder of records. Raises RecordError or OSError if they cannot be
-    read."""
-    with storage.open(os.path.join(path, record_name(rank))) as file:
-        return read_details(file)[1]
+@dataclass(frozen=True)
+class RecordFolder:
+    """The records in the folder ``path``. ``known``: keeps the details that were read; None: nothing is kept."""
+    storage: Storage
+    path: str
+    known: dict[int, Details] | None = None
+
+    def details(self, rank: int) -> Details:
+        """Returns the details in a rank's record. Raises RecordError or OSError if they cannot be read."""
+        if self.known is not None and rank in self.known:
+            return self.known[rank]
+        with self.storage.open(os.path.join(self.path, record_name(rank))) as file:
+            found = read_details(file)[1]
+        if self.known is not None:
+            self.known[rank] = found
+        return found

@@ -29,7 +29,7 @@ from mindresume.formats.iterations import (
     tracked,
 )
 from mindresume.formats.rank_folders import META, expected_ranks, folder_rank, scan_rank_folders
-from mindresume.formats.records import attempts_within, find_attempts, read_attempts, scan_records
+from mindresume.formats.records import attempts_within, find_attempts, scan_records
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, is_probe
 from mindresume.storage.interface import Storage
@@ -69,7 +69,7 @@ def scan(directory: CheckpointDir) -> Scan:
         attempted = directory.storage.list(directory.path(FOLDER)) if FOLDER in top else []
     except OSError as error:
         attempted, hidden = None, [unlisted_candidate(error, FOLDER)]
-    ours, known, notes = scan_records(directory, attempted or [], brief=True, top=top)
+    ours, known, notes = scan_records(directory, find_attempts(directory, attempted or [], top), brief=True)
     in_ranks, first = scan_rank_folders(directory, top, attempted, [c for c in ours if not c.iteration_dir],
                                                      known)
     in_iterations, second = scan_iterations(directory, top, attempted or [],
@@ -90,7 +90,7 @@ def scan_one(storage: Storage, path: str) -> Scan:
     """Scans a single iteration folder, whatever its name."""
     root, name = os.path.split(os.path.abspath(path))
     directory = CheckpointDir(storage, root)
-    ours, _, notes = read_attempts(directory, attempts_within(directory, name))
+    ours, _, notes = scan_records(directory, attempts_within(directory, name))
     found: Sequence[Candidate | None] = ours or [candidate_without_records(directory, name)]
     return Scan(directory, tuple(candidate for candidate in found if candidate), tuple(notes))
 

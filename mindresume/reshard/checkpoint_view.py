@@ -21,7 +21,7 @@ from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import ConsolidatedWeights
-from mindresume.formats.records import details_of
+from mindresume.formats.records import RecordFolder
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.model.manifest import Details
@@ -127,7 +127,7 @@ class CheckpointView:
             return None
         with self._lock:
             if rank not in self._details:
-                self._details[rank] = details_of(self.storage, self.candidate.records_dir, rank)
+                self._details[rank] = RecordFolder(self.storage, self.candidate.records_dir).details(rank)
             return self._details[rank]
 
     @property

@@ -67,7 +67,7 @@ def _described(directory: CheckpointDir, weights: CheckpointView, split: bool) -
             if xxhash.xxh3_128_hexdigest(data) == written.checksum:
                 return read_metadata(data, os.path.join(folder, METADATA)), False
     files = [[os.path.basename(file.path) for file in candidate.files.get(rank, ())] for rank in range(candidate.world_size)]
-    rows = metadata_from_records(files, candidate.deduplicated, weights.details)
+    rows = metadata_from_records(files, candidate.deduplicated, weights)
     return {row.name: row for row in rows}, not (candidate.state and candidate.state.trainer)
 
 

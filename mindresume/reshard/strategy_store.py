@@ -17,7 +17,7 @@ import xxhash
 
 from mindresume.errors import RecordError, StrategyError
 from mindresume.formats import OURS, Candidate, CheckpointDir
-from mindresume.formats.records import details_of
+from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -79,7 +79,8 @@ def has_layouts(storage: Storage, candidate: Candidate) -> bool:
     if candidate.origin != OURS or candidate.records_dir is None:
         return False
     with suppress(RecordError, OSError):            # it is reported when the checkpoint is opened
-        return any(row.layout for row in details_of(storage, candidate.records_dir, min(candidate.files)).tensors.values())
+        details = RecordFolder(storage, candidate.records_dir).details(min(candidate.files))
+        return any(row.layout for row in details.tensors.values())
     return False
 
 

@@ -21,7 +21,7 @@ from mindresume.formats.iterations import (
 )
 from mindresume.formats.metadata import encode_metadata, load_metadata, metadata_from_records, read_metadata
 from mindresume.formats.rank_folders import folder_rank, name_for_rank
-from mindresume.formats.records import details_of
+from mindresume.formats.records import RecordFolder
 from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
 from mindresume.formats.weight_files import existing, file_sizes, header_of, is_as_recorded, no_step, scalars_of
 from mindresume.formatting import listed, ranks_count
@@ -263,8 +263,8 @@ def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem
 def _metadata_by_records(storage: Storage, candidate: Candidate) -> object:
     """Returns the parsed ``metadata.json`` that the records imply."""
     files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
-    pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated,
-                                       lambda rank: details_of(storage, candidate.records_dir or "", rank)))
+    records = RecordFolder(storage, candidate.records_dir or "")
+    pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated, records))
     return read_metadata(b"".join(pieces), METADATA)
 
 

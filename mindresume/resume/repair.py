@@ -28,7 +28,7 @@ from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.formats import Candidate, CheckpointDir, Refusal
-from mindresume.formats.records import details_of
+from mindresume.formats.records import RecordFolder
 from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
 from mindresume.resume.replicas import copies_in, likely_holders
@@ -89,7 +89,7 @@ class Repair:
 
     def _from_copies(self, rank: int, index: int, file: FileRecord) -> str:
         """Makes the file again of intact copies on this disk. Returns why not; empty if it is in its place."""
-        details = details_of(self.directory.storage, self.candidate.records_dir or "", rank)
+        details = RecordFolder(self.directory.storage, self.candidate.records_dir or "").details(rank)
         recorded = {name: row for name, row in details.tensors.items() if row.file == index}
         try:
             sources = self._intact_sources(rank, file, recorded)
@@ -109,7 +109,7 @@ class Repair:
             if not wanted:
                 break
             with suppress(RecordError, OSError):                # its record is damaged, too
-                theirs = details_of(self.directory.storage, self.candidate.records_dir or "", other).tensors
+                theirs = RecordFolder(self.directory.storage, self.candidate.records_dir or "").details(other).tensors
                 for index, copy in enumerate(self.candidate.files[other]):
                     same = copies_in(theirs, index, wanted)
                     with suppress(CorruptFileError):

@@ -11,13 +11,13 @@ belongs to the same job is not recorded, so tensors that are equal on two ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from mindresume.errors import CorruptFileError, RecordError, StrategyError
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
-from mindresume.formats.metadata import missing_slices, stage_size
-from mindresume.formats.records import details_of
+from mindresume.formats.metadata import HasDetails, missing_slices, stage_size
+from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
@@ -61,7 +61,7 @@ def complete_missing_ranks(directory: CheckpointDir, candidate: Candidate, strat
         return candidate, ranks
     files = [[file.path for file in there.get(rank, ())] for rank in range(ranks)]
     try:
-        lost = missing_slices(files, True, details_by_strategy(directory, candidate, strategy))
+        lost = missing_slices(files, True, StrategyDetails(directory, candidate, strategy))
     except (CorruptFileError, StrategyError) as error:
         lost = str(error)
     if not lost:
@@ -70,47 +70,54 @@ def complete_missing_ranks(directory: CheckpointDir, candidate: Candidate, strat
         f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
 
 
-def details_by_strategy(directory: CheckpointDir, candidate: Candidate, strategy: Strategy) -> Callable[[int], Details]:
-    """Returns a function that derives the details of a rank, as records would hold them, from the headers of its files and the
-    strategy; checksums are empty. The function raises CorruptFileError, and StrategyError if the strategy is of another model."""
-    @cache
-    def details_of(rank: int) -> Details:
-        headers = [header_of(directory, file) for file in candidate.files[rank]]
-        entries = {name: entry for header in headers for name, entry in header.tensors.items()}
-        fitted = strategy.fit_dimensions({name: len(entry.shape) for name, entry in entries.items()})
-        layouts = fitted.stages[rank // strategy.stage_size]
-        rows = {}
-        for name, entry in entries.items():
-            layout = layouts.get(name)
-            rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, layout and layout.global_shape(entry.shape))
-        return Details(rows)
-    return details_of
+@dataclass
+class StrategyDetails:
+    """Derives the details of ranks, as records would hold them, from the headers of their files and the strategy; checksums are
+    empty."""
+    directory: CheckpointDir
+    candidate: Candidate
+    strategy: Strategy
+    _known: dict[int, Details] = field(default_factory=dict)
+
+    def details(self, rank: int) -> Details:
+        """Returns the details of a rank. Raises CorruptFileError, and StrategyError if the strategy is of another model."""
+        if rank not in self._known:
+            headers = [header_of(self.directory, file) for file in self.candidate.files[rank]]
+            entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+            fitted = self.strategy.fit_dimensions({name: len(entry.shape) for name, entry in entries.items()})
+            layouts = fitted.stages[rank // self.strategy.stage_size]
+            rows = {}
+            for name, entry in entries.items():
+                layout = layouts.get(name)
+                rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, layout and layout.global_shape(entry.shape))
+            self._known[rank] = Details(rows)
+        return self._known[rank]
 
 
-def replica_sources(rank: int, present: Iterable[int], world_size: int, details_of: Callable[[int], Details]
+def replica_sources(rank: int, present: Iterable[int], world_size: int, records: HasDetails
                     ) -> dict[str, tuple[int, TensorRecord]] | str:
     """Returns {tensor: (rank that holds a replica, its row there)} for the tensors that ``rank`` held; a phrase if no rank holds
     one of them.
 
     Args:
         present: ranks that wrote.
-        details_of: returns the details of the record of a rank.
+        records: of the ranks that wrote.
     """
     there = sorted(present)
-    size = stage_size(details_of(there[0]).tensors.values(), world_size)
+    size = stage_size(records.details(there[0]).tensors.values(), world_size)
     first = rank - rank % size
     mates = [other for other in there if first <= other < first + size]
     if not mates:
         return f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing"
     found: dict[str, tuple[int, TensorRecord]] = {}
     for mate in mates:                          # the first rank has all names, unless redundancy was removed
-        for name, row in details_of(mate).tensors.items():
+        for name, row in records.details(mate).tensors.items():
             if name in found:
                 continue
-            holder = _holder(rank, first, name, row, mates, details_of)
+            holder = _holder(rank, first, name, row, mates, records)
             if holder is None:
                 return f"a part of {name} was held by it alone"
-            found[name] = holder, details_of(holder).tensors[name]
+            found[name] = holder, records.details(holder).tensors[name]
     return found
 
 
@@ -123,7 +130,7 @@ def differing_replica(directory: CheckpointDir, candidate: Candidate, rank: int,
         progress: receives the bytes that are read.
     Raises: CorruptFileError, StrategyError, OSError.
     """
-    details_of = details_by_strategy(directory, candidate, strategy)
+    records = StrategyDetails(directory, candidate, strategy)
     first = rank - rank % strategy.stage_size
     mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]
 
@@ -139,15 +146,15 @@ def differing_replica(directory: CheckpointDir, candidate: Candidate, rank: int,
         if progress:
             progress(entry.nbytes)
         return found
-    for name, row in details_of(rank).tensors.items():
-        other = _holder(rank, first, name, row, mates, details_of)
+    for name, row in records.details(rank).tensors.items():
+        other = _holder(rank, first, name, row, mates, records)
         if other not in (None, rank) and checksum_of(other, name) != checksum_of(rank, name):
             return (f"{name} differs on rank {rank} and rank {other}, which hold copies of each other by {strategy.source}; is "
                     f"that the strategy of another job?")
     return ""
 
 
-def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], details_of: Callable[[int], Details]
+def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
             ) -> int | None:
     """Returns the first of ``mates`` that holds the same slice as ``rank``; None if none does."""
     if row.layout is None or row.global_shape is None:
@@ -155,24 +162,24 @@ def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int
     else:
         slices = row.layout.slices(rank - first, row.global_shape)
         likely = (first + local for local in row.layout.holders(slices, row.global_shape))
-    return next((other for other in likely if other in mates and name in details_of(other).tensors), None)
+    return next((other for other in likely if other in mates and name in records.details(other).tensors), None)
 
 
 def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
     """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a Refusal if no other rank has one of
     them. A replica is recorded with the same name, dtype, shape and checksum."""
-    missing = candidate.files[rank][0]
+    missing, records = candidate.files[rank][0], RecordFolder(directory.storage, candidate.records_dir or "")
     try:
         present = {index for index, file in enumerate(candidate.files[rank])
                    if directory.storage.status(directory.path(file.path))}
         missing = next(file for index, file in enumerate(candidate.files[rank]) if index not in present)
-        wanted = {name: row for name, row in details_of(directory.storage, candidate.records_dir or "", rank).tensors.items()
+        wanted = {name: row for name, row in records.details(rank).tensors.items()
                   if row.file not in present}
         sources = []
         for other in likely_holders(wanted, rank, candidate):
             if not wanted:
                 break
-            theirs = details_of(directory.storage, candidate.records_dir or "", other).tensors
+            theirs = records.details(other).tensors
             for index, file in enumerate(candidate.files[other]):
                 names = tuple(copies_in(theirs, index, wanted))
                 if names and directory.storage.status(directory.path(file.path)) is not None:

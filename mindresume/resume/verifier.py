@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, BinaryIO
 
 from mindresume import runtime
@@ -24,7 +23,7 @@ from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import METADATA
 from mindresume.formats.metadata import TensorMetadata, load_metadata
 from mindresume.formats.rank_folders import LABEL, parse_label
-from mindresume.formats.records import details_of
+from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of, scalars_of
 from mindresume.formatting import listed
@@ -42,7 +41,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.model.training_state import is_transient
 from mindresume.resume.choice import ShardSource, VerifiedShard
-from mindresume.resume.replicas import details_by_strategy, differing_replica, replica_files, replica_sources
+from mindresume.resume.replicas import StrategyDetails, differing_replica, replica_files, replica_sources
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, damaged_tensors, file_checksum, tensor_checksum
 from mindresume.tensor_files.whole_file import read_whole
@@ -270,9 +269,9 @@ class Verifier:
         Its random state is lost."""
         candidate, strategy = self.candidate, self.strategy
         try:
-            details = details_by_strategy(self.directory, candidate, strategy) if strategy else cache(
-                lambda other: details_of(self.directory.storage, candidate.records_dir or "", other))
-            held = replica_sources(rank, candidate.files, candidate.world_size, details)
+            records = (StrategyDetails(self.directory, candidate, strategy) if strategy else
+                       RecordFolder(self.directory.storage, candidate.records_dir or "", {}))
+            held = replica_sources(rank, candidate.files, candidate.world_size, records)
             if isinstance(held, str):
                 return candidate.refuse(f"rank {rank} wrote nothing, and {held}", rank=rank)
             names: dict[FileRecord, list[str]] = {}

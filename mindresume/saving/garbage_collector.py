@@ -189,7 +189,7 @@ def _restore_if_whole(directory: CheckpointDir, name: str, emit: Emit) -> None:
 def _manifest_of(directory: CheckpointDir, trash: str) -> tuple[Manifest | None, str]:
     """Returns (manifest of a trash folder, or None unless all of its files are there; folder to which its paths are relative)."""
     inner = attempts_within(CheckpointDir(directory.storage, os.path.dirname(trash)), os.path.basename(trash))
-    folder, base = (inner[0].path(os.path.dirname(trash)), trash) if inner else (trash, directory.root)
+    folder, base = (os.path.join(os.path.dirname(trash), inner[0].place), trash) if inner else (trash, directory.root)
     try:
         with directory.storage.open(os.path.join(folder, MANIFEST)) as file:
             manifest = Manifest.read(file)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import xxhash
 
@@ -36,7 +35,7 @@ from mindresume.formats.iterations import (
     tracked,
 )
 from mindresume.formats.metadata import encode_metadata, metadata_from_records
-from mindresume.formats.records import attempts_within, details_of, read_attempts
+from mindresume.formats.records import RecordFolder, attempts_within, scan_records
 from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
@@ -51,7 +50,7 @@ def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequ
         try:
             contents[METADATA] = encode_metadata(metadata_from_records(
                 [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
-                partial(details_of, target.storage, target.attempt(state.step))))
+                RecordFolder(target.storage, target.attempt(state.step))))
         except ValueError as error:
             raise RecordError(f"{METADATA} cannot be made: {error}") from error
     found = []
@@ -92,7 +91,7 @@ def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
     that no training can resume from. What is of another training or of mindformers, a copy, cannot be read, or is no folder, is
     kept under another name, by which it can be loaded."""
     storage, root, name = target.storage, target.root, iteration_name(step)
-    ours, _, _ = read_attempts(target, attempts_within(target, name))
+    ours, _, _ = scan_records(target, attempts_within(target, name))
     if ours:
         removable, replaced = ours[0].step == step and ours[0].lineage == target.lineage, ours[0].name
     else:

@@ -17,16 +17,23 @@ def row(layout, shape, file=0, dtype="float32"):
     return TensorRecord(dtype, layout.local_shape(shape), SUM, layout, shape, file)
 
 
+class Tables:
+    """The records of ranks. ``tables``: {name: row} of each rank."""
+
+    def __init__(self, tables):
+        self.tables, self.read = tables, []
+
+    def details(self, rank):
+        self.read.append(rank)
+        return Details(self.tables[rank])
+
+
 def made(world, tables, deduplicated=False):
     """``tables``: {name: row} of each rank."""
-    read = []
-
-    def details_of(rank):
-        read.append(rank)
-        return Details(tables[rank])
-    rows = metadata_from_records(files_of(world), deduplicated, details_of)
+    records = Tables(tables)
+    rows = metadata_from_records(files_of(world), deduplicated, records)
     assert read_metadata(b"".join(encode_metadata(rows)), "metadata.json") is not None
-    return {found.name: found for found in rows}, read
+    return {found.name: found for found in rows}, records.read
 
 
 def stored(found):
@@ -87,7 +94,7 @@ def test_counters_are_not_described():
 
 
 def test_tensors_without_layout_give_empty_metadata():
-    assert metadata_from_records(files_of(2), False, lambda rank: Details({"w": TensorRecord("float32", (1,), SUM)})) == []
+    assert metadata_from_records(files_of(2), False, Tables([{"w": TensorRecord("float32", (1,), SUM)}])) == []
 
 
 def test_stages_of_different_size_are_refused():

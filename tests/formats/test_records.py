@@ -10,7 +10,7 @@ from iteration_folders import folder_of, making, records_of, save, unname, write
 from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.formats import CheckpointDir, records
-from mindresume.formats.records import ReadManifests, attempts_within, find_attempts, read_attempts, scan_records
+from mindresume.formats.records import ReadManifests, attempts_within, find_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
 from mindresume.storage.atomic_publish import publish
 from mindresume.storage.posix import PosixStorage
@@ -29,7 +29,7 @@ def test_attempts_of_both_formats_and_in_every_state(tmp_path):
     write_rank(tmp_path, 20, 1)
     (tmp_path / FOLDER / "trash-step-0000000001-run-0001-0000aaaa").mkdir()
     (tmp_path / "iteration_00000030").mkdir()
-    found = {(a.step, a.iteration_dir): (a.path(str(tmp_path)), MANIFEST in a.content)
+    found = {(a.step, a.iteration_dir): (str(tmp_path / a.place), MANIFEST in a.content)
              for a in find_attempts(dir_at(tmp_path))}
     assert found == {
         (5, ""): (str(tmp_path / FOLDER / attempt_name(5, RUN)), True),
@@ -145,7 +145,7 @@ def test_brief_reads_one_record_of_an_incomplete_save(tmp_path):
 
 def test_records_of_one_folder_alone(tmp_path):
     save(tmp_path, 10)
-    found, _, _ = read_attempts(dir_at(tmp_path), attempts_within(dir_at(tmp_path), "iteration_00000010"))
+    found, _, _ = scan_records(dir_at(tmp_path), attempts_within(dir_at(tmp_path), "iteration_00000010"))
     assert [c.step for c in found] == [10] and attempts_within(dir_at(tmp_path), "none") == []
 
 

@@ -271,12 +271,17 @@ def jobs(draw):
     return size, stages, tables, draw(st.sets(st.integers(0, size * stages - 1), min_size=1))
 
 
+class Records:
+    def __init__(self, details):
+        self.details = details
+
+
 @given(jobs())
 def test_the_proof_is_that_of_counting_elements(job):
     size, stages, tables, there = job
     world = size * stages
 
-    def details(rank):
+    def details_of(rank):
         stage = rank // size
         rows = {f"{stage}.{name}": TensorRecord("float32", layout.local_shape(shape), "", layout, shape)
                 for name, (layout, shape) in tables.items()}
@@ -292,12 +297,12 @@ def test_the_proof_is_that_of_counting_elements(job):
                 if not seen.all():
                     return True
         return any(not any(rank // size == stage for rank in there) for stage in range(stages))
-    files = [["file"] if rank in there else [] for rank in range(world)]
-    said = missing_slices(files, False, details)
+    files, records = [["file"] if rank in there else [] for rank in range(world)], Records(details_of)
+    said = missing_slices(files, False, records)
     assert bool(said) is lacking()
     if not said:
         for rank in range(world):
-            found = replica_sources(rank, there, world, details)
+            found = replica_sources(rank, there, world, records)
             stage = rank // size
             assert set(found) == {"global_step", *(f"{stage}.{name}" for name in tables)}
             for name, (layout, shape) in tables.items():
@@ -311,7 +316,8 @@ def test_shares_of_several_ranks_are_looked_at_one_by_one():
     layout, shape = TensorLayout((2,), (-1,)), (4,)
     row = TensorRecord("float32", (4,), "", layout, shape)
     rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}
-    assert missing_slices([["f"], ["f"]], True, rows.get) == "" and missing_slices([[], ["f"]], True, rows.get) == ""
-    assert replica_sources(0, [1], 2, rows.get)["b"][0] == 1
+    records = Records(rows.get)
+    assert missing_slices([["f"], ["f"]], True, records) == "" and missing_slices([[], ["f"]], True, records) == ""
+    assert replica_sources(0, [1], 2, records)["b"][0] == 1
     rows[1] = Details({"b": row})
-    assert replica_sources(0, [1], 2, lambda rank: replace(rows[1])).keys() == {"b"}
+    assert replica_sources(0, [1], 2, Records(lambda rank: replace(rows[1]))).keys() == {"b"}
