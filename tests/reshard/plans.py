@@ -256,6 +256,15 @@ def tensors_of_rank(folder: Path, rank: int) -> dict[str, np.ndarray]:
     return tensors_in(path)
 
 
+def check_slices(folder: Path, plan: Plan, tensors: Tensors, extra: Tensors = COUNTERS) -> None:
+    """Checks that every rank has exactly the slices of the plan, bit for bit, and that there are no more ranks."""
+    assert sorted(path.name for path in folder.glob("rank_*")) == sorted(f"rank_{rank}" for rank in range(plan.world_size))
+    for rank in range(plan.world_size):
+        wanted, found = shard_file(plan, tensors, rank, extra=extra), tensors_of_rank(folder, rank)
+        assert {name: (a.dtype.name, a.shape, a.tobytes()) for name, a in wanted.items()} == \
+            {name: (a.dtype.name, a.shape, a.tobytes()) for name, a in found.items()}
+
+
 def arrays_of(found: ConsolidatedWeights) -> dict[str, np.ndarray]:
     """{name: array} of all tensors of consolidated weights."""
     arrays = {}
