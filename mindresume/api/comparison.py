@@ -19,6 +19,7 @@ from mindresume.reshard import compare as bits
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
 from mindresume.reshard.conversion_plan import with_counters
+from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.storage.posix import PosixStorage
@@ -156,7 +157,8 @@ def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, 
             raise ConfigError(f"no tensor of {a} or {b} matches {tensors!r}")
         compared, size = bits.comparable(mine, other, names)
         progress.expect(size)
-        found = tuple(map(_difference, bits.by_size(bits.compare(mine, other, names, progress=progress.advance))))
+        differences = bits.compare(mine, other, names, traffic=Traffic(progress=progress.advance))
+        found = tuple(map(_difference, bits.by_size(differences)))
     first, second = (ComparedCheckpoint(
         source.what, source.state.step if source.state else None, len(source.weights.tensors),
         source.weights.world_size if source.candidate else None, refused_of(source), source.notes) for source in sources)

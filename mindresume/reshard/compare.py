@@ -9,14 +9,15 @@ checksums are ignored: a damaged byte is a difference like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.direct_engine import TILE
+from mindresume.reshard.direct_engine import TILE, Traffic
 from mindresume.reshard.geometry import Region, blocks, elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.region_load import WORKERS
@@ -77,25 +78,21 @@ class Difference:
 
 
 def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
-            progress: Callable[[int], None] = lambda count: None) -> list[Difference]:
+            traffic: Traffic | None = None) -> list[Difference]:
     """Returns the differences, in the order of the tensors of ``a``, then the tensors that only ``b`` has.
 
     Args:
         names: compares only these tensors.
         tile: bytes of a buffer; a worker holds three of them, and the values of one ``PORTION``.
-        progress: is called by any thread with the bytes compared, which add up to ``comparable``.
+        traffic: its ``progress`` is called with the bytes compared, which add up to ``comparable``.
     Raises:
         CorruptFileError, LoadError, OSError: a tensor cannot be read.
     """
     files = OpenFiles(a.storage), OpenFiles(b.storage)
-
-    def one(name: str) -> Difference | None:
-        mine, other = a.tensors.get(name), b.tensors.get(name)
-        kind = _kind(mine, other)
-        return _values(a, b, files, name, tile, progress) if kind == VALUES else Difference(name, kind, mine, other)
+    compared = partial(_compared, (a, b), files, tile, traffic or Traffic())
     try:
         with ThreadPoolExecutor(workers) as pool:
-            return [found for found in pool.map(one, _names(a, b, names)) if found is not None]
+            return [found for found in pool.map(compared, _names(a, b, names)) if found is not None]
     finally:
         for opened in files:
             opened.close()
@@ -120,22 +117,25 @@ def _kind(a: Tensor | None, b: Tensor | None) -> str:
     return VALUES if a.dtype == b.dtype else DTYPE
 
 
-def _values(a: CheckpointView, b: CheckpointView, files: tuple[OpenFiles, OpenFiles], name: str, tile: int,
-            progress: Callable[[int], None]) -> Difference | None:
-    tensor = a.tensors[name]
-    dtype = bits_dtype(tensor.dtype)
+def _compared(sides: tuple[CheckpointView, CheckpointView], files: tuple[OpenFiles, OpenFiles], tile: int, traffic: Traffic,
+              name: str) -> Difference | None:
+    """Returns the difference of one tensor, which is read if only values can differ; None if it is alike on both sides."""
+    a, b = (weights.tensors.get(name) for weights in sides)
+    kind = _kind(a, b)
+    if kind != VALUES:
+        return Difference(name, kind, a, b)
+    dtype = bits_dtype(a.dtype)
     most = max(tile // dtype.itemsize, 1)
-    room = min(most, elements(whole(tensor.shape)))
+    room = min(most, elements(whole(a.shape)))
     buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)
-    found = Difference(name, VALUES, tensor, b.tensors[name], absolute=0 if _number_dtype(tensor).kind in "iu" else 0.0,
-                       relative=0.0)
-    for block in blocks(tensor.shape, most):
+    found = Difference(name, VALUES, a, b, absolute=0 if _number_dtype(a).kind in "iu" else 0.0, relative=0.0)
+    for block in blocks(a.shape, most):
         bits = buffers[:, :elements(block)]
-        for weights, opened, flat in zip((a, b), files, bits, strict=True):
+        for weights, opened, flat in zip(sides, files, bits, strict=True):
             gather(weights, opened, name, block, flat.reshape(shape_of(block)), staging)
         for start in range(0, elements(block), PORTION):
             found.add(block, start, *bits[:, start:start + PORTION])
-        progress(elements(block) * dtype.itemsize)
+        traffic.progress(elements(block) * dtype.itemsize)
     return found if found.count else None
 
 

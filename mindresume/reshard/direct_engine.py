@@ -106,18 +106,18 @@ class _OutputFile:
     """Writes one target file, and hashes its bytes, which pass in order."""
 
     def __init__(self, storage: Storage, target: TargetFile, plan: FilePlan):
-        self.target, self.plan = target, plan
-        self.where = plan.tensors
+        self.target, self.plan, self.where = target, plan, plan.tensors
         self.sums = Checksums(size=plan.size)
         self.file: NewFile = storage.create(target.path, plan.size)
-        self._whole, self._literals = xxh3_128(), [part for part in plan.parts if part.name is None]
-        self._tensor: tuple[str, Any] | None = None
-        self._passed = 0
+        self._whole, self._passed = xxh3_128(), 0
+        self._tensor, self._name = xxh3_128(), ""               # the tensor whose bytes pass
+        self._literals = [part for part in plan.parts if part.name is None and part.data]      # those that have not passed yet
 
     def begin(self) -> None:
+        """Writes all bytes that belong to no tensor."""
         for part in self._literals:
-            if part.data:
-                self.file.write_at(part.offset, memoryview(part.data))
+            self.file.write_at(part.offset, memoryview(part.data))
+        self._pass_literals()
 
     def pieces(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yields (position in the file, bytes) of a tensor from its byte ``start`` on."""
@@ -127,38 +127,32 @@ class _OutputFile:
                 yield position + low - first, data[low - start:high - start]
 
     def hash(self, name: str, position: int, data: memoryview) -> None:
-        self._hash_literals(position)
         if position != self._passed:
             raise SaveError(f"{self.target.path}: {name} is written at byte {position}, expected {self._passed}")
-        if self._tensor is None or self._tensor[0] != name:
-            self._close_tensor()
-            self._tensor = name, xxh3_128()
-        self._tensor[1].update(data)
+        if self._name != name:
+            self._name, self._tensor = name, xxh3_128()
+        self._tensor.update(data)
         self._whole.update(data)
         self._passed += len(data)
+        last, _, count = self.where[name][-1]
+        if self._passed == last + count:
+            self.sums.tensors[name] = self._tensor.hexdigest()
+        self._pass_literals()
 
-    def finish(self) -> None:
-        """Flushes and renames the file. SaveError if not every byte was written."""
-        self._hash_literals(self.plan.size)
-        self._close_tensor()
-        if self._passed != self.plan.size:
-            raise SaveError(f"{self.target.path}: {self._passed} bytes were written, expected {self.plan.size}")
-        for name, rows in self.where.items():
-            if not sum(count for _, _, count in rows):
-                self.sums.tensors[name] = xxh3_128().hexdigest()
-        self.sums.file = self._whole.hexdigest()
-        self.file.finish()
-
-    def _hash_literals(self, position: int) -> None:
-        while self._literals and self._passed < position and self._literals[0].offset == self._passed:
+    def _pass_literals(self) -> None:
+        while self._literals and self._literals[0].offset == self._passed:
             part = self._literals.pop(0)
             self._whole.update(part.data)
             self._passed += len(part.data)
 
-    def _close_tensor(self) -> None:
-        if self._tensor is not None:
-            self.sums.tensors[self._tensor[0]] = self._tensor[1].hexdigest()
-            self._tensor = None
+    def finish(self) -> None:
+        """Flushes and renames the file. SaveError if not every byte was written."""
+        if self._passed != self.plan.size:
+            raise SaveError(f"{self.target.path}: {self._passed} bytes were written, expected {self.plan.size}")
+        for name in self.where:                     # the empty ones
+            self.sums.tensors.setdefault(name, xxh3_128().hexdigest())
+        self.sums.file = self._whole.hexdigest()
+        self.file.finish()
 
 
 class SourceChecksums:
@@ -209,7 +203,8 @@ class _Transfer:
         while self._ended < begun:                  # no join: after an interrupt, join takes a running thread for ended
             try:
                 with self._turn:
-                    self._turn.wait_for(lambda: self._ended == begun)
+                    if self._ended < begun:
+                        self._turn.wait()
             except BaseException as error:
                 self._fail(error)
         if self._error is not None:
@@ -218,59 +213,54 @@ class _Transfer:
     def _help(self) -> None:
         try:
             self._serve()
-        except BaseException as error:
+        except BaseException as error:              # any error: the other threads wait for this tile
             self._fail(error)
         with self._turn:
             self._ended += 1
             self._turn.notify_all()
-
-    def _serve(self) -> None:
-        largest = max(self.tile, 8)
-        tile, staged, packed = (np.empty(largest + 8 * MAX_BLOCKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
-        while self._error is None:
-            with self._taking:
-                number, blocks_ = next(self._work, (None, None))
-            if blocks_ is None:
-                return
-            try:
-                self._do(number, blocks_, tile, staged, packed)
-            except BaseException as error:          # any error: the other threads wait for this tile
-                self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         with self._turn:
             self._error = self._error or error
             self._turn.notify_all()
 
-    def _do(self, number: int, work: list[tuple[Tensor, Region]], tile: np.ndarray, staged: np.ndarray,
-            packed: np.ndarray) -> None:
-        read: list[ReadRange] = []
-        filled: list[tuple[Tensor, Region, np.ndarray]] = []
-        used = 0
-        for tensor, region in work:
-            dtype = bits_dtype(tensor.dtype)
-            count = elements(region) * dtype.itemsize
-            out = tile[used:used + count].view(dtype).reshape(shape_of(region))
-            read += gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count])
-            filled.append((tensor, region, out))
-            used += count + -count % 8
-        written = list(self._packed(filled, packed))
-        with self._turn:
-            self._turn.wait_for(lambda: self._done == number or self._error is not None)
-            if self._error is not None:
+    def _serve(self) -> None:
+        """Takes one tile after the other: reads it, hashes it in its turn, and writes it."""
+        largest = max(self.tile, 8)
+        tile, staged, packed = (np.empty(largest + 8 * MAX_BLOCKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
+        while self._error is None:
+            with self._taking:
+                number, blocks_of_tile = next(self._work, (None, None))
+            if blocks_of_tile is None:
                 return
-            for row in read:
-                self.sources.hash(*row)
-            for out, name, position, data in written:
-                out.hash(name, position, data)
-            self._done += 1
-            self._turn.notify_all()
-        for out, _, position, data in written:
-            out.file.write_at(position, data)
-        count = sum(len(data) for _, _, _, data in written)
-        with self._taking:
-            self.traffic.written += count
-        self.traffic.progress(count)
+            read: list[ReadRange] = []
+            filled: list[tuple[Tensor, Region, np.ndarray]] = []
+            used = 0
+            for tensor, region in blocks_of_tile:
+                dtype = bits_dtype(tensor.dtype)
+                count = elements(region) * dtype.itemsize
+                out = tile[used:used + count].view(dtype).reshape(shape_of(region))
+                read += gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count])
+                filled.append((tensor, region, out))
+                used += count + -count % 8
+            written = list(self._packed(filled, packed))
+            with self._turn:
+                while self._done != number and self._error is None:
+                    self._turn.wait()
+                if self._error is not None:
+                    return
+                for row in read:
+                    self.sources.hash(*row)
+                for file, name, position, data in written:
+                    file.hash(name, position, data)
+                self._done += 1
+                self._turn.notify_all()
+            for file, _, position, data in written:
+                file.file.write_at(position, data)
+            count = sum(len(data) for _, _, _, data in written)
+            with self._taking:
+                self.traffic.written += count
+            self.traffic.progress(count)
 
     def _packed(self, filled: list[tuple[Tensor, Region, np.ndarray]], packed: np.ndarray
                 ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:

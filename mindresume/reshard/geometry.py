@@ -49,7 +49,7 @@ def slices_of(region: Region) -> tuple[slice, ...]:
 
 def view(array: np.ndarray, region: Region) -> np.ndarray:
     """Returns a region of an array as a view; for a 0-d array the whole."""
-    return array[(*slices_of(region), ...)]
+    return array[(*(slice(start, stop) for start, stop in region), ...)]
 
 
 @lru_cache(maxsize=1 << 16)

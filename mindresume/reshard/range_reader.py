@@ -8,10 +8,9 @@ Only the requested bytes are read: a contiguous range of a file with one call, a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,36 +67,27 @@ class OpenFiles:
 
     def read(self, path: str, position: int, out: memoryview) -> None:
         """Fills ``out`` from byte ``position`` on. CorruptFileError if the file ends before."""
-        with self._lease(path) as file:
-            read_into(file.fileno(), position, out, path)
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                for idle in [other for other, (_, users) in self._open.items() if not users]:
+                    if len(self._open) < self.most:
+                        break
+                    self._open.pop(idle)[0].close()
+                entry = self._open[path] = [self.storage.open(path), 0]
+            entry[1] += 1
+            self._open.move_to_end(path)
+        try:
+            read_into(entry[0].fileno(), position, out, path)
+        finally:
+            with self._lock:
+                entry[1] -= 1
         self.count(len(out))
 
     def count(self, size: int) -> None:
         """Counts bytes of these files that were read elsewhere."""
         with self._lock:
             self.bytes_read += size
-
-    @contextmanager
-    def _lease(self, path: str) -> Iterator[BinaryIO]:
-        with self._lock:
-            entry = self._open.get(path)
-            if entry is None:
-                self._close_idle()
-                entry = self._open[path] = [self.storage.open(path), 0]
-            entry[1] += 1
-            self._open.move_to_end(path)
-        try:
-            yield entry[0]
-        finally:
-            with self._lock:
-                entry[1] -= 1
-
-    def _close_idle(self) -> None:
-        for path in list(self._open):
-            if len(self._open) < self.most:
-                return
-            if not self._open[path][1]:
-                self._open.pop(path)[0].close()
 
     def close(self) -> None:
         with self._lock:

@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,79 +119,80 @@ def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers
     Raises:
         CorruptFileError, LoadError, OSError.
     """
-    room = ThreadBuffer()
-    new = new_memory({name: bytes_of(weights, {name: region}) for name, region in regions.items()})
-
-    def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
-        tensor, staging, sources = weights.tensors[name], room.buffer, SourceChecksums()
-        dtype = bits_dtype(tensor.dtype)
-        out = new.pop(name).view(dtype).reshape(shape_of(region))
-        if (found := _take_kept(weights, name, region)) is not None:
-            place, kept = found
-            sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
-            files.count(kept.nbytes)
-            return kept, sources.verified
-        for part in tensor.tiles(region, max(TILE // dtype.itemsize, 1)):
-            _gather_and_hash(weights, files, name, part, view(out, within(part, region)), staging, sources)
-        return out.view(DTYPES[tensor.dtype]), sources.verified
-    return _each(weights, regions, read, workers, traffic or Traffic())
-
-
-def _take_kept(weights: CheckpointView, name: str, region: Region) -> tuple[PieceLocation, np.ndarray] | None:
-    """Returns a region that is one whole piece, if its file was read and kept when it was verified; else None."""
-    if not isinstance(weights.storage, ReadCache):
-        return None
-    cuts = weights.tensors[name].cuts(region)
-    if len(cuts) != 1 or isinstance(cuts[0], ComposedCut) or not cuts[0].piece == cuts[0].part == region:
-        return None
-    place = weights.locate(name, cuts[0])
-    kept = weights.storage.take_part(place.path, place.entry)
-    return None if kept is None else (place, kept)
+    memory = new_memory({name: bytes_of(weights, {name: region}) for name, region in regions.items()})
+    arrays = _Reader(weights, regions, traffic or Traffic(), memory).run(workers)
+    return dict(zip(regions, arrays, strict=True))
 
 
 def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
     """Reads whole tensors and compares every piece with its recorded checksum. Keeps nothing. Raises the errors of
     ``read_regions``."""
-    buffers, room = ThreadBuffer(), ThreadBuffer()
-
-    def read(files: OpenFiles, name: str, region: Region) -> tuple[np.ndarray, int]:
-        dtype, staging, sources = bits_dtype(weights.tensors[name].dtype), room.buffer, SourceChecksums()
-        most = max(TILE // dtype.itemsize, 1)
-        buffer = buffers.buffer[:most * dtype.itemsize].view(dtype)
-        for part in weights.tensors[name].tiles(region, most):
-            out = buffer[:elements(part)].reshape(shape_of(part))
-            _gather_and_hash(weights, files, name, part, out, staging, sources)
-        return buffer[:0], sources.verified
-    _each(weights, {name: whole(weights.tensors[name].shape) for name in names}, read, workers, traffic or Traffic())
+    regions = {name: whole(weights.tensors[name].shape) for name in names}
+    _Reader(weights, regions, traffic or Traffic()).run(workers)
 
 
-class ThreadBuffer(runtime.ThreadLocal):
-    """Holds one buffer of a tile per thread. It is reused, because new memory costs more than the read into it."""
+class _Buffers(runtime.ThreadLocal):
+    """Holds the buffers of a tile, for each thread its own: new memory costs more than the read into it."""
 
     def __init__(self) -> None:
-        self.buffer = np.empty(TILE, np.uint8)
+        self.staging, self.tile = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
 
 
-def _gather_and_hash(weights: CheckpointView, files: OpenFiles, name: str, part: Region, out: np.ndarray, staging: np.ndarray,
-          sources: SourceChecksums) -> None:
-    for row in gather(weights, files, name, part, out, staging):
-        sources.hash(*row)
+class _Reader:
+    """Reads regions in several threads, and compares the pieces that are read as a whole with their recorded checksums.
 
+    Args:
+        traffic: is increased by the bytes read and verified.
+        memory: {name: bytes for the region}; empty: what was compared is not kept.
+    """
 
-def _each(weights: CheckpointView, regions: Mapping[str, Region],
-          read: Callable[[OpenFiles, str, Region], tuple[np.ndarray, int]], workers: int, traffic: Traffic
-          ) -> dict[str, np.ndarray]:
-    files = OpenFiles(weights.storage)
+    def __init__(self, weights: CheckpointView, regions: Mapping[str, Region], traffic: Traffic,
+                 memory: dict[str, np.ndarray] | None = None):
+        self.weights, self.regions, self.traffic, self.memory = weights, regions, traffic, memory
+        self.files, self._buffers = OpenFiles(weights.storage), _Buffers()
 
-    def one(item: tuple[str, Region]) -> tuple[np.ndarray, int]:
-        found = read(files, *item)
-        traffic.progress(bytes_of(weights, dict([item])))
-        return found
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            found = list(pool.map(one, regions.items()))
-    finally:
-        files.close()
-    traffic.read += files.bytes_read
-    traffic.verified += sum(verified for _, verified in found)
-    return {name: array for name, (array, _) in zip(regions, found, strict=True)}
+    def run(self, workers: int) -> list[np.ndarray]:
+        """Returns the array of each region; empty ones if they are not kept."""
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                found = list(pool.map(self._read, self.regions))
+        finally:
+            self.files.close()
+        self.traffic.read += self.files.bytes_read
+        self.traffic.verified += sum(verified for _, verified in found)
+        return [array for array, _ in found]
+
+    def _read(self, name: str) -> tuple[np.ndarray, int]:
+        """Returns the array of one region, and how many bytes were compared."""
+        region, tensor, sources = self.regions[name], self.weights.tensors[name], SourceChecksums()
+        dtype, staging = bits_dtype(tensor.dtype), self._buffers.staging
+        most = max(TILE // dtype.itemsize, 1)
+        found = self._buffers.tile[:0] if self.memory is None else self.memory.pop(name).view(dtype).reshape(shape_of(region))
+        if self.memory is not None and (taken := self._kept(name)) is not None:
+            place, kept = taken
+            sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
+            self.files.count(kept.nbytes)
+            found = kept
+        else:
+            for part in tensor.tiles(region, most):
+                if self.memory is not None:
+                    out = view(found, within(part, region))
+                else:
+                    out = self._buffers.tile[:most * dtype.itemsize].view(dtype)[:elements(part)].reshape(shape_of(part))
+                for row in gather(self.weights, self.files, name, part, out, staging):
+                    sources.hash(*row)
+            found = found.view(DTYPES[tensor.dtype])
+        self.traffic.progress(bytes_of(self.weights, {name: region}))
+        return found, sources.verified
+
+    def _kept(self, name: str) -> tuple[PieceLocation, np.ndarray] | None:
+        """Returns a region that is one whole piece, if its file was read and kept when it was verified; else None."""
+        storage, region = self.weights.storage, self.regions[name]
+        if not isinstance(storage, ReadCache):
+            return None
+        cuts = self.weights.tensors[name].cuts(region)
+        if len(cuts) != 1 or isinstance(cuts[0], ComposedCut) or not cuts[0].piece == cuts[0].part == region:
+            return None
+        place = self.weights.locate(name, cuts[0])
+        kept = storage.take_part(place.path, place.entry)
+        return None if kept is None else (place, kept)

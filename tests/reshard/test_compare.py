@@ -18,6 +18,7 @@ from mindresume.formats.consolidated import read_consolidated
 from mindresume.reshard import compare as module
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES, by_size, comparable, compare
+from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.header import DTYPES
@@ -160,7 +161,7 @@ def test_the_largest_comes_first(tmp_path):
 def test_the_same_tensors_in_other_layouts_and_formats_are_equal(tmp_path, one, other, tile):
     a, b, passed = opened(tmp_path / "a", *one), opened(tmp_path / "b", *other), []
     with leaves_nothing(tmp_path):
-        assert compare(a, b, workers=3, tile=tile, progress=passed.append) == []
+        assert compare(a, b, workers=3, tile=tile, traffic=Traffic(progress=passed.append)) == []
     total = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
     assert comparable(a, b) == (len(TENSORS) + len(COUNTERS), total) and sum(passed) == total
 
