@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import METADATA, TargetFile, fitted, holdings, whole_tensors
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.geometry import Region, shape_of
+from mindresume.reshard.strategy_store import strategy_of
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import Header, format_of, read_header, read_tensor
@@ -69,20 +69,6 @@ def rewrite(weights: CheckpointView, target: Strategy | None, work: str, *, work
     return collect(task)
 
 
-def source_strategy(weights: CheckpointView) -> Strategy | None:
-    """Returns the strategy of the source; None if its tensors are whole. A parameter that several stages share is in the first of
-    them."""
-    layouts = [tensor.layout for tensor in weights.tensors.values() if tensor.layout is not None]
-    if not layouts:
-        return None
-    size = layouts[0].stage_size
-    stages: list[dict[str, Any]] = [{} for _ in range(weights.world_size // size)]
-    for tensor in weights.tensors.values():
-        if tensor.layout is not None:
-            stages[tensor.first // size][tensor.name] = tensor.layout
-    return Strategy(tuple(stages), weights.name)
-
-
 # ---- prepare ---------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -102,7 +88,8 @@ def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers
     """Prepares the work folder up to the start of the workers. Returns None if neither source nor target is cut. Raises the
     errors of ``rewrite``."""
     work = os.path.abspath(work)
-    source = source_strategy(weights)
+    sizes = [tensor.layout.stage_size for tensor in weights.tensors.values() if tensor.layout]
+    source = strategy_of(weights, sizes[0], is_shared=False) if sizes else None         # None: its tensors are whole
     target = fitted(target, weights)
     held = holdings(weights, target)
     if source is None and target is None:

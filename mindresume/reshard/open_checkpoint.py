@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,9 +86,6 @@ class OpenCheckpoint:
         return self.candidate is not None and bool(self.candidate.iteration_dir)
 
 
-OnOpen = Callable[[str, Candidate], None]       # (root, candidate), before the files of the candidate are read
-
-
 class _Gone(MissingCheckpointError):
     """A job removed the checkpoint, or renamed it at its commit: the folder must be scanned again."""
 
@@ -98,23 +95,29 @@ def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy
                   emit: Emit = ignore) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
     ``prune`` removes it. A read-only folder is read without the lock, with a warning."""
-    held: list[Lease] = []
-    outwaited: set[str] = set()
-
-    def release() -> None:
-        while held:
-            held.pop().release()
-
-    def hold(root: str, candidate: Candidate) -> None:
-        release()
-        lease = hold_candidate(CheckpointDir(storage, root), candidate, emit, outwaited)
-        if lease is not None:
-            held.append(lease)
-
+    hold = ReadHold(emit)
     try:
         yield open_checkpoint(storage, path, step, strategy, hold)
     finally:
-        release()
+        hold.release()
+
+
+class ReadHold:
+    """Holds a read lock on at most one checkpoint: the last one whose files were read."""
+
+    def __init__(self, emit: Emit = ignore):
+        self._emit, self._outwaited = emit, set[str]()
+        self._lease: Lease | None = None
+
+    def take(self, directory: CheckpointDir, candidate: Candidate) -> None:
+        """Holds ``candidate`` instead of the one before. Raises as ``hold_candidate``."""
+        self.release()
+        self._lease = hold_candidate(directory, candidate, self._emit, self._outwaited)
+
+    def release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
 
 def hold_candidate(directory: CheckpointDir, candidate: Candidate, emit: Emit = ignore, outwaited: set[str] | None = None
@@ -139,14 +142,14 @@ def hold_candidate(directory: CheckpointDir, candidate: Candidate, emit: Emit = 
 
 
 def open_checkpoint(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-                    on_open: OnOpen = lambda root, candidate: None) -> OpenCheckpoint:
+                    hold: ReadHold | None = None) -> OpenCheckpoint:
     """Opens a checkpoint. Checks headers and records, and reads no tensor.
 
     Args:
         step: the step to open; None: the newest that can be used. If several runs saved it, the newest save that can be used.
         strategy: file or folder, required for checkpoints that mindformers wrote on several ranks, unless the folder
             ``strategy`` lies beside them.
-        on_open: is called before the files of a checkpoint are read.
+        hold: takes each checkpoint before its files are read.
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError, LoadError.
     """
@@ -156,14 +159,14 @@ def open_checkpoint(storage: Storage, path: str, step: int | None = None, strate
         return open_consolidated(storage, path, step)
     for tries_left in reversed(range(_TRIES)):
         try:
-            return _open_newest(storage, path, step, strategy, on_open)
+            return _open_newest(storage, path, step, strategy, hold)
         except _Gone:
             if not tries_left:
                 raise
     raise AssertionError
 
 
-def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | None, on_open: OnOpen) -> OpenCheckpoint:
+def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | None, hold: ReadHold | None) -> OpenCheckpoint:
     """Opens the newest candidate that can be used. Raises _Gone if the folder changes meanwhile."""
     found, is_explicit = find_candidates(storage, path)
     if found.fresh_start_refusal:
@@ -175,9 +178,9 @@ def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | 
     refused: list[Refusal] = []
     for candidate in wanted:
         try:
-            on_open(found.root, candidate)
-            return replace(open_candidate(found.directory, candidate, strategy), refused=tuple(refused),
-                           notes=found.notes)
+            if hold is not None:
+                hold.take(found.directory, candidate)
+            return replace(open_candidate(found.directory, candidate, strategy), refused=tuple(refused), notes=found.notes)
         except _Gone:
             raise
         except MindResumeError as error:
@@ -211,13 +214,15 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
         if isinstance(shard, Refusal):
             raise CorruptFileError(directory.path(shard.file or ""), str(shard))
     source = checkpoint_of(directory, candidate, layouts, identity, shards[0].scalars, split=True)
-    check_all_pieces(source.weights)
+    for tensor in source.weights.tensors.values():          # reads every header: each piece must be in some file
+        for cut in tensor.cuts(whole(tensor.shape)):
+            source.weights.locate(tensor.name, cut)
     check_replicas(source.weights)
     return source
 
 
 def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None, identity: Any,
-              scalars: Mapping[str, Any], split: bool = False) -> OpenCheckpoint:
+                  scalars: Mapping[str, Any], split: bool = False) -> OpenCheckpoint:
     """Opens a verified candidate whose number of ranks is known (``with_world_size``).
 
     Args:
@@ -263,13 +268,6 @@ def open_consolidated(storage: Storage, path: str, step: int | None = None) -> O
     return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
                   f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
                   None if found.kind == FILE else found.root, notes=found.notes, made=made)
-
-
-def check_all_pieces(weights: CheckpointView) -> None:
-    """Reads every header. Raises LoadError or CorruptFileError if a piece of a tensor is in no file."""
-    for tensor in weights.tensors.values():
-        for cut in tensor.cuts(whole(tensor.shape)):
-            weights.locate(tensor.name, cut)
 
 
 def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -57,17 +57,16 @@ def strategy_for(directory: CheckpointDir, candidate: Candidate, given: str | No
     Raises:
         StrategyError: the files cannot be read.
     """
-    path = _find_strategy(directory, candidate, given, lambda: identity)
+    path = _find_strategy(directory, candidate, given, identity)
     return None if path is None else read_strategy(path, directory.storage)
 
 
-def _find_strategy(directory: CheckpointDir, candidate: Candidate, given: str | None,
-                   identity: Callable[[], Any]) -> str | None:
+def _find_strategy(directory: CheckpointDir, candidate: Candidate, given: str | None, identity: Any = None) -> str | None:
     if given is None and candidate.origin == OURS:
         return None
     path = (given or os.path.join(os.path.dirname(os.path.abspath(directory.root)), "strategy")).rstrip("/")
     if kept := _kept(directory.storage, path):
-        this = identity()
+        this = identity_of(directory, candidate) if identity is None else identity
         for other in kept:
             if this in _marked(directory.storage, other):
                 return other
@@ -93,35 +92,38 @@ def own_strategy(weights: CheckpointView) -> Strategy | None:
     if weights.world_size == 1:
         return None
     sizes = {tensor.layout.stage_size for tensor in weights.tensors.values() if tensor.layout}
-    size = sizes.pop() if len(sizes) == 1 else weights.world_size
+    return strategy_of(weights, sizes.pop() if len(sizes) == 1 else weights.world_size)
+
+
+def strategy_of(weights: CheckpointView, size: int, is_shared: bool = True) -> Strategy:
+    """Returns the layouts of all tensors but counters, in stages of ``size`` ranks. ``is_shared``: a tensor of several stages is
+    in each of them, else in the first one only."""
     stages: list[dict[str, TensorLayout]] = [{} for _ in range(weights.world_size // size)]
     for name, tensor in weights.tensors.items():
-        if tensor.is_counter:
-            continue
-        layout = tensor.layout or TensorLayout((size,), (-1,) * len(tensor.shape))
-        for first in (tensor.first, *tensor.other_stages):
-            stages[first // size][name] = layout
+        if not tensor.is_counter:
+            for first in (tensor.first, *(tensor.other_stages if is_shared else ())):
+                stages[first // size][name] = tensor.layout or TensorLayout((size,), (-1,) * len(tensor.shape))
     return Strategy(tuple(stages), weights.name)
 
 
 def strategy_lookup(storage: Storage, given: str | None = None) -> Callable[[str, Candidate], Strategy | None]:
     """Returns a function that maps (root, candidate) to the strategy of the job that saved it, as ``strategy_for``; None if it is
     not known or cannot be read. The function reads each folder once: make a new one when the files may have changed."""
-    @cache
-    def read(path: str) -> Strategy | None:
-        try:
-            return read_strategy(path, storage)
-        except (StrategyError, OSError):
-            return None
+    return partial(_look_up, storage, given, {})
 
-    def strategy_of(root: str, candidate: Candidate) -> Strategy | None:
+
+def _look_up(storage: Storage, given: str | None, known: dict[str, Strategy | None], root: str, candidate: Candidate
+             ) -> Strategy | None:
+    try:
+        path = _find_strategy(CheckpointDir(storage, root), candidate, given)
+    except OSError:
+        return None
+    if path is not None and path not in known:
         try:
-            path = _find_strategy(CheckpointDir(storage, root), candidate, given,
-                                  lambda: identity_of(CheckpointDir(storage, root), candidate))
-        except OSError:
-            return None
-        return None if path is None else read(path)
-    return strategy_of
+            known[path] = read_strategy(path, storage)
+        except (StrategyError, OSError):
+            known[path] = None
+    return None if path is None else known[path]
 
 
 def set_aside(storage: Storage, folder: str, used: Strategy | None = None, identity: Any = None) -> str:

@@ -25,8 +25,9 @@ from mindresume.mindformers import transform_worker
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.mindspore_engine import prepare, rewrite, run, source_strategy
+from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.strategy_store import own_strategy
 from mindresume.tensor_files import read_header, read_tensor
 
 SMALL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.proj.weight": Spec((4, 8), 1, 0, "float16"),
@@ -100,9 +101,9 @@ def test_ranks_are_spread_only_for_ckpt(tmp_path, work):
     assert [job["ranks"] for job in jobs] == [[0, 3], [1], [2]] and {job["kind"] for job in jobs} == {"ranks"}
 
 
-def test_source_strategy(tmp_path):
+def test_the_strategy_of_the_source(tmp_path):
     plan = Plan.parse("dp2tp2pp2opt2", SMALL)
-    assert source_strategy(weights_of(tmp_path / "src", plan)).stages == plan.strategy().stages
+    assert own_strategy(weights_of(tmp_path / "src", plan)).stages == plan.strategy().stages
 
 
 @pytest.mark.parametrize("fmt, dedup, model, kind", [
