@@ -15,8 +15,7 @@ from typing import Any
 from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.engines import Engine
+from mindresume.reshard.direct_engine import Engine, Traffic
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage import posix
 from mindresume.storage.posix import PosixStorage

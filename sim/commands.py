@@ -23,7 +23,7 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import MANIFEST, record_name
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.engines import Engine
+from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.candidates import list_checkpoints, verify_checkpoints

@@ -26,8 +26,7 @@ from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.manifest import FORMATS
 from mindresume.reshard.conversion_plan import PART_BYTES, ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion, Share
-from mindresume.reshard.direct_engine import BUFFERS
-from mindresume.reshard.engines import AUTO, BY_MINDSPORE, DIRECT, ENGINES, Engine, engine_for, tile_for
+from mindresume.reshard.direct_engine import AUTO, BUFFERS, BY_MINDSPORE, DIRECT, ENGINES, Engine, engine_for, tile_for
 from mindresume.reshard.huggingface import read_config
 from mindresume.reshard.huggingface_export import KEEP, orders_in, to_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
@@ -293,7 +292,7 @@ def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
     if request.dry_run or result.finished:
         return replace(result, notes=tuple(notes))
     started = runtime.monotonic()
-    request.progress.expect(plan.tensor_bytes(plan.groups[number] for number in share.groups(plan)))
+    request.progress.expect(plan.tensor_bytes([plan.groups[number] for number in share.groups(plan)]))
     engine.traffic.progress = request.progress.advance
     finished = conversion.run(engine, checks_source=True)
     if not finished:

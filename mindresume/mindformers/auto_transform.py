@@ -32,8 +32,7 @@ from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion, Share
-from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.engines import BY_MINDSPORE, Engine, engine_for
+from mindresume.reshard.direct_engine import BY_MINDSPORE, Engine, Traffic, engine_for
 from mindresume.reshard.geometry import Region, held, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_consolidated, with_world_size
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for

@@ -140,7 +140,11 @@ class CheckpointView:
         holds the tensor. CorruptFileError if the file holds another dtype or shape; LoadError if no holder has the piece."""
         tensor = self.tensors[name]
         asked: dict[int, None] = {}
-        for rank in self._ranks_of(name, cut, tensor.first if first is None else first):
+        start = tensor.first if first is None else first
+        ranks: Iterable[int] = (start + holder for holder in cut.holders)
+        if isinstance(self.storage, ReadCache) and len(cut.holders) > 1:        # copies are alike: no byte is read again
+            ranks = itertools.chain(self._ranks_in_memory(name, cut, start), ranks)
+        for rank in ranks:
             path = self.path_of(rank, name)
             header = self.header(path) if path is not None else None
             entry = header.tensors.get(name) if header else None
@@ -158,17 +162,13 @@ class CheckpointView:
         raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
                         f"{listed([*asked])}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
 
-    def _ranks_of(self, name: str, cut: Cut, start: int) -> Iterable[int]:
-        """Returns the ranks that hold a piece, in the stage that begins with rank ``start``. Copies are alike, so those whose
-        files are in memory (``ReadCache``) come first: no byte is read from disk again."""
-        ranks = (start + holder for holder in cut.holders)
-        if not isinstance(self.storage, ReadCache) or len(cut.holders) < 2:
-            return ranks
+    def _ranks_in_memory(self, name: str, cut: Cut, start: int) -> list[int]:
+        """Returns the ranks of the stage that begins with rank ``start`` that hold a piece in files kept in memory."""
         key = name, cut.piece, start
         if key not in self._kept:
-            self._kept[key] = [rank for rank in ranks
+            self._kept[key] = [rank for rank in (start + holder for holder in cut.holders)
                                if (path := self.path_of(rank, name)) is not None and self.storage.keeps(path)]
-        return itertools.chain(self._kept[key], (start + holder for holder in cut.holders))
+        return self._kept[key]
 
     def entries(self, rank: int) -> dict[str, TensorEntry] | None:
         """Returns all tensors in the files of a rank; None if no file of it is there."""

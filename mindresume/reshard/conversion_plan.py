@@ -121,7 +121,13 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_
     if source.state is not None:
         metadata |= label(run_name(1, fingerprint[:8]), source.state.step)
     strategy = fitted(strategy, source.weights)
-    paths = [f"{folder_name(rank)}/{file_name(source, rank, fmt)}" for rank in range(strategy.world_size if strategy else 1)]
+    name = source.name
+    if name is None and source.state is not None:
+        name = FileName(prefix_of(source), 0, 0, source.state.epoch, source.state.step_in_epoch, fmt)
+    # without a step the name that MindSpore's transform gives
+    names = [f"checkpoint_{rank}.{fmt}" if name is None else str(name._replace(rank=rank, suffix=0, format=fmt))
+             for rank in range(strategy.world_size if strategy else 1)]
+    paths = [f"{folder_name(rank)}/{file}" for rank, file in enumerate(names)]
     files = rank_files(source.weights, strategy, paths, fmt, metadata)
     return _of_ranks(ConversionPlan(source, tuple(files), (), fingerprint, strategy=strategy), 1, ranks_per_group)
 
@@ -181,16 +187,6 @@ def prefix_of(source: OpenCheckpoint) -> str:
     return (file.prefix if file else None) or "checkpoint"
 
 
-def file_name(source: OpenCheckpoint, rank: int, fmt: str) -> str:
-    """Returns the source's file name for another rank; without a step, the name that MindSpore's transform gives
-    (``checkpoint_3.ckpt``)."""
-    if source.name is not None:
-        return str(source.name._replace(rank=rank, suffix=0, format=fmt))
-    if source.state is not None:
-        return str(FileName(prefix_of(source), rank, 0, source.state.epoch, source.state.step_in_epoch, fmt))
-    return f"checkpoint_{rank}.{fmt}"
-
-
 def _fingerprint(source: OpenCheckpoint, *wanted: Any) -> str:
     """Returns a checksum of the identity of the source, of its layouts, and of what is wanted; a strategy counts without the path
     that it was read from."""
@@ -221,8 +217,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     """
     tensors = weights.tensors
     if strategy is None:
-        for name in tensors:
-            check_order(weights, name, None)
+        check_order(weights, dict.fromkeys(tensors))
         return [whole_tensors(tensors)]
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in tensors.items() if name not in named and not tensor.is_counter]
@@ -234,13 +229,14 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     if absent:
         raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
                             f"example {listed(absent, 3)}. Is it the strategy of the same model?")
+    for stage in strategy.stages:
+        check_order(weights, {name: layout for name, layout in stage.items() if name in tensors})
     counters = whole_tensors({name: tensor for name, tensor in tensors.items() if tensor.is_counter})
     found: list[dict[str, Region]] = []
     for rank in range(strategy.world_size):
         held_here = dict(counters)
         for name, layout in strategy.of_rank(rank).items():
             if name in tensors:
-                check_order(weights, name, layout)
                 try:
                     held_here[name] = held(layout, rank % strategy.stage_size, tensors[name].shape)
                 except ValueError as error:
@@ -275,8 +271,7 @@ def consolidated_files(weights: CheckpointView, kind: str, part_bytes: int = PAR
     out; HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError
     if nothing is left, and as ``check_order``."""
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
-    for name in tensors:
-        check_order(weights, name, None)
+    check_order(weights, dict.fromkeys(tensors))
     hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
         name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
     apart = set(hyper)

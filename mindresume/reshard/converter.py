@@ -36,8 +36,9 @@ from mindresume.formatting import listed
 from mindresume.model.manifest import Details, FileRecord, Record, TensorRecord, encode_head, read_head, record_name
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import ConversionPlan
-from mindresume.reshard.engines import Engine, check_source
+from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.geometry import shape_of
+from mindresume.reshard.region_load import check_source
 from mindresume.saving.committer import Committer
 from mindresume.saving.removal_plan import continued
 from mindresume.saving.shard_writer import SaveTarget

@@ -1,4 +1,8 @@
-"""Converts with the direct engine: reads every source byte once and writes every target byte once, in the order of the files.
+"""The two engines of a conversion, which write target files.
+
+``mindspore``: MindSpore transforms into a scratch folder, and the direct engine copies the result into the target files, which
+checks every name, shape and dtype. ``direct``: reads every source byte once and writes every target byte once, in the order of
+the files.
 
     tensors in the order of the target files ─▶ tiles: blocks of one large tensor, or many small ones, of bounded size
     a worker per tile: gather it from the source files ─▶ in turn: hash what was read, hash what will be written ─▶ write it
@@ -9,18 +13,20 @@ Memory: three buffers of ``TILE`` bytes a worker, whatever the size of the model
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128
 
 from mindresume import runtime
-from mindresume.errors import CorruptFileError, SaveError
+from mindresume.errors import ConfigError, CorruptFileError, EngineError, SaveError
+from mindresume.events import Emit, Notice, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
-from mindresume.reshard.conversion_plan import TargetFile, in_order
+from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile, in_order
 from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
 from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
 from mindresume.storage.interface import NewFile, Storage
@@ -30,6 +36,77 @@ from mindresume.tensor_files.header import DTYPES
 TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
 MAX_BLOCKS_IN_TILE = 512          # small tensors
 BUFFERS = 3                 # of TILE bytes, a worker
+MIN_TILE = 64 << 10         # bytes; with less, calls would cost more than data
+AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
+TIMEOUT = 7200.0            # seconds for MindSpore's engine, as long as mindformers waits for it
+
+
+@dataclass
+class Traffic:
+    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and written. Any thread calls
+    ``progress`` with the bytes written since the last call."""
+    read: int = 0
+    verified: int = 0
+    written: int = 0
+    progress: Callable[[int], None] = lambda count: None
+
+
+def engine_for(engine: str, fmt: str) -> str:
+    """Returns the engine that ``auto`` stands for: MindSpore's for ckpt sources, the direct one for safetensors."""
+    return engine if engine != AUTO else BY_MINDSPORE if fmt == "ckpt" else DIRECT
+
+
+def tile_for(memory: int | None, workers: int) -> int:
+    """Returns the size of one buffer in bytes, so that all buffers take at most ``memory`` bytes. ConfigError if that is too
+    little."""
+    if memory is None:
+        return TILE
+    tile = memory // (BUFFERS * workers)
+    if tile < MIN_TILE:
+        raise ConfigError(f"{memory} bytes of memory are too little for {workers} workers: each needs at least "
+                          f"{BUFFERS * MIN_TILE} bytes")
+    return min(tile, TILE)
+
+
+@dataclass
+class Engine:
+    """Writes the files of one conversion.
+
+    Args:
+        name: DIRECT or BY_MINDSPORE.
+        workers: threads of the direct engine, processes of the other one.
+        tile: bytes of a buffer.
+        traffic: is increased by what is read, verified and written.
+        falls_back: what MindSpore cannot convert is converted by the direct engine; ``name`` then says so.
+    """
+    name: str = DIRECT
+    workers: int = 2
+    tile: int = TILE
+    traffic: Traffic = field(default_factory=Traffic)
+    emit: Emit = ignore
+    falls_back: bool = False
+    _rewritten: CheckpointView | None = field(default=None, repr=False)
+
+    def write(self, plan: ConversionPlan, storage: Storage, files: Sequence[TargetFile], scratch: str) -> list[Checksums]:
+        """Writes some files of ``plan``, whose paths are complete, durably. Returns size and checksums of each. Raises
+        EngineError, and the errors of ``transform``."""
+        if self.name == BY_MINDSPORE and self._rewritten is None:
+            self._rewritten = self._rewrite(plan, storage, scratch)
+        return transform(self._rewritten or plan.source.weights, storage, files, self.workers, self.tile, self.traffic)
+
+    def _rewrite(self, plan: ConversionPlan, storage: Storage, scratch: str) -> CheckpointView:
+        """Lets MindSpore convert all tensors into a folder in ``scratch``, and returns them."""
+        from mindresume.reshard.mindspore_engine import rewrite
+        folder = os.path.join(scratch, f"mindspore-{os.getpid()}-{runtime.token_hex(4)}")
+        storage.make_folder(folder)
+        try:
+            return rewrite(plan.source.weights, plan.strategy, folder, workers=self.workers, timeout=TIMEOUT, emit=self.emit)
+        except EngineError as error:
+            if not self.falls_back:
+                raise
+            self.emit(Notice(f"MindSpore's engine cannot convert this, so the direct engine did: {error}"))
+            self.name = DIRECT
+            return plan.source.weights
 
 
 def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, Region]]]:
@@ -47,16 +124,6 @@ def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, R
             used += count + -count % 8              # every block begins aligned
     if tile:
         yield tile
-
-
-@dataclass
-class Traffic:
-    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and written. Any thread calls
-    ``progress`` with the bytes written since the last call."""
-    read: int = 0
-    verified: int = 0
-    written: int = 0
-    progress: Callable[[int], None] = lambda count: None
 
 
 def transform(weights: CheckpointView, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
@@ -155,12 +222,11 @@ class _OutputFile:
         self.file.finish()
 
 
+@dataclass
 class SourceChecksums:
     """Compares the checksums of source tensors whose bytes pass completely and in order; ignores other tensors."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, int], tuple[Any, int]] = {}
-        self.verified = 0
+    verified: int = 0
+    _sums: dict[tuple[str, int], tuple[Any, int]] = field(default_factory=dict)
 
     def hash(self, name: str, place: PieceLocation, start: int, data: memoryview) -> None:
         if place.checksum is None:

@@ -22,7 +22,8 @@ from mindresume.reshard.conversion_plan import model_names
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, elements, held, shape_of, view, whole, within
 from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, gather
-from mindresume.reshard.tensor_checks import check_order
+from mindresume.reshard.tensor_checks import check_order, check_replicas
+from mindresume.reshard.translated_view import TranslatedView
 from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files.header import DTYPES
@@ -97,12 +98,14 @@ def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> di
                         f"tensors. Was the model configuration changed?"
                         + (allow_text(missing) if missing and target.proposes else ""))
     regions: dict[str, Region] = {}
+    cuts: dict[str, TensorLayout | None] = {}
     for name, (shape, _) in target.shapes.items():
         if name in weights.tensors:
             layout, full = target.layouts.get(name, (None, shape))
             stored = weights.tensors[name].shape
             regions[name] = whole(stored) if layout is None or stored != full else held(layout, rank % layout.stage_size, full)
-            check_order(weights, name, layout)
+            cuts[name] = layout
+    check_order(weights, cuts)
     return regions
 
 
@@ -129,6 +132,28 @@ def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = 
     ``read_regions``."""
     regions = {name: whole(weights.tensors[name].shape) for name in names}
     _Reader(weights, regions, traffic or Traffic()).run(workers)
+
+
+def check_source(weights: CheckpointView, traffic: Traffic, number: int = 0, count: int = 1) -> None:
+    """Reads and compares what cannot be compared while it is converted: tensors of several stages, and recorded checksums of
+    tensors that are read in parts. Adds what it reads to ``traffic``, without its progress.
+
+    Args:
+        number: which of ``count`` shares of the tensors; the stages are compared by the first one.
+    Raises:
+        LoadError: copies in two stages differ.
+        CorruptFileError: a byte of the source differs from what was written.
+    """
+    inner = weights.inner if isinstance(weights, TranslatedView) else weights
+    if number == 0:
+        check_replicas(inner, read=True)
+    if isinstance(weights, TranslatedView):
+        recorded = [name for name in weights.composed_sources() if any(
+            inner.locate(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
+        checked = Traffic()
+        check_tensors(inner, recorded[number::count], traffic=checked)
+        traffic.read += checked.read
+        traffic.verified += checked.verified
 
 
 class _Buffers(runtime.ThreadLocal):

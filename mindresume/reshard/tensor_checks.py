@@ -1,7 +1,7 @@
 """Checks what must hold of tensors before they are taken from a checkpoint: none is missing, the order of their elements does not
 depend on how they are cut, and copies in several pipeline stages are alike.
 
-    check_order(weights, name, layout)      # refuses another number of pieces if the meaning of the elements depends on it
+    check_order(weights, {name: layout})    # refuses another number of pieces if the meaning of the elements depends on it
     check_replicas(weights)                 # by the recorded checksums; tensors without are not compared
     check_replicas(weights, read=True)      # tensors without a recorded checksum are read
 
@@ -16,6 +16,7 @@ optimizer shard cuts: so that one tells.
 """
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 
@@ -60,29 +61,28 @@ def pieces_of(layout: TensorLayout | None) -> int:
     return math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes()[0]) if layout is not None and layout.axes() else 1
 
 
-def check_order(weights: CheckpointView, name: str, wanted: TensorLayout | None) -> None:
-    """Compares how a tensor is cut in a checkpoint and where it shall be loaded or written.
+def check_order(weights: CheckpointView, wanted: Mapping[str, TensorLayout | None]) -> None:
+    """Compares how tensors are cut in a checkpoint and where they shall be loaded or written.
 
     Args:
         weights: the checkpoint. Without a key in its ``arrangement`` nothing is known, and nothing refused.
-        name: of the tensor; optimizer states contain that of their parameter.
+        wanted: {name: layout there}; names of optimizer states contain that of their parameter.
     Raises:
         ConfigError: The numbers of pieces differ, or are unknown, and the order of the elements depends on them.
     """
-    for part, key, contiguous, behind in _CONTIGUOUS:
-        if f".{part}." not in name or weights.arrangement.get(key) is not contiguous:
+    for name, (part, key, contiguous, behind) in itertools.product(wanted, _CONTIGUOUS):
+        if weights.arrangement.get(key) is not contiguous or f".{part}." not in name:
             continue
-        layout = weights.tensors[name].layout
-        stored = _pieces_by(weights, name, part, behind)
-        if stored == pieces_of(wanted):
+        stored, pieces = _pieces_by(weights, name, part, behind), pieces_of(wanted[name])
+        if stored == pieces:
             continue
         reason = (f"{weights.name}: {name} was trained with {key}: {contiguous}, so the order of its elements depends on "
                   f"tensor parallelism. ")
         if stored is None:
-            raise ConfigError(f"{reason}It has {pieces_of(layout)} pieces there, optimizer shards perhaps among them: "
-                              f"metadata.json does not tell, and no {behind} beside it does. Only mindformers alone can "
-                              f"continue that job")
-        raise ConfigError(f"{reason}It is cut into {stored} there and cannot be cut into {pieces_of(wanted)}: keep the tensor "
+            raise ConfigError(f"{reason}It has {pieces_of(weights.tensors[name].layout)} pieces there, optimizer shards perhaps "
+                              f"among them: metadata.json does not tell, and no {behind} beside it does. Only mindformers alone "
+                              f"can continue that job")
+        raise ConfigError(f"{reason}It is cut into {stored} there and cannot be cut into {pieces}: keep the tensor "
                           f"parallelism of that job")
 
 

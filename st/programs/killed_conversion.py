@@ -13,7 +13,7 @@ from pathlib import Path
 
 def main() -> None:
     from mindresume import cli
-    from mindresume.reshard.engines import Engine
+    from mindresume.reshard.direct_engine import Engine
     write = Engine.write
 
     def die_before_they_are_marked(self, *arguments):

@@ -13,7 +13,7 @@ import mindresume
 from mindresume.api import conversion
 from mindresume.errors import ConfigError, OutOfSpaceError, ProcessLostError, SaveError
 from mindresume.reshard import converter
-from mindresume.reshard.engines import Engine
+from mindresume.reshard.direct_engine import Engine
 from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.posix import PosixStorage
 

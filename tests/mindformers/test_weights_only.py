@@ -22,7 +22,7 @@ from mindresume.mindformers import adapter, graph_load, job_start, patches, trai
 from mindresume.mindformers.load_request import EVALUATE, PREDICT, TRAIN, LoadRequest, request_of_weights  # noqa: E402
 from mindresume.reshard.conversion_plan import to_consolidated, to_iteration  # noqa: E402
 from mindresume.reshard.converter import Conversion  # noqa: E402
-from mindresume.reshard.engines import Engine  # noqa: E402
+from mindresume.reshard.direct_engine import Engine  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.reshard.strategy_store import own_strategy  # noqa: E402
 from mindresume.resume import job_selection  # noqa: E402

@@ -27,7 +27,7 @@ from mindresume.formats.rank_folders import META
 from mindresume.reshard import converter as module
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import LOCK, Conversion, Share, remove_tree
-from mindresume.reshard.engines import Engine
+from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 
 TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}

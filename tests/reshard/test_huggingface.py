@@ -22,8 +22,7 @@ from mindresume.reshard import range_reader, region_load
 from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.engines import Engine, check_source
+from mindresume.reshard.direct_engine import Engine, Traffic
 from mindresume.reshard.geometry import held, slices_of, whole
 from mindresume.reshard.huggingface import (
     NetworkModel,
@@ -38,7 +37,7 @@ from mindresume.reshard.huggingface import (
 from mindresume.reshard.huggingface_export import to_huggingface
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import cast
-from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
+from mindresume.reshard.region_load import LoadTarget, check_source, read_regions, wanted_regions
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 

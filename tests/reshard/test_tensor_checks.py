@@ -86,23 +86,23 @@ def view(arrangement, layout):
 
 def test_each_tensor_has_its_key():
     one, two = Plan.parse("dp2tp1", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
-    check_order(view({MLP_KEY: False}, one), QKV, two)
-    check_order(view({ATTENTION_KEY: True}, one), FC1, two)
-    check_order(view(CONTIGUOUS, one), "decoder.layers.0.mlp.linear_fc2.weight", two)
+    check_order(view({MLP_KEY: False}, one), {QKV: two})
+    check_order(view({ATTENTION_KEY: True}, one), {FC1: two})
+    check_order(view(CONTIGUOUS, one), {"decoder.layers.0.mlp.linear_fc2.weight": two})
     for name in (QKV, FC1, f"adam_v.{QKV}"):
         with pytest.raises(ConfigError):
-            check_order(view(CONTIGUOUS, one), name, two)
-        check_order(view(CONTIGUOUS, two), name, two)
+            check_order(view(CONTIGUOUS, one), {name: two})
+        check_order(view(CONTIGUOUS, two), {name: two})
 
 
 def test_an_optimizer_shard_is_no_tensor_parallelism_and_an_unknown_one_is_not_guessed():
     """dp2 with optimizer shards and tp2 give each rank the same rows, and are another function."""
     sharded, two = Plan.parse("dp2tp1opt2", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
     four, whole = Plan.parse("dp2tp2opt2", MODEL).layouts(0)[QKV], Plan.parse("dp2tp1", MODEL).layouts(0)[QKV]
-    check_order(view(CONTIGUOUS, sharded), QKV, whole)
-    check_order(view(CONTIGUOUS, four), QKV, two)
+    check_order(view(CONTIGUOUS, sharded), {QKV: whole})
+    check_order(view(CONTIGUOUS, four), {QKV: two})
     with pytest.raises(ConfigError, match="cut into 1 there"):
-        check_order(view(CONTIGUOUS, sharded), QKV, two)
+        check_order(view(CONTIGUOUS, sharded), {QKV: two})
 
 
 PROJ, FC2 = "decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.0.mlp.linear_fc2.weight"
@@ -130,10 +130,10 @@ def test_the_tensor_behind_tells_optimizer_shards_from_tensor_parallelism(stored
     """dp2 with optimizer shards, saved by mindformers alone, and tp2 give each rank the same rows, and are another function."""
     weights = folded(stored, split=split)
     for plan in right:
-        check_order(weights, name, Plan.parse(plan, BEHIND).layouts(0)[name])
+        check_order(weights, {name: Plan.parse(plan, BEHIND).layouts(0)[name]})
     for plan in wrong:
         with pytest.raises(ConfigError, match="keep the tensor parallelism of that job"):
-            check_order(weights, name, Plan.parse(plan, BEHIND).layouts(0)[name])
+            check_order(weights, {name: Plan.parse(plan, BEHIND).layouts(0)[name]})
 
 
 def test_a_checkpoint_of_mindformers_alone(tmp_path):
@@ -142,19 +142,19 @@ def test_a_checkpoint_of_mindformers_alone(tmp_path):
     weights.arrangement = CONTIGUOUS
     assert not weights.split
     for name in (name for name in weights.tensors if QKV in name or FC1 in name):
-        check_order(weights, name, TensorLayout((2, 2), (0, -1), -1))
-        check_order(weights, name, TensorLayout((1, 2), (0, -1)))
+        check_order(weights, {name: TensorLayout((2, 2), (0, -1), -1)})
+        check_order(weights, {name: TensorLayout((1, 2), (0, -1))})
         for other in (TensorLayout((1, 4), (0, -1)), TensorLayout((4, 1), (0, -1), -1), None):
             with pytest.raises(ConfigError, match="cut into 2 there"):
-                check_order(weights, name, other)
+                check_order(weights, {name: other})
 
 
 def test_what_no_tensor_tells_is_not_guessed():
     for plan in ("dp2tp1opt2", "dp1tp2"):
         for wanted in ("dp2tp1opt2", "dp1tp2", "dp1tp1"):
             with pytest.raises(ConfigError, match="metadata.json does not tell, and no linear_proj beside it does"):
-                check_order(folded(plan, leave_out=[PROJ]), QKV, Plan.parse(wanted, BEHIND).layouts(0)[QKV])
-    check_order(folded("dp2tp1", leave_out=[PROJ]), QKV, None)              # nothing is cut
+                check_order(folded(plan, leave_out=[PROJ]), {QKV: Plan.parse(wanted, BEHIND).layouts(0)[QKV]})
+    check_order(folded("dp2tp1", leave_out=[PROJ]), {QKV: None})              # nothing is cut
 
 
 def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):

@@ -8,8 +8,7 @@ from reshard.plans import COUNTERS, Plan, Spec, random_tensors, recorded, shard_
 from mindresume.errors import ConfigError
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion, Share
-from mindresume.reshard.direct_engine import BUFFERS, TILE, Traffic
-from mindresume.reshard.engines import ENGINES, MIN_TILE, Engine, engine_for, tile_for
+from mindresume.reshard.direct_engine import BUFFERS, ENGINES, MIN_TILE, TILE, Engine, Traffic, engine_for, tile_for
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.tensor_files import file_checksum
 
