@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mindresume.errors import ConfigError, CorruptFileError
@@ -112,7 +113,7 @@ def _read(directory: CheckpointDir, files: list[str], index: _Index | None, kind
                           f"move those of one format to another folder")
     files = sorted(files, key=lambda file: (file == HYPER, file))
     records = [FileRecord(file, os.path.splitext(file)[1].removeprefix(".")) for file in files]
-    headers = dict(zip(files, parallel(directory.storage, lambda record: header_of(directory, record), records), strict=True))
+    headers = dict(zip(files, parallel(directory.storage, partial(header_of, directory), records), strict=True))
     found: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:

@@ -46,8 +46,8 @@ class Latent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
-    """The dimensions and weight orders of a model.
+class Dimensions:
+    """The sizes of a model.
 
     Attributes:
         kind: ``model_type``, a key of FAMILIES.
@@ -64,12 +64,6 @@ class Model:
         dense_layers: in a model with experts, the first layers that have none.
         predictions: next-token-prediction layers.
         latent: sizes of latent attention; None: attention is grouped.
-        tied: lm_head is the embedding.
-        attention: order of linear_qkv in grouped attention, one of ORDERS.
-        mlp: order of linear_fc1, one of ORDERS.
-        concatenated: whether latent projections are concatenated (``mla_qkv_concat``).
-        block: rows and columns of one scale of fp8 weights; None: ``config.json`` has no ``quantization_config``.
-        source: where the dimensions come from, for messages.
     """
     kind: str
     layers: int
@@ -85,12 +79,6 @@ class Model:
     dense_layers: int = 0
     predictions: int = 0
     latent: Latent | None = None
-    tied: bool = False
-    attention: str = INTERLEAVED
-    mlp: str = INTERLEAVED
-    concatenated: bool = False
-    block: tuple[int, int] | None = None
-    source: str = CONFIG
 
     @property
     def family(self) -> Family:
@@ -109,6 +97,26 @@ class Model:
             found |= zip(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), self.latent,
                          strict=True)
         return found
+
+
+@dataclass(frozen=True)
+class Model(Dimensions):
+    """The dimensions of a model, and the orders of its weights.
+
+    Attributes:
+        tied: lm_head is the embedding.
+        attention: order of linear_qkv in grouped attention, one of ORDERS.
+        mlp: order of linear_fc1, one of ORDERS.
+        concatenated: whether latent projections are concatenated (``mla_qkv_concat``).
+        block: rows and columns of one scale of fp8 weights; None: ``config.json`` has no ``quantization_config``.
+        source: where the dimensions come from, for messages.
+    """
+    tied: bool = False
+    attention: str = INTERLEAVED
+    mlp: str = INTERLEAVED
+    concatenated: bool = False
+    block: tuple[int, int] | None = None
+    source: str = CONFIG
 
     @property
     def features(self) -> frozenset[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mindresume.formats import huggingface_families as tables
 from mindresume.formats.huggingface import HEAD, HF_EMBEDDING, HF_HEAD, Model
-from mindresume.formats.huggingface_families import ALTERNATING, BY_GROUP, PER_EXPERT, SAME, STACKED, Row
+from mindresume.formats.huggingface_families import ALTERNATING, BY_GROUP, PER_EXPERT, Row
 
 _OPERATIONS = ("RenameConvertOp", "QKVConvertOp", "ConcatConvertOp", "ExpertsConvertOp")     # of mindformers, in the rules
 
@@ -82,11 +82,38 @@ def copies(model: Model) -> dict[str, str]:
 
 
 def _rule(row: Row, hf: str, model: Model, dimensions: Mapping[str, int]) -> Rule:
+    """Composes a parameter of its sources, in the order of its row."""
     sources = [_Tensor(hf + source.name, tuple(_size(text, dimensions) for text in source.shape),
                        _text(source.shape[0], dimensions)) for source in row.sources]
-    columns = "".join(f", by {_text(text, dimensions)}" for text in row.sources[0].shape[1:])
-    shape, blocks, formula = _ORDERS[row.order](sources, model)
-    return Rule(shape, tuple(blocks), formula + columns, row.float32)
+    (_, first, factors), count, blocks = sources[0], len(sources), []
+    shape: tuple[int, ...]
+    if row.order == ALTERNATING:
+        shape = count * first[0], first[1]
+        formula = f"{count} x {factors} = {shape[0]}"
+        blocks = [Block((range(i, shape[0], count), range(shape[1])), source.name, _whole(source.shape))
+                  for i, source in enumerate(sources)]
+    elif row.order == PER_EXPERT:
+        columns, rows = first
+        shape = model.experts * rows, count * columns
+        formula = f"{model.experts} experts x {rows} rows, {count} x {columns} columns, of {factors}"
+        blocks = [Block((range(e * rows, (e + 1) * rows), range(i * columns, (i + 1) * columns)), source.name.format(e),
+                        _whole(source.shape), True) for e in range(model.experts) for i, source in enumerate(sources)]
+    else:                                               # rows after each other: of each group, or all of each source
+        groups, at, others = model.groups if row.order == BY_GROUP else 1, 0, _whole(first[1:])
+        for group in range(groups):
+            for source in sources:
+                rows = source.shape[0] // groups
+                blocks.append(Block((range(at, at + rows), *others), source.name,
+                                    (range(group * rows, (group + 1) * rows), *others)))
+                at += rows
+        shape = at, *first[1:]
+        formula = " + ".join(source.rows for source in sources) + (f" = {at}" if count > 1 else "")
+    return Rule(shape, tuple(blocks), formula + "".join(f", by {_text(text, dimensions)}" for text in row.sources[0].shape[1:]),
+                row.float32)
+
+
+def _whole(shape: tuple[int, ...]) -> Part:
+    return tuple(range(size) for size in shape)
 
 
 def _size(text: str, dimensions: Mapping[str, int]) -> int:
@@ -98,52 +125,6 @@ def _size(text: str, dimensions: Mapping[str, int]) -> int:
 def _text(text: str, dimensions: Mapping[str, int]) -> str:
     """Returns the same with the numbers after their names."""
     return re.sub(r"\w\w+", lambda found: f"{found[0]} {dimensions[found[0]]}", text)
-
-
-_Composed = tuple[tuple[int, ...], list[Block], str]        # shape, blocks, factors of the first dimension
-
-
-def _all(shape: tuple[int, ...]) -> Part:
-    return tuple(range(size) for size in shape)
-
-
-def _stacked(sources: list[_Tensor], model: Model) -> _Composed:
-    return _pieces(sources, [(source, 0, source.shape[0]) for source in sources])
-
-
-def _by_group(sources: list[_Tensor], model: Model) -> _Composed:
-    return _pieces(sources, [(source, group * (source.shape[0] // model.groups), source.shape[0] // model.groups)
-                             for group in range(model.groups) for source in sources])
-
-
-def _pieces(sources: list[_Tensor], pieces: list[tuple[_Tensor, int, int]]) -> _Composed:
-    """Puts rows after each other. ``pieces``: (tensor, first row, number of rows)."""
-    row, blocks, others = 0, [], _all(sources[0].shape[1:])
-    for source, first, rows in pieces:
-        blocks.append(Block((range(row, row + rows), *others), source.name, (range(first, first + rows), *others)))
-        row += rows
-    formula = " + ".join(source.rows for source in sources)
-    return (row, *sources[0].shape[1:]), blocks, f"{formula} = {row}" if len(sources) > 1 else formula
-
-
-def _alternating(sources: list[_Tensor], model: Model) -> _Composed:
-    rows, columns = sources[0].shape
-    total = len(sources) * rows
-    blocks = [Block((range(i, total, len(sources)), range(columns)), source.name, _all(source.shape))
-              for i, source in enumerate(sources)]
-    return (total, columns), blocks, f"{len(sources)} x {sources[0].rows} = {total}"
-
-
-def _per_expert(sources: list[_Tensor], model: Model) -> _Composed:
-    columns, rows = sources[0].shape
-    blocks = [Block((range(e * rows, (e + 1) * rows), range(i * columns, (i + 1) * columns)), source.name.format(e),
-                    _all(source.shape), True) for e in range(model.experts) for i, source in enumerate(sources)]
-    shape = model.experts * rows, len(sources) * columns
-    return shape, blocks, f"{model.experts} experts x {rows} rows, {len(sources)} x {columns} columns, of {sources[0].rows}"
-
-
-_ORDERS: Mapping[str, Callable[[list[_Tensor], Model], _Composed]] = {
-    SAME: _stacked, STACKED: _stacked, ALTERNATING: _alternating, BY_GROUP: _by_group, PER_EXPERT: _per_expert}
 
 
 def shapes(known: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,6 @@
      "storage_data": {"('name', (ordinal,))": [{"file_name", "storage_rank", "rank_group"}, one for each file with the slice]}}
 
 ``global_offset`` is an ordinal (``model.layout``). mindformers 1.8.0 writes no ``rank_group``; 2.1.0 may write null as layout.
-Opens no file.
 
 The file has no version. Additional keys of a later version are ignored; a required key that it lacks or changes is refused by
 name.
@@ -43,9 +42,7 @@ MAX_VALUES = 1 << 27                   # and of keys: it describes each slice of
 _DTYPES = {name.replace("_", ""): name for name in DTYPES}
 _ALIASES = "abcdefghijklmnopqrstuvwxyz"
 _FILE = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+\.safetensors")
-
 _KEY = re.compile(r"\((?P<name>(?P<quote>['\"]).*(?P=quote)), \((?P<number>0|[1-9][0-9]{0,5}),\)\)", re.DOTALL)
-
 _MAX_KEY = 1 << 16                     # characters
 
 

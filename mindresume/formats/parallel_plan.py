@@ -150,18 +150,17 @@ def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int
                           f"{plan.pp} pipeline stages; take a smaller pp, or {_GIVE}")
     known = {stage for _, _, held in tensors.values() for stage in held}
     first, last = (min(known), max(known)) if len(known) > 1 else (None, None)
-
-    def place(name: str) -> tuple[int, ...]:
-        held, layer = tensors[name][2], layers[name]
+    places: dict[str, tuple[int, ...]] = {}
+    for name, (_, _, held) in tensors.items():
+        layer = layers[name]
         if len(held) > 1:
-            return _shared(plan, name, held, layer is not None, stages)
-        if layer is not None:
-            return (layer * plan.pp // count,)
-        if held and held[0] in (first, last):
-            return (0,) if held[0] == first else (plan.pp - 1,)
-        return (0,) if _is_first(name) else (plan.pp - 1,)
-
-    return {name: place(name) for name in tensors}
+            places[name] = _shared(plan, name, held, layer is not None, stages)
+        elif layer is not None:
+            places[name] = (layer * plan.pp // count,)
+        else:
+            is_first = held[0] == first if held and held[0] in (first, last) else _is_first(name)
+            places[name] = (0,) if is_first else (plan.pp - 1,)
+    return places
 
 
 def _shared(plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool, stages: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 from mindresume.errors import MissingCheckpointError
 from mindresume.formats import Candidate, CheckpointDir, Scan, unlisted_candidate
@@ -70,10 +71,8 @@ def scan(directory: CheckpointDir) -> Scan:
     except OSError as error:
         attempted, hidden = None, [unlisted_candidate(error, FOLDER)]
     ours, known, notes = scan_records(directory, find_attempts(directory, attempted or [], top), brief=True)
-    in_ranks, first = scan_rank_folders(directory, top, attempted, [c for c in ours if not c.iteration_dir],
-                                                     known)
-    in_iterations, second = scan_iterations(directory, top, attempted or [],
-                                                         [c for c in ours if c.iteration_dir])
+    in_ranks, first = scan_rank_folders(directory, top, attempted, [c for c in ours if not c.iteration_dir], known)
+    in_iterations, second = scan_iterations(directory, top, attempted or [], [c for c in ours if c.iteration_dir])
     expected, source = expected_ranks(directory, top)
     found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
     return Scan(directory, tuple(hidden + found[0] + found[1]), tuple(notes + first + second), status is not None,
@@ -82,7 +81,7 @@ def scan(directory: CheckpointDir) -> Scan:
 
 def _newest(candidates: list[Candidate]) -> tuple[float, ...]:
     """Returns (run, step) of the newest candidate: the part of the order that both formats share."""
-    newest = max((candidate for candidate in candidates if candidate.problem is None), key=lambda c: c.order, default=None)
+    newest = max((candidate for candidate in candidates if candidate.problem is None), key=attrgetter("order"), default=None)
     return (newest.order[0], newest.step or 0) if newest else ()
 
 
@@ -198,26 +197,22 @@ def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool)
 
 def _unexpected_names(storage: Storage, path: str) -> list[str]:
     """Returns the names, relative to ``path``, that neither first starts nor saves that never completed leave there."""
-    names = storage.list(path)
-    inner = os.path.join(path, CHECKPOINT)
-    saves = FOLDER in names and not _only_probes(storage, os.path.join(path, FOLDER))
-    if saves or CHECKPOINT in names and _is_folder(storage, inner) and not _unexpected_names(storage, inner):
-        return []                               # a job saves here, so anything else may lie beside it
+    names, inner = storage.list(path), os.path.join(path, CHECKPOINT)
+    saved = storage.list(os.path.join(path, FOLDER)) if FOLDER in names else None
+    # A job saves here, so anything else may lie beside it. Only probes were left by one that was killed before it knew whether it
+    # may save here.
+    if saved is not None and not (saved and all(map(is_probe, saved))):
+        return []
+    if CHECKPOINT in names and _is_folder(storage, inner) and not _unexpected_names(storage, inner):
+        return []
     ranks = [name for name in names if folder_rank(name) is not None]
     unexpected = [name for name in names if name not in ranks and name not in (TRACKER, CHECKPOINT) and not _is_system(name)
                   and not _OF_A_JOB.fullmatch(name) and parse_iteration(name) is None]
     if CHECKPOINT in names:
         unexpected.append(CHECKPOINT)
-    listings = parallel(storage, lambda name: storage.list(os.path.join(path, name)), ranks)
+    listings = parallel(storage, storage.list, [os.path.join(path, name) for name in ranks])
     return unexpected + [f"{folder}/{name}" for folder, content in zip(ranks, listings, strict=True) for name in content
                          if not _is_system(name) and name != META and not _UNFINISHED.fullmatch(name)]
-
-
-def _only_probes(storage: Storage, records: str) -> bool:
-    """Returns whether a folder of records holds only probes, left by a job that was killed before it knew whether it may save
-    there."""
-    names = storage.list(records)
-    return bool(names) and all(map(is_probe, names))
 
 
 def _is_checkpoint(storage: Storage, path: str) -> bool:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mindresume.errors import StrategyError
@@ -94,14 +95,16 @@ class Strategy:
         """Returns the strategy with its layouts adapted to the given numbers of dimensions. A file has ``[1, 0]`` both for a
         matrix and for a vector sharded by two axes, and no dimensions at all if a stage is one rank. Raises StrategyError if a
         layout does not fit."""
-        known: dict[tuple[TensorLayout, int], TensorLayout] = {}
-
-        def fit(name: str, layout: TensorLayout) -> TensorLayout:
-            count, cuts = dimensions.get(name, len(layout.tensor_map)), layout.tensor_map
-            if count == len(cuts):
-                return layout
-            if (layout, count) not in known:
+        fitted: dict[tuple[TensorLayout, int], TensorLayout] = {}
+        for stage in self.stages:
+            for name, layout in stage.items():
+                count, cuts = dimensions.get(name, len(layout.tensor_map)), layout.tensor_map
+                if (layout, count) in fitted:
+                    continue
                 axes = tuple(axis for axis in cuts if isinstance(axis, int))
+                if count == len(cuts):
+                    fitted[layout, count] = layout
+                    continue
                 if count == 1 and cuts and len(axes) == len(cuts):
                     cuts = (axes,)
                 elif not cuts and layout.stage_size == 1:
@@ -109,10 +112,9 @@ class Strategy:
                 else:
                     raise StrategyError(f"{self._where}parameter {name} has {count} dimensions, the strategy has "
                                         f"{len(cuts)}: {layout}; does it belong to this model?")
-                known[layout, count] = TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards).normalized()
-            return known[layout, count]
-
-        return Strategy(tuple({name: fit(name, layout) for name, layout in stage.items()} for stage in self.stages), self.source)
+                fitted[layout, count] = TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards).normalized()
+        return Strategy(tuple({name: fitted[layout, dimensions.get(name, len(layout.tensor_map))]
+                               for name, layout in stage.items()} for stage in self.stages), self.source)
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON value that ``from_json`` reads; it contains each distinct layout once."""
@@ -172,16 +174,12 @@ def _rank_of(name: str) -> re.Match[str] | None:
 
 def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> Strategy:
     """Reads the files of ranks. ``files``: (rank, name). Parses files with the same bytes once."""
-    contents: dict[bytes, bytes] = {}           # one object for all ranks with the same bytes
     parsed: dict[int, Mapping[int, Layouts]] = {}
-
-    def load(name: str) -> bytes:
-        content = _content(storage, os.path.join(folder, name))
-        return contents.setdefault(content, content)
-
     first: dict[int, tuple[str, Layouts]] = {}
     held: dict[int, tuple[str, int]] = {}
-    for (rank, name), content in zip(files, parallel(storage, load, [name for _, name in files]), strict=True):
+    paths = [os.path.join(folder, name) for _, name in files]
+    contents = parallel(storage, partial(_content, storage, known={}), paths)
+    for (rank, name), content in zip(files, contents, strict=True):
         if id(content) not in parsed:
             parsed[id(content)] = decode_strategy(content, os.path.join(folder, name))
         if len(parsed[id(content)]) != 1:
@@ -217,12 +215,14 @@ def _complete(stages: Mapping[int, Layouts], source: str) -> Strategy:
     return Strategy(tuple(stages[stage] for stage in range(len(stages))), source)
 
 
-def _content(storage: Storage, path: str) -> bytes:
-    """Reads a strategy file. Raises StrategyError if it is too large to be one."""
+def _content(storage: Storage, path: str, known: dict[bytes, bytes] | None = None) -> bytes:
+    """Reads a strategy file. Raises StrategyError if it is too large to be one. ``known``: keeps one object for all files with
+    the same bytes."""
     found = storage.status(path)
     if found is not None and found.size > MAX_BYTES:
         raise StrategyError(f"{path}: {found.size} bytes, expected a strategy file of at most {MAX_BYTES}")
-    return read_bytes(storage, path, MAX_BYTES)
+    content = read_bytes(storage, path, MAX_BYTES)
+    return content if known is None else known.setdefault(content, content)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -261,9 +261,15 @@ def decode_strategy(content: bytes, path: str) -> Mapping[int, Layouts]:
     try:
         if not content:
             raise ValueError("it is empty; a failed compile leaves such a file")
-        stage, items = (_json_items if path.endswith(".json") else _protobuf_items)(content)
+        is_json = path.endswith(".json")
+        stage, rows = _json_rows(content) if is_json else _protobuf_rows(content)
         layouts: dict[str, TensorLayout] = {}
-        for name, layout in items:
+        known: dict[bytes, TensorLayout] = {}           # a model has thousands of parameters but few layouts
+        for name, row in rows:
+            try:
+                layout = _json_layout(row) if is_json else known.get(row) or known.setdefault(row, _protobuf_layout(row))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"parameter {name!r}"[:300] + f": {_reason(error)}"[:500]) from error
             if layouts.setdefault(name, layout) != layout:
                 raise ValueError(f"parameter {name!r}"[:200] + f" occurs twice, as {layouts[name]} and as {layout}")
         if not layouts:
@@ -301,20 +307,18 @@ def _layout(matrix: list[Any], cuts: list[Any], step: Any, size: Any, uneven: bo
     return layout.normalized()
 
 
-Items = tuple[int, Iterator[tuple[str, TensorLayout]]]         # stage, (name, layout) of each parameter
-
-
-def _json_items(content: bytes) -> Items:
+def _json_rows(content: bytes) -> tuple[int, Iterable[tuple[str, Any]]]:
+    """Returns the stage, and of each parameter the name and what describes its layout."""
     value = parse_json(content, pairs=_unique)
     operators = value.get("parallel_strategy_item")
     if not operators:
         raise ValueError("it has no strategy items (parallel_strategy_item); a failed compile leaves such a file")
-    stage = _stage(next(iter(operators.values()))["stage"])
+    return _stage(next(iter(operators.values()))["stage"]), (value.get("parallel_layout_item") or {}).items()
 
-    def layout(row: Mapping[str, Any]) -> TensorLayout:
-        uneven = any(row.get(key) for key in ("field", "param_split_shape", "indices_offset"))
-        return _layout(row["dev_matrix"], row["tensor_map"], row["opt_weight_shard_step"], row["opt_weight_shard_size"], uneven)
-    return stage, ((name, _named(name, layout, row)) for name, row in (value.get("parallel_layout_item") or {}).items())
+
+def _json_layout(row: Mapping[str, Any]) -> TensorLayout:
+    uneven = any(row.get(key) for key in ("field", "param_split_shape", "indices_offset"))
+    return _layout(row["dev_matrix"], row["tensor_map"], row["opt_weight_shard_step"], row["opt_weight_shard_size"], uneven)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -326,38 +330,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique(list(found.items()))
 
 
-def _protobuf_items(content: bytes) -> Items:
+def _protobuf_rows(content: bytes) -> tuple[int, Iterable[tuple[str, Any]]]:
+    """Works like ``_json_rows``."""
     top = _message(content, {2, 3})
     if not top[2]:
         raise ValueError("it has no strategy items (parallel_strategy_item); a failed compile leaves such a file")
     stage = _stage(_one(_message(_one(_message(top[2][0], {2}), 2), {1}), 1, int))
-    known: dict[bytes, TensorLayout] = {}               # a model has thousands of parameters but few layouts
-
-    def layout(body: bytes) -> TensorLayout:
-        if body not in known:
-            row = _message(body, {1, 2, 3, 4, 5, 6, 7})
-            if not 1 <= len(row[2]) <= MAX_AXES:
-                raise ValueError(f"{len(row[2])} tensor maps, expected one, or one for each of up to {MAX_AXES} dimensions")
-            maps = [_numbers(part) for part in row[2]]
-            # One message for all dimensions; or one for each, if several axes shard one of them.
-            cuts = maps[0] if len(maps) == 1 else [axes for axes in maps if axes]
-            uneven = any(_numbers(part) for part in row[3] + row[4]) or _one(row, 5, int) != 0
-            known[body] = _layout(_numbers(_one(row, 1)), cuts, _one(row, 6, int), _one(row, 7, int), uneven)
-        return known[body]
-
-    def items() -> Iterator[tuple[str, TensorLayout]]:
-        for item in top[3]:
-            row = _message(item, {1, 2})
-            name = _one(row, 1).decode()
-            yield name, _named(name, layout, _one(row, 2))
-    return stage, items()
+    return stage, ((_one(row, 1).decode(), _one(row, 2)) for row in (_message(item, {1, 2}) for item in top[3]))
 
 
-def _named(name: str, function: Callable[[Any], TensorLayout], row: Any) -> TensorLayout:
-    try:
-        return function(row)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"parameter {name!r}"[:300] + f": {_reason(error)}"[:500]) from error
+def _protobuf_layout(body: bytes) -> TensorLayout:
+    row = _message(body, {1, 2, 3, 4, 5, 6, 7})
+    if not 1 <= len(row[2]) <= MAX_AXES:
+        raise ValueError(f"{len(row[2])} tensor maps, expected one, or one for each of up to {MAX_AXES} dimensions")
+    maps = [_numbers(part) for part in row[2]]
+    # One message for all dimensions; or one for each, if several axes shard one of them.
+    cuts = maps[0] if len(maps) == 1 else [axes for axes in maps if axes]
+    uneven = any(_numbers(part) for part in row[3] + row[4]) or _one(row, 5, int) != 0
+    return _layout(_numbers(_one(row, 1)), cuts, _one(row, 6, int), _one(row, 7, int), uneven)
 
 
 def _stage(value: Any) -> int:
