@@ -46,8 +46,8 @@ Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class ConversionResult(Result):
-    """Describes what was converted, or would be.
+class PlannedConversion(Result):
+    """Describes what a conversion writes, and what that costs.
 
     Attributes:
         source: Path, step and number of ranks of the source.
@@ -62,14 +62,6 @@ class ConversionResult(Result):
         bytes_to_write: Bytes of the target's tensors.
         over_read: ``bytes_to_read / bytes_needed``.
         memory_bytes: Most memory for buffers.
-        dry_run: Whether nothing was written because that was requested.
-        finished: Whether the complete target exists; it may have existed before.
-        bytes_read: Bytes of tensors that this call read; 0 if the target existed.
-        bytes_written: Bytes of tensors that this call wrote.
-        bytes_verified: How many of ``bytes_read`` were compared with recorded checksums.
-        seconds: Duration; None if nothing was done.
-        refused: Newer checkpoints of the source that could not be used.
-        notes: What was assumed, ignored or done, as sentences.
     """
     source: str
     target: str
@@ -83,6 +75,22 @@ class ConversionResult(Result):
     bytes_to_write: int
     over_read: float
     memory_bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionResult(PlannedConversion):
+    """Describes what was converted, or would be: the plan with its attributes, and what was done.
+
+    Attributes:
+        dry_run: Whether nothing was written because that was requested.
+        finished: Whether the complete target exists; it may have existed before.
+        bytes_read: Bytes of tensors that this call read; 0 if the target existed.
+        bytes_written: Bytes of tensors that this call wrote.
+        bytes_verified: How many of ``bytes_read`` were compared with recorded checksums.
+        seconds: Duration; None if nothing was done.
+        refused: Newer checkpoints of the source that could not be used.
+        notes: What was assumed, ignored or done, as sentences.
+    """
     dry_run: bool
     finished: bool
     bytes_read: int = 0

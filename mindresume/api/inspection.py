@@ -34,8 +34,8 @@ class DtypeTotal(Result):
 
 
 @dataclass(frozen=True)
-class Inspection(Result):
-    """Describes what a checkpoint or a strategy holds.
+class InspectedJob(Result):
+    """Describes which job saved a checkpoint, or is meant by a strategy.
 
     Attributes:
         path: Its path.
@@ -48,16 +48,6 @@ class Inspection(Result):
         world_size: Number of ranks of the job; None for consolidated weights.
         stages: Number of pipeline stages; None if no tensor has a layout.
         stage_size: Ranks of a stage; None if no tensor has a layout.
-        tensor_count: Number of all its tensors.
-        dtypes: {dtype: number of its tensors, and their bytes}; empty for strategies.
-        size_bytes: Bytes of all its tensors, each counted once; None for strategies.
-        bytes_on_disk: Bytes of its weight files; None for strategies.
-        files: Number of its weight files; None for strategies.
-        notes: What was assumed or ignored, as sentences.
-        refused: Newer checkpoints that could not be used.
-        tensors: The tensors that match the pattern; all without one.
-        rank: The rank that was asked for.
-        slices: Which ranks store which slice of these tensors; None unless a pattern or a rank was given.
     """
     path: str
     kind: str
@@ -69,6 +59,24 @@ class Inspection(Result):
     world_size: int | None
     stages: int | None
     stage_size: int | None
+
+
+@dataclass(frozen=True)
+class Inspection(InspectedJob):
+    """Describes what a checkpoint or a strategy holds: the job with its attributes, and the tensors.
+
+    Attributes:
+        tensor_count: Number of all its tensors.
+        dtypes: {dtype: number of its tensors, and their bytes}; empty for strategies.
+        size_bytes: Bytes of all its tensors, each counted once; None for strategies.
+        bytes_on_disk: Bytes of its weight files; None for strategies.
+        files: Number of its weight files; None for strategies.
+        notes: What was assumed or ignored, as sentences.
+        refused: Newer checkpoints that could not be used.
+        tensors: The tensors that match the pattern; all without one.
+        rank: The rank that was asked for.
+        slices: Which ranks store which slice of these tensors; None unless a pattern or a rank was given.
+    """
     tensor_count: int
     dtypes: Mapping[str, DtypeTotal]
     size_bytes: int | None
