@@ -45,7 +45,7 @@ def training(tmp_path, small_model):
             name = FileName("qwen3", rank, 0, state.epoch, state.step_in_epoch, "safetensors")
             metadata = {"format": "ms", "remove_redundancy": "False"}
             write_shard(target_of(directory, rank, WORLD), rank_shard(name, state, held, known, metadata=metadata),
-                        clock=lambda step=step: 1.7e9 + step)
+                        saved_at=1.7e9 + step)
         committer = Committer(target_of(directory, 0, WORLD))
         committer.saved(step)
         assert not committer.pending
