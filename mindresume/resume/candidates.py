@@ -28,7 +28,7 @@ from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FORMATS, MANIFEST, FileRecord
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
-from mindresume.resume.verifier import OnBytesRead, Verifier
+from mindresume.resume.verifier import OnBytesRead, Verifier, ignore_bytes
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import format_of
 from mindresume.typed import is_count
@@ -281,7 +281,7 @@ WHOLE = (1, 1)
 
 def verify_checkpoints(directory: CheckpointDir, rows: Iterable[CheckpointStatus],
                        list_again: Callable[[], Iterable[CheckpointStatus]],
-                       progress: OnBytesRead = lambda count: None, part: tuple[int, int] = WHOLE) -> list[Verdict]:
+                       progress: OnBytesRead = ignore_bytes, part: tuple[int, int] = WHOLE) -> list[Verdict]:
     """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints that were removed meanwhile.
 
     Args:
@@ -315,7 +315,7 @@ def _is_unchanged(storage: Storage, candidate: Candidate, now: dict[Any, Checkpo
     return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
 
 
-def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnBytesRead = lambda count: None,
+def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnBytesRead = ignore_bytes,
                 part: tuple[int, int] = WHOLE) -> list[Refusal]:
     """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an empty list if all is as it was
     written."""

@@ -7,12 +7,11 @@ By the layouts, other ranks hold everything that such a rank held; otherwise the
 (``mindresume.formats.metadata.missing_slices``). Only its random state is lost. The layouts are those of the
 records; for files of mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy
 belongs to the same job is not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes
-(``differing_replica``). """
+(``Verifier``). """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from mindresume.errors import CorruptFileError, RecordError, StrategyError
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
@@ -21,10 +20,9 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.manifest import Details, TensorRecord
+from mindresume.model.manifest import Details, FileRecord, TensorRecord
 from mindresume.resume.choice import ShardSource
 from mindresume.storage.atomic_publish import error_text
-from mindresume.tensor_files import tensor_checksum
 from mindresume.tensor_files.header import TensorEntry
 
 StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate) -> strategy of the job that saved; None: unknown
@@ -73,24 +71,25 @@ def complete_missing_ranks(directory: CheckpointDir, candidate: Candidate, strat
 @dataclass
 class StrategyDetails:
     """Derives the details of ranks, as records would hold them, from the headers of their files and the strategy; checksums are
-    empty."""
+    empty. ``entries``: by rank, where the tensors lie, by the headers that were read."""
     directory: CheckpointDir
     candidate: Candidate
     strategy: Strategy
+    entries: dict[int, dict[str, tuple[FileRecord, TensorEntry]]] = field(default_factory=dict)
     _known: dict[int, Details] = field(default_factory=dict)
 
     def details(self, rank: int) -> Details:
         """Returns the details of a rank. Raises CorruptFileError, and StrategyError if the strategy is of another model."""
         if rank not in self._known:
-            headers = [header_of(self.directory, file) for file in self.candidate.files[rank]]
-            entries = {name: entry for header in headers for name, entry in header.tensors.items()}
-            fitted = self.strategy.fit_dimensions({name: len(entry.shape) for name, entry in entries.items()})
+            entries = {name: (file, entry) for file in self.candidate.files[rank]
+                       for name, entry in header_of(self.directory, file).tensors.items()}
+            fitted = self.strategy.fit_dimensions({name: len(entry.shape) for name, (_, entry) in entries.items()})
             layouts = fitted.stages[rank // self.strategy.stage_size]
             rows = {}
-            for name, entry in entries.items():
+            for name, (_, entry) in entries.items():
                 layout = layouts.get(name)
                 rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, layout and layout.global_shape(entry.shape))
-            self._known[rank] = Details(rows)
+            self.entries[rank], self._known[rank] = entries, Details(rows)
         return self._known[rank]
 
 
@@ -114,48 +113,15 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, records:
         for name, row in records.details(mate).tensors.items():
             if name in found:
                 continue
-            holder = _holder(rank, first, name, row, mates, records)
+            holder = holder_of(rank, first, name, row, mates, records)
             if holder is None:
                 return f"a part of {name} was held by it alone"
             found[name] = holder, records.details(holder).tensors[name]
     return found
 
 
-def differing_replica(directory: CheckpointDir, candidate: Candidate, rank: int, strategy: Strategy,
-                      progress: Callable[[int], None] | None = None) -> str:
-    """Returns a sentence about a tensor of ``rank`` that differs from its replica on another rank, although they are equal by
-    ``strategy``: the strategy then belongs to another job. Empty if no tensor differs.
-
-    Args:
-        progress: receives the bytes that are read.
-    Raises: CorruptFileError, StrategyError, OSError.
-    """
-    records = StrategyDetails(directory, candidate, strategy)
-    first = rank - rank % strategy.stage_size
-    mates = [other for other in sorted(candidate.files) if first <= other < first + strategy.stage_size]
-
-    @cache
-    def entries(other: int) -> dict[str, tuple[str, TensorEntry]]:
-        return {name: (file.path, entry) for file in candidate.files[other]
-                for name, entry in header_of(directory, file).tensors.items()}
-
-    def checksum_of(other: int, name: str) -> str:
-        path, entry = entries(other)[name]
-        with directory.storage.open(directory.path(path)) as opened:
-            found = tensor_checksum(opened, entry)
-        if progress:
-            progress(entry.nbytes)
-        return found
-    for name, row in records.details(rank).tensors.items():
-        other = _holder(rank, first, name, row, mates, records)
-        if other not in (None, rank) and checksum_of(other, name) != checksum_of(rank, name):
-            return (f"{name} differs on rank {rank} and rank {other}, which hold copies of each other by {strategy.source}; is "
-                    f"that the strategy of another job?")
-    return ""
-
-
-def _holder(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
-            ) -> int | None:
+def holder_of(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
+              ) -> int | None:
     """Returns the first of ``mates`` that holds the same slice as ``rank``; None if none does."""
     if row.layout is None or row.global_shape is None:
         likely: Iterable[int] = mates
@@ -209,5 +175,5 @@ def likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Ca
             first = rank - rank % row.layout.stage_size
             slices = row.layout.slices(rank - first, row.global_shape)
             likely = {first + holder for holder in row.layout.holders(slices, row.global_shape)}
-            return sorted(others, key=lambda other: other not in likely)
+            return [*(other for other in others if other in likely), *(other for other in others if other not in likely)]
     return others

@@ -47,7 +47,7 @@ from mindresume.formats.weight_files import can_be_scrubbed, known_damage, publi
 from mindresume.resume.candidates import CheckpointStatus, damaged_metadata_files, list_checkpoints
 from mindresume.resume.repair import Repair
 from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.verifier import Verifier
+from mindresume.resume.verifier import Verifier, ignore_bytes
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import ScrubSettings
 from mindresume.storage.atomic_publish import error_text
@@ -106,10 +106,6 @@ class CheckpointScrub:
     is_elsewhere: bool = False
 
 
-def _ignore(count: int) -> None:
-    pass
-
-
 @dataclass
 class Scrubber:
     """Scrubs the checkpoints of one folder, one after the other.
@@ -124,7 +120,7 @@ class Scrubber:
     clock: Callable[[], float] = runtime.time
     monotonic: Callable[[], float] = runtime.monotonic
     wait: Callable[[float], object] = runtime.sleep
-    progress: Callable[[int], None] = _ignore
+    progress: Callable[[int], None] = ignore_bytes
     _outwaited: set[str] = field(default_factory=set, init=False)
 
     def scrub(self, rows: Iterable[CheckpointStatus]) -> Iterator[CheckpointScrub]:

@@ -12,7 +12,7 @@ known about their contents.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
@@ -41,15 +41,15 @@ from mindresume.model.manifest import (
 )
 from mindresume.model.training_state import is_transient
 from mindresume.resume.choice import ShardSource, VerifiedShard
-from mindresume.resume.replicas import StrategyDetails, differing_replica, replica_files, replica_sources
+from mindresume.resume.replicas import StrategyDetails, holder_of, replica_files, replica_sources
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import Header, damaged_tensors, file_checksum, tensor_checksum
+from mindresume.tensor_files import Header, TensorEntry, damaged_tensors, file_checksum, tensor_checksum
 from mindresume.tensor_files.whole_file import read_whole
 
 OnBytesRead = Callable[[int], None]       # bytes read since the last call
 
 
-def _ignore(count: int) -> None:
+def ignore_bytes(count: int) -> None:
     pass
 
 
@@ -66,7 +66,7 @@ class Verifier:
     """
     directory: CheckpointDir
     candidate: Candidate
-    progress: OnBytesRead = _ignore
+    progress: OnBytesRead = ignore_bytes
     full: bool = True
     strategy: Strategy | None = None
     keep: ReadCache | None = None
@@ -88,8 +88,7 @@ class Verifier:
             if candidate.iteration_dir:
                 return self._verify_iteration(rank, headers)
             scalars = scalars_of(self.directory, files[0], headers[files[0]])
-            if self.full and self.strategy is not None and (difference := differing_replica(
-                    self.directory, candidate, rank, self.strategy, self.progress)):
+            if self.full and self.strategy is not None and (difference := self._differing_replica(rank, self.strategy)):
                 return candidate.refuse(difference, files[0].path, rank)
         except CorruptFileError as error:
             path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), files[0].path)
@@ -109,17 +108,7 @@ class Verifier:
             return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", record_path, rank, error=error)]
         if isinstance(checked, Refusal):
             return [replace(checked, file=record_path)]
-        damaged = []
-        for index, file in enumerate(candidate.files[rank]):
-            try:
-                result = self._verify_file(rank, file, _tensors_in(checked[1], index))
-            except CorruptFileError as error:
-                wrong = [error.tensor] if error.tensor else ()
-                result = candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
-            except OSError as error:
-                result = candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
-            damaged += [result] if isinstance(result, Refusal) else []
-        return damaged
+        return [result for result in self._verify_files(rank, checked[1]) if isinstance(result, Refusal)]
 
     # ---- without records -----------------------------------------------------------------------------------------------
 
@@ -199,12 +188,23 @@ class Verifier:
             return checked
         record, details = checked
         sources: list[ShardSource] = []
-        for index, file in enumerate(self.candidate.files[rank]):
-            verified = self._verify_file(rank, file, _tensors_in(details, index))
+        for verified in self._verify_files(rank, details):
             if isinstance(verified, Refusal):
                 return verified
             sources += verified
         return VerifiedShard(rank, tuple(sources), record.state, details)
+
+    def _verify_files(self, rank: int, details: Details) -> Iterator[tuple[ShardSource, ...] | Refusal]:
+        """Verifies the files of a rank, one after the other."""
+        for index, file in enumerate(self.candidate.files[rank]):
+            recorded = {name: row for name, row in details.tensors.items() if row.file == index}
+            try:
+                yield self._verify_file(rank, file, recorded)
+            except CorruptFileError as error:
+                wrong = [error.tensor] if error.tensor else ()
+                yield self.candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
+            except OSError as error:
+                yield self.candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
 
     def _checked_record(self, rank: int) -> tuple[Record, Details] | Refusal:
         """Returns a record and its details, or why it is not the one that was committed. Raises RecordError or OSError if it
@@ -290,6 +290,30 @@ class Verifier:
         return verified if isinstance(verified, Refusal) else VerifiedShard(
             rank, verified, candidate.state, Details(recorded) if candidate.records_dir else None, scalars)
 
+    def _differing_replica(self, rank: int, strategy: Strategy) -> str:
+        """Returns a sentence about a tensor of ``rank`` that differs from its replica on another rank, although they are equal by
+        ``strategy``: the strategy then belongs to another job. Empty if no tensor differs.
+
+        Raises:
+            CorruptFileError, StrategyError, OSError.
+        """
+        records = StrategyDetails(self.directory, self.candidate, strategy)
+        first = rank - rank % strategy.stage_size
+        mates = [other for other in sorted(self.candidate.files) if first <= other < first + strategy.stage_size]
+        for name, row in records.details(rank).tensors.items():
+            other = holder_of(rank, first, name, row, mates, records)
+            if other not in (None, rank) and (self._tensor_checksum(*records.entries[other][name])
+                                              != self._tensor_checksum(*records.entries[rank][name])):
+                return (f"{name} differs on rank {rank} and rank {other}, which hold copies of each other by {strategy.source}; "
+                        f"is that the strategy of another job?")
+        return ""
+
+    def _tensor_checksum(self, file: FileRecord, entry: TensorEntry) -> str:
+        with self.directory.storage.open(self.directory.path(file.path)) as opened:
+            checksum = tensor_checksum(opened, entry)
+        self.progress(entry.nbytes)
+        return checksum
+
     def _verify_replicas(self, rank: int, recorded: Mapping[str, TensorRecord], sources: tuple[ShardSource, ...]
                          ) -> tuple[ShardSource, ...] | Refusal:
         """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why one cannot be used."""
@@ -309,11 +333,6 @@ def wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> 
     """Returns the refusal of a file that has ``size`` bytes instead of the recorded ones."""
     return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)" if size == 0 else
                             f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
-
-
-def _tensors_in(details: Details, index: int) -> dict[str, TensorRecord]:
-    """Returns the tensors of a record that lie in its file number ``index``."""
-    return {name: row for name, row in details.tensors.items() if row.file == index}
 
 
 def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
