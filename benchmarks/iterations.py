@@ -278,7 +278,8 @@ def write_ours(root: str, mib: int) -> str:
         outcome = work.write(Save(iteration_shard(job.PREFIX, target, state, model, optimizer, tables)))
         if outcome.error is not None:
             raise outcome.error
-        work.commit(outcome)
+        if work.committer is not None:
+            work.committer.saved(outcome.step)
     return root
 
 

@@ -139,7 +139,7 @@ class _StepState(StepState):
     """The state of a rank."""
 
     def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
-        super().__init__(step)
+        self.step = step
         self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:

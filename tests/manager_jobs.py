@@ -23,7 +23,7 @@ class Arrays(StepState):
     """The state of ``job`` after its last step."""
 
     def __init__(self, job):
-        super().__init__(job.step)
+        self.step = job.step
         self.job = job
 
     def collect(self):

@@ -155,7 +155,7 @@ class _Others:
         dead after ``PATIENCE`` of its heartbeats without one. A process of this machine may end in this time, and an unreadable
         lease may become readable. Time in which this process was suspended itself does not count: a holder may have been, too.
         Raises LeaseHeldError if a holder is or may be alive."""
-        watch, said = Watch(AwakeClock(self.time.monotonic)), False
+        watch, said = Watch(AwakeClock(self.time)), False
         while True:
             now = watch.clock()
             found, unreadable = read_leases(self.directory)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from mindresume import runtime
@@ -61,10 +62,10 @@ class ExitFile:
         before: as of ``requests``, before the network was compiled; other files are read now.
     """
 
-    def __init__(self, callbacks: Sequence[Any], before: Mapping[str, Version | None], clock: Callable[[], float]):
+    def __init__(self, callbacks: Sequence[Any], before: Mapping[str, Version | None], time: runtime.Clock):
         self.path = next((str(other.remote_config_file) for other in callbacks if other.remote_config_file),
                          FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
-        self._clock, self._looked = clock, -_FILE_CHECK
+        self._time, self._looked = time, -_FILE_CHECK
         asks = request(self.path) if self.path else None
         self._stale = asks if asks == before.get(self.path, asks) else None         # a request that does not count
         self._ignoring = [other for other in callbacks if self._stale and other.remote_config_file == self.path]
@@ -82,9 +83,9 @@ class ExitFile:
 
     def asks(self) -> bool:
         """Returns whether the file requests a stop now. Looks at it once in a second."""
-        if not self.path or self._clock() - self._looked < _FILE_CHECK:
+        if self._time.monotonic() - self._looked < _FILE_CHECK:
             return False
-        self._looked = self._clock()
+        self._looked = self._time.monotonic()
         asks = request(self.path)
         if asks == self._stale:
             return False
@@ -104,13 +105,12 @@ class PreemptionHandler:
         on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the ranks have agreed to stop.
     """
 
-    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), clock: Callable[[], float] | None = None,
+    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), time: runtime.Clock = runtime,
                  peers: Peers | None = None, before: Mapping[str, Version | None] | None = None,
                  on_own_signal: Callable[[], None] | None = None):
-        self.group, self.seconds, self.peers = group, seconds, peers
-        self.clock = clock or runtime.monotonic
+        self.group, self.seconds, self.peers, self.time = group, seconds, peers, time
         self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
-        self.file = ExitFile(self.others, before or {}, self.clock)
+        self.file = ExitFile(self.others, before or {}, time)
         self.signalled = False
         self._is_decided = False                                # the ranks stop, or this one ends by its own signal
         self._senders, self._on_own_signal = SignalSenders(self._end_by_own_signal), on_own_signal
@@ -153,7 +153,7 @@ class PreemptionHandler:
             if sender != OWN:
                 return BY_SIGNAL if sender == OTHER else BY_UNKNOWN
             self._end_by_own_signal()
-        return BY_FILE if self.file.asks() else ""
+        return BY_FILE if self.file.path and self.file.asks() else ""
 
     def check(self, step: int) -> str:
         """Returns why to stop after ``step``, the same on all ranks; empty: go on. A collective at some steps."""
@@ -165,20 +165,22 @@ class PreemptionHandler:
 
     def _exchange(self, step: int) -> str:
         """Returns the request of all ranks that counts first. A collective, which sets the step of the next one."""
-        rows = gather_results(self.group, lambda: [self.local_request(), self._propose(step),
-                                                   self.peers.local_state() if self.peers else None])
+        rows = gather_results(self.group, partial(self._own_row, step))
         if self.peers:
             self.peers.on_peer_state([state for _, _, state in rows])
         self._interval = rows[0][1]
-        self._next, self._asked = step + self._interval, (step, self.clock())
+        self._next, self._asked = step + self._interval, (step, self.time.monotonic())
         return next((reason for reason in REASONS for row in rows if row[0] == reason), "")
+
+    def _own_row(self, step: int) -> list[Any]:
+        return [self.local_request(), self._propose(step), self.peers.local_state() if self.peers else None]
 
     def _propose(self, step: int) -> int:
         """Returns the steps until the next exchange: as many as take ``seconds``, at most twice as many as last time."""
         if self._asked is None:
             return 1
         before, then = self._asked
-        each = max(self.clock() - then, 1e-6) / max(step - before, 1)
+        each = max(self.time.monotonic() - then, 1e-6) / max(step - before, 1)
         return max(1, min(2 * self._interval, int(self.seconds / each)))
 
 

@@ -31,7 +31,7 @@ from mindresume.coordination.shared_folder import Watch
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 
-_WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"
+WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"          # prefix of the names of the leases of readers and removals
 GIVEN_UP = 40                   # heartbeats after which the read lock of a silent reader on another machine expires
 _LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announced, and seconds between
 
@@ -99,15 +99,15 @@ def _announced_removals(directory: CheckpointDir, attempt: str) -> set[str]:
 
 def _leases_without_number(directory: CheckpointDir) -> list[str]:
     """Returns the names of the leases of readers and removals."""
-    return [name for name in directory.storage.list(directory.path(FOLDER)) if name.startswith(_WITHOUT_NUMBER)]
+    return [name for name in directory.storage.list(directory.path(FOLDER)) if name.startswith(WITHOUT_NUMBER)]
 
 
 class ReadLocks:
     """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It remembers heartbeats between calls, so
     that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
 
-    def __init__(self, directory: CheckpointDir, clock: Callable[[], float] = runtime.monotonic):
-        self.directory, self._watch = directory, Watch(clock)
+    def __init__(self, directory: CheckpointDir, time: runtime.Clock = runtime):
+        self.directory, self._watch = directory, Watch(time.monotonic)
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}

@@ -59,13 +59,13 @@ class AwakeClock:
     machine): nobody could make progress then, or be heard of. It is read several times a second, and a gap between two readings
     shows that nobody could."""
 
-    def __init__(self, clock: Callable[[], float] = runtime.monotonic):
-        self._clock, self._last, self._lock = clock, clock(), runtime.Lock()
+    def __init__(self, time: runtime.Clock = runtime):
+        self._time, self._last, self._lock = time, time.monotonic(), runtime.Lock()
         self._gaps: list[tuple[float, float]] = []              # (end, seconds that do not count)
 
     def __call__(self) -> float:
         with self._lock:
-            now = self._clock()
+            now = self._time.monotonic()
             if now - self._last > _GAP:                         # a slow disk counts a little, so that no watch is endless
                 self._gaps.append((now, now - self._last - _GAP))
             self._last = now

@@ -176,7 +176,7 @@ class _MonitorState(StepState):
     """The state of the training of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
-        super().__init__(monitor._append_step_num + cb_params.cur_step_num)
+        self.step = monitor._append_step_num + cb_params.cur_step_num
         self.monitor, self.cb_params = monitor, cb_params
 
     def save(self, manager: CheckpointManager) -> None:

@@ -60,7 +60,7 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
     saver.begin()                         # also after a writer that died: what it had written can be complete
     while (message := training.receive()) is not None:
         kind, *values = message
-        step, outcome = None, None
+        step, outcome, saved = None, None, None         # ``saved``: what is to be committed
         try:
             if kind == "save":
                 staged, watcher = values
@@ -71,18 +71,18 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
                     if watcher is not None:
                         watcher.writing(0)
                 training.send(("outcome", outcome))
-                saver.commit(outcome)
+                saved = outcome
             elif kind == "commit":
-                outcome = values[0]
+                outcome = saved = values[0]
                 step = outcome.step
-                saver.commit(outcome)
             elif kind == "recommit":
-                if not is_committed(target, values[0].step):
-                    saver.commit(values[0])
+                saved = values[0] if not is_committed(target, values[0].step) else None
             elif kind == "poll":
                 saver.poll()
             elif kind == "finish":
                 saver.finish(values[0])
+            if saver.committer is not None and saved is not None and saved.saved:
+                saver.committer.saved(saved.step)
         except LeaseHeldError as error:
             training.send(("lease_lost", error))
         except Exception as error:      # any error goes to the training; the writer handles the next message

@@ -24,7 +24,7 @@ from operator import attrgetter
 
 from mindresume import runtime
 from mindresume.coordination.lease import EndedRuns, fence
-from mindresume.coordination.read_locks import ReadLocks
+from mindresume.coordination.read_locks import WITHOUT_NUMBER, ReadLocks
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import CheckpointsRemoved, CommitDelayed, Emit, Event, SaveAbandoned, SaveCommitted, ignore, warning
 from mindresume.events.progress import ProgressReporter
@@ -33,9 +33,9 @@ from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_
 from mindresume.formats.records import ReadManifests, find_attempts, scan_records
 from mindresume.formats.scan import scan
 from mindresume.formatting import listed
-from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, Record, read_record, record_name, record_rank
+from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, Manifest, Record, read_record, record_name, record_rank
 from mindresume.saving import iteration_publisher
-from mindresume.saving.garbage_collector import carry_out, empty_trash
+from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.removal_plan import Plan, plan
 from mindresume.saving.retention import KEEP_ALL, KeepAll, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
@@ -294,14 +294,14 @@ class Committer:
     def prune(self) -> list[int]:
         """Removes what the policy does not keep, and saves that never completed (``mindresume.saving.garbage_collector``).
         Returns the steps of the former."""
-        held = self.read_locks()
         if isinstance(self.policy, KeepAll):
-            # It removes only saves that never completed, which is certain of none with a manifest, or that cannot be listed.
-            attempts = find_attempts(self.target)
-            if all(attempt.error or MANIFEST in attempt.content for attempt in attempts):
-                empty_trash(self.target, self.read_locks, emit=self._emit_once, manifests=self._manifests)
+            # It removes only saves that never completed, which is certain of none that has a manifest, is published, or cannot be
+            # listed. Removals in progress are finished, and read locks of dead readers removed.
+            names = self.target.storage.list(self.target.path(FOLDER))
+            if not any(name.startswith((TRASH, WITHOUT_NUMBER)) for name in names) and all(
+                    attempt.error or MANIFEST in attempt.content for attempt in find_attempts(self.target, names, top=[])):
                 return []
-        made = plan(self.target, self.policy, held, self.target.run, EndedRuns(self.target, self.target.run),
+        made = plan(self.target, self.policy, self.read_locks(), self.target.run, EndedRuns(self.target, self.target.run),
                     self.target.lineage, self._manifests)
         removed = carry_out(self.target, made, self.read_locks, self._emit_once, self._manifests)
         steps = [candidate.step or 0 for candidate in made.to_delete if candidate in removed]
@@ -374,7 +374,8 @@ class SyncSaver:
     def save(self, save: Save) -> None:
         outcome = self.write(save)
         self._outcomes.append(outcome)
-        self.commit(outcome)
+        if self.committer is not None and outcome.saved:
+            self.committer.saved(outcome.step)
 
     def write(self, save: Save) -> Outcome:
         """Writes this rank's shard and extra weights. Raises LeaseHeldError; any other SaveError is in the outcome."""
@@ -401,17 +402,14 @@ class SyncSaver:
         return Outcome(save.step, written.durability_error is None, written.durability_error or extra_error, size,
                        runtime.monotonic() - started)
 
-    def commit(self, outcome: Outcome) -> None:
-        if self.committer is not None and outcome.saved:
-            self.committer.saved(outcome.step)
-
     def busy(self) -> bool:
         return False
 
     def poll(self) -> list[Outcome]:
         if self.committer is not None and self.committer.pending:
             self.committer.poll()
-        return self.wait(0)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def wait(self, timeout: float) -> list[Outcome]:
         outcomes, self._outcomes = self._outcomes, []

@@ -6,14 +6,16 @@ saves, commits or uploads later.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, run_on_all, run_on_rank0
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MindResumeError, RemoteError
 from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warning
-from mindresume.formats import OURS, CheckpointDir
+from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.iterations import tracked
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import is_in_meta, sync_saver
@@ -31,27 +33,27 @@ def publish_completed(storage: Storage, origin: Resumed, group: Group, shared_gr
     training that goes on does so when it begins to save. This is for one that is complete: mindformers alone, evaluations and
     exports would never see its last step. If it fails, a warning says so, and the step is whole all the same.
     ``samples_in_common``: see ``SaveTarget``."""
-    root, chosen = origin.root, origin.chosen
-
-    def is_published() -> bool:
-        if chosen.origin != OURS or not chosen.committed:
-            return chosen.origin != OURS
-        if not chosen.iteration_dir:
-            return is_in_meta(CheckpointDir(storage, root), chosen)
-        return not chosen.iteration_dir.startswith(FOLDER) and tracked(CheckpointDir(storage, root)) == chosen.step
-    if run_on_rank0(group, is_published):
+    directory, chosen = CheckpointDir(storage, origin.root), origin.chosen
+    if run_on_rank0(group, partial(_is_published, directory, chosen)):
         return
     try:
-        session = open_save_session(CheckpointDir(storage, root), "", group, emit, heartbeat, bool(chosen.iteration_dir),
-                                    shared_groups, origin)
+        session = open_save_session(directory, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin)
     except MindResumeError as error:
-        emit(warning(f"step {chosen.step} of {root} is complete, and not published now: {error}"))
+        emit(warning(f"step {chosen.step} of {origin.root} is complete, and not published now: {error}"))
         return
     try:
         target = replace(session.target, samples_in_common=samples_in_common)
         run_on_all(group, sync_saver(target, KEEP_ALL if session.is_leader else None, emit).begin)
     finally:
         session.release()
+
+
+def _is_published(directory: CheckpointDir, chosen: Candidate) -> bool:
+    if chosen.origin != OURS or not chosen.committed:
+        return chosen.origin != OURS
+    if not chosen.iteration_dir:
+        return is_in_meta(directory, chosen)
+    return not chosen.iteration_dir.startswith(FOLDER) and tracked(directory) == chosen.step
 
 
 def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: RemoteCheckpoints, emit: Emit) -> None:
@@ -61,38 +63,41 @@ def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: Re
     Raises:
         RemoteError: it is not in the store.
     """
-    root, chosen, started = origin.checkpoint_dir, origin.chosen, runtime.monotonic()
+    chosen, started = origin.chosen, runtime.monotonic()
     if chosen.origin != OURS or chosen.missing_ranks:
         return
-
-    def target(rank: int) -> SaveTarget:
-        return SaveTarget(storage, root, chosen.run, rank, chosen.world_size, bool(chosen.iteration_dir), chosen.local_ranks,
-                          chosen.lineage)
-
-    def is_due() -> bool:
-        if committed_dir(target(0), chosen.step) is None or remote.has(attempt_name(chosen.step, chosen.run)):
-            return False
-        remote.check_not_superseded(chosen.run)
-        return True
-
-    def put() -> int:
-        data_dir = committed_dir(target(0), chosen.step) or root
-        return sum(upload_part(remote, target(rank), chosen.step, data_dir)
-                   for rank in range(group.rank, chosen.world_size, group.size))
-
-    def commit() -> None:
-        data_dir = committed_dir(target(0), chosen.step) or root
-        if missing := remote.missing(target(0), chosen.step, data_dir):
-            raise RemoteError(f"{len(missing)} objects are missing in {remote.url}, the first is {missing[0]}")
-        remote.commit(target(0), chosen.step, data_dir)
+    step, target = chosen.step, SaveTarget(storage, origin.checkpoint_dir, chosen.run, 0, chosen.world_size,
+                                           bool(chosen.iteration_dir), chosen.local_ranks, chosen.lineage)
+    ranks = range(group.rank, chosen.world_size, group.size)
     try:
-        if not run_on_rank0(group, is_due, Watchdog("looking for the last step in the object store")):
+        if not run_on_rank0(group, partial(_is_upload_due, remote, target, step),
+                            Watchdog("looking for the last step in the object store")):
             return
-        emit(Notice(f"step {chosen.step} is uploaded to {remote.url}: the training is complete with it, and the store lacks it"))
-        sent = run_on_all(group, put, Watchdog("uploading the last step"))
-        run_on_rank0(group, commit, Watchdog("committing the last step in the object store"))
+        emit(Notice(f"step {step} is uploaded to {remote.url}: the training is complete with it, and the store lacks it"))
+        sent = run_on_all(group, partial(_upload, remote, target, step, ranks), Watchdog("uploading the last step"))
+        run_on_rank0(group, partial(_commit_upload, remote, target, step),
+                     Watchdog("committing the last step in the object store"))
     except CollectiveError as error:
-        text = f"step {chosen.step} is not uploaded: {error}"
-        emit(UploadFailed(chosen.step, text, 1))
+        text = f"step {step} is not uploaded: {error}"
+        emit(UploadFailed(step, text, 1))
         raise RemoteError(text) from error
-    emit(UploadFinished(chosen.step, remote.url, sent, runtime.monotonic() - started, is_whole=group.rank == 0))
+    emit(UploadFinished(step, remote.url, sent, runtime.monotonic() - started, is_whole=group.rank == 0))
+
+
+def _is_upload_due(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> bool:
+    if committed_dir(target, step) is None or remote.has(attempt_name(step, target.run)):
+        return False
+    remote.check_not_superseded(target.run)
+    return True
+
+
+def _upload(remote: RemoteCheckpoints, target: SaveTarget, step: int, ranks: Iterable[int]) -> int:
+    data_dir = committed_dir(target, step) or target.root
+    return sum(upload_part(remote, replace(target, rank=rank), step, data_dir) for rank in ranks)
+
+
+def _commit_upload(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> None:
+    data_dir = committed_dir(target, step) or target.root
+    if missing := remote.missing(target, step, data_dir):
+        raise RemoteError(f"{len(missing)} objects are missing in {remote.url}, the first is {missing[0]}")
+    remote.commit(target, step, data_dir)

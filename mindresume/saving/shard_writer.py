@@ -153,9 +153,7 @@ class Save:
 class StepState:
     """The state of a training at the end of a step, as the trainer offers it to what saves. ``step``: counted from the beginning
     of the training, over all resumes. A subclass defines at least ``collect``."""
-
-    def __init__(self, step: int):
-        self.step = step
+    step: int
 
     def collect(self) -> Save:
         """Returns everything that this rank writes. All ranks call it, because it can be a collective."""
@@ -237,10 +235,10 @@ def write_shard(target: SaveTarget, shard: Shard, saved_at: float | None = None,
     where = paths[0]
     try:
         fence(target, target.run)
-        # NFS caches that a name looked up was absent; a listing has no such effect.
-        names = target.storage.list(target.root) if target.iterations else []
-        before = _read_own_record(target, step, [folder for folder in target.data_dirs(step) if folder == data_dir
-                                                 or os.path.basename(folder) in names])
+        written_to = [data_dir]
+        if target.iterations and iteration_name(step) in target.storage.list(target.root):
+            written_to.append(target.path(iteration_name(step)))    # listed first: NFS caches that a name looked up was absent
+        before = _read_own_record(target, step, written_to)
         if before is not None:
             return WrittenShard(before[0])
         files = [replace(file, metadata={**file.metadata, **label(target.run, step)}) for file in shard.files]

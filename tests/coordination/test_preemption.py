@@ -16,7 +16,7 @@ class Clock:
     def __init__(self):
         self.now = 0.0
 
-    def __call__(self):
+    def monotonic(self):
         return self.now
 
 
@@ -43,7 +43,7 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
 def test_all_ranks_leave_at_the_same_step(asked, rank):
     def work(group):
         clock, when = Clock(), asked if group.rank == rank else None
-        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 200, 0.5 + 0.01 * group.rank, when)
+        return trained(PreemptionHandler(group, 5.0, time=clock), clock, 200, 0.5 + 0.01 * group.rank, when)
     results = Ranks(4).run(work)
     (left,) = {(step, reason) for step, reason, _ in results}
     assert left[1] == BY_SIGNAL and asked <= left[0] <= asked + 10
@@ -54,7 +54,7 @@ def test_ranks_exchange_about_every_interval():
     """1,000 steps of 0.1 s, an interval of 5 s: the ranks exchange at the first few steps, then every 50th."""
     def work(group):
         clock = Clock()
-        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 1000, 0.1)[2]
+        return trained(PreemptionHandler(group, 5.0, time=clock), clock, 1000, 0.1)[2]
     (exchanges,) = {tuple(found) for found in Ranks(2).run(work)}
     assert exchanges[:6] == (1, 2, 4, 8, 16, 32) and 15 <= len(exchanges) <= 30
     assert set(later - before for before, later in zip(exchanges[7:], exchanges[8:], strict=False)) <= {49, 50}
@@ -63,7 +63,7 @@ def test_ranks_exchange_about_every_interval():
 def test_ranks_exchange_after_each_slow_step():
     def work(group):
         clock = Clock()
-        return trained(PreemptionHandler(group, 5.0, clock=clock), clock, 10, 8.0)[2]
+        return trained(PreemptionHandler(group, 5.0, time=clock), clock, 10, 8.0)[2]
     assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
 
 

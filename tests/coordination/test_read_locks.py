@@ -1,6 +1,7 @@
 """Read locks: a checkpoint that is read is neither removed nor moved."""
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, publish_lease
@@ -105,7 +106,7 @@ def test_a_lock_of_a_dead_reader_does_not_count(tmp_path):
 def test_a_lock_of_another_host_expires_without_heartbeats(tmp_path):
     reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
     now = [0.0]
-    seen = ReadLocks(dir_at(tmp_path), clock=lambda: now[0])
+    seen = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0]))
     assert set(seen()) == {"step-x"}
     now[0] = BEAT * GIVEN_UP
     reader.beat()
@@ -122,7 +123,7 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
     names = {name for name in os.listdir(tmp_path / FOLDER)}
     reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
     path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
-    seen, content = ReadLocks(dir_at(tmp_path), clock=lambda: now[0]), path.read_bytes()
+    seen, content = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0])), path.read_bytes()
     path.write_bytes(b"x")
     assert set(seen()) == names and "cannot be read" in seen()[min(names)]
     acquire_lease(tmp_path, time=(time := ManualClock()))                          # a reader does not stop a job from saving
@@ -138,7 +139,7 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
 def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path):
     publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
     now = [0.0]
-    seen = ReadLocks(dir_at(tmp_path), clock=lambda: now[0])
+    seen = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0]))
     assert set(seen()) == {"step-x"}
     now[0] = BEAT * GIVEN_UP + 1
     assert set(seen()) == {"step-x"}

@@ -1,5 +1,6 @@
 """supervisor/hang.py: which heartbeats mean a hang."""
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_without_limits_and_without_ranks_nothing_hangs():
 
 def test_the_time_in_which_the_supervisor_was_suspended_does_not_count():
     now = [0.0]
-    clock = AwakeClock(lambda: now[0])
+    clock = AwakeClock(SimpleNamespace(monotonic=lambda: now[0]))
     for moment in (1.0, 9.0, 5009.0, 5010.0):               # suspended for 5000 s, as its job was
         now[0] = moment
         clock()

@@ -114,7 +114,7 @@ class _PyNativeState(StepState):
     """The state of a PyNative training at the end of a step. ``objects``: what the trainer passes to its callbacks by name."""
 
     def __init__(self, saver: RunSaver, state: Any, objects: dict[str, Any]):
-        super().__init__(int(state.global_step))
+        self.step = int(state.global_step)
         self.saver, self.state, self.objects = saver, state, objects
 
     def collect(self) -> Save:
