@@ -1,4 +1,4 @@
-"""Defines the command line: one module per command. It starts without mindspore, and imports what a command needs when it
+"""Defines the command line. It starts without mindspore, and imports what a command needs when it
 runs."""
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def _print_versions(wanted: bool) -> None:
 
         from mindresume import __version__
 
-        def of(package: str) -> str:
+        found = []
+        for package in ("mindformers", "mindspore"):
             try:
-                return f"{package} {version(package)}"
+                found.append(f"{package} {version(package)}")
             except PackageNotFoundError:
-                return f"no {package}"
-        typer.echo(f"mindresume {__version__} ({of('mindformers')}, {of('mindspore')}, Python {platform.python_version()})")
+                found.append(f"no {package}")
+        typer.echo(f"mindresume {__version__} ({', '.join(found)}, Python {platform.python_version()})")
         raise typer.Exit()
 
 
@@ -53,21 +54,15 @@ def _before_each_command(version: Annotated[bool, typer.Option(
 def main() -> None:
     """Runs the console script. Errors of mindresume and of the system print one line and exit with status 2, as wrong arguments
     do."""
-    from mindresume.cli import (  # noqa: F401  each module registers its command
-        advise,
+    from mindresume.cli import (  # noqa: F401  each module registers its commands
         conversions,
-        diff,
         drill,
-        flush,
         inspect,
         ls,
-        plugin_path,
         prune,
         report,
         run,
-        scrub,
         verify,
-        which,
     )
     run_app(app, "mindresume")
 

@@ -11,6 +11,7 @@ import typer
 
 from mindresume import runtime
 from mindresume.api.progress import SILENT, Progress
+from mindresume.events import Event
 from mindresume.events.progress import ProgressReporter
 from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
@@ -19,7 +20,7 @@ from mindresume.typed import json_value
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mindresume.api.results import CheckpointInfo, VerificationReport
+    from mindresume.api.results import CheckpointInfo, Problem, VerificationReport
     from mindresume.api.scrubbing import ScrubReport
 
 Folder = Annotated[str, typer.Argument(
@@ -90,6 +91,26 @@ def step_text(step: int | None) -> str:
     return "?" if step is None else str(step)
 
 
+def problem_text(problem: Problem) -> str:
+    """Returns why a checkpoint cannot be used."""
+    return f"step {step_text(problem.step)}: {problem.reason}"
+
+
+def say_checkpoint(step: int | None, written_by: str, state: str, rows: Iterable[tuple[str, str | None]], where: str = ""
+                   ) -> None:
+    """Prints what was found out about a checkpoint.
+
+    Args:
+        written_by: as ``origin_text``.
+        state: what the bytes of all of it are.
+        rows: a line for each, and the file below it, or None.
+        where: the begin of the line.
+    """
+    say(f"{where}step {step_text(step)} ({written_by}): {state}")
+    for text, file in rows:
+        say(f"    {text}" + (f"\n      {file}" if file else ""))
+
+
 def origin_text(origin: str | None, run_id: str | None) -> str:
     """Returns who wrote a checkpoint, as a phrase."""
     from mindresume.formats import MERGED, MINDFORMERS
@@ -137,7 +158,7 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
         yield SILENT
         return
     if not sys.stderr.isatty():
-        yield ProgressReporter(what, lambda event: print(event.line(), file=sys.stderr, flush=True), unit=unit)
+        yield ProgressReporter(what, _print_line, unit=unit)
         return
     from rich.console import Console
     from rich.progress import (
@@ -153,15 +174,25 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
         [MofNCompleteColumn(), TextColumn(unit)]
     with Progress(TextColumn(what), BarColumn(), *columns, TimeRemainingColumn(), console=Console(stderr=True),
                   transient=True) as progress:
-        task = progress.add_task(what, total=None)
+        progress.add_task(what, total=None)
+        yield _Bar(progress)
 
-        class Bar:
-            def expect(self, count: int) -> None:
-                progress.update(task, total=(progress.tasks[0].total or 0) + count)
 
-            def advance(self, count: int) -> None:
-                progress.advance(task, count)
-        yield Bar()
+def _print_line(event: Event) -> None:
+    print(event.line(), file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """Shows progress in the one bar of ``display``, a ``rich.progress.Progress``."""
+
+    def __init__(self, display: Any):
+        self._display, self._task = display, display.tasks[0]
+
+    def expect(self, count: int) -> None:
+        self._display.update(self._task.id, total=(self._task.total or 0) + count)
+
+    def advance(self, count: int) -> None:
+        self._display.advance(self._task.id, count)
 
 
 def new_table(columns: Iterable[str], right: Sequence[str] = (), wrapped: str = "") -> Table:

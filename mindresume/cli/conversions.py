@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, progress_bar, say, step_text
+from mindresume.cli.common import AsJson, print_json, problem_text, progress_bar, say
 from mindresume.cli.launch import TIMEOUT, Part, Timeout, share_of_process
 from mindresume.errors import ConfigError
 from mindresume.formatting import counted, size_text
@@ -178,7 +178,7 @@ def show(result: ConversionResult, json: bool) -> None:
         print_json(result.to_json())
         return
     for refused in result.refused:
-        say(f"not usable: step {step_text(refused.step)}: {refused.reason}")
+        say(f"not usable: {problem_text(refused)}")
     say(f"{result.source}\n  -> {result.target}" + (f", {result.model_type}, {' and '.join(result.dtypes)}" if result.model_type
                                                     else ""))
     say(f"  {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}, engine {result.engine}")

@@ -1,10 +1,11 @@
-"""Implements ``mindresume ls``."""
+"""Implements ``mindresume ls`` and ``mindresume which``: what a folder holds, and which checkpoint a resume takes."""
 from __future__ import annotations
 
 import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import (
     CHECKPOINT_COLUMNS,
+    NOTHING,
     RIGHT_ALIGNED,
     AsJson,
     Folder,
@@ -20,6 +22,8 @@ from mindresume.cli.common import (
     checkpoint_cells,
     new_table,
     print_json,
+    problem_text,
+    progress_bar,
     say,
     show_table,
     step_text,
@@ -27,7 +31,8 @@ from mindresume.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindresume.api.results import CheckpointInfo, Listing, Problem
+    from mindresume.api.catalog import Selection
+    from mindresume.api.results import CheckpointInfo, Listing
 
 
 @app.command()
@@ -52,12 +57,11 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     if json:
         print_json(listing.to_json())
     else:
-        _print_listing(listing)
+        print_listing(listing)
 
 
 def _watch(folder: str, as_json: bool, world_size: int | None, every: float | None) -> NoReturn:
     """Repeats the listing until a signal or the end of a reader's pipe."""
-    from mindresume.api.observation import observe
     from mindresume.cli.watch import EVERY, Lines, watch
     pause = EVERY if every is None else every
     try:
@@ -65,11 +69,11 @@ def _watch(folder: str, as_json: bool, world_size: int | None, every: float | No
             sys.stdout.reconfigure(errors="backslashreplace")       # a name, or an ellipsis, that its encoding lacks
         with stopped_by_signals():
             if as_json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
-                watch(lambda: observe(folder, world_size), Lines(folder, as_json, _print_listing), pause)
+                watch(folder, Lines(folder, as_json), world_size, pause)
             else:
                 from mindresume.cli.watch_screen import Screen
                 with Screen(folder, pause) as screen:
-                    watch(lambda: observe(folder, world_size), screen, pause)
+                    watch(folder, screen, world_size, pause)
     except Stopped as stopped:                  # the usual way to end it: nothing to say
         sys.exit(128 + stopped.signal)
     except BrokenPipeError:
@@ -77,12 +81,12 @@ def _watch(folder: str, as_json: bool, world_size: int | None, every: float | No
         sys.exit(128 + signal.SIGPIPE)
 
 
-def _print_listing(listing: Listing) -> None:
+def print_listing(listing: Listing) -> None:
     """Prints a listing as text."""
     from mindresume.formats import MINDFORMERS
-    _print(listing, listing.root, listing.checkpoints)
+    _say_rows(listing, listing.root, listing.checkpoints)
     if listing.memory:
-        _print(listing, "memory (this node): lost with the node", listing.memory)
+        _say_rows(listing, "memory (this node): lost with the node", listing.memory)
     foreign = any(row.origin == MINDFORMERS for row in listing)
     for note in (*(["run -: written by mindformers, without records"] if foreign else []), *listing.notes):
         say(note)
@@ -91,7 +95,7 @@ def _print_listing(listing: Listing) -> None:
         say(f"{user.holder.purpose}: {user.holder}; {state[user.alive]}")
 
 
-def _print(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:
+def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:
     if not checkpoints:
         say(f"{title}: no checkpoints")
         return
@@ -104,11 +108,67 @@ def _print(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]
     show_table(table)
     for row in checkpoints:
         if row.problem:
-            say(_problem_text(listing.root, row.problem))
+            file = os.path.relpath(row.problem.file, listing.root) if row.problem.file else ""
+            say(problem_text(row.problem) + (f" [{file}]" if file and file not in row.problem.reason else ""))
         for text in row.warnings:
             say(f"step {step_text(row.step)}: {text}")
 
 
-def _problem_text(root: str, problem: Problem) -> str:
-    file = os.path.relpath(problem.file, root) if problem.file else ""
-    return f"step {step_text(problem.step)}: {problem.reason}" + (f" [{file}]" if file and file not in problem.reason else "")
+
+
+# ---- which -----------------------------------------------------------------------------------------------------------
+
+
+
+@app.command()
+def which(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
+          name: Annotated[str | None, typer.Option("--name", metavar="FILE", help="Request this checkpoint, as "
+                                                   "resume_training: FILE does; the rank in the name is "
+                                                   "ignored.")] = None,
+          quick: Annotated[bool, typer.Option("--quick", help="Do not read the contents, so that a flipped bit "
+                                              "is not found.")] = False) -> None:
+    """Prints the checkpoint that a resume would take, and why it would refuse each newer one.
+
+    It selects as a job does at its start, for all ranks at once, and checks every byte of the chosen checkpoint.
+    On one of several nodes that share no disk: the newest step of which this node's part is complete.
+    Exit status: 0 there is one, 3 there is none (a resume would start afresh, or stop with an error).
+    """
+    from mindresume.api import catalog
+    with progress_bar("checking", json) as progress:
+        opened = catalog.open(folder, world_size=world_size, missing_ok=True)
+        found = opened.select(name=name, verify=not quick, progress=progress)
+    if json:
+        print_json(found.to_json())
+    else:
+        _say_selection(found, opened.list().checkpoints if found.source == "memory" else ())
+    sys.exit(0 if found.chosen or found.local else NOTHING)
+
+
+def _say_selection(found: Selection, on_disk: Sequence[CheckpointInfo]) -> None:
+    for refused in found.refused:
+        if found.local is not None and refused.step == found.local.step and refused.file is None:
+            break                                       # the refusal only says that it is a part; older ones are not needed
+        say(f"refused  {problem_text(refused)}" + (f"\n         {refused.file}" if refused.file else ""))
+    for note in found.notes:
+        say(f"note     {note}")
+    if found.chosen is not None:
+        chosen = found.chosen.info
+        for warning in chosen.warnings:
+            say(f"warning  {warning}")
+        say(f"chosen   step {chosen.step}, epoch {chosen.epoch}: {found.description}")
+        if found.source == "memory":
+            is_there = any((row.step, row.run_id, row.state) == (chosen.step, chosen.run_id, "complete") for row in on_disk)
+            say(f"memory   it lies in memory of this node, {found.root}; "
+                + ("the same step is on disk, too" if is_there else
+                   "and is lost with it; a job without memory_tier takes the disk. mindresume flush writes it to disk"))
+    elif found.fresh:
+        there = "no save was ever complete in" if os.path.exists(found.root) else "there is no"
+        say(f"chosen   none: {there} {found.root}; a resume starts afresh")
+    elif found.local is not None:
+        from mindresume.formatting import listed
+        say(f"part     step {found.local.step}, epoch {found.local.epoch}: rank {listed(found.local.local_ranks)} of "
+            f"{found.local.world_size}, which are on this node. Nodes that share no disk saved it; their job takes the "
+            f"newest step that all of them have")
+    else:
+        say(f"chosen   none: a resume stops with an error\n{found.error}" if not found.refused else
+            "chosen   none: a resume stops with an error that lists these reasons")

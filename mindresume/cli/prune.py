@@ -1,17 +1,19 @@
-"""Implements ``mindresume prune``."""
+"""Implements ``mindresume prune`` and ``mindresume flush``: what is removed from a disk, and what memory brings to it."""
 from __future__ import annotations
 
+import sys
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, new_table, print_json, say, show_table, time_text
+from mindresume.cli.common import NOTHING, AsJson, Folder, new_table, print_json, progress_bar, say, show_table, time_text
 from mindresume.errors import ConfigError
 from mindresume.formatting import shown, size_text
 
 if TYPE_CHECKING:
-    from mindresume.api.pruning import PrunedCheckpoint, PruneResult
+    from mindresume.api.pruning import PruneResult
     from mindresume.saving.retention import Policy
 
 Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (which contains the rank folders; or the output "
@@ -74,8 +76,10 @@ def _print(result: PruneResult) -> None:
     else:
         say(result.root)
         table = new_table(("step", "run", "saved at", "size", "state", "why"), ("step", "size"), wrapped="why")
-        for name, row in sorted(rows, key=lambda item: _order(item[1]), reverse=True):
-            table.add_row(str(row.step), str(run_sequence(str(row.run_id))), time_text(row.saved_at), size_text(row.size_bytes),
+        ordered = sorted(((run_sequence(str(row.run_id)), row.step or 0, name, row) for name, row in rows),
+                         key=itemgetter(0, 1), reverse=True)                   # as a resume orders them: by run, then by step
+        for run, _, name, row in ordered:
+            table.add_row(str(row.step), str(run), time_text(row.saved_at), size_text(row.size_bytes),
                           words[name], shown(row.reason), style="yellow" if name == "removed" else "")
         show_table(table)
     if result.resumed_removals:
@@ -85,7 +89,24 @@ def _print(result: PruneResult) -> None:
     say(f"{freed} would be freed; dry run, nothing was changed" if result.dry_run else f"{freed} freed")
 
 
-def _order(row: PrunedCheckpoint) -> tuple[int, int]:
-    """Returns the sort key of a resume: by run, then by step."""
-    from mindresume.model.manifest import run_sequence
-    return run_sequence(str(row.run_id)), row.step or 0
+# ---- flush -----------------------------------------------------------------------------------------------------------
+
+@app.command()
+def flush(folder: Folder, json: AsJson = False) -> None:
+    """Writes the newest save in memory of this node to disk, if the disk is older.
+
+    For a training with memory_tier that has ended and is not started again on this node. Every byte is verified first. On
+    several nodes call it on each; the last one completes the checkpoint.
+    Exit status: 0 the disk is up to date, 3 there is nothing in memory of this node.
+    """
+    from mindresume.api import memory
+    with progress_bar("writing", json) as progress:
+        result = memory.flush(folder, progress=progress)
+    if json:
+        print_json(result.to_json())
+    elif result.step is None:
+        say(f"{result.root}: {result.reason}")
+    else:
+        say(f"{result.root}: step {result.step}, {size_text(result.size_bytes)} written" + (
+            "" if result.committed else "; it counts once the other nodes have written their parts"))
+    sys.exit(NOTHING if result.step is None and not result.up_to_date else 0)

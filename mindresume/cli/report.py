@@ -1,4 +1,4 @@
-"""Implements ``mindresume report``."""
+"""Implements ``mindresume report`` and ``mindresume advise``, which read what a training has left behind."""
 from __future__ import annotations
 
 import os
@@ -80,3 +80,25 @@ def write(report: Report, target: Path) -> list[str]:
     for path, content in contents.items():
         publish(PosixStorage(), os.path.abspath(path), [content], str(os.getpid()))
     return [str(path) for path in contents]
+
+
+# ---- advise ----------------------------------------------------------------------------------------------------------
+
+@app.command()
+def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
+    """Advises how often to save: the interval between saves that loses the least time, by what the training has measured.
+
+    It reads what `report` reads: how long the training stopped for a save, how long a save took, the steps, the failures and the
+    restarts. The interval is that of Young and Daly; with few failures its range is wide, and without any it is a bound. Nothing
+    is written. docs/advice.md explains the numbers.
+    Exit status: 0; 2 if too little was measured.
+    """
+    from mindresume.report.advice import advise as advise_on
+    check_folders(logs or ())
+    found = advise_on(folder, logs=logs or ())
+    if json:
+        print_json(found.to_json())
+        return
+    from mindresume.report.advice import lines_of
+    for name, text in lines_of(found):
+        say(f"{name:9}  {text}")

@@ -1,10 +1,11 @@
-"""Implements ``mindresume run``."""
+"""Implements ``mindresume run``, and ``plugin-path`` for a start without it."""
 from __future__ import annotations
 
 import json as json_module
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -198,3 +199,14 @@ class _JsonLines:
 
     def close(self) -> None:
         pass
+
+
+# ---- plugin-path -----------------------------------------------------------------------------------------------------
+
+@app.command("plugin-path")
+def plugin_path() -> None:
+    """Prints the folder for `--register_path` of mindformers' own run_mindformer.py.
+
+    The YAML file then needs one more line, in the `trainer:` block: `auto_register: mindresume_plugin.MindResume`.
+    """
+    print(Path(__file__).resolve().parent.parent / "mindformers" / "shim")

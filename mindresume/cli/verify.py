@@ -1,4 +1,4 @@
-"""Implements ``mindresume verify``."""
+"""Implements ``mindresume verify`` and ``mindresume scrub``, which read every byte of checkpoints."""
 from __future__ import annotations
 
 import sys
@@ -16,13 +16,16 @@ from mindresume.cli.common import (
     print_json,
     progress_bar,
     say,
+    say_checkpoint,
     say_read,
-    step_text,
+    stopped_by_signals,
 )
 from mindresume.cli.launch import Part, share_of_process
+from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
-    from mindresume.api.results import CheckpointVerification, VerificationReport
+    from mindresume.api.results import CheckpointVerification
+    from mindresume.api.scrubbing import ScrubbedCheckpoint
 
 
 @app.command()
@@ -43,23 +46,19 @@ def verify(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
     if json:
         print_json(report.to_json())
     else:
-        _show(report)
+        for found in report.checkpoints:
+            _say_verified(found)
+        for found in report.memory:
+            _say_verified(found, "memory (this node), ")
+        say_read(report)
+        if report.removed_steps:
+            say(f"step {', '.join(map(str, report.removed_steps))}: was removed while it was read")
+        for note in report.notes:
+            say(note)
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
 
 
-def _show(report: VerificationReport) -> None:
-    for found in report.checkpoints:
-        _print(found)
-    for found in report.memory:
-        _print(found, "memory (this node), ")
-    say_read(report)
-    if report.removed_steps:
-        say(f"step {', '.join(map(str, report.removed_steps))}: was removed while it was read")
-    for note in report.notes:
-        say(note)
-
-
-def _print(found: CheckpointVerification, where: str = "") -> None:
+def _say_verified(found: CheckpointVerification, where: str = "") -> None:
     from mindresume.formatting import listed, ranks_count
     text = {"incomplete": "the save never completed; nothing is lost with it",
             "damaged": "DAMAGED" + ", but a resume takes it" * found.is_usable,
@@ -69,6 +68,56 @@ def _print(found: CheckpointVerification, where: str = "") -> None:
             f"every byte of rank {listed(found.local_ranks)} of {found.world_size}, which are on this node, is as it was written"
             }[found.state]
     text = "; ".join([text, *(() if found.problems else found.notes)])
-    say(f"{where}step {step_text(found.step)} ({origin_text(found.origin, found.run_id)}): {text}")
-    for problem in found.problems:
-        say(f"    {problem.reason}" + (f"\n      {problem.file}" if problem.file else ""))
+    say_checkpoint(found.step, origin_text(found.origin, found.run_id), text,
+                   [(problem.reason, problem.file) for problem in found.problems], where)
+
+
+# ---- scrub -----------------------------------------------------------------------------------------------------------
+
+
+
+@app.command()
+def scrub(folder: Folder, json: AsJson = False,
+          rate: Annotated[float, typer.Option("--rate", min=0, metavar="MB/s", help="Read at most so many megabytes (10^6 bytes) "
+                                              "a second. Default: no limit.")] = 0.0,
+          repair: Annotated[bool, typer.Option("--repair", help="Replace damaged files by intact copies: of the same tensors on "
+                                               "other ranks, or from --remote.")] = False,
+          remote: Annotated[str | None, typer.Option("--remote", metavar="URL", help="remote_save_url of the training: repair "
+                                                     "from there, too.")] = None,
+          step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
+          older_than: Annotated[float, typer.Option("--older-than", min=0, metavar="HOURS", help="Leave out what was saved, or "
+                                                    "read by a scrub, in the last HOURS.")] = 0.0) -> None:
+    """Re-reads every kept checkpoint from the disk, names what rotted by file and tensor, and can repair it.
+
+    What stays damaged is recorded beside the checkpoint: resumes, `which`, `ls` and the report refuse it from then on without a
+    new reading, until its files are replaced. `verify` reads the same and writes nothing. A running job is not disturbed: what it
+    is writing is left out, and it removes nothing that is being read. docs/scrub.md has the details.
+    Exit status: 0 all is as written or repaired, 1 damage is left or files cannot be read, 3 there is no checkpoint.
+    """
+    from mindresume.api.scrubbing import scrub as scrub_folder
+    with stopped_by_signals(), progress_bar("scrubbing", json) as progress:
+        report = scrub_folder(folder, rate_mb=rate, repair=repair, remote=remote, step=step, older_than_hours=older_than,
+                              progress=progress)
+    if json:
+        print_json(report.to_json())
+    else:
+        for found in report.checkpoints:
+            _say_scrubbed(found)
+        say_read(report)
+        cached = sum(found.cached_bytes for found in report.checkpoints)
+        if cached > report.bytes_read // 2:
+            say(f"the kernel kept about {size_text(cached)} in its cache although it was asked to drop them: these bytes may not "
+                f"have come from the disk")
+    sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
+
+
+def _say_scrubbed(found: ScrubbedCheckpoint) -> None:
+    text = {"intact": "every byte is as it was written", "repaired": "was damaged, and is as it was written again",
+            "damaged": "DAMAGED, and refused from now on", "removed": "was removed while it was read",
+            "unreadable": "some files CANNOT BE READ; nothing is recorded of them, the next scrub reads them again",
+            "skipped": f"skipped: {found.reason}"}[found.state]
+    left = "unreadable" if found.state == "unreadable" else "damaged"
+    rows = [(f"{name}: {problem.reason}", str(problem.file))
+            for name, problems in ((left, found.damaged), ("repaired", found.repaired)) for problem in problems]
+    say_checkpoint(found.step, "mindformers" if found.run_id is None else f"run {found.run_id}", text,
+                   [*rows, *((note, None) for note in found.notes)])

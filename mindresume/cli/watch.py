@@ -1,22 +1,21 @@
 """Repeats a look at a folder of checkpoints and shows what changed: ``mindresume ls --watch``.
 
     look (in a thread: the disk may hang) ─▶ History: changes, speed, next save ─▶ a view: watch_screen.Screen, or Lines below
-
-Nothing here depends on real time: the look, the clock and the wait are arguments.
 """
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mindresume import runtime
-from mindresume.api.observation import Heartbeat, Observation
+from mindresume.api.observation import Heartbeat, Observation, observe
 from mindresume.api.results import COMPLETE, INCOMPLETE, NODE_LOCAL, CheckpointInfo, Listing
 from mindresume.cli.common import say, step_text
+from mindresume.cli.ls import print_listing
 from mindresume.errors import ConfigError
 from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.operations import call_within
@@ -248,8 +247,8 @@ class BoundedLook:
     """Looks in a thread, one at a time, and waits only ``PATIENCE`` seconds for it. A look that ends later is returned by the
     next call."""
 
-    def __init__(self, look: Callable[[], Observation | None], clock: Callable[[], float]):
-        self._look, self._clock = look, clock
+    def __init__(self, folder: str, world_size: int | None = None):
+        self._folder, self._world_size = folder, world_size
         self._running = runtime.Lock()
         self._ended: list[Look] = []
 
@@ -266,38 +265,38 @@ class BoundedLook:
         if not self._running.acquire(blocking=False):       # an earlier one still waits for the disk
             return
         try:
-            began = self._clock()
+            began = runtime.time()
             found: Observation | Failure | None
             try:
-                found = self._look()
+                found = observe(self._folder, self._world_size)
             except Exception as error:                      # whatever is wrong there now: a later look may succeed
                 found = Failure(error)
-            self._ended.append(Look(found, began, max(self._clock() - began, 0.0)))
+            self._ended.append(Look(found, began, max(runtime.time() - began, 0.0)))
         finally:
             self._running.release()
 
 
-def watch(look: Callable[[], Observation | None], view: View, every: float = EVERY, clock: Callable[[], float] = runtime.time,
-          wait: Callable[[float], object] = runtime.sleep) -> None:
-    """Looks, shows what it found, and waits ``every`` seconds, or longer where a look takes long, until a signal ends it.
+def watch(folder: str, view: View, world_size: int | None = None, every: float = EVERY) -> None:
+    """Looks into ``folder``, shows what it found, and waits ``every`` seconds, or longer where a look takes long, until a signal
+    ends it.
 
     Raises:
         ConfigError: The path is a file of another kind, which no wait mends.
     """
-    bounded, history = BoundedLook(look, clock), History()
+    bounded, history = BoundedLook(folder, world_size), History()
     while True:
         found = bounded()
         if found and isinstance(found.found, Failure) and isinstance(found.found.error, ConfigError) and history.seen_at is None:
             raise found.found.error
-        is_different = history.take(found, clock())
-        view.show(history, clock(), is_different)
+        is_different = history.take(found, runtime.time())
+        view.show(history, runtime.time(), is_different)
         left = max(every, min(_SHARE * history.seconds, _LONGEST))
         while left > 0:
             pause = left if view.tick is None else min(left, view.tick)
-            wait(pause)
+            runtime.sleep(pause)
             left -= pause
             if view.tick is not None and left > 0:
-                view.show(history, clock(), False)
+                view.show(history, runtime.time(), False)
 
 
 # ---- a log or a pipe -------------------------------------------------------------------------------------------------
@@ -306,8 +305,8 @@ class Lines:
     """Prints a listing whenever something changed: as text, or as JSON with one object a line."""
     tick = None
 
-    def __init__(self, path: str, as_json: bool, print_listing: Callable[[Listing], None]):
-        self._path, self._as_json, self._print_listing = path, as_json, print_listing
+    def __init__(self, path: str, as_json: bool):
+        self._path, self._as_json = path, as_json
 
     def show(self, history: History, now: float, is_different: bool) -> None:
         if not is_different:
@@ -319,7 +318,7 @@ class Lines:
             for text in _sentences(history, self._path):
                 say(text)
             if history.listing is not None and not history.error:
-                self._print_listing(history.listing)
+                print_listing(history.listing)
         sys.stdout.flush()                      # a log is read while this goes on
 
 

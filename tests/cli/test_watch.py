@@ -13,6 +13,7 @@ from rank_folders import RUN, path_of, save, write_foreign, write_rank
 from rich.console import Console
 
 import mindresume
+from mindresume import runtime
 from mindresume.api.observation import Heartbeat, Observation, observe
 from mindresume.api.results import CheckpointInfo, DirectoryUser, Listing
 from mindresume.cli import watch
@@ -70,9 +71,26 @@ def events(*steps):
     return wait
 
 
-def run(look, view, *steps):
-    with pytest.raises(Stopped):
-        watch.watch(look, view, clock=lambda: 1000.0, wait=events(*steps))
+def run(folder, view, *steps):
+    """Watches a folder at the time 1000. Each wait does the next of ``steps``."""
+    with runtime.answers({runtime.time: lambda: 1000.0, runtime.sleep: events(*steps)}), pytest.raises(Stopped):
+        watch.watch(str(folder), view)
+
+
+def watched(folder, view, world_size, pause):
+    """Stands in for ``watch.watch``: one look, then Ctrl-C."""
+    view.show(seen(observe(folder, world_size)), 1000.0, True)
+    raise Stopped(2)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """looks(look): makes ``look`` what a look does, at the time 5."""
+    def made(look):
+        monkeypatch.setattr(watch, "observe", lambda folder, world_size: look())
+        return BoundedLook("/ckpt")
+    with runtime.answers({runtime.time: lambda: 5.0}):
+        yield made
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -193,8 +211,8 @@ def test_a_disk_that_is_always_slow_is_no_failure():
         assert [history.take(None, at) for at in (1100.0, 1112.0, 1113.0, 1200.0)] == [False, False, True, False]
 
 
-def test_the_newest_of_several_looks_is_returned():
-    bounded = BoundedLook(lambda: None, lambda: 5.0)
+def test_the_newest_of_several_looks_is_returned(looks):
+    bounded = looks(lambda: None)
     bounded._ended += [Look(None, 1.0, 0.0), Look(None, 2.0, 0.0)]
     assert [bounded(), bounded()] == [Look(None, 2.0, 0.0), Look(None, 5.0, 0.0)]
 
@@ -214,7 +232,7 @@ def test_many_checkpoints_cost_no_more_for_each():
     assert Counted.compared < 20 * len(rows)
 
 
-def test_a_look_that_hangs_is_not_waited_for_and_not_repeated(monkeypatch):
+def test_a_look_that_hangs_is_not_waited_for_and_not_repeated(monkeypatch, looks):
     monkeypatch.setattr(watch, "PATIENCE", 0.01)
     answers, begun, started = threading.Event(), threading.Event(), []
 
@@ -223,7 +241,7 @@ def test_a_look_that_hangs_is_not_waited_for_and_not_repeated(monkeypatch):
         begun.set()
         answers.wait(600)
         return
-    bounded = BoundedLook(look, lambda: 5.0)
+    bounded = looks(look)
     try:
         assert bounded() is None and begun.wait(600)
         assert [bounded(), bounded()] == [None, None] and len(started) == 1
@@ -234,10 +252,10 @@ def test_a_look_that_hangs_is_not_waited_for_and_not_repeated(monkeypatch):
     assert bounded() == Look(None, 5.0, 0.0)
 
 
-def test_a_look_that_raises_is_a_failure():
+def test_a_look_that_raises_is_a_failure(looks):
     def look():
         raise OSError(errno.EIO, "bad", "/ckpt")
-    found = BoundedLook(look, lambda: 5.0)().found
+    found = looks(look)().found
     assert isinstance(found, Failure) and found.error.errno == errno.EIO
 
 
@@ -245,35 +263,35 @@ def test_a_file_that_is_no_checkpoint_ends_the_command_at_once(tmp_path):
     path = tmp_path / "train.log"
     path.write_text("x")
     with pytest.raises(ConfigError):
-        watch.watch(lambda: observe(path), Lines(str(path), False, print), wait=events())
+        watch.watch(str(path), Lines(str(path), False))
 
 
-def test_pauses_are_longer_where_a_look_takes_long():
+def test_pauses_are_longer_where_a_look_takes_long(monkeypatch):
     times, pauses = iter([0.0, 7.0, 7.0, 7.0, 100.0, 107.0]), []
 
     def wait(seconds):
         pauses.append(seconds)
         raise Stopped(2)
-    with pytest.raises(Stopped):
-        watch.watch(lambda: None, Lines("/ckpt", True, print), every=5.0, clock=lambda: next(times), wait=wait)
+    monkeypatch.setattr(watch, "observe", lambda folder, world_size: None)
+    with runtime.answers({runtime.time: lambda: next(times), runtime.sleep: wait}), pytest.raises(Stopped):
+        watch.watch("/ckpt", Lines("/ckpt", True), every=5.0)
     assert pauses == [28.0]
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
-def test_a_log_gets_a_listing_whenever_something_changed(tmp_path, capsys):
+def test_a_log_gets_a_listing_whenever_something_changed(tmp_path, capsys, monkeypatch):
     root = tmp_path / "ckpt"
     printed = []
-    look = lambda: observe(root)                                                            # noqa: E731
-    run(look, Lines(str(root), False, lambda found: printed.append([row.step for row in found])),
-        lambda: save(root, 10), lambda: None, lambda: save(root, 20), lambda: None)
+    monkeypatch.setattr(watch, "print_listing", lambda found: printed.append([row.step for row in found]))
+    run(root, Lines(str(root), False), lambda: save(root, 10), lambda: None, lambda: save(root, 20), lambda: None)
     assert printed == [[10], [20, 10]]
     assert [line[:4] for line in capsys.readouterr().out.splitlines()].count("----") == 3       # and that there is no folder yet
 
 
 def test_json_is_one_object_a_line(tmp_path, capsys):
     root = tmp_path / "ckpt"
-    run(lambda: observe(root), Lines(str(root), True, print), lambda: write_rank(root, 10, 0, 4), lambda: save(root, 10),
+    run(root, Lines(str(root), True), lambda: write_rank(root, 10, 0, 4), lambda: save(root, 10),
         lambda: None)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [bool(row["error"]) for row in rows] == [True, False, False]
@@ -283,7 +301,7 @@ def test_json_is_one_object_a_line(tmp_path, capsys):
 
 def test_the_command_prints_lines_where_output_is_no_terminal_and_ends_as_ctrl_c_does(tmp_path, call, monkeypatch):
     save(tmp_path, 10)
-    monkeypatch.setattr(watch, "watch", lambda look, view, pause: (view.show(seen(look()), 1000.0, True), events()(0)))
+    monkeypatch.setattr(watch, "watch", watched)
     status, out, err = call(tmp_path, "--watch")
     assert (status, err) == (130, "") and "safetensors" in out
     status, out, err = call(tmp_path, "--watch", "--json")
@@ -308,7 +326,7 @@ def test_a_reader_that_goes_away_ends_the_command(tmp_path, call, monkeypatch):
 def test_what_the_encoding_of_the_output_lacks_does_not_end_the_command(tmp_path, call, monkeypatch):
     folder = tmp_path / "\u68c0"
     save(folder, 10)
-    monkeypatch.setattr(watch, "watch", lambda look, view, pause: (view.show(seen(look()), 1000.0, True), events()(0)))
+    monkeypatch.setattr(watch, "watch", watched)
     with open(tmp_path / "out", "w", encoding="latin-1") as file:
         monkeypatch.setattr("sys.stdout", file)
         assert call(folder, "--watch")[0] == 130
@@ -391,7 +409,7 @@ def test_the_screen_is_shown_each_second_and_the_terminal_is_left_as_it_was(tmp_
     with open(tmp_path / "typescript", "w+") as file:
         console = Console(file=file, width=100, height=20, force_terminal=True, color_system=None, legacy_windows=False)
         with Screen(str(tmp_path), 5.0, console) as screen:
-            run(lambda: observe(tmp_path), screen, lambda: None, lambda: None)
+            run(tmp_path, screen, lambda: None, lambda: None)
         file.seek(0)
         text = file.read()
     assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1 and text.count("last save: step 10") == 3
