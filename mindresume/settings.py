@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,6 +33,11 @@ def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, .
         choices: the only values that are accepted; empty: any of the type.
     """
     return field(default=default, metadata={"meaning": meaning, "unit": unit, "choices": choices})
+
+
+def group(default: Any) -> Any:
+    """Returns a field for settings that belong together, whose keys stand in the section of the others."""
+    return field(default=default, metadata={"group": True})
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,31 @@ class ScrubSettings:
 
 
 @dataclass(frozen=True)
+class RetentionSettings:
+    """Says which checkpoints stay besides those of ``keep_checkpoint_max``."""
+    keep_every_steps: int = setting(0,
+        "besides `keep_checkpoint_max`: keeps the first checkpoint at or after each multiple of it; 0: off", unit="steps")
+    keep_best: int = setting(0,
+        "besides `keep_checkpoint_max`: keeps so many of the best checkpoints by `keep_best_metric`; 0: off", unit="checkpoints")
+    keep_best_metric: str = setting("loss",
+        "`loss`: the loss of the saved step; or a name that your code passes to `mindresume.plugin.report_metric(\"eval_loss\", "
+        "2.31)`", unit="name")
+    keep_best_mode: str = setting("min",
+        "which values of `keep_best_metric` are best: the smallest or the largest", choices=("min", "max"))
+
+
+@dataclass(frozen=True)
+class ConversionSettings:
+    """Says how ``auto_trans_ckpt`` converts."""
+    transform_engine: str = setting("auto",
+        "what converts a checkpoint for `auto_trans_ckpt`: `direct` (mindresume), `mindspore` (which first merges safetensors "
+        "to output/unified_checkpoint), or `auto`: `mindspore` for ckpt, `direct` for safetensors",
+        choices=("auto", "direct", "mindspore"))
+    unified_checkpoint: int = setting(0,
+        "1: `auto_trans_ckpt` also writes the merged weights to output/unified_checkpoint", unit="0 or 1")
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the settings of a run."""
     on_save_error: str = setting("warn",
@@ -80,21 +110,8 @@ class Settings:
     heartbeat: float = setting(15.0,
         "time between two heartbeats of a job in its checkpoint folder, by which other hosts see that it is alive; 0: none",
         unit="seconds")
-    keep_every_steps: int = setting(0,
-        "besides `keep_checkpoint_max`: keeps the first checkpoint at or after each multiple of it; 0: off", unit="steps")
-    keep_best: int = setting(0,
-        "besides `keep_checkpoint_max`: keeps so many of the best checkpoints by `keep_best_metric`; 0: off", unit="checkpoints")
-    keep_best_metric: str = setting("loss",
-        "`loss`: the loss of the saved step; or a name that your code passes to `mindresume.plugin.report_metric(\"eval_loss\", "
-        "2.31)`", unit="name")
-    keep_best_mode: str = setting("min",
-        "which values of `keep_best_metric` are best: the smallest or the largest", choices=("min", "max"))
-    transform_engine: str = setting("auto",
-        "what converts a checkpoint for `auto_trans_ckpt`: `direct` (mindresume), `mindspore` (which first merges safetensors "
-        "to output/unified_checkpoint), or `auto`: `mindspore` for ckpt, `direct` for safetensors",
-        choices=("auto", "direct", "mindspore"))
-    unified_checkpoint: int = setting(0,
-        "1: `auto_trans_ckpt` also writes the merged weights to output/unified_checkpoint", unit="0 or 1")
+    retention: RetentionSettings = group(RetentionSettings())
+    conversion: ConversionSettings = group(ConversionSettings())
     allow_missing: tuple[str, ...] = setting((),
         "patterns (`lora_*`) of parameters that a checkpoint may lack when weights alone are loaded, and in Checkpoint 2.0; "
         "they keep their initial values. Separated by commas in the environment", unit="list of patterns")
@@ -133,17 +150,24 @@ def allow_text(missing: Iterable[str], most: int = 6) -> str:
 
 def _section(kind: type, where: str, section: Any, environment: Mapping[str, str]) -> Any:
     """Returns a ``kind``, a dataclass of settings. ``where``: the keys that lead to its YAML section, with dots between them."""
+    names = [known.name for known in settings_of(kind)]
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"{where} is {section!r}; expected a section with the keys {', '.join(_names(kind))}")
-    values = dict(section or {})
-    unknown = [key for key in values if key not in _names(kind)]
+        raise ConfigError(f"{where} is {section!r}; expected a section with the keys {', '.join(names)}")
+    unknown = [key for key in section or () if key not in names]
     if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(_names(kind))}")
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(names)}")
+    return _made(kind, where, section or {}, environment)
+
+
+def _made(kind: type, where: str, values: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """Returns a ``kind`` of the ``values`` of a section."""
     found = {}
     for known in fields(kind):
         name = f"{where}.{known.name}"
         variable = variable_of(name)
-        if is_dataclass(known.default):
+        if known.metadata.get("group"):
+            found[known.name] = _made(type(known.default), where, values, environment)
+        elif is_dataclass(known.default):
             found[known.name] = _section(type(known.default), name, values.get(known.name), environment)
         elif variable in environment or known.name in values:
             found[known.name] = _value(name, known, environment.get(variable, values.get(known.name)))
@@ -155,8 +179,13 @@ def variable_of(name: str) -> str:
     return name.replace(".", "_").upper()
 
 
-def _names(kind: type) -> list[str]:
-    return [known.name for known in fields(kind)]
+def settings_of(kind: type) -> Iterator[Field[Any]]:
+    """Yields the fields whose names are the keys of a section, in its order."""
+    for known in fields(kind):
+        if known.metadata.get("group"):
+            yield from settings_of(type(known.default))
+        else:
+            yield known
 
 
 def _value(where: str, known: Field[Any], value: Any) -> Any:

@@ -1,12 +1,12 @@
 """The generated parts of the guide are those of their sources, and whole in both languages."""
 import ast
 import re
-from dataclasses import fields
 
 import pytest
 from typer.testing import CliRunner
 
 from mindresume import cli
+from mindresume.settings import settings_of
 from scripts.make_docs import commands, messages, settings
 from scripts.make_docs.marks import END, begin, with_part
 from scripts.make_docs.pages import DOCS, PAGES, made
@@ -28,7 +28,7 @@ def test_a_part_is_replaced_between_its_marks():
 
 def test_every_setting_has_a_meaning_in_both_languages_and_nothing_else_has():
     names = {f"{section}.{field.name}".partition(".")[2]: field for section, kind in settings.sections()
-             for field in fields(kind)}
+             for field in settings_of(kind)}
     assert all(field.metadata["meaning"] for field in names.values())
     assert set(settings.CHINESE["meanings"]) == set(names)
     assert set(settings.CHINESE["units"]) == {field.metadata["unit"] for field in names.values()} - {""}

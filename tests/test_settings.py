@@ -15,10 +15,10 @@ def test_defaults_section_and_environment():
 
 
 def test_keys_of_retention():
-    off = Settings.load({}, {})
+    off = Settings.load({}, {}).retention
     assert (off.keep_every_steps, off.keep_best, off.keep_best_metric, off.keep_best_mode) == (0, 0, "loss", "min")
     found = Settings.load({"keep_every_steps": 1000, "keep_best": 2, "keep_best_mode": "max"},
-                          {"MINDRESUME_KEEP_BEST_METRIC": "bleu", "MINDRESUME_KEEP_BEST": "3"})
+                          {"MINDRESUME_KEEP_BEST_METRIC": "bleu", "MINDRESUME_KEEP_BEST": "3"}).retention
     assert (found.keep_every_steps, found.keep_best, found.keep_best_metric, found.keep_best_mode) == (1000, 3, "bleu", "max")
 
 

@@ -120,10 +120,10 @@ def rewrite(config: Any, context: TrainingContext, source: OpenCheckpoint, regio
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    group, engine, storage = context.group, context.settings.transform_engine, context.resources.storage
+    group, engine, storage = context.group, context.settings.conversion.transform_engine, context.resources.storage
     if source.candidate is None:
         return source
-    if context.settings.unified_checkpoint or engine == "mindspore" and source.candidate.format == "safetensors":
+    if context.settings.conversion.unified_checkpoint or engine == "mindspore" and source.candidate.format == "safetensors":
         folder = unify(config, context, storage, source)
         if engine == "mindspore":
             return open_consolidated(storage, folder)
@@ -157,7 +157,7 @@ def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenC
     CollectiveError on all ranks."""
     group = context.group
     job, folder = to_consolidated(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
-    if context.settings.transform_engine == "mindspore":
+    if context.settings.conversion.transform_engine == "mindspore":
         answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, group.size, context.emit), _TRANSFORMING)
         if "refused" in answer:
             raise EngineError(answer["refused"])
@@ -180,12 +180,12 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
     target = run_on_rank0(group, lambda: _target_strategy(config, storage, group.size))
     job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, group.size // processes)
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
-    engine = engine_for(context.settings.transform_engine, job.files[0].format)
+    engine = engine_for(context.settings.conversion.transform_engine, job.files[0].format)
     if engine == "mindspore":
         answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, processes, emit), _TRANSFORMING)
         if "folder" in answer:
             return answer["folder"]
-        if context.settings.transform_engine == "mindspore":
+        if context.settings.conversion.transform_engine == "mindspore":
             raise EngineError(answer["refused"])
         emit(warning(f"MindSpore's engine cannot transform this checkpoint, the direct one does: {answer['refused']}"))
     return _by_all_ranks(storage, job, folder, context, processes)

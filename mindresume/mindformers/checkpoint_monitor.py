@@ -29,6 +29,7 @@ from mindresume.mindformers.state_collector import StateCollector
 from mindresume.model.manifest import FORMATS
 from mindresume.resume.eligible import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, StepState
 from mindresume.storage.posix import PosixStorage
@@ -143,8 +144,7 @@ class CheckpointMonitor(BuiltIn):
     def _start(self, context: training_context.TrainingContext) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""
         asked = self._asked
-        retention = training_saves.retention_of(context.settings, asked["keep_checkpoint_max"],
-                                                asked["keep_checkpoint_per_n_minutes"])
+        retention = policy_of(asked["keep_checkpoint_max"], asked["keep_checkpoint_per_n_minutes"], context.settings.retention)
         options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
                               asked["async_save"], self._iterations, self._directory, retention=retention, since=self._since)
         self._context = context

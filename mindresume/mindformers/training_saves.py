@@ -23,19 +23,11 @@ from mindresume.resume.progress import random_state_row, source_rows
 from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.remote_checkpoints import number_runs
-from mindresume.saving.retention import Policy, policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import StepState
-from mindresume.settings import Settings
 from mindresume.storage.posix import PosixStorage
 
 # ---- start ---------------------------------------------------------------------------------------------------------
-
-def retention_of(settings: Settings, keep_max: int | None, per_minutes: int | None) -> Policy:
-    """Returns the policy of a training. Raises ConfigError on every rank, so that contradicting keys stop all ranks."""
-    return policy_of(keep_max, per_minutes, settings.keep_every_steps, settings.keep_best, settings.keep_best_metric,
-                     settings.keep_best_mode)
-
 
 def open_directory(context: TrainingContext, options: SaveOptions) -> CheckpointManager:
     """Acquires the checkpoint directory together with the other ranks. All ranks have loaded the checkpoint before they call it,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mindresume.errors import ConfigError
+from mindresume.settings import RetentionSettings
 
 
 class Saved(Protocol):
@@ -205,12 +206,13 @@ def any_of(policies: Sequence[Policy]) -> Policy:
     return policies[0] if len(policies) == 1 else KeepAny(tuple(policies))
 
 
-def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: int | None, every_steps: int = 0, best: int = 0,
-              best_metric: str = "loss", best_mode: str = "min") -> Policy:
+def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: int | None,
+              keep: RetentionSettings) -> Policy:
     """Returns the policy of these settings. The first two are those of mindspore's CheckpointConfig: the minutes count only
-    without a maximum, and without both all checkpoints stay. ``every_steps`` and ``best`` (0: off) keep more than those two.
+    without a maximum, and without both all checkpoints stay. ``keep`` keeps more than those two.
 
-    Raises ConfigError if ``every_steps`` or ``best`` is set and both of the first two are not: then all stay anyway.
+    Raises ConfigError if ``keep`` keeps more and both of the first two are not set: then all stay anyway. It does so on every
+    rank.
     """
     if keep_checkpoint_max and keep_checkpoint_max > 0:
         base: Policy = KeepLast(keep_checkpoint_max)
@@ -218,10 +220,10 @@ def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: in
         base = KeepPerMinutes(keep_checkpoint_per_n_minutes)
     else:
         base = KEEP_ALL
-    more: list[Policy] = [KeepEverySteps(every_steps)] if every_steps else []
-    more += [KeepBest(best_metric, best, best_mode)] if best else []
+    more: list[Policy] = [KeepEverySteps(keep.keep_every_steps)] if keep.keep_every_steps else []
+    more += [KeepBest(keep.keep_best_metric, keep.keep_best, keep.keep_best_mode)] if keep.keep_best else []
     if more and base == KEEP_ALL:
-        keys = " and ".join(name for name, value in (("keep_every_steps", every_steps), ("keep_best", best)) if value)
+        keys = " and ".join(name for name in ("keep_every_steps", "keep_best") if getattr(keep, name))
         raise ConfigError(f"mindresume: {keys} is set, but neither keep_checkpoint_max nor keep_checkpoint_per_n_minutes of "
                           f"CheckpointMonitor: every checkpoint is kept anyway. Set keep_checkpoint_max, or remove {keys}")
     return any_of([base, *more])

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mindresume.settings import Settings, variable_of
+from mindresume.settings import Settings, settings_of, variable_of
 
 SOURCE = "mindresume/settings.py"
 CHINESE = json.loads(Path(__file__).with_name("settings.zh.json").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ def part(language: str) -> str:
 def sections() -> Iterator[tuple[str, type]]:
     """Yields the sections: their keys with dots between them, and their dataclasses."""
     yield "mindresume", Settings
-    for field in fields(Settings):
+    for field in settings_of(Settings):
         if is_dataclass(field.default):
             yield f"mindresume.{field.name}", type(field.default)
 
@@ -44,7 +44,7 @@ def meaning(name: str, field: Field[Any], language: str) -> str:
 
 
 def _yaml(kind: type, depth: int) -> Iterator[str]:
-    for field in fields(kind):
+    for field in settings_of(kind):
         if is_dataclass(field.default):
             yield f"{'  ' * depth}{field.name}:"
             yield from _yaml(type(field.default), depth + 1)
@@ -59,7 +59,7 @@ def _default(field: Field[Any]) -> str:
 
 def _table(section: str, kind: type, language: str) -> str:
     rows = ["| " + " | ".join(TEXTS[language]["heads"]) + " |", "|---" * 5 + "|"]
-    for field in fields(kind):
+    for field in settings_of(kind):
         name = f"{section}.{field.name}"
         is_section = is_dataclass(field.default)
         cells = (f"`{field.name}`", TEXTS[language]["section"] if is_section else f"`{_default(field)}`",

@@ -20,11 +20,13 @@ from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
 from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.resume.selection import select_checkpoint  # noqa: E402
-from mindresume.settings import Settings  # noqa: E402
+from mindresume.settings import ConversionSettings, Settings  # noqa: E402
 
 NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
 TENSORS = random_tensors(NET)
 GLOBAL_STEP = COUNTERS["global_step"].shape
+DIRECT = Settings(conversion=ConversionSettings(transform_engine="direct"))
+UNIFIES = Settings(conversion=ConversionSettings(unified_checkpoint=1))
 
 
 class Network:
@@ -176,7 +178,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 def test_ckpt_files_are_converted_on_disk_and_loaded_later_directly(tmp_path, processes):
     source, plan = Plan.parse("dp2tp2", NET), Plan.parse("tp4", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS, fmt="ckpt")
-    settings = Settings(transform_engine="direct")
+    settings = DIRECT
 
     def start(path):
         return run(plan, lambda group: load(group, path, tmp_path / "out", plan, settings, transform_process_num=processes))
@@ -197,7 +199,7 @@ def test_ckpt_files_are_converted_on_disk_and_loaded_later_directly(tmp_path, pr
 def test_transform_process_num_must_divide(tmp_path, processes):
     plan = Plan.parse("dp2", NET)
     recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS, fmt="ckpt")
-    for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan, Settings(transform_engine="direct"),
+    for error in run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path, plan, DIRECT,
                                               transform_process_num=processes)):
         if processes in (0,):                                   # not given
             assert not isinstance(error, Exception)
@@ -213,7 +215,7 @@ def test_the_direct_engine_takes_over_refused_work_unless_mindspores_is_requeste
     def refuse(*args, **kwargs):
         raise EngineError("not this one")
     monkeypatch.setattr("mindresume.reshard.mindspore_engine.rewrite", refuse)
-    settings = Settings(transform_engine=engine)
+    settings = Settings(conversion=ConversionSettings(transform_engine=engine))
     found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, settings))
     if engine == "auto":
         made = tmp_path / "out" / "transformed_checkpoint" / "checkpoint"
@@ -224,7 +226,7 @@ def test_the_direct_engine_takes_over_refused_work_unless_mindspores_is_requeste
 
 
 def test_another_conversion_in_the_way_is_left_alone(tmp_path):
-    plan, settings = Plan.parse("dp2", NET), Settings(transform_engine="direct")
+    plan, settings = Plan.parse("dp2", NET), DIRECT
     recorded(tmp_path / "checkpoint", Plan.parse("tp2", NET), TENSORS, fmt="ckpt")
     (tmp_path / "out" / "transformed_checkpoint" / "checkpoint").mkdir(parents=True)
     mine = tmp_path / "out" / "transformed_checkpoint" / "checkpoint" / "notes.txt"
@@ -237,7 +239,7 @@ def test_another_conversion_in_the_way_is_left_alone(tmp_path):
 def test_merged_weights_besides(tmp_path):
     source, plan = Plan.parse("tp4", NET), Plan.parse("dp2", NET)
     recorded(tmp_path / "checkpoint", source, TENSORS)
-    found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, Settings(unified_checkpoint=1)))
+    found = run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, UNIFIES))
     right(plan, 0, found[0][0])
     merged = open_checkpoint(STORAGE, str(tmp_path / "out" / "unified_checkpoint"))
     assert compare(merged.weights, open_checkpoint(STORAGE, str(tmp_path / "checkpoint")).weights) == []
@@ -247,7 +249,7 @@ def test_merged_weights_besides(tmp_path):
 def test_all_ranks_get_the_error_of_damaged_merged_weights(tmp_path):
     plan = Plan.parse("dp2", NET)
     recorded(tmp_path / "checkpoint", Plan.parse("tp4", NET), TENSORS)
-    run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, Settings(unified_checkpoint=1)))
+    run(plan, lambda group: load(group, tmp_path / "checkpoint", tmp_path / "out", plan, UNIFIES))
     merged = tmp_path / "out" / "unified_checkpoint"
     flip_bit(next(merged.glob("part0.safetensors")))
     for verify in ("full", "quick"):                    # quick: not at the choice, but while it is loaded

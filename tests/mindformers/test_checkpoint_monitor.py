@@ -41,7 +41,7 @@ from mindresume.model.manifest import run_name  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
 from mindresume.resume.job_selection import LostWork  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
-from mindresume.settings import Settings  # noqa: E402
+from mindresume.settings import RetentionSettings, Settings  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
 
@@ -637,9 +637,8 @@ def test_a_metric_that_is_none(name, value):
 
 
 def test_a_training_keeps_the_checkpoints_of_its_settings(tmp_path):
-    training_context.set_current(training_context.TrainingContext(Settings(keep_every_steps=20, keep_best=1,
-        keep_best_metric="score",
-                                                                     keep_best_mode="max")))
+    training_context.set_current(training_context.TrainingContext(Settings(retention=RetentionSettings(
+        keep_every_steps=20, keep_best=1, keep_best_metric="score", keep_best_mode="max"))))
     job = Job(build(tmp_path, keep_checkpoint_max=2))
     for score in (1, 9, 3, 2, 5, 4, 8):                                     # steps 5, 10, ... 35
         mindresume.plugin.report_metric("score", score)
@@ -648,7 +647,7 @@ def test_a_training_keeps_the_checkpoints_of_its_settings(tmp_path):
 
 
 def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
-    training_context.set_current(training_context.TrainingContext(Settings(keep_best=1)))
+    training_context.set_current(training_context.TrainingContext(Settings(retention=RetentionSettings(keep_best=1))))
     with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
         Job(build(tmp_path, keep_checkpoint_max=None))
 

@@ -17,6 +17,7 @@ from mindresume.saving.retention import (
     policy_of,
     surplus,
 )
+from mindresume.settings import RetentionSettings
 
 
 @dataclass(frozen=True)
@@ -108,20 +109,20 @@ def test_nonsense_is_refused(build, word):
 
 
 def test_the_keys_of_the_yaml():
-    assert policy_of(5, 10) == KeepLast(5)
-    assert policy_of(0, 10) == KeepPerMinutes(10)
-    assert policy_of(None, 0) == KeepAll()
-    assert policy_of(5, 0, every_steps=1000) == KeepAny((KeepLast(5), KeepEverySteps(1000)))
-    assert policy_of(0, 10, best=2, best_metric="bleu", best_mode="max") == KeepAny((KeepPerMinutes(10),
+    assert policy_of(5, 10, RetentionSettings()) == KeepLast(5)
+    assert policy_of(0, 10, RetentionSettings()) == KeepPerMinutes(10)
+    assert policy_of(None, 0, RetentionSettings()) == KeepAll()
+    assert policy_of(5, 0, RetentionSettings(1000)) == KeepAny((KeepLast(5), KeepEverySteps(1000)))
+    assert policy_of(0, 10, RetentionSettings(0, 2, "bleu", "max")) == KeepAny((KeepPerMinutes(10),
                                                                                      KeepBest("bleu", 2, "max")))
-    assert policy_of(5, 0, 1000, 2) == KeepAny((KeepLast(5), KeepEverySteps(1000), KeepBest("loss", 2)))
+    assert policy_of(5, 0, RetentionSettings(1000, 2)) == KeepAny((KeepLast(5), KeepEverySteps(1000), KeepBest("loss", 2)))
 
 
-@pytest.mark.parametrize("more, keys", [({"every_steps": 10}, ["keep_every_steps"]), ({"best": 1}, ["keep_best"]),
-                                        ({"every_steps": 10, "best": 1}, ["keep_every_steps", "keep_best"])])
+@pytest.mark.parametrize("more, keys", [({"keep_every_steps": 10}, ["keep_every_steps"]), ({"keep_best": 1}, ["keep_best"]),
+                                        ({"keep_every_steps": 10, "keep_best": 1}, ["keep_every_steps", "keep_best"])])
 def test_keeping_more_than_everything_is_a_contradiction(more, keys):
     with pytest.raises(ConfigError) as raised:
-        policy_of(None, 0, **more)
+        policy_of(None, 0, RetentionSettings(**more))
     assert all(key in str(raised.value) for key in [*keys, "keep_checkpoint_max", "keep_checkpoint_per_n_minutes"])
 
 

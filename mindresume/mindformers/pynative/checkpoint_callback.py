@@ -30,6 +30,7 @@ from mindresume.mindformers.state_collector import loss_metric, number
 from mindresume.mindformers.wrapping import Call
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, StepState, iteration_shard
 
@@ -56,7 +57,7 @@ class RunSaver:
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
                               async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
                               samples_in_common=run.samples_in_common, since=self._since,
-                              retention=training_saves.retention_of(context.settings, asked["save_max"], 0))
+                              retention=policy_of(asked["save_max"], 0, context.settings.retention))
         self._run = run
         self.manager = training_saves.open_directory(context, options)
         optimizer = None if asked["no_save_optim"] else optimizer
