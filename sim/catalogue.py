@@ -11,7 +11,7 @@ from typing import Any
 
 from mindresume.fault_injection.journal import ITERATION
 from mindresume.settings import MemoryTierSettings, ScrubSettings
-from mindresume.supervisor.node_states import BackgroundStates
+from mindresume.supervisor.rendezvous import BackgroundStates
 from sim import commands, run_checks, supervisors, workloads
 from sim.bucket_oracle import check_bucket, check_faulty_bucket
 from sim.cluster import SHM

@@ -14,12 +14,11 @@ from weakref import WeakKeyDictionary
 
 from mindresume.events import Event
 from mindresume.events.emitter import Emitter
-from mindresume.supervisor.event_recorder import BackgroundHandler
+from mindresume.supervisor.evidence import BackgroundHandler
 from mindresume.supervisor.hang import Heartbeats
 from mindresume.supervisor.job import Observer
 from mindresume.supervisor.members import Members
-from mindresume.supervisor.node_states import BackgroundStates, NodeStates
-from mindresume.supervisor.rendezvous import Place, Rendezvous
+from mindresume.supervisor.rendezvous import BackgroundStates, NodeStates, Place, Rendezvous
 from mindresume.supervisor.restart_policy import DIED, EXITED, JobEnd, RestartPolicy, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 from sim.cluster import Process, current_cluster, current_process

@@ -100,11 +100,10 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     """
     from mindresume.coordination.shared_folder import AwakeClock
     from mindresume.storage.posix import PosixStorage
-    from mindresume.supervisor.event_recorder import BackgroundHandler
+    from mindresume.supervisor.evidence import BackgroundHandler
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job import JobSettings
-    from mindresume.supervisor.node_states import BackgroundStates
-    from mindresume.supervisor.rendezvous import Place, Rendezvous
+    from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
     if command[:1] == ["--"]:

@@ -4,7 +4,7 @@
     seen = watch.see("run 3", number)           # each time that the file was read
     clock() - seen.since                        # seconds of silence
 
-Leases (``lease``) and the states of supervisors (``supervisor.node_states``) are such files. Clocks of hosts are never compared:
+Leases (``lease``) and the states of supervisors (``supervisor.rendezvous``) are such files. Clocks of hosts are never compared:
 a number is as old as the time since this process first saw it. The caches of a network file system can show it late.
 """
 from __future__ import annotations

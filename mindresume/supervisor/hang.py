@@ -38,7 +38,7 @@ from mindresume.coordination.rank_heartbeat import (
 from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.events.recovery_phases import Moments, Phase, phases_of
-from mindresume.supervisor.process_table import send
+from mindresume.supervisor.members import send
 
 _TIMEOUT = 10.0                 # seconds for py-spy and one rank
 _SETTLED = 0.3                  # seconds without growth after which a file of stacks is complete

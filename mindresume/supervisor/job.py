@@ -35,12 +35,10 @@ from mindresume.events import (
     warning,
 )
 from mindresume.storage.operations import call_within
-from mindresume.supervisor.event_recorder import EventRecorder
+from mindresume.supervisor.evidence import PATIENCE, EventRecorder, excerpt, tail
 from mindresume.supervisor.hang import HangLimits, Heartbeats, find_hang, startup_phases, without_stacks, write_stacks
 from mindresume.supervisor.job_end import EndTimes, end_job, first_lost_step, may_finish
-from mindresume.supervisor.logs import PATIENCE, excerpt, tail
-from mindresume.supervisor.members import Ended, Member, Members
-from mindresume.supervisor.process_table import RANK, SCHEDULER, WRITER, end_with_parent, shell_status
+from mindresume.supervisor.members import RANK, SCHEDULER, WRITER, Ended, Member, Members, end_with_parent, shell_status
 from mindresume.supervisor.restart_policy import (
     DIED,
     EXITED,

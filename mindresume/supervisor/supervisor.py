@@ -30,12 +30,11 @@ from mindresume.events import (
 )
 from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import Hurry, call_within
-from mindresume.supervisor import orphans
-from mindresume.supervisor.event_recorder import PATIENCE, EventRecorder
+from mindresume.supervisor import job_end
+from mindresume.supervisor.evidence import PATIENCE, EventRecorder, keep_logs
 from mindresume.supervisor.job import TICK, Command, Job, JobSettings
 from mindresume.supervisor.job_end import EndTimes
-from mindresume.supervisor.logs import keep_logs
-from mindresume.supervisor.process_table import RANK, all_processes, become_subreaper, descendants
+from mindresume.supervisor.members import RANK, all_processes, become_subreaper, descendants
 from mindresume.supervisor.rendezvous import Membership, Rendezvous
 from mindresume.supervisor.restart_policy import (
     DIED,
@@ -136,7 +135,7 @@ class Supervisor:
         if not become_subreaper():
             self.emit(warning("this system has no subreaper (prctl): processes whose parent dies cannot be found"))
         self._end_orphans()
-        self._folder = orphans.make_folder()
+        self._folder = job_end.make_folder()
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
             done = call_within(_FLUSHING, None, self.flush, self._output, self._signals, hurry=self._signals)
@@ -221,12 +220,12 @@ class Supervisor:
     def make_job(self, command: Sequence[str], number: int) -> Job:
         """Returns a start of the command. Raises OSError."""
         if not os.path.isdir(self._folder):             # somebody has cleaned up, for example systemd when a user logged out
-            self._folder = orphans.make_folder()
+            self._folder = job_end.make_folder()
         folder = os.path.join(self._folder, f"start_{number}")
         os.mkdir(folder)
         existing = {*descendants(os.getpid(), all_processes()), *self._left}
         ended_by_us = {rank_heartbeat.ENDED_BY_US: "1"} if self.starts and self.starts[-1].end.kind in (DIED, HUNG, PEER) else {}
-        environment = {**self.environment, **orphans.marks(self.command), **ended_by_us}
+        environment = {**self.environment, **job_end.marks(self.command), **ended_by_us}
         return Job(Command(command, environment, self.settings.to_stderr), number, folder, self.settings.job, self.emit, existing,
                    self._recorder)
 
@@ -297,11 +296,11 @@ class Supervisor:
 
     def _end_orphans(self) -> None:
         """Ends what a killed supervisor of the same command has left behind."""
-        found = orphans.find_orphans(self.command)
+        found = job_end.find_orphans(self.command)
         if found:
             job = self.settings.job
             self.emit(OrphansEnded(tuple(process.pid for process in found)))
-            left = orphans.end_orphans(found, EndTimes(job.leave, job.leave, job.stuck), self._signals)
+            left = job_end.end_orphans(found, EndTimes(job.leave, job.leave, job.stuck), self._signals)
             if left:
                 self.emit(warning(f"processes {', '.join(map(str, left))} do not end after SIGKILL and are left behind"))
 

@@ -45,7 +45,7 @@ from mindresume.saving import (
 )
 from mindresume.saving.memory_tier import directory, opening, tier
 from mindresume.storage import atomic_publish
-from mindresume.supervisor import event_recorder, node_states, rendezvous, restart_policy, supervisor
+from mindresume.supervisor import evidence, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Schedule, random_schedule
 from sim.search import SCENARIOS, SHARE, Counts, Failure, KnownStates, count_operations, replay, run
@@ -385,10 +385,10 @@ MUTANTS = [
         ("supervisors", "safetensors", ""), WRONG, deaths=False, within=40, draws=undisturbed()),
 
     mutant("the supervisor waits for its disk", [
-        Instead(node_states, "_MOMENT", lambda right: None)],
+        Instead(rendezvous, "_MOMENT", lambda right: None)],
         ("hanging disk", "safetensors", ""), f"{STUCK} {WRONG}", deaths=False, first=120, within=40, draws=each("slow", 1000)),
     mutant("the supervisor prints what it says by itself", [
-        Instead(event_recorder.BackgroundHandler, "handle", lambda right: lambda self, event, time_s: (
+        Instead(evidence.BackgroundHandler, "handle", lambda right: lambda self, event, time_s: (
             self._handler.handle(event, time_s)))],
         ("hanging disk", "safetensors", ""), STUCK, deaths=False, draws=undisturbed()),
 

@@ -9,7 +9,7 @@ from mindresume import runtime
 from mindresume.events import Notice
 from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import call_within
-from mindresume.supervisor.event_recorder import KEPT, BackgroundHandler
+from mindresume.supervisor.evidence import KEPT, BackgroundHandler
 
 
 class Recorder:

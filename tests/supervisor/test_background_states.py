@@ -1,4 +1,4 @@
-"""supervisor/node_states.py: a storage that never answers holds nobody up, and one that answers counts at once."""
+"""supervisor/rendezvous.py: a storage that never answers holds nobody up, and one that answers counts at once."""
 import threading
 import time
 
@@ -6,8 +6,7 @@ import pytest
 
 from mindresume.errors import RecordError
 from mindresume.storage.posix import PosixStorage
-from mindresume.supervisor.node_states import FAILED, READY, BackgroundStates, NodeState, NodeStates
-from mindresume.supervisor.rendezvous import Place, Rendezvous
+from mindresume.supervisor.rendezvous import FAILED, READY, BackgroundStates, NodeState, NodeStates, Place, Rendezvous
 from mindresume.supervisor.restart_policy import DIED
 
 PATIENCE = 120.0

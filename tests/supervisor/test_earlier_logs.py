@@ -1,10 +1,10 @@
-"""supervisor/logs.py: the logs of a start are moved out of the way of the next one; what is not known to be one stays."""
+"""supervisor/evidence.py: the logs of a start are moved out of the way of the next one; what is not known to be one stays."""
 import os
 from functools import partial
 
 import pytest
 
-from mindresume.supervisor.logs import FOLDER, keep_logs
+from mindresume.supervisor.evidence import EARLIER, keep_logs
 
 NAMES = ("worker_0.log", "worker_1.log", "scheduler.log")
 NOON = 1795435200.0
@@ -20,14 +20,14 @@ def logs(tmp_path):
 
 
 def earlier(folder):
-    return sorted(os.listdir(folder / FOLDER))
+    return sorted(os.listdir(folder / EARLIER))
 
 
 def test_the_logs_are_moved_with_what_the_launcher_writes_beside_them(tmp_path, logs):
     (tmp_path / "msrun_stderr.log").touch()
     folder, = keep(logs)
-    assert folder == str(tmp_path / FOLDER / "20261123T120000-node_0-start_1")
-    assert sorted(os.listdir(folder)) == sorted([*NAMES, "msrun_stderr.log"]) and os.listdir(tmp_path) == [FOLDER]
+    assert folder == str(tmp_path / EARLIER / "20261123T120000-node_0-start_1")
+    assert sorted(os.listdir(folder)) == sorted([*NAMES, "msrun_stderr.log"]) and os.listdir(tmp_path) == [EARLIER]
 
 
 def test_a_log_that_is_still_written_keeps_its_writer(tmp_path, logs):
@@ -44,13 +44,13 @@ def test_what_is_not_known_to_be_a_log_of_msrun_stays(tmp_path, logs):
         other.touch()
     (tmp_path / "msrun_stderr.log").touch()
     keep([*map(str, others), *logs, str(tmp_path / "worker_7.log")], is_alone=False)
-    assert sorted(os.listdir(tmp_path)) == sorted([FOLDER, "msrun_stderr.log", *(other.name for other in others)])
+    assert sorted(os.listdir(tmp_path)) == sorted([EARLIER, "msrun_stderr.log", *(other.name for other in others)])
 
 
 def test_the_logs_of_the_oldest_starts_of_this_node_are_removed(tmp_path, logs):
     keep(logs, node=1)
-    (tmp_path / FOLDER / "20200101T000000-node_0-start_1").mkdir()
-    (tmp_path / FOLDER / "20200101T000000-node_0-start_1" / "notes.txt").touch()
+    (tmp_path / EARLIER / "20200101T000000-node_0-start_1").mkdir()
+    (tmp_path / EARLIER / "20200101T000000-node_0-start_1" / "notes.txt").touch()
     for start in range(1, 4):
         for path in logs:
             open(path, "w").close()
@@ -60,7 +60,7 @@ def test_the_logs_of_the_oldest_starts_of_this_node_are_removed(tmp_path, logs):
 
 
 def test_nothing_is_moved_if_nothing_is_kept_or_there_are_no_logs(tmp_path, logs):
-    assert keep(logs, kept=0) == () == keep([]) == keep([str(tmp_path / "worker_9.log")]) and FOLDER not in os.listdir(tmp_path)
+    assert keep(logs, kept=0) == () == keep([]) == keep([str(tmp_path / "worker_9.log")]) and EARLIER not in os.listdir(tmp_path)
 
 
 def test_an_error_of_one_file_does_not_keep_the_others(tmp_path, logs):
@@ -75,7 +75,7 @@ def test_an_error_of_one_file_does_not_keep_the_others(tmp_path, logs):
 
 
 def test_no_folder_can_be_made(tmp_path, logs):
-    (tmp_path / FOLDER).touch()
-    with pytest.raises(OSError, match=FOLDER):
+    (tmp_path / EARLIER).touch()
+    with pytest.raises(OSError, match=EARLIER):
         keep(logs)
     assert all(map(os.path.exists, logs))

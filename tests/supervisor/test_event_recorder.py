@@ -1,4 +1,4 @@
-"""supervisor/event_recorder.py: a disk that hangs holds nobody up who emits an event, and no event is lost."""
+"""supervisor/evidence.py: a disk that hangs holds nobody up who emits an event, and no event is lost."""
 import json
 import threading
 
@@ -7,7 +7,7 @@ import pytest
 from mindresume.events import JobStarted
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, SupervisorEventFile
-from mindresume.supervisor.event_recorder import EventRecorder
+from mindresume.supervisor.evidence import EventRecorder
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ from mindresume.coordination.rank_heartbeat import COMPILING, ENDED, ENDING, TRA
 from mindresume.events import HangDetected, Notice, ignore
 from mindresume.events.emitter import Emitter
 from mindresume.supervisor import job as job_module
-from mindresume.supervisor import orphans
+from mindresume.supervisor import job_end
 from mindresume.supervisor.hang import HangLimits
 from mindresume.supervisor.job import Command, Job, JobSettings, _status_in_message
-from mindresume.supervisor.members import Ended, Member
-from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, Process
+from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, Ended, Member, Process
 from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED, JobEnd
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
@@ -45,7 +44,7 @@ def test_a_removed_heartbeat_is_no_hang(tmp_path):
 
 
 def test_a_start_after_the_folder_was_removed_has_a_new_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(orphans, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(job_end, "_MEMORY", str(tmp_path))
     supervisor = Supervisor(["train"], SupervisorSettings(), Emitter())
     supervisor._folder = str(tmp_path / "gone")
     job = supervisor.make_job(["train"], 2)

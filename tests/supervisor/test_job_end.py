@@ -7,8 +7,7 @@ import pytest
 from mindresume import runtime
 from mindresume.supervisor import job_end
 from mindresume.supervisor.job_end import EndTimes, end_job
-from mindresume.supervisor.members import Ended, Member
-from mindresume.supervisor.process_table import OTHER, RANK, SCHEDULER, WRITER, Process
+from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, WRITER, Ended, Member, Process
 from mindresume.supervisor.restart_policy import DIED
 
 

@@ -1,5 +1,5 @@
-"""supervisor/logs.py: the lines of a log that say why its rank ended."""
-from mindresume.supervisor.logs import MAX_LINES, TAIL_BYTES, error_lines, excerpt, tail
+"""supervisor/evidence.py: the lines of a log that say why its rank ended."""
+from mindresume.supervisor.evidence import MAX_LINES, TAIL_BYTES, error_lines, excerpt, tail
 
 TRACEBACK = """step 5 loss 1.0
 Traceback (most recent call last):

@@ -1,10 +1,10 @@
-"""supervisor/node_states.py: what is in the folder besides keeps no supervisor from seeing the others."""
+"""supervisor/rendezvous.py: what is in the folder besides keeps no supervisor from seeing the others."""
 import os
 
 import pytest
 
 from mindresume.storage.posix import PosixStorage
-from mindresume.supervisor.node_states import NodeState, NodeStates
+from mindresume.supervisor.rendezvous import NodeState, NodeStates
 
 MINE, OTHER = NodeState(0, "aaaaaaaa"), NodeState(1, "bbbbbbbb", address="node1")
 

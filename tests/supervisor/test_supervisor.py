@@ -441,7 +441,7 @@ runpy.run_module('mindresume', run_name='__main__')
 # The disk of the job hangs for the supervisor, and the reader of its output is gone.
 HANGING = """
 import builtins, os, runpy, threading
-from mindresume.supervisor import event_recorder, job, supervisor
+from mindresume.supervisor import evidence, job, supervisor
 for module, names in ((builtins, ["open"]), (os, ["open", "mkdir", "makedirs", "listdir", "scandir", "stat", "rename"])):
     for name in names:
         def call(path, *arguments, _real=getattr(module, name), **more):
@@ -449,9 +449,9 @@ for module, names in ((builtins, ["open"]), (os, ["open", "mkdir", "makedirs", "
                 threading.Event().wait()
             return _real(path, *arguments, **more)
         setattr(module, name, call)
-event_recorder._PATIENCE = job.PATIENCE = supervisor.PATIENCE = 0.5
-defaults = event_recorder.BackgroundHandler.__init__.__defaults__
-event_recorder.BackgroundHandler.__init__.__defaults__ = (*defaults[:-1], 0.5)
+evidence._PATIENCE = job.PATIENCE = supervisor.PATIENCE = 0.5
+defaults = evidence.BackgroundHandler.__init__.__defaults__
+evidence.BackgroundHandler.__init__.__defaults__ = (*defaults[:-1], 0.5)
 runpy.run_module("mindresume", run_name="__main__")
 """
 
