@@ -77,7 +77,7 @@ def test_a_plan(source, tmp_path, read):
     status, found = read(source, tmp_path / "new", "--to", "dp=2,tp=2,pp=2,opt=2")
     assert status == 0 and folder_contents(source) == before
     plan = Plan.parse("dp2tp2pp2opt2")
-    check_slices(tmp_path / "new", plan)
+    check_slices(tmp_path / "new", plan, TENSORS)
     written = sum(array.nbytes for rank in range(8) for array in shard_file(plan, TENSORS, rank).values())
     read_ = NBYTES + sum(array.nbytes for array in COUNTERS.values())              # of both stages
     seconds, notes = found.pop("seconds"), found.pop("notes")
