@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from mindresume.api.results import Result
@@ -15,7 +16,7 @@ from mindresume.coordination.lease import EndedRuns
 from mindresume.coordination.read_locks import ReadLocks, read_locks
 from mindresume.errors import ConfigError
 from mindresume.events import Event, RemovalPostponed
-from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import parse_weight_file
 from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
@@ -108,19 +109,18 @@ def prune(path: str | os.PathLike[str], *, policy: Policy, all_trainings: bool =
     events: list[Event] = []
     removed = going if dry_run else carry_out(directory, planned, ReadLocks(directory), events.append)
     left = {name: count for name, count in left.items() if dry_run or storage.status(os.path.join(records, name)) is None}
-
-    def rows(candidates: list[Candidate]) -> tuple[PrunedCheckpoint, ...]:
-        candidates.sort(key=lambda c: c.order, reverse=True)
-        return tuple(PrunedCheckpoint(c.step, c.run, c.saved_at, sized[c.commit_dir], c.committed, reasons[c.commit_dir])
-                     for c in candidates)
     stayed = [c for c in going if c not in removed]         # meanwhile held, removed by another process, or not removable
     postponed = {event.path: event.reason for event in events if isinstance(event, RemovalPostponed)}
     reasons = {**planned.reasons,
                **{c.commit_dir: postponed.get(c.commit_dir, "just became held, or was removed by another process")
-                                  for c in stayed}}
+                  for c in stayed}}
+    kept, gone, held_back = (
+        tuple(PrunedCheckpoint(c.step, c.run, c.saved_at, sized[c.commit_dir], c.committed, reasons[c.commit_dir])
+              for c in sorted(group, key=attrgetter("order"), reverse=True))
+        for group in ((*planned.kept, *planned.unfinished), removed, (*planned.read_locked, *stayed)))
     return PruneResult(
-        root, dry_run, rows([*planned.kept, *planned.unfinished]), rows([*removed]), rows([*planned.read_locked, *stayed]),
-        tuple(map(_removal_text, left)), sum(sized[c.commit_dir] for c in removed) + sum(left.values()))
+        root, dry_run, kept, gone, held_back, tuple(map(_removal_text, left)),
+        sum(sized[c.commit_dir] for c in removed) + sum(left.values()))
 
 
 class _ReadOnly(PosixStorage):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -54,6 +55,11 @@ class Difference:
     relative: float = math.inf
     first: Index = ()
     values: tuple[Number, Number] | None = None
+
+    @property
+    def order(self) -> tuple[bool, Number, str]:
+        """Sorts first what has no values to compare, then the largest differences."""
+        return self.kind == VALUES, -self.absolute, self.name
 
     def within(self, tolerance: float | None) -> bool:
         """Returns whether no two values differ by more than ``tolerance``; None: bits must be equal."""
@@ -165,4 +171,4 @@ def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def by_size(differences: Iterable[Difference]) -> list[Difference]:
     """Sorts differences: first those without values to compare, then by size, the largest first."""
-    return sorted(differences, key=lambda found: (found.kind == VALUES, -found.absolute, found.name))
+    return sorted(differences, key=attrgetter("order"))

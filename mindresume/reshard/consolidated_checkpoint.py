@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
@@ -58,7 +59,7 @@ class ConsolidatedSource:
             MissingCheckpointError: the weights hold no step, and ``resume`` is set.
         """
         read = ProgressReporter.silent()
-        state = gather_results(self.group, lambda: self._check(storage, path, read),
+        state = gather_results(self.group, partial(self._check, storage, path, read),
                                Watchdog(f"checking {path}", read))[0]
         if state is None and self.resume:
             raise MissingCheckpointError(f"{path} holds consolidated weights, but no step_num: no training can be resumed from "

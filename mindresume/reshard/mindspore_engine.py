@@ -15,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -107,14 +108,16 @@ def prepare(weights: CheckpointView, target: Strategy | None, work: str, workers
         raise _refusal(weights, "copies were removed from its files as redundant (remove_redundancy); of such files MindSpore "
                                 "can only merge safetensors, and no accu_grads")
     if not redundant:
-        _check_layouts(weights, source, _is_nested, "copies were removed as redundant, and where several axes cut one dimension "
-                                                    "MindSpore takes parts of other ranks for copies")
+        for name, layout in _layouts(weights, source):
+            if _is_nested(layout):
+                raise _refusal(weights, f"{name}: copies were removed as redundant, and where several axes cut one dimension "
+                                        f"MindSpore takes parts of other ranks for copies: {layout}")
     kind = "unified" if unified else "ranks" if fmt == "ckpt" else "folder"
     if kind == "folder" and (shared := _shared(weights, source, target, paths)):
         raise _refusal(weights, f"{min(shared)} is held by several stages, and MindSpore changes the number of stages of "
                                 f"safetensors for one of them only")
     if fmt == "ckpt":
-        parallel(weights.storage, lambda path: _check_nan(weights, path), list(paths.values()))
+        parallel(weights.storage, partial(_check_nan, weights), list(paths.values()))
     links, out = os.path.join(work, "in"), os.path.join(work, "out")
     os.makedirs(out, mode=0o700)
     for rank, path in paths.items():
@@ -144,7 +147,10 @@ def _check_strategies(weights: CheckpointView, source: Strategy | None, target: 
         if 0 in tensor.shape:
             raise _refusal(weights, f"{name} {tensor.shape} is empty, which MindSpore cannot reshape")
     for strategy in (source, target):
-        _check_layouts(weights, strategy, _is_misread, "with this layout MindSpore puts the parts of other ranks into the files")
+        for name, layout in _layouts(weights, strategy):
+            if _is_misread(layout):
+                raise _refusal(weights, f"{name}: with this layout MindSpore puts the parts of other ranks into the files: "
+                                        f"{layout}")
     if source is None or target is None:
         return
     sizes = source.stage_size, target.stage_size
@@ -156,11 +162,9 @@ def _check_strategies(weights: CheckpointView, source: Strategy | None, target: 
                                 f"MindSpore looks for more ranks than there are")
 
 
-def _check_layouts(weights: CheckpointView, strategy: Strategy | None, wrong: Callable[[TensorLayout], bool], why: str) -> None:
-    for stage in strategy.stages if strategy else ():
-        for name, layout in stage.items():
-            if name in weights.tensors and wrong(layout):
-                raise _refusal(weights, f"{name}: {why}: {layout}")
+def _layouts(weights: CheckpointView, strategy: Strategy | None) -> list[tuple[str, TensorLayout]]:
+    """Returns (tensor, layout) for the tensors of the checkpoint in all stages of a strategy."""
+    return [row for stage in (strategy.stages if strategy else ()) for row in stage.items() if row[0] in weights.tensors]
 
 
 def _is_nested(layout: TensorLayout) -> bool:
@@ -190,46 +194,33 @@ def _write_strategy(weights: CheckpointView, strategy: Strategy | None, path: st
 
 
 def _files(weights: CheckpointView, source: Strategy | None, work: str) -> tuple[dict[int, str], bool]:
-    """Returns {rank: path}, and whether every file holds all tensors of its rank (no redundancy was removed)."""
+    """Returns {rank: path}, and whether every file holds all tensors of its rank (no redundancy was removed). EngineError if a
+    file holds a tensor that MindSpore would misread."""
     if source is None:
         places = set(weights.files.get(0, ())) or {path for copies in weights.places.values() for path in copies.values()}
-        if len(places) == 1 and (path := places.pop()) and set(_header(weights, 0, path).tensors) == set(weights.tensors):
+        if len(places) == 1 and (header := weights.header(path := places.pop())) and set(header.tensors) == set(weights.tensors):
             return {0: path}, True
         merged = os.path.join(work, "merged.safetensors")           # MindSpore would take only the last of several files
         transform(weights, PosixStorage(), [TargetFile(merged, "safetensors", whole_tensors(weights.tensors), METADATA)])
         return {0: merged}, True
-    paths = {rank: next(iter(weights.files.get(rank, ())), None) for rank in range(source.world_size)}
-    if any(len(weights.files.get(rank, ())) > 1 for rank in paths):
+    if any(len(weights.files.get(rank, ())) > 1 for rank in range(source.world_size)):
         raise _refusal(weights, "a rank of it has several files (Checkpoint 2.0), and MindSpore takes one")
-    headers = parallel(weights.storage, lambda rank: _header(weights, rank, paths[rank]), list(paths))
-    redundant = True
-    for rank, header in enumerate(headers):
-        redundant &= _check_rank(weights, source, rank, header)
-    return paths, redundant
-
-
-def _header(weights: CheckpointView, rank: int, path: str | None) -> Header:
-    header = weights.header(path) if path else None
-    if header is None:
-        raise _refusal(weights, f"rank {rank} has no file; MindSpore takes no copies of other ranks")
-    return header
-
-
-def _check_rank(weights: CheckpointView, source: Strategy, rank: int, header: Header) -> bool:
-    """Returns whether the file holds all tensors of its rank. EngineError if it holds a tensor that MindSpore would misread."""
-    wanted = set(source.of_rank(rank))
-    if rank == 0:
-        counters = {name for name, tensor in weights.tensors.items() if tensor.layout is None}
-        if missing := counters - set(header.tensors):
-            raise _refusal(weights, f"rank 0 does not hold {min(missing)}, which no strategy names")
-    for name, entry in header.tensors.items():
-        tensor = weights.tensors.get(name)
-        shape = None if tensor is None else tensor.layout.local_shape(tensor.shape) if tensor.layout else tensor.shape
-        if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, shape):
-            expected = f"{tensor.dtype} {shape}" if tensor else "nothing of that name"
-            raise _refusal(weights, f"the file of rank {rank} holds {name} as {entry.dtype} {entry.shape}, expected {expected}, "
-                                    f"and MindSpore reads all of it")
-    return wanted <= set(header.tensors)
+    paths = {rank: next(iter(weights.files.get(rank, ())), "") for rank in range(source.world_size)}
+    headers = dict(zip(paths, parallel(weights.storage, weights.header, paths.values()), strict=True))
+    if lost := [rank for rank, header in headers.items() if header is None]:
+        raise _refusal(weights, f"rank {lost[0]} has no file; MindSpore takes no copies of other ranks")
+    counters = {name for name, tensor in weights.tensors.items() if tensor.layout is None}
+    if missing := counters - set(headers[0].tensors):
+        raise _refusal(weights, f"rank 0 does not hold {min(missing)}, which no strategy names")
+    for rank, header in headers.items():
+        for name, entry in header.tensors.items():
+            tensor = weights.tensors.get(name)
+            shape = None if tensor is None else tensor.layout.local_shape(tensor.shape) if tensor.layout else tensor.shape
+            if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, shape):
+                expected = f"{tensor.dtype} {shape}" if tensor else "nothing of that name"
+                raise _refusal(weights, f"the file of rank {rank} holds {name} as {entry.dtype} {entry.shape}, expected "
+                                        f"{expected}, and MindSpore reads all of it")
+    return paths, all(source.of_rank(rank).keys() <= header.tensors.keys() for rank, header in headers.items())
 
 
 def _shared(weights: CheckpointView, source: Strategy | None, target: Strategy | None, paths: Mapping[int, str]) -> set[str]:
@@ -267,13 +258,8 @@ def collect(task: Task) -> CheckpointView:
     paths = {rank: [os.path.join(out, f"rank_{rank}", f"weights{rank}.{task.format}")] for rank in range(len(task.held))}
     if task.unified:
         paths = {0: [os.path.join(out, file) for file in sorted(os.listdir(out)) if file.endswith(".safetensors")]}
-
-    def checked(rank: int) -> dict[str, Header]:
-        headers = {path: _written(task, rank, path) for path in paths[rank]}
-        _compare(task, rank, {name: (entry.dtype, entry.shape) for header in headers.values()
-                              for name, entry in header.tensors.items()})
-        return headers
-    headers = {path: header for of_rank in parallel(storage, checked, list(paths)) for path, header in of_rank.items()}
+    headers = {path: header for of_rank in parallel(storage, partial(_checked, task), paths.items())
+               for path, header in of_rank.items()}
     title = f"{task.weights.name}, rewritten by MindSpore"
     if task.target is None:
         places = {name: {0: path} for path, header in headers.items() for name in header.tensors}
@@ -288,18 +274,20 @@ def collect(task: Task) -> CheckpointView:
                           world_size=len(paths), headers=dict(headers))
 
 
-def _written(task: Task, rank: int, path: str) -> Header:
-    try:
-        with open(path, "rb") as file:
-            return read_header(file, path)
-    except FileNotFoundError as error:
-        raise failure(f"it ended normally, but wrote no file for rank {rank} ({path})", task.work) from error
-    except CorruptFileError as error:
-        raise failure(f"it ended normally, but the file of rank {rank} is damaged: {error}", task.work) from error
-
-
-def _compare(task: Task, rank: int, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Raises EngineError if the tensors of ``rank`` differ from those of the target. Counters are required on rank 0 only."""
+def _checked(task: Task, files: tuple[int, Sequence[str]]) -> dict[str, Header]:
+    """Returns the headers of the files of a rank (rank, paths). Raises EngineError if its tensors differ from those of the
+    target. Counters are required on rank 0 only."""
+    rank, paths = files
+    headers: dict[str, Header] = {}
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                headers[path] = read_header(file, path)
+        except FileNotFoundError as error:
+            raise failure(f"it ended normally, but wrote no file for rank {rank} ({path})", task.work) from error
+        except CorruptFileError as error:
+            raise failure(f"it ended normally, but the file of rank {rank} is damaged: {error}", task.work) from error
+    found = {name: (entry.dtype, entry.shape) for header in headers.values() for name, entry in header.tensors.items()}
     tensors = task.weights.tensors
     expected = {name: (tensors[name].dtype, shape_of(region)) for name, region in task.held[rank].items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -307,6 +295,7 @@ def _compare(task: Task, rank: int, found: Mapping[str, tuple[str, tuple[int, ..
             there, wanted = (" ".join(map(str, side[name])) if name in side else "nothing" for side in (found, expected))
             raise failure(f"it ended normally, but wrote for rank {rank} of parameter {name} {there}, expected {wanted}",
                           task.work)
+    return headers
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
