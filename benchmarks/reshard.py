@@ -25,7 +25,7 @@ import _measure as measure
 import numpy as np
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
-from mindresume.formats.strategy import Strategy, encode_strategy, write_strategy
+from mindresume.formats.strategy import Strategy, encode_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import cuts, held
 from mindresume.tensor_files import encode
@@ -69,7 +69,10 @@ def write_source(folder: Path, strategy: Strategy, tensors: dict[str, Any]) -> N
 
 def write_strategies(folder: Path, strategy: Strategy) -> tuple[str, str]:
     """(folder of rank files, merged file)"""
-    write_strategy(strategy, str(folder / "ranks"))
+    (folder / "ranks").mkdir(parents=True, exist_ok=True)
+    for rank in range(strategy.world_size):
+        stage = rank // strategy.stage_size
+        (folder / "ranks" / f"ckpt_strategy_rank_{rank}.ckpt").write_bytes(encode_strategy({stage: strategy.stages[stage]}))
     merged = folder / "merged.ckpt"
     merged.write_bytes(encode_strategy(dict(enumerate(strategy.stages))))
     return str(folder / "ranks"), str(merged)

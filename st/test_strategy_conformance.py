@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
-from mindresume.formats.strategy import Strategy, encode_strategy, read_strategy, write_strategy
+from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from st.training_run import ROOT
+from tests.strategy_files import encode_strategy, write_strategy
 
 FIXTURES = ROOT / "st" / "fixtures"
 COMPILED = sorted(path.name for path in FIXTURES.glob("strategy_*"))

@@ -3,14 +3,13 @@ protobuf is imported; field numbers are those of ``mindspore/train/node_strategy
 
     strategy = read_strategy("output/strategy")                 # a folder, or one file: .ckpt (protobuf) or .json
     strategy.of_rank(5)["embedding.weight"].slices(5 % strategy.stage_size, (8, 4))
-    write_strategy(strategy, "elsewhere")                       # files that MindSpore reads
+    encode_strategy({0: strategy.stages[0]})                    # a file that MindSpore reads
 
 MindSpore writes one file per rank, ``ckpt_strategy_rank_<R>.ckpt``, with the parameters of that rank's pipeline stage. A merged
 file (``mindspore.merge_pipeline_strategys``) holds all stages; its parameters are named ``<stage>-<name>``.
 """
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,6 @@ from typing import Any
 from mindresume.errors import StrategyError
 from mindresume.formatting import listed
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel, read_bytes
 from mindresume.storage.posix import PosixStorage
@@ -225,29 +223,6 @@ def _content(storage: Storage, path: str, known: dict[bytes, bytes] | None = Non
     return content if known is None else known.setdefault(content, content)
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-def write_strategy(strategy: Strategy, folder: str, fmt: str = "ckpt",
-                   storage: Storage = PosixStorage()) -> list[str]:                    # noqa: B008  it has no state
-    """Writes ``ckpt_strategy_rank_<R>.<fmt>`` for all ranks and returns the paths in order of rank. Publishes each file
-    atomically; keeps an existing file with the same bytes.
-
-    Raises:
-        StrategyError: As for ``encode_strategy``, before the first byte; or the folder holds another strategy.
-        OSError: Writing failed.
-    """
-    stages = [encode_strategy({number: stage}, fmt) for number, stage in enumerate(strategy.stages)]
-    wanted = {f"ckpt_strategy_rank_{rank}.{fmt}": stages[rank // strategy.stage_size] for rank in range(strategy.world_size)}
-    present = [name for name in storage.list(folder) if _rank_of(name)]
-    for name in present:
-        if name not in wanted or _content(storage, os.path.join(folder, name)) != wanted[name]:
-            raise StrategyError(f"{folder}: {name} exists and belongs to another strategy; give an empty folder")
-    storage.make_folder(folder)
-    parallel(storage, lambda name: publish(storage, os.path.join(folder, name), [wanted[name]], "strategy"),
-             [name for name in wanted if name not in present])
-    return [os.path.join(folder, name) for name in wanted]
-
-
 # ---- one file -------------------------------------------------------------------------------------------------------
 
 def decode_strategy(content: bytes, path: str) -> Mapping[int, Layouts]:
@@ -430,40 +405,32 @@ def _field(number: int, value: int | str | bytes | Iterable[int]) -> bytes:
 
 # ---- bytes of one file ---------------------------------------------------------------------------------------------------------
 
-def encode_strategy(stages: Mapping[int, Layouts], fmt: str = "ckpt") -> bytes:
-    """Returns the bytes of the file of one stage, or of a merged file for several.
+def encode_strategy(stages: Mapping[int, Layouts]) -> bytes:
+    """Returns the bytes of the file of one stage, or of a merged file for several, in protobuf.
 
     Raises:
         StrategyError: MindSpore's files cannot hold a parameter, which the message names, or its reader cannot read it.
-        ValueError: The format is neither ckpt nor json.
     """
-    if fmt not in ("ckpt", "json"):
-        raise ValueError(f"format {fmt!r}: a strategy file is ckpt or json")
     if not stages or not all(stages.values()):
         raise StrategyError("a strategy file needs at least one stage, each with parameters")
-    rows, maps = {}, {}
-    for stage, layouts in stages.items():
-        for name, layout in layouts.items():
-            row = rows[f"{stage}-{name}" if len(stages) > 1 else name] = layout.normalized()
-            maps[row] = _maps(name, row, fmt)
-    if fmt == "json":
-        operators = {f"operator_{stage}": {"stage": stage, "parallel_strategy": [[1]]} for stage in stages}
-        items = {name: {"dev_matrix": layout.device_matrix, "tensor_map": layout.tensor_map, "param_split_shape": [],
-                        "indices_offset": [], "field": 0, "opt_weight_shard_step": layout.optimizer_stride,
-                        "opt_weight_shard_size": layout.optimizer_shards} for name, layout in rows.items()}
-        return json.dumps({"current_stage": 1, "parallel_strategy_item": operators, "parallel_layout_item": items}).encode()
     pieces = [_field(1, 1)]                     # current_stage: required but unused
     for stage in stages:
         pieces.append(_field(2, _field(1, f"operator_{stage}") + _field(2, _field(1, stage) + _field(2, (1,)))))
-    bodies = {layout: b"".join([_field(1, layout.device_matrix), *(_field(2, part) for part in parts), _field(3, ()),
-                                _field(4, ()), _field(5, 0), _field(6, layout.optimizer_stride),
-                                _field(7, layout.optimizer_shards)])
-              for layout, parts in maps.items()}
-    pieces += [_field(3, _field(1, name) + _field(2, bodies[layout])) for name, layout in rows.items()]
+    bodies: dict[TensorLayout, bytes] = {}
+    for stage, layouts in stages.items():
+        for name, layout in layouts.items():
+            layout = layout.normalized()
+            maps = _maps(name, layout)
+            if layout not in bodies:
+                bodies[layout] = b"".join([
+                    _field(1, layout.device_matrix), *(_field(2, part) for part in maps), _field(3, ()), _field(4, ()),
+                    _field(5, 0), _field(6, layout.optimizer_stride), _field(7, layout.optimizer_shards)])
+            row = f"{stage}-{name}" if len(stages) > 1 else name
+            pieces.append(_field(3, _field(1, row) + _field(2, bodies[layout])))
     return b"".join(pieces)
 
 
-def _maps(name: str, layout: TensorLayout, fmt: str) -> list[tuple[int, ...]]:
+def _maps(name: str, layout: TensorLayout) -> list[tuple[int, ...]]:
     """Returns the TensorMap messages of a layout: one, or one for each dimension if a dimension needs several axes."""
     if "-" in name:
         raise StrategyError(f"parameter {name}: MindSpore cannot read a name with '-', its separator after the stage")
@@ -472,9 +439,6 @@ def _maps(name: str, layout: TensorLayout, fmt: str) -> list[tuple[int, ...]]:
     plain = tuple(cut for cut in layout.tensor_map if isinstance(cut, int))
     if len(plain) == len(layout.tensor_map):
         return [plain]
-    if fmt == "json":
-        raise StrategyError(f"parameter {name}: MindSpore cannot read a dimension sharded by several axes from json; write ckpt: "
-                            f"{layout}")
     if len(layout.tensor_map) == 1:
         raise StrategyError(f"parameter {name}: no strategy file can express a vector sharded by several axes: {layout}")
     return [cut if isinstance(cut, tuple) else (cut,) for cut in layout.tensor_map]

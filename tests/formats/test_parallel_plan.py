@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
-from mindresume.formats.strategy import read_strategy, write_strategy
+from mindresume.formats.strategy import read_strategy
 from mindresume.model.layout import MAX_RANKS, TensorLayout
+from tests.strategy_files import write_strategy
 
 few = settings(max_examples=50)
 ROWS, COLUMNS, WHOLE, PLAIN = (TensorLayout((2, 2), cuts) for cuts in ((0, -1), (-1, 0), (-1, -1), (-1,)))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from mindresume.errors import StrategyError
 from mindresume.formats import strategy
 from mindresume.formats import strategy as module
-from mindresume.formats.strategy import Strategy, _field, decode_strategy, encode_strategy, read_strategy, write_strategy
+from mindresume.formats.strategy import Strategy, _field, decode_strategy, read_strategy
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.ckpt import encode_varint
+from tests.strategy_files import encode_strategy, write_strategy
 
 few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
@@ -389,52 +389,21 @@ def test_broken_values_of_json_are_refused(value):
         Strategy.from_json(value)
 
 
-@pytest.mark.parametrize("name, layout, fmt, says", [
-    ("layers-0", W, "ckpt", "parameter layers-0: MindSpore cannot read a name with '-'"),
-    ("", W, "json", "a name must be UTF-8 and not empty"),
-    ("\ud800", W, "json", "UTF-8"), ("w", N, "json", "w: MindSpore cannot read a dimension sharded by several"),
-    ("w", TensorLayout((2, 2), ((1, 0),)), "ckpt", "parameter w: no strategy file can express a vector sharded by several axes"),
+@pytest.mark.parametrize("name, layout, says", [
+    ("layers-0", W, "parameter layers-0: MindSpore cannot read a name with '-'"),
+    ("", W, "a name must be UTF-8 and not empty"),
+    ("\ud800", W, "UTF-8"),
+    ("w", TensorLayout((2, 2), ((1, 0),)), "parameter w: no strategy file can express a vector sharded by several axes"),
 ])
-def test_strategies_that_mindspore_cannot_read_are_refused(tmp_path, name, layout, fmt, says):
-    strategy = Strategy(({"b": B}, {name: layout}))
+def test_strategies_that_mindspore_cannot_read_are_refused(name, layout, says):
     with pytest.raises(StrategyError, match=says):
-        encode_strategy(numbered(strategy), fmt)
-    with pytest.raises(StrategyError, match=says):
-        write_strategy(strategy, str(tmp_path), fmt)
-    assert list(tmp_path.iterdir()) == []
+        encode_strategy(numbered(Strategy(({"b": B}, {name: layout}))))
 
 
-def test_unknown_formats_and_empty_strategies_are_refused():
-    with pytest.raises(ValueError, match="format 'pkl'"):
-        encode_strategy({0: ONE}, "pkl")
+def test_empty_strategies_are_refused():
     for stages in ({}, {0: {}}):
         with pytest.raises(StrategyError, match="at least one stage"):
             encode_strategy(stages)
-
-
-def test_a_folder_with_another_strategy_is_not_written_into(jobs):
-    before = {path.name: path.read_bytes() for path in (jobs / "job").iterdir()}
-    for other in (Strategy((ONE,)), Strategy((ONE, {"v": W})), Strategy((*TWO.stages, {"x": W}))):
-        fmt = "json" if len(other.stages) == 3 else "ckpt"
-        with pytest.raises(StrategyError, match="job: ckpt_strategy_rank_. ?.*exists and belongs"):
-            write_strategy(other, str(jobs / "job"), fmt)
-    assert {path.name: path.read_bytes() for path in (jobs / "job").iterdir()} == before
-
-
-def test_an_interrupted_write_is_continued(tmp_path):
-    class Full(PosixStorage):
-        width, left = 1, 3
-
-        def write(self, path, pieces, size=0):
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(28, "No space left on device", path)
-            return super().write(path, pieces, size)
-    with pytest.raises(OSError, match="No space left"):
-        write_strategy(TWO, str(tmp_path), storage=Full())
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"ckpt_strategy_rank_{rank}.ckpt" for rank in range(3)]
-    write_strategy(TWO, str(tmp_path))
-    assert read_strategy(str(tmp_path)) == TWO
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ pytest.importorskip("mindformers.tools")
 from mindformers import MindFormerConfig  # noqa: E402
 
 from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
-from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, job_start, load_request, loading, network_state, training_context  # noqa: E402
 from mindresume.mindformers.adapter import MindFormersLog  # noqa: E402
 from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
@@ -21,6 +20,7 @@ from mindresume.reshard.compare import compare  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.settings import ConversionSettings, Settings  # noqa: E402
+from tests.strategy_files import write_strategy  # noqa: E402
 
 NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
 TENSORS = random_tensors(NET)

@@ -17,7 +17,6 @@ import mindresume.plugin  # noqa: E402, F401  installs the patches
 from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError  # noqa: E402
-from mindresume.formats.strategy import write_strategy  # noqa: E402
 from mindresume.mindformers import adapter, graph_load, job_start, patches, training_context, upstream  # noqa: E402
 from mindresume.mindformers.load_request import EVALUATE, PREDICT, TRAIN, LoadRequest, request_of_weights  # noqa: E402
 from mindresume.reshard.conversion_plan import to_consolidated, to_iteration  # noqa: E402
@@ -27,6 +26,7 @@ from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
 from mindresume.reshard.strategy_store import own_strategy  # noqa: E402
 from mindresume.resume import job_selection  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
+from tests.strategy_files import write_strategy  # noqa: E402
 
 NET = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
 TENSORS = random_tensors(NET)

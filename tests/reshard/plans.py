@@ -23,11 +23,12 @@ from rank_folders import PER_EPOCH, RUN, counters, dir_at, name_of, path_of, sta
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import HYPER, ConsolidatedWeights, index_document, part_name, split
 from mindresume.formats.scan import scan
-from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import rank_shard, write_shard
 from mindresume.tensor_files import encode, read_tensor
+from tests.strategy_files import write_strategy
 
 STEP = PER_EPOCH + 5
 COUNTERS = counters(STEP)               # mindformers puts them into every file, no strategy names them

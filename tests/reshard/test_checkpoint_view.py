@@ -27,13 +27,14 @@ from reshard.plans import (
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.consolidated import read_consolidated
-from mindresume.formats.strategy import Strategy, read_strategy, write_strategy
+from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, read_tensor
+from tests.strategy_files import write_strategy
 
 LITTLE = {name: spec for name, spec in transformer(layers=2).items() if not name.startswith("a")}
 TENSORS = random_tensors(LITTLE)

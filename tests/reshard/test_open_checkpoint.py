@@ -20,13 +20,14 @@ from mindresume.errors import (
 )
 from mindresume.events import WARNING
 from mindresume.formats.rank_folders import FileName
-from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.reshard import open_checkpoint as source_module
 from mindresume.reshard.conversion_plan import whole_tensors
 from mindresume.reshard.open_checkpoint import identity_of, open_and_hold, open_checkpoint
 from mindresume.reshard.open_checkpoint import state_of as state_from
 from mindresume.reshard.region_load import read_regions
+from tests.strategy_files import write_strategy
 
 MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
          "layers.1.weight": Spec((4, 8), 1, 1, "float16"), "norm.weight": Spec((4,), None, "last")}

@@ -7,9 +7,10 @@ from rank_folders import STORAGE, dir_at
 from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
 
 from mindresume.errors import StrategyError
-from mindresume.formats.strategy import read_strategy, write_strategy
+from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.strategy_store import MARK, identity_of, set_aside, strategy_for, strategy_lookup
+from tests.strategy_files import write_strategy
 
 TENSORS = random_tensors(MODEL)
 OLD, NEW = Plan.parse("dp2tp2", MODEL), Plan.parse("tp2", MODEL)

@@ -8,12 +8,12 @@ from reshard.plans import MODEL, Plan, foreign, random_tensors
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.scan import scan
-from mindresume.formats.strategy import write_strategy
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints, size_of
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.storage.posix import PosixStorage
+from tests.strategy_files import write_strategy
 
 TENSORS = random_tensors(MODEL)
 FOUR = Plan.parse("dp2tp2", MODEL)

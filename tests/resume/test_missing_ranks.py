@@ -13,7 +13,7 @@ from mindresume.errors import NoUsableCheckpointError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.metadata import missing_slices
 from mindresume.formats.scan import scan
-from mindresume.formats.strategy import Strategy, write_strategy
+from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import Details, TensorRecord, run_name
 from mindresume.reshard.open_checkpoint import open_checkpoint
@@ -25,6 +25,7 @@ from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
 from mindresume.tensor_files import encode, read_header
+from tests.strategy_files import write_strategy
 
 WORLD = 8
 # data parallel 4 x model parallel 2, the optimizer cut in 2 of 4: what rank 0 holds, 4 has as well

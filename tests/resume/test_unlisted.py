@@ -18,7 +18,6 @@ from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
 from mindresume.formats.iterations import intent_name
 from mindresume.formats.scan import scan
-from mindresume.formats.strategy import write_strategy
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints, size_of
@@ -30,6 +29,7 @@ from mindresume.saving.garbage_collector import empty_trash
 from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KeepLast
 from mindresume.storage.posix import PosixStorage
+from tests.strategy_files import write_strategy
 
 
 class Closed(PosixStorage):
