@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from mindresume.fault_injection.journal import PER_EPOCH
 from mindresume.formats.rank_folders import META, parse_name
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, parse_attempt, record_rank, strip_trash
-from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.operations import TEMPORARY
 
 # kind -> system calls; "?" before a name: not on every machine
 KINDS: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.model.manifest import FOLDER, MANIFEST, attempts
-from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.operations import TEMPORARY
 from st.checkpoint_files import flip_bit
 from st.run_attempts import ALL_RANKS_END, RunAttempt, finished_attempt, not_identical, run_beside, selected_step
 from st.training_run import differences

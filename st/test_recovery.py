@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.operations import TEMPORARY
 from st.run_attempts import (
     LIMIT,
     PROGRAMS,

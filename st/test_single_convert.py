@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mindresume.reshard.compare import compare
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.operations import TEMPORARY
 from mindresume.storage.posix import PosixStorage
 from st.run_attempts import FIXTURES, finished_attempt, notices, run_from_fixture
 from st.training_run import Run

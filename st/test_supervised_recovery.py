@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.operations import TEMPORARY
 from st.run_attempts import LIMIT, assert_no_process_left
 from st.supervised_run import Start, number_of_starts, supervised, supervisor_events
 from st.training_run import FORMAT_2, Run

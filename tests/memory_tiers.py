@@ -11,7 +11,7 @@ from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
 from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, this_process, tier_path
 from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
-from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.operations import publish_json
 
 MEMORY = "/dev/shm"
 

@@ -11,7 +11,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import AsJson, print_json, say
 from mindresume.errors import ConfigError
-from mindresume.storage.atomic_publish import publish
+from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
 if TYPE_CHECKING:

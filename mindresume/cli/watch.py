@@ -17,8 +17,7 @@ from mindresume.api.results import COMPLETE, INCOMPLETE, NODE_LOCAL, CheckpointI
 from mindresume.cli.common import say, step_text
 from mindresume.cli.ls import print_listing
 from mindresume.errors import ConfigError
-from mindresume.storage.atomic_publish import error_text
-from mindresume.storage.operations import call_within
+from mindresume.storage.operations import call_within, error_text
 from mindresume.typed import json_value
 
 PATIENCE = 3.0                  # seconds that one look may take before the view goes on without it

@@ -27,7 +27,7 @@ import xxhash
 from mindresume import runtime
 from mindresume.coordination.process_identity import can_go_on
 from mindresume.model.manifest import encode_head, read_head
-from mindresume.storage.atomic_publish import publish
+from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
 _CHECK = 1.0                    # seconds between two looks at the parent

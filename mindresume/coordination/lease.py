@@ -28,9 +28,8 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import parse_iteration
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, attempts, encode_head, is_run, read_head, run_name, run_sequence, strip_trash
-from mindresume.storage.atomic_publish import TEMPORARY, publish
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage.operations import TEMPORARY, parallel, publish
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import uncached
 from mindresume.typed import Count, Limits, Time, decode

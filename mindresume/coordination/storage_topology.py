@@ -25,10 +25,9 @@ from mindresume.coordination.process_identity import mount_namespace
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, PROBE, attempts, is_probe, run_name, run_sequence
-from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import is_local
-from mindresume.storage.operations import read_bytes, remove_stale
+from mindresume.storage.operations import publish, read_bytes, remove_stale
 
 PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
 LOOKS = 5                       # the same, for local disks

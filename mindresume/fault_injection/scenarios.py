@@ -18,8 +18,8 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard, clean_own_folder, write_shard
-from mindresume.storage.atomic_publish import temporary_name
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 
 LAYOUTS = (*FORMATS, ITERATION)

@@ -30,9 +30,8 @@ from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import SCRUB_RESULT, FileRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Status, Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage.operations import parallel, publish
 from mindresume.tensor_files import Header, file_checksum, read_header, read_scalar
 from mindresume.tensor_files.header import file_name
 from mindresume.typed import Checksum, Count, Number, RelativePath, Time, decode

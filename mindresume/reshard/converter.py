@@ -42,9 +42,8 @@ from mindresume.reshard.region_load import check_source
 from mindresume.saving.committer import Committer
 from mindresume.saving.removal_plan import continued
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.atomic_publish import TEMPORARY, publish, publish_json
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, remove_tree
+from mindresume.storage.operations import TEMPORARY, parallel, publish, publish_json, remove_tree
 from mindresume.tensor_files import Checksums, file_checksum
 
 LOCK = ".lock"                      # suffix of the name of the work folder

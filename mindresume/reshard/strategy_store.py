@@ -21,9 +21,8 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_json
+from mindresume.storage.operations import publish_json, read_json
 from mindresume.tensor_files import CHUNK
 
 MARK = "used_for.json"              # in a folder that was set aside: identities of the checkpoints that need it

@@ -13,9 +13,8 @@ from mindresume.formatting import listed, ranks_count
 from mindresume.resume.replicas import replica_files
 from mindresume.resume.verifier import stored_slices, wrong_size
 from mindresume.saving.crash_loop import FailedLoad, suspicion
-from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_bytes
+from mindresume.storage.operations import publish_json, read_bytes
 from mindresume.typed import parse_json
 
 NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # the message of mindformers

@@ -18,8 +18,8 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.memory_tier.slots import path_on_disk
 from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget, is_committed
-from mindresume.storage.atomic_publish import publish
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import publish
 from mindresume.tensor_files.header import CHUNK
 
 OnBytes = Callable[[int], None]

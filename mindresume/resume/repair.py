@@ -33,8 +33,8 @@ from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
 from mindresume.resume.replicas import copies_in, likely_holders
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.atomic_publish import error_text, publish, temporary_name
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import error_text, publish, temporary_name
 from mindresume.tensor_files import CHUNK, FilePlan, TensorEntry, TensorSpec, plan_file, tensor_checksum
 
 MAX_HEADERS = 8                 # headers of other ranks that are tried for one that is lost

@@ -22,7 +22,7 @@ from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import Details, FileRecord, TensorRecord
 from mindresume.resume.choice import ShardSource
-from mindresume.storage.atomic_publish import error_text
+from mindresume.storage.operations import error_text
 from mindresume.tensor_files.header import TensorEntry
 
 StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate) -> strategy of the job that saved; None: unknown

@@ -50,9 +50,8 @@ from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.verifier import Verifier, ignore_bytes
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import ScrubSettings
-from mindresume.storage.atomic_publish import error_text
 from mindresume.storage.interface import Status
-from mindresume.storage.operations import leads_through_a_link
+from mindresume.storage.operations import error_text, leads_through_a_link
 from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"

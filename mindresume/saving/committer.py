@@ -39,9 +39,8 @@ from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.removal_plan import Plan, plan
 from mindresume.saving.retention import KEEP_ALL, KeepAll, Policy
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, is_committed, write_extra_weights, write_shard
-from mindresume.storage.atomic_publish import publish, publish_json
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, read_json
+from mindresume.storage.operations import parallel, publish, publish_json, read_json
 
 
 def is_in_meta(directory: CheckpointDir, candidate: Candidate) -> bool:

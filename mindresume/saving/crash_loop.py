@@ -29,9 +29,8 @@ from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.model.manifest import FOLDER, record_name, run_sequence
-from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_json
+from mindresume.storage.operations import publish_json, read_json
 from mindresume.typed import MAX_COUNT, Count, Limits, decode, parse_json
 
 _HISTORY, _FAILURE, _SIGNALS = "trial-", "death-", "signals"

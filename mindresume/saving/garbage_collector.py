@@ -44,9 +44,8 @@ from mindresume.model.manifest import (
 )
 from mindresume.saving.removal_plan import Plan, plan
 from mindresume.saving.retention import KEEP_ALL
-from mindresume.storage.atomic_publish import TEMPORARY, temporary_name
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, remove_tree
+from mindresume.storage.operations import TEMPORARY, parallel, remove_tree, temporary_name
 
 
 def carry_out(directory: CheckpointDir, made: Plan, read_locks: ReadLocks | None = None, emit: Emit = ignore,

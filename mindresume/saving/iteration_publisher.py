@@ -39,7 +39,7 @@ from mindresume.formats.records import RecordFolder, attempts_within, scan_recor
 from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, run_name, run_sequence, trash_name
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.atomic_publish import publish, temporary_name
+from mindresume.storage.operations import publish, temporary_name
 
 
 def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:

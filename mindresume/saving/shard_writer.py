@@ -38,8 +38,8 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import UnknownOutcomeError, publish
 from mindresume.tensor_files import Checksums, checksummed, encode, encode_plan, file_checksum, plan_arrays
 
 

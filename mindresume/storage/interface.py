@@ -5,7 +5,7 @@
     storage.rename("/ckpt/rank_0/.a.tmp", "/ckpt/rank_0/a.safetensors")    # atomic
     storage.sync("/ckpt/rank_0")                                           # the new name is durable
 
-``atomic_publish.publish`` does the three in this order: whatever dies when, a reader sees the final name with all its bytes, or
+``operations.publish`` does the three in this order: whatever dies when, a reader sees the final name with all its bytes, or
 does not see it. ``create`` is for several threads that write one file at once. Paths are strings; errors of the file system are
 ``OSError``.
 """

@@ -1,11 +1,14 @@
-"""Functions that work on any ``Storage``: parallel calls, small files, removal of a folder tree and of stale files."""
+"""Functions that work on any ``Storage``: parallel calls, small files, atomic publishing, removal of a folder tree and of stale
+files."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 from mindresume import runtime
 from mindresume.storage.interface import Storage
@@ -23,36 +26,45 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     everything if no other thread can be started: at the end of the interpreter, where a pool would accept no work, or at the
     limit of processes.
     """
-    rows = list(items)
-    results: dict[int, Result] = {}
-    errors: dict[int, BaseException] = {}
-    lock, left = runtime.Lock(), iter(range(len(rows)))
+    work, helpers = _Work(function, list(items)), []
+    if len(work.items) < 2:
+        return list(map(function, work.items))
+    with suppress(RuntimeError):
+        for _ in range(min(storage.width, len(work.items)) - 1):
+            helper = runtime.Thread(target=work.run, daemon=True)
+            helper.start()
+            helpers.append(helper)
+    work.run()
+    for helper in helpers:
+        helper.join()
+    if work.errors:
+        try:
+            raise work.errors[min(work.errors)]
+        finally:
+            work.errors.clear()                 # breaks the cycle error - traceback - frame, which would keep files open
+    return [work.results[number] for number in range(len(work.items))]
 
-    def work() -> None:
+
+class _Work(Generic[Item, Result]):
+    """Items that several threads take one after the other. ``results``, ``errors``: by the number of the item."""
+
+    def __init__(self, function: Callable[[Item], Result], items: list[Item]):
+        self.function, self.items = function, items
+        self.results: dict[int, Result] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.lock, self.left = runtime.Lock(), iter(range(len(items)))
+
+    def run(self) -> None:
+        """Works on items until none is left, or one has failed."""
         while True:
-            with lock:
-                number = None if errors else next(left, None)
+            with self.lock:
+                number = None if self.errors else next(self.left, None)
             if number is None:
                 return
             try:
-                results[number] = function(rows[number])
+                self.results[number] = self.function(self.items[number])
             except BaseException as error:      # also ^C in the calling thread: the others finish their current item
-                errors[number] = error
-    helpers = []
-    with suppress(RuntimeError):
-        for _ in range(min(storage.width, len(rows)) - 1):
-            helper = runtime.Thread(target=work, daemon=True)
-            helper.start()
-            helpers.append(helper)
-    work()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        try:
-            raise errors[min(errors)]
-        finally:
-            errors.clear()                      # breaks the cycle error - traceback - frame, which would keep files open
-    return [results[number] for number in range(len(rows))]
+                self.errors[number] = error
 
 
 class Hurry(Protocol):
@@ -65,10 +77,7 @@ def call_within(seconds: float, default: Result, work: Callable[..., Result], *a
     """Returns ``work(*arguments)``, which uses a disk that can hang for ever; ``default`` if that takes longer than ``seconds``,
     if ``hurry`` says so, or if no thread can be started. ``work`` goes on in its thread. It must not raise."""
     results: list[Result] = []
-
-    def run() -> None:
-        results.append(work(*arguments))
-    thread = runtime.Thread(target=run, name="mindresume-bounded", daemon=True)
+    thread = runtime.Thread(target=_append_result, args=(results, work, arguments), name="mindresume-bounded", daemon=True)
     until = runtime.monotonic() + seconds
     with suppress(RuntimeError):                # the limit of threads is reached
         thread.start()
@@ -76,6 +85,10 @@ def call_within(seconds: float, default: Result, work: Callable[..., Result], *a
         while hurry is not None and thread.is_alive() and not hurry.is_hurried() and runtime.monotonic() < until:
             thread.join(_TICK)
     return results[0] if results else default
+
+
+def _append_result(results: list[Result], work: Callable[..., Result], arguments: tuple[Any, ...]) -> None:
+    results.append(work(*arguments))
 
 
 MAX_SMALL_FILE = 256 << 20      # bytes of any file other than weights; a record has at most half of that
@@ -95,6 +108,83 @@ def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
     """Returns the JSON document in a small file. Raises OSError like ``read_bytes`` and ValueError like ``parse_json``."""
     return parse_json(read_bytes(storage, path, limit))
 
+
+# ---- published files: a reader sees the final name with all its bytes, or does not see it -------------------------------
+
+TEMPORARY = ".mindresume-tmp"
+
+
+class UnknownOutcomeError(OSError):
+    """The rename of a published file was attempted and its outcome is unknown: other processes may see the file although an error
+    was reported. NFS can report an operation that took effect as failed."""
+
+
+def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:
+    """Writes ``path`` atomically: temporary file, flush, rename, sync of the folder.
+
+    Args:
+        storage: where to write.
+        path: the final name.
+        pieces: the bytes, in order.
+        tag: part of the temporary name; keeps the files of several writers apart.
+        size: number of bytes to come, as for ``Storage.write``.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        UnknownOutcomeError: The rename or the sync after it failed; ``path`` may be the new file.
+        OSError: The write failed; ``path`` is unchanged.
+    """
+    temporary = temporary_name(path, tag)
+    try:
+        size = storage.write(temporary, pieces, size)
+    except OSError:
+        with suppress(OSError):                 # the first error is the one to report
+            storage.remove(temporary)
+        raise
+    try:
+        storage.rename(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            storage.remove(temporary)
+        raise _unknown_outcome(error, path) from error
+    try:
+        storage.sync(os.path.dirname(path))
+    except OSError as error:
+        raise _unknown_outcome(error, path) from error
+    return size
+
+
+def _unknown_outcome(error: OSError, path: str) -> UnknownOutcomeError:
+    return UnknownOutcomeError(error.errno, error.strerror or str(error), error.filename or path)
+
+
+def temporary_name(path: str, tag: str) -> str:
+    """Returns a hidden name that contains ``tag``, in the folder of ``path``: a rename must not cross devices."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{tag}{TEMPORARY}")
+
+
+def error_text(error: BaseException) -> str:
+    """Returns the message of an error. For an OSError: path and reason, without the error number, and with the final name of a
+    file instead of its temporary one."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    if error.filename is None:
+        return error.strerror
+    folder, name = os.path.split(os.fsdecode(error.filename))
+    if name.endswith(TEMPORARY):
+        name = name.removesuffix(TEMPORARY).rpartition(".")[0].removeprefix(".") or name
+    return f"{os.path.join(folder, name)}: {error.strerror}"
+
+
+def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
+    """Publishes a JSON document in one compact line, keys in the given order. Returns and raises like ``publish``."""
+    return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)
+
+
+# ---- links and removal ------------------------------------------------------------------------------------------------
 
 def leads_through_a_link(storage: Storage, root: str, path: str) -> bool:
     """Returns whether a folder between ``root`` and ``path``, or ``path`` itself, is a symbolic link."""
@@ -128,11 +218,11 @@ def remove_stale(storage: Storage, paths: Iterable[str], fresh: str) -> None:
         now = storage.status(fresh) if others else None
         if now is None:
             return
-        oldest = now.mtime - STALE_SECONDS
+        parallel(storage, partial(_remove_older, storage, now.mtime - STALE_SECONDS), others)
 
-        def remove(path: str) -> None:
-            with suppress(OSError):             # a file that cannot be removed does no harm
-                found = storage.status(path)
-                if found is not None and not found.is_folder and found.mtime < oldest:
-                    storage.remove(path)
-        parallel(storage, remove, others)
+
+def _remove_older(storage: Storage, oldest: float, path: str) -> None:
+    with suppress(OSError):                     # a file that cannot be removed does no harm
+        found = storage.status(path)
+        if found is not None and not found.is_folder and found.mtime < oldest:
+            storage.remove(path)

@@ -187,19 +187,12 @@ _CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # an
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Reserves blocks for ``size`` bytes, so that a full disk or an exhausted quota is an error before anything is written."""
-    code = _fallocate(handle, size)
-    if code in _CANNOT_HOLD:
-        raise OSError(code, os.strerror(code), path)
-
-
-def _fallocate(handle: int, size: int) -> int:
-    """Calls fallocate(2). Returns 0 or an errno. posix_fallocate will not do: it writes into every block where the file system
-    cannot reserve (NFS before 4.2)."""
-    if not hasattr(_LIBC, "fallocate"):
-        return errno.ENOSYS
-    failed = _LIBC.fallocate(handle, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size))
-    return ctypes.get_errno() if failed else 0
+    """Reserves blocks for ``size`` bytes, so that a full disk or an exhausted quota is an error before anything is written.
+    posix_fallocate will not do: it writes into every block where the file system cannot reserve (NFS before 4.2)."""
+    if hasattr(_LIBC, "fallocate") and _LIBC.fallocate(handle, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code in _CANNOT_HOLD:
+            raise OSError(code, os.strerror(code), path)
 
 
 _FLUSH_EVERY = 32 << 20         # bytes

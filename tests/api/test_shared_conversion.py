@@ -14,7 +14,7 @@ from mindresume.api import conversion
 from mindresume.errors import ConfigError, OutOfSpaceError, ProcessLostError, SaveError
 from mindresume.reshard import converter
 from mindresume.reshard.direct_engine import Engine
-from mindresume.storage.atomic_publish import TEMPORARY
+from mindresume.storage.operations import TEMPORARY
 from mindresume.storage.posix import PosixStorage
 
 LOST, FAILED = 11, 12                           # exit statuses

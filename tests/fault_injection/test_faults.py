@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, FaultInjector, Killed, Scheduler
-from mindresume.storage.atomic_publish import publish
+from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
 

@@ -31,8 +31,8 @@ from mindresume.saving import committer, garbage_collector, iteration_publisher,
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.shard_writer import Outcome
-from mindresume.storage import atomic_publish, operations
-from mindresume.storage.atomic_publish import temporary_name
+from mindresume.storage import operations
+from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -58,7 +58,7 @@ class Mutant:
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """Patches ``name`` in every module that has imported it."""
-    for module in (atomic_publish, shard_writer, committer, iteration_publisher, lease, lease_acquisition,
+    for module in (operations, shard_writer, committer, iteration_publisher, lease, lease_acquisition,
                    garbage_collector, scenarios, oracle, rank_folders, verifier, candidates,
                    sources):
         if hasattr(module, name):
@@ -77,7 +77,7 @@ def publish_without_sync(patch: Patch) -> None:
 
 
 def weights_published_without_sync(patch: Patch) -> None:
-    right = atomic_publish.publish
+    right = operations.publish
 
     class NoSync:
         def __init__(self, disk):
@@ -100,7 +100,7 @@ def publish_without_rename(patch: Patch) -> None:
 
 
 def pointers_written_in_place(patch: Patch) -> None:
-    right = atomic_publish.publish
+    right = operations.publish
 
     def publish(disk, path, pieces, tag, size=0):
         return disk.write(path, pieces, size) if path.endswith(META) else right(disk, path, pieces, tag, size)
@@ -108,7 +108,7 @@ def pointers_written_in_place(patch: Patch) -> None:
 
 
 def record_before_weights(patch: Patch) -> None:
-    right, waiting = atomic_publish.publish, threading.local()
+    right, waiting = operations.publish, threading.local()
 
     def publish(disk, path, pieces, tag, size=0):
         if os.path.basename(path).startswith("drill_rank"):
@@ -123,7 +123,7 @@ def record_before_weights(patch: Patch) -> None:
 
 
 def errors_of_writing_swallowed(patch: Patch) -> None:
-    right = atomic_publish.publish
+    right = operations.publish
 
     def publish(disk, path, pieces, tag, size=0):
         pieces = list(pieces)
@@ -156,7 +156,7 @@ def pointer_before_the_file(patch: Patch) -> None:
         folder = os.path.join(target.root, folder_name(target.rank))
         target.storage.make_folder(folder)
         name = parse_name(os.path.basename(part.files[0].path))
-        atomic_publish.publish_json(target.storage, os.path.join(folder, META), meta_json(name), target.run)
+        operations.publish_json(target.storage, os.path.join(folder, META), meta_json(name), target.run)
         return right(target, part, **how)
     patch_all(patch, "write_shard", write_shard)
 
@@ -244,7 +244,7 @@ def skip_verification(patch: Patch) -> None:
 
 def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
     record_before_weights(patch)
-    publish = atomic_publish.publish
+    publish = operations.publish
     patch_all(patch, "publish", lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size))
     skip_verification(patch)
 

@@ -12,7 +12,7 @@ from rank_folders import RUN, STORAGE, dir_at
 from mindresume.formats import CheckpointDir, records
 from mindresume.formats.records import ReadManifests, attempts_within, find_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, record_name, run_name
-from mindresume.storage.atomic_publish import publish
+from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")

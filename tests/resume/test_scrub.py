@@ -32,7 +32,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
-from mindresume.storage.atomic_publish import temporary_name
+from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.throttled_reads import ReadStoppedError
 from mindresume.tensor_files import read_header

@@ -19,7 +19,7 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
-from mindresume.storage.atomic_publish import UnknownOutcomeError, publish
+from mindresume.storage.operations import UnknownOutcomeError, publish
 from mindresume.storage.posix import PosixStorage
 
 WORLD = 2

@@ -44,7 +44,7 @@ from mindresume.saving import (
     staging,
 )
 from mindresume.saving.memory_tier import directory, opening, tier
-from mindresume.storage import atomic_publish
+from mindresume.storage import operations
 from mindresume.supervisor import evidence, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Schedule, random_schedule
@@ -83,7 +83,7 @@ def _put_in_place(self: repair.Repair, file: Any, pieces: Any) -> bool:
 
 def _put_unflushed(self: repair.Repair, file: Any, pieces: Any) -> bool:
     storage, path = self.directory.storage, self.directory.path(file.path)
-    temporary = atomic_publish.temporary_name(path, self.tag)
+    temporary = operations.temporary_name(path, self.tag)
     storage.make_folder(os.path.dirname(path))
     made = storage.create(temporary, file.size)
     made.write_at(0, memoryview(b"".join(pieces)))
@@ -263,7 +263,7 @@ MUTANTS = [
         Edit(committer.Committer, "_manifest", "zip(target.ranks, records, strict=True)", "zip(target.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
-        Instead(atomic_publish, "publish", lambda right: lambda storage, *more, **how: (
+        Instead(operations, "publish", lambda right: lambda storage, *more, **how: (
             right(wrong.NoSync(storage), *more, **how)))], ("save", "ckpt", ""), LOST, first=2),
     mutant("a save is reported before it is written", [
         Edit(background_writer, "serve", "outcome = saver.write(",

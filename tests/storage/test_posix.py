@@ -1,3 +1,4 @@
+import ctypes
 import errno
 import os
 from contextlib import nullcontext
@@ -79,11 +80,22 @@ def test_a_full_disk_has_no_free_space(tmp_path, monkeypatch):
     assert PosixStorage().free_space(str(tmp_path)) == 0
 
 
+class Reserving:
+    """The C library on a file system that answers fallocate with an error, or with 0."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def fallocate(self, *_):
+        ctypes.set_errno(self.code)
+        return -1 if self.code else 0
+
+
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ESPIPE, errno.EBADF,
                                   errno.ENODEV, errno.EACCES, errno.EREMOTEIO, errno.ESTALE, errno.EINTR, 0, 524])
 def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch, code):
     """524: an error of the kernel's own (ENOTSUPP) that some file systems let out."""
-    monkeypatch.setattr(posix, "_fallocate", lambda handle, size: code)
+    monkeypatch.setattr(posix, "_LIBC", Reserving(code))
     assert PosixStorage().write(str(tmp_path / "file"), [b"abc"], 3) == 3
     made = PosixStorage().create(str(tmp_path / "other"), 3)
     made.write_at(0, memoryview(b"abc"))
@@ -93,7 +105,7 @@ def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
 def test_a_full_or_broken_device_is_an_error_before_the_first_byte(tmp_path, monkeypatch, code):
-    monkeypatch.setattr(posix, "_fallocate", lambda handle, size: code)
+    monkeypatch.setattr(posix, "_LIBC", Reserving(code))
     for begin in (lambda path: PosixStorage().write(path, [b"abc"], 3), lambda path: PosixStorage().create(path, 3)):
         with pytest.raises(OSError) as caught:
             begin(str(tmp_path / "file"))

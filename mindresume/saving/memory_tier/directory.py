@@ -31,10 +31,9 @@ from mindresume.coordination.process_identity import boot_id, mount_namespace
 from mindresume.errors import RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
-from mindresume.storage.atomic_publish import publish_json
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import filesystem_type
-from mindresume.storage.operations import read_json
+from mindresume.storage.operations import publish_json, read_json
 from mindresume.typed import Count, Limits, Number, decode
 
 MARK = "memory-tier"

@@ -23,9 +23,8 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, parse_attempt, record_name
 from mindresume.saving.memory_tier.directory import OWNER, SLOTS, TierOwner, identity_of, read_mark
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.atomic_publish import TEMPORARY
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import remove_tree
+from mindresume.storage.operations import TEMPORARY, remove_tree
 
 _REMOVED = "removed-"           # prefix of the name of a tier that is being removed
 

@@ -36,8 +36,7 @@ from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings, Settings
-from mindresume.storage.atomic_publish import publish_json, temporary_name
-from mindresume.storage.operations import call_within
+from mindresume.storage.operations import call_within, publish_json, temporary_name
 
 _PATIENCE = 20.0                # seconds for the removal of left-over tiers
 

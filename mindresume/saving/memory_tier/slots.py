@@ -49,7 +49,7 @@ from mindresume.saving.memory_tier.leftovers import remove_empty_folders
 from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, details_of_shard
 from mindresume.saving.staging import map_memory
 from mindresume.settings import MemoryTierSettings
-from mindresume.storage.atomic_publish import TEMPORARY, publish
+from mindresume.storage.operations import TEMPORARY, publish
 from mindresume.tensor_files import Checksums, TensorSpec, checksummed, plan_file, tensor_spec
 from mindresume.tensor_files.header import DTYPES, FilePlan, chunks, tensor_bytes
 

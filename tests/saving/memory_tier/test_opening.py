@@ -34,7 +34,7 @@ from mindresume.saving.memory_tier.directory import (
 from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
 from mindresume.settings import MemoryTierSettings, Settings
-from mindresume.storage.atomic_publish import publish_json
+from mindresume.storage.operations import publish_json
 from mindresume.storage.posix import PosixStorage
 
 RUN2 = run_name(2, "0000bbbb")
