@@ -307,7 +307,8 @@ class Lease:
 
     def start(self) -> Lease:
         if self.holder.every:
-            self._start_process()
+            if self.holder.purpose == SAVING:
+                self._start_process()
             runtime.Thread(target=self._work, name="mindresume-heartbeat", daemon=True).start()
         return self
 
@@ -321,15 +322,15 @@ class Lease:
             if not is_beating:
                 with suppress(OSError):
                     self.beat()
-                self._start_process()
+                if self.holder.purpose == SAVING:
+                    self._start_process()
         with self._lock:
             self._end_process()
 
     def _start_process(self) -> None:
         """Lets a process send the heartbeats from here on, at most ``_TRIES`` times: it may be killed, or not be able to run."""
         with self._lock:
-            if self.holder.purpose == SAVING and self._tries and not self._stop.is_set() and \
-                    type(uncached(self.directory.storage)) is PosixStorage:
+            if self._tries and not self._stop.is_set() and type(uncached(self.directory.storage)) is PosixStorage:
                 self._tries -= 1
                 self._beating = start_process(self.path, self.holder.encode(), self.holder.every, self.run)
 
@@ -338,17 +339,10 @@ class Lease:
         beating, self._beating = self._beating, None
         return beating is None or beating.end(BEAT)
 
-    def release(self) -> None:
+    def release(self, is_acquired: bool = True) -> None:
         """Removes the lease. Does nothing the second time, and nothing in a child process. If a heartbeat hangs in the file
-        system, the lease stays, so that the job can end; the next job finds its holder dead."""
-        self._end(self.keep_run_marker)
-
-    def withdraw(self) -> None:
-        """Removes the lease of a job that has not acquired the directory. Leaves no marker: others would take it for a later
-        run."""
-        self._end(False)
-
-    def _end(self, keep_run_marker: bool) -> None:
+        system, the lease stays, so that the job can end; the next job finds its holder dead. ``is_acquired`` False: of a job that
+        has not acquired the directory, which leaves no marker: others would take it for a later run."""
         if self._stop.is_set() or os.getpid() != self._process:
             return
         self._stop.set()
@@ -356,7 +350,7 @@ class Lease:
             try:
                 if not self._end_process():     # it could publish the lease again
                     return
-                if keep_run_marker:
+                if self.keep_run_marker and is_acquired:
                     self.directory.storage.rename(self.path, self.directory.path(FOLDER, f"{ENDED}{self.run}{SUFFIX}"))
                 else:
                     self.directory.storage.remove(self.path)

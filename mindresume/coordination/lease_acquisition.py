@@ -76,10 +76,10 @@ def acquire(directory: CheckpointDir, holder: LeaseHolder, beat: float = BEAT, e
         if not used:
             lease.beat()
     except BaseException:                           # the lease may exist after an error, too
-        lease.withdraw()
+        lease.release(is_acquired=False)
         raise
     if used:                                        # names were listed late, or another job has started and ended meanwhile
-        lease.withdraw()
+        lease.release(is_acquired=False)
         if holder.run:
             raise others.in_use(f"run {used[0]}")
         again = next_run([*names, *directory.storage.list(folder), *iteration_record_names(directory)])

@@ -30,7 +30,10 @@ def _read_stat(pid: int) -> list[bytes]:
 
 def start_ticks(pid: int) -> int | None:
     """Returns when a process was started, in clock ticks since boot; None if it does not exist or has ended (a zombie)."""
-    fields = stat_fields(pid)
+    try:
+        fields = _read_stat(pid)
+    except OSError:
+        return None
     return None if not fields or fields[_STATE] in _ENDED else int(fields[_START])
 
 

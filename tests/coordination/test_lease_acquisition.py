@@ -269,7 +269,7 @@ def rival_of(root, token, holder=ELSEWHERE):
 
 def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_path):
     rival = rival_of(tmp_path, "ffffffff")
-    time = ManualClock(lambda now: rival.withdraw())
+    time = ManualClock(lambda now: rival.release(is_acquired=False))
     holder = replace(ME, run=run_name(1, "88888888"))
     storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
     lease = acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time)
