@@ -5,9 +5,7 @@ import shutil
 
 import iteration_folders
 import pytest
-from coordination.test_storage_topology import save_part
-from lease_holders import job_in
-from rank_folders import RUN, damage, flip_bit, path_of, records_of, save, write_foreign, write_rank
+from rank_folders import RUN, flip_bit, path_of, records_of, save, write_foreign, write_rank
 from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
 from storages import failing
 
@@ -46,12 +44,6 @@ def test_steps(saved):
     assert catalog.latest().step == 15 and catalog[10].step == 10 == catalog[10].state.step
 
 
-@pytest.mark.parametrize("above", [1, 2])
-def test_folders_above_are_accepted(saved, above):
-    catalog = mindresume.open(saved.parents[above - 1])
-    assert catalog.steps() == (10, 15) and catalog.list().root == str(saved)
-
-
 def test_a_missing_step_is_an_error(saved):
     with pytest.raises(MissingCheckpointError) as raised:
         mindresume.open(saved)[500]
@@ -85,15 +77,6 @@ def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
     save(tmp_path, 5, world=2)
     write_rank(tmp_path, 5, 0, 2, run="0002-0000bbbb", suffix=1)
     assert mindresume.open(tmp_path)[5].info.run_id == RUN
-
-
-def test_list_names_the_job_that_saves_there(tmp_path):
-    save(tmp_path, 5, 1)
-    lease = job_in(tmp_path)
-    (user,) = mindresume.open(tmp_path).list().in_use_by
-    assert user.holder.run == lease.run and user.alive is True and user.to_json()["pid"] == os.getpid()
-    lease.release()
-    assert mindresume.open(tmp_path).list().in_use_by == ()
 
 
 def test_merged_weights(tmp_path):
@@ -134,14 +117,6 @@ def test_a_folder_without_checkpoints_is_an_error(tmp_path):
     assert found.chosen is None and not found.fresh and str(tmp_path) in found.error
 
 
-def test_several_folders_below_are_an_error(tmp_path):
-    for name in "ab":
-        save(tmp_path / name, 5)
-    with pytest.raises(MissingCheckpointError):
-        mindresume.open(tmp_path).steps()
-    assert "/a" in mindresume.open(tmp_path).select().error
-
-
 def test_a_file_of_another_kind_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     for ask in (Catalog.list, Catalog.steps, Catalog.select):               # a CollectiveError of "rank 0" it was
@@ -155,17 +130,6 @@ def test_select_returns_the_newest(saved):
     found = mindresume.open(saved).select()
     assert found.chosen.step == 15 and found.refused == () and found.error == "" and not found.fresh
     assert plain(found)["chosen"] == found.chosen.to_json() and found.chosen.state.step == 15
-
-
-def test_select_gives_the_reason_for_refusing_a_newer_one(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step)
-    path = damage(tmp_path, 10, 1, "layer.bias")
-    found = mindresume.open(tmp_path).select()
-    (refused,) = found.refused
-    assert found.chosen.step == 5 and (refused.step, refused.file, refused.tensors) == (10, path, ("layer.bias",))
-    assert found.verified and not mindresume.open(tmp_path).select(verify=False).verified
-    assert mindresume.open(tmp_path).select(verify=False).chosen.step == 10
 
 
 def test_files_that_are_refused_are_named_by_their_path(tmp_path):
@@ -184,18 +148,6 @@ def test_select_for_another_number_of_ranks(tmp_path):
     assert mindresume.open(tmp_path, world_size=8).select(world_size=4).chosen.step == 5
 
 
-def test_select_by_name(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step)
-    assert mindresume.open(tmp_path).select(name=path_of(tmp_path, 5, 3).name).chosen.step == 5
-    assert "net_rank_0-9_9" in mindresume.open(tmp_path).select(name="net_rank_0-9_9").error
-
-
-def test_select_of_an_empty_folder(tmp_path):
-    found = mindresume.open(tmp_path).select()
-    assert found.fresh and found.chosen is None and found.refused == () and found.error == ""
-
-
 def test_select_of_damaged_merged_weights(tmp_path):
     save(tmp_path / "run", 5, world=1)
     mindresume.merge(tmp_path / "run", tmp_path / "merged")
@@ -206,39 +158,7 @@ def test_select_of_damaged_merged_weights(tmp_path):
     assert report.damaged and report.problems[0].tensors
 
 
-def test_a_node_local_checkpoint_is_reported_as_local(tmp_path):
-    for step in (5, 10):
-        save_part(tmp_path, step, (2, 3))
-    found = mindresume.open(tmp_path).select()
-    assert found.chosen is None and (found.local.step, found.local.local_ranks, found.local.world_size) == (10, (2, 3), 4)
-    assert plain(found)["local"]["state"] == "node-local"
-    report = mindresume.open(tmp_path).verify()
-    assert not report.damaged and [row.local_ranks for row in report.checkpoints] == [(2, 3), (2, 3)]
-
-
 # ---- verify ----------------------------------------------------------------------------------------------------------
-
-def test_verify_names_files_and_tensors(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step)
-    paths = [damage(tmp_path, 10, 1, "layer.bias"), damage(tmp_path, 10, 3, "embedding.weight")]
-    report = mindresume.open(tmp_path).verify()
-    assert report.damaged and [row.state for row in report.checkpoints] == ["damaged", "verified"]
-    assert [(problem.file, problem.tensors) for problem in report.problems] == [
-        (paths[0], ("layer.bias",)), (paths[1], ("embedding.weight",))]
-    assert report.bytes_read >= sum(path_of(tmp_path, step, rank).stat().st_size for step in (5, 10) for rank in range(4))
-    assert set(plain(report)) == {"root", "damaged", "checkpoints", "removed_steps", "bytes_read", "seconds", "notes",
-                                  "memory", "unreadable"}
-    assert not mindresume.open(tmp_path).verify(step=5).damaged
-    with pytest.raises(MissingCheckpointError):
-        mindresume.open(tmp_path).verify(step=6)
-
-
-def test_a_checkpoint_without_checksums_is_not_verified(tmp_path):
-    write_foreign(tmp_path, 5)
-    write_rank(tmp_path, 10, 0, 4)
-    assert [row.state for row in mindresume.open(tmp_path).verify().checkpoints] == ["incomplete", "unverifiable"]
-
 
 def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
     for step in (5, 10):

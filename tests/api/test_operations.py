@@ -6,7 +6,7 @@ import pytest
 from rank_folders import leases
 
 import mindresume
-from mindresume.errors import ConfigError, MissingCheckpointError
+from mindresume.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -50,15 +50,6 @@ def test_a_checkpoint_can_be_converted(root, training):
     assert mindresume.open(training / "new")[200].info.iteration_dir == "iteration_00000200"
 
 
-def test_a_dry_run_writes_nothing_at_all(root, training):
-    before = {path: path.stat().st_mtime_ns for path in training.rglob("*")}
-    result = mindresume.convert(root, training / "new", to="tp=4", dry_run=True)
-    assert (result.dry_run, result.finished, result.seconds) == (True, False, None)
-    mindresume.merge(root, training / "merged", dry_run=True)
-    mindresume.export_hf(root, training / "hf", config=training / "Qwen3", dry_run=True)
-    assert {path: path.stat().st_mtime_ns for path in training.rglob("*")} == before
-
-
 def test_the_source_is_locked_while_it_is_converted(root, training):
     held = []
 
@@ -71,20 +62,6 @@ def test_the_source_is_locked_while_it_is_converted(root, training):
     mindresume.convert(root, training / "new", to="tp=4", progress=Looker())
     mindresume.compare(root, training / "new", progress=Looker())
     assert [len(names) for names in held] == [1, 1] and leases(root) == []
-
-
-@pytest.mark.parametrize("arguments", [{"format": "pickle"}, {"engine": "turbo"}, {"to": "tp=3"}, {"memory_limit_bytes": 10}])
-def test_wrong_arguments(root, training, arguments):
-    with pytest.raises(ConfigError):
-        mindresume.convert(root, training / "new", **arguments)
-    assert not (training / "new").exists()
-
-
-def test_missing_sources_are_errors(root, training):
-    with pytest.raises(FileNotFoundError):
-        mindresume.convert(training / "missing", training / "new")
-    with pytest.raises(MissingCheckpointError):
-        mindresume.merge(root, training / "new", step=250)
 
 
 def test_merge_and_export(root, training):
@@ -137,14 +114,6 @@ def test_prune_reports_what_it_removes_and_why(root):
     assert [row.step for row in real.kept] == [500, 400, 200] and [row.step for row in real.removed] == [300, 100]
     assert {**plain(dry), "dry_run": False} == plain(real) and real.freed_bytes == sum(row.size_bytes for row in real.removed)
     assert mindresume.open(root).steps() == (200, 400, 500)
-
-
-def test_prune_keeps_checkpoints_that_are_read(root):
-    with mindresume.open(root)[100] as checkpoint:
-        result = mindresume.prune(root, policy=mindresume.KeepLast(4))
-        assert [row.step for row in result.held] == [100] and result.removed == ()
-        assert checkpoint.read("step_num") == 100
-    assert [row.step for row in mindresume.prune(root, policy=mindresume.KeepLast(4)).removed] == [100]
 
 
 def test_prune_refuses_other_folders(root):

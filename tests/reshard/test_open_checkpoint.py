@@ -18,7 +18,6 @@ from mindresume.errors import (
     NoUsableCheckpointError,
     StrategyError,
 )
-from mindresume.events import WARNING
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER, attempt_name
@@ -123,17 +122,6 @@ def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
     assert found.value.path == str(path_of(tmp_path, 5, 2))
 
 
-def test_missing_steps_are_errors(tmp_path):
-    for step in (5, 10):
-        save(tmp_path / "a", step, replicas=1)
-    with pytest.raises(MissingCheckpointError, match=r"a has no step 7; there are: 5, 10"):
-        opened(tmp_path / "a", step=7)
-    (tmp_path / "empty").mkdir()
-    for path in ("empty", "missing"):
-        with pytest.raises(MissingCheckpointError, match=rf"{path} has no checkpoint$"):
-            opened(tmp_path / path)
-
-
 def test_the_same_step_of_two_runs(tmp_path):
     """The later run has it newer."""
     save(tmp_path, 10, 2, replicas=1)
@@ -173,21 +161,6 @@ def test_consolidated_weights(tmp_path):
         opened(tmp_path / "a", strategy=strategy_in(tmp_path / "strategy"))
 
 
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_a_single_file(tmp_path, fmt):
-    source = opened(put(tmp_path / f"net.{fmt}", TENSORS))
-    check(source)
-    assert source.state is None and source.what.endswith(f"net.{fmt}, consolidated weights")
-    with pytest.raises(MissingCheckpointError, match="holds no step, not step 7"):
-        opened(tmp_path / f"net.{fmt}", step=7)
-
-
-def test_a_file_of_another_kind(tmp_path):
-    (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(ConfigError, match="notes.txt is no checkpoint"):
-        opened(tmp_path / "notes.txt")
-
-
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -218,11 +191,6 @@ def test_a_missing_strategy_is_an_error_that_asks_for_it(tmp_path):
         opened(tmp_path / "checkpoint")
     with pytest.raises(StrategyError, match="there is no such strategy file or folder"):
         opened(tmp_path / "checkpoint", strategy=str(tmp_path / "missing"))
-
-
-def test_one_rank_needs_no_strategy(tmp_path):
-    foreign(tmp_path / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
-    check(opened(tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -436,39 +404,10 @@ def test_the_epoch_without_a_name(step, epoch):
     assert state_from({"step_num": step, "epoch_num": epoch}, None).epoch == epoch
 
 
-def test_nothing_is_written(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    recorded(tmp_path / "ours", PLAN, TENSORS)
-    strategy_in(tmp_path / "strategy")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    opened(tmp_path / "checkpoint")
-    opened(tmp_path / "ours")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
 # ---- beside a job ------------------------------------------------------------------------------------------------------
 
 def names_of(root):
     return sorted(os.listdir(root / FOLDER))
-
-
-def test_an_opened_checkpoint_is_locked(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step, replicas=1)
-    before = names_of(tmp_path)
-    with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 10 and list(read_locks(dir_at(tmp_path))) == [source.candidate.name]
-    assert names_of(tmp_path) == before
-    with pytest.raises(KeyboardInterrupt), open_and_hold(STORAGE, str(tmp_path), 5) as source:
-        assert list(read_locks(dir_at(tmp_path))) == [source.candidate.name]
-        raise KeyboardInterrupt
-    assert names_of(tmp_path) == before
-
-
-def test_a_checkpoint_of_mindformers_is_read_without_writing_files(tmp_path):
-    write_foreign(tmp_path, 5, 1)
-    with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 5 and not (tmp_path / FOLDER).exists()
 
 
 def test_a_refused_checkpoint_is_not_locked(tmp_path):
@@ -519,17 +458,6 @@ def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypat
     with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
             open_and_hold(STORAGE, str(tmp_path)):
         pass
-
-
-def test_a_read_only_folder_is_read_without_a_lock(tmp_path, monkeypatch):
-    def refused(*_, **how):
-        raise PermissionError(13, "Permission denied")
-    save(tmp_path, 5, replicas=1)
-    monkeypatch.setattr(source_module, "acquire_read_lock", refused)
-    said = []
-    with open_and_hold(STORAGE, str(tmp_path), emit=said.append) as source:
-        assert source.state.step == 5
-    assert len(said) == 1 and said[0].level == WARNING and "[Errno 13]" in said[0].text
 
 
 def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(tmp_path, monkeypatch):
