@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -154,9 +155,9 @@ class Catalog:
         found, rows = self._list(self._locate())
         users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in
                       known_lease_holders(found.directory))
-        tier, in_memory = self._memory(found.directory)
+        tier = self._tier(found.directory)
         return Listing(found.root, tuple(info_of(found.directory, row) for row in rows), self._notes(found), users,
-                       tuple(info_of(tier, row) for row in in_memory))
+                       tuple(info_of(tier, row) for row in self._in_memory(tier)))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
@@ -256,34 +257,27 @@ class Catalog:
         """
         if not 1 <= part[0] <= part[1]:
             raise ConfigError(f"part is {part[0]} of {part[1]}; expected a number from 1 on, and at least as many parts")
-        started, read, location = runtime.monotonic(), [0], self._locate()
+        started, read, location = runtime.monotonic(), _Counter(progress), self._locate()
         found, rows = self._list(location)
         wanted = [row for row in rows if step is None or row.candidate.step == step]
         if step is not None and not wanted:
             raise self._missing_step(step, found)
         progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed)
                         // part[1])
-
-        def counted(count: int) -> None:
-            read[0] += count
-            progress.advance(count)
-
-        def again() -> Iterator[CheckpointStatus]:
-            return (row for row in self._list(location)[1] if step is None or row.candidate.step == step)
         if location.is_consolidated:
-            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, counted, part) for _ in wanted]
+            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, read.advance, part) for _ in wanted]
         else:
-            verdicts = verify_checkpoints(found.directory, wanted, again, counted, part)
-        tier, in_memory = self._memory(found.directory)
-        asked = [row for row in in_memory if step is None or row.candidate.step == step] if part[0] == 1 else []
-        held = verify_checkpoints(tier, asked, lambda: self._memory(found.directory)[1], counted)
+            verdicts = verify_checkpoints(found.directory, wanted, partial(self._asked, location, step), read.advance, part)
+        tier = self._tier(found.directory)
+        asked = [row for row in self._in_memory(tier) if step is None or row.candidate.step == step] if part[0] == 1 else []
+        held = verify_checkpoints(tier, asked, partial(self._in_memory, tier), read.advance)
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
         states = {result.state for result in results}
         of_part = [f"part {part[0]} of {part[1]}: only this share of the files was read"] if part[1] > 1 else []
         return VerificationReport(
-            found.root, DAMAGED in states, results, tuple(sorted(removed)), read[0], round(runtime.monotonic() - started, 3),
+            found.root, DAMAGED in states, results, tuple(sorted(removed)), read.count, round(runtime.monotonic() - started, 3),
             (*self._notes(found), *of_part), tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
             UNREADABLE in states)
 
@@ -315,13 +309,19 @@ class Catalog:
             raise MissingCheckpointError(found.fresh_start_refusal)
         return found, rows
 
-    def _memory(self, directory: CheckpointDir) -> tuple[CheckpointDir, tuple[CheckpointStatus, ...]]:
-        """Returns the tier in memory of ``directory`` on this node, with an empty path if there is none, and a row for each of
-        its saves."""
-        tier = CheckpointDir(self._storage, find_tier(directory)[0])
+    def _asked(self, location: _Location, step: int | None) -> Iterator[CheckpointStatus]:
+        """Returns the present rows, or those of ``step``."""
+        return (row for row in self._list(location)[1] if step is None or row.candidate.step == step)
+
+    def _tier(self, directory: CheckpointDir) -> CheckpointDir:
+        """Returns the tier in memory of ``directory`` on this node; an empty path if there is none."""
+        return CheckpointDir(self._storage, find_tier(directory)[0])
+
+    def _in_memory(self, tier: CheckpointDir) -> tuple[CheckpointStatus, ...]:
+        """Returns a row for each save in memory."""
         found = Scan(tier, tuple(scan_records(tier)[0]) if tier.root else ())
         strategy_of = strategy_lookup(self._storage)
-        return tier, tuple(status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates)
+        return tuple(status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates)
 
     def _rows(self, location: _Location, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
         """Yields the rows of ``_list``, or those of ``step``; files are examined one candidate after the other."""
@@ -349,6 +349,17 @@ class Catalog:
 
     def _missing_step(self, step: int, found: Scan) -> MissingCheckpointError:
         return MissingCheckpointError(f"{found.root} has no step {step}; {steps_text(found.candidates)}")
+
+
+@dataclass
+class _Counter:
+    """Counts the bytes that it reports."""
+    progress: Progress
+    count: int = 0
+
+    def advance(self, count: int) -> None:
+        self.count += count
+        self.progress.advance(count)
 
 
 def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> CheckpointVerification:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
@@ -134,12 +134,12 @@ def _nothing() -> None:
     return None
 
 
+@dataclass
 class _Work:
     """The work of this rank in a thread, and what came of it. ``reply``: {"value": its result} or {"error": text}."""
-
-    def __init__(self, work: Callable[[], Any]):
-        self.work, self.done = work, runtime.Event()
-        self.reply: dict[str, Any] = {}
+    work: Callable[[], Any]
+    reply: dict[str, Any] = field(default_factory=dict)
+    done: runtime.Event = field(default_factory=runtime.Event)
 
     def run(self) -> None:
         try:

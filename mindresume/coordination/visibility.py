@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from mindresume import runtime
@@ -68,12 +69,12 @@ def wait_until_visible(storage: Storage, path: str, group: Group, shared_groups:
     return Visibility(seconds, tuple(missing[:_MAX_MISSING]))
 
 
+@dataclass
 class _View:
     """What one rank sees. ``save_dirs``: the newest folders that any rank sees, relative to ``root``."""
-
-    def __init__(self, directory: CheckpointDir, group: Group):
-        self.storage, self.root, self.group = directory.storage, directory.root, group
-        self.save_dirs: list[str] = []
+    directory: CheckpointDir
+    group: Group
+    save_dirs: Sequence[str] = ()
 
     def newest(self) -> list[str]:
         """Returns folders, relative to ``root``, that this rank lists or that the tracker names."""
@@ -83,7 +84,7 @@ class _View:
             folders.append(inner if self._exists(inner) else f"{FOLDER}/{name}")
         iteration_dirs = []
         with suppress(OSError, ValueError):
-            step = tracked(CheckpointDir(self.storage, self.root))
+            step = tracked(self.directory)
             iteration_dirs += [iteration_name(step)] if step is not None else []
         if self.group.rank % max(1, self.group.size // _LISTING) == 0:
             names = [name for name in self._names("") if parse_iteration(name) is not None]
@@ -102,13 +103,13 @@ class _View:
         """Returns [path, a rank that sees it] of each path that one of ``ranks`` sees and this one cannot reach from ``root`` by
         listing one folder after the other. ``visible``: by rank, what it sees."""
         seen_by: dict[str, int] = {}
-        for rank in sorted(ranks, key=lambda rank: rank == self.group.rank):
+        for rank in [*(rank for rank in ranks if rank != self.group.rank), *(rank for rank in ranks if rank == self.group.rank)]:
             bits, weights = visible[rank]
             paths = [path for index, path in enumerate(self._paths_to_check(rank)) if bits >> index & 1]
             for path in (*paths, *([weights] if weights else ())):
                 seen_by.setdefault(path, rank)
         folders = sorted({folder for path in seen_by for folder, _ in _steps(path)})
-        listings = dict(zip(folders, map(frozenset, parallel(self.storage, self._names, folders)), strict=True))
+        listings = dict(zip(folders, map(frozenset, parallel(self.directory.storage, self._names, folders)), strict=True))
         return [[path, rank] for path, rank in seen_by.items()
                 if not all(name in listings[folder] for folder, name in _steps(path))]
 
@@ -123,12 +124,12 @@ class _View:
         """Returns the newest file that mindformers wrote for this rank, by its name; empty if there is none."""
         folder = folder_name(self.group.rank)
         names = [name for name in map(parse_name, self._names(folder)) if name]
-        newest = max(names, key=lambda name: (name.suffix, name.epoch, name.step), default=None)
+        newest = max(names, key=attrgetter("suffix", "epoch", "step"), default=None)
         return f"{folder}/{newest}" if newest else ""
 
     def _names(self, folder: str) -> list[str]:
         try:
-            return self.storage.list(os.path.join(self.root, folder))
+            return self.directory.storage.list(self.directory.path(folder))
         except OSError:
             return []
 
@@ -137,7 +138,7 @@ class _View:
 
     def _exists(self, path: str) -> bool:
         try:
-            return self.storage.status(os.path.join(self.root, path)) is not None
+            return self.directory.storage.status(self.directory.path(path)) is not None
         except OSError:                                 # ESTALE as well: the file is being replaced; the next check finds it
             return False
 

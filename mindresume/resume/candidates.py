@@ -4,7 +4,7 @@ reads every byte of them (``mindresume verify``), also while a job saves there."
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,9 +167,10 @@ def status_of_candidate(found: Scan, candidate: Candidate, strategy_of: Strategy
 def _warnings(directory: CheckpointDir, candidate: Candidate) -> tuple[str, ...]:
     """Returns the warnings that are known without reading contents."""
     rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.records_dir else []
-    found = file_sizes(directory, [file for _, file in rows])
-    lost = [(rank, file.path) for (rank, file), size in zip(rows, found, strict=True) if size is None]
-    return (*replica_warning(lost), *manifest_warning(candidate), *filter(None, [missing_ranks_text(candidate)]))
+    sizes = file_sizes(directory, [file for _, file in rows])
+    lost = [(rank, file.path) for (rank, file), size in zip(rows, sizes, strict=True) if size is None]
+    found = [replica_warning(lost) if lost else "", manifest_warning(candidate), missing_ranks_text(candidate)]
+    return tuple(filter(None, found))
 
 
 def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
@@ -187,33 +188,30 @@ def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
 _Problem = tuple[str, str, Exception | None]        # (text, file, error from which it follows)
 
 
-def replica_warning(missing: Iterable[tuple[int, str]]) -> list[str]:
-    """Returns one sentence about missing files that replicas replace; an empty list without such files. ``missing``: (rank,
-    path)."""
-    rows = list(missing)
-    return [f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in rows)))} is missing "
-            f"({listed([path for _, path in rows], 2)}); other ranks hold every tensor of it, so a resume uses those"
-            ] if rows else []
+def replica_warning(missing: Sequence[tuple[int, str]]) -> str:
+    """Returns a sentence about missing files, (rank, path), that replicas replace."""
+    return (f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in missing)))} is missing "
+            f"({listed([path for _, path in missing], 2)}); other ranks hold every tensor of it, so a resume uses those")
 
 
-def manifest_warning(candidate: Candidate) -> list[str]:
-    """Returns one sentence if the manifest cannot be used but the records can; else an empty list."""
+def manifest_warning(candidate: Candidate) -> str:
+    """Returns a sentence if the manifest cannot be used but the records can; else an empty text."""
     if not candidate.manifest_problem or candidate.problem is not None:
-        return []
-    return [f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks exist and agree, "
-            f"so a resume uses them"]
+        return ""
+    return (f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks exist and agree, "
+            f"so a resume uses them")
 
 
 def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> list[Refusal]:
     """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that differs from what was written. A
     resume by mindresume does not need them; mindformers without mindresume needs the last two."""
-    path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
-    found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)
-             for text in manifest_warning(candidate)]
-    if not found:
-        damaged = _by_checksums(directory, candidate)
-    else:
+    found: list[Refusal] = []
+    if text := manifest_warning(candidate):
+        path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
+        found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)]
         damaged = _by_records(directory, candidate) if candidate.iteration_dir else []
+    else:
+        damaged = _by_checksums(directory, candidate) if candidate.metadata_files else []
     return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file,
                                      error=error) for text, file, error in damaged]
 
@@ -333,7 +331,7 @@ def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnByt
         if isinstance(found, Refusal):
             bad.append(found)
         else:
-            harmless += [candidate.refuse(replica_warning([(lost, path)])[0], path, lost)
+            harmless += [candidate.refuse(replica_warning([(lost, path)]), path, lost)
                          for lost, path in found.missing_files(candidate)]
     harmless += damaged_metadata_files(directory, candidate)
     bad += [replace(row, is_harmless=True) for row in harmless]

@@ -13,6 +13,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, gather_values, run_on_rank0
 from mindresume.coordination.host_memory import share_of_rank
@@ -327,7 +328,7 @@ def find_lost_work(directory: CheckpointDir, chosen: Candidate) -> LostWork | No
     dead = [holder for holder in lease_holders(directory) if holder.purpose == SAVING and is_alive(holder) is not True]
     if not dead:
         return None
-    last = max(dead, key=lambda holder: holder.order)
+    last = max(dead, key=attrgetter("order"))
     begun = [step for _, step, run in attempts(directory.storage.list(directory.path(FOLDER))) if run == last.run]
     reached = max([last.step, *begun])
     return LostWork(max(reached - (chosen.step or 0), 0), chosen.saved_at)

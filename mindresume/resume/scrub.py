@@ -168,7 +168,7 @@ class Scrubber:
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:
-            other = other_scrub(self.directory, lock, self._pause)
+            other = self.other_scrub(lock)
             if other is not None:
                 return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
                                        is_elsewhere=True)
@@ -256,32 +256,32 @@ class Scrubber:
                 for rank, files in candidate.files.items() for file in files
                 if file.path not in damaged and self._status(file.path) is None]
 
+    def other_scrub(self, own: Lease) -> LeaseHolder | None:
+        """Returns who else scrubs this folder; None if nobody does, and then this process is the one that does.
 
-def other_scrub(directory: CheckpointDir, own: Lease, wait: Callable[[float], object]) -> LeaseHolder | None:
-    """Returns who else scrubs this folder; None if nobody does, and then this process is the one that does.
+        Of two that begin at the same moment the one with the smaller name goes on; one that has sent a heartbeat goes on in any
+        case. If both go on nevertheless, bytes are read twice, and no more: temporary files have the name of their lease. The
+        lease of a process that is gone is removed; on another machine it is watched for some heartbeats.
+        """
+        found = self._others(own)
+        gone = [holder for holder in found if is_alive(holder) is False]
+        remote = {holder.run: holder.beat for holder in found if is_alive(holder) is None}
+        if remote:
+            self._pause(WATCHED * max(holder.every or BEAT for holder in found))
+            found = self._others(own)
+            gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
+        for holder in gone:
+            with suppress(OSError):
+                self.directory.storage.remove(lease_path(self.directory.root, holder.run))
+        runs = {holder.run for holder in gone}
+        for holder in found:
+            if holder.run not in runs and (holder.beat > 0 or holder.run < own.run):
+                return holder
+        own.beat()
+        return None
 
-    Of two that begin at the same moment the one with the smaller name goes on; one that has sent a heartbeat goes on in any case.
-    If both go on nevertheless, bytes are read twice, and no more: temporary files have the name of their lease. The lease of a
-    process that is gone is removed; on another machine it is watched for some heartbeats.
-    """
-    def others() -> list[LeaseHolder]:
-        return [holder for holder in lease_holders(directory) if holder.purpose == SCRUBBING and holder.run != own.run]
-    found = others()
-    gone = [holder for holder in found if is_alive(holder) is False]
-    remote = {holder.run: holder.beat for holder in found if is_alive(holder) is None}
-    if remote:
-        wait(WATCHED * max(holder.every or BEAT for holder in found))
-        found = others()
-        gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
-    for holder in gone:
-        with suppress(OSError):
-            directory.storage.remove(lease_path(directory.root, holder.run))
-    runs = {holder.run for holder in gone}
-    for holder in found:
-        if holder.run not in runs and (holder.beat > 0 or holder.run < own.run):
-            return holder
-    own.beat()
-    return None
+    def _others(self, own: Lease) -> list[LeaseHolder]:
+        return [holder for holder in lease_holders(self.directory) if holder.purpose == SCRUBBING and holder.run != own.run]
 
 
 # ---- in the background of a training ------------------------------------------------------------------------------------
@@ -304,9 +304,9 @@ class BackgroundScrub:
     """
 
     def __init__(self, directory: CheckpointDir, settings: ScrubSettings, emit: Emit, bucket: RemoteCheckpoints | None = None,
-                 first: float = FIRST, poll: float = POLL, clock: Callable[[], float] = runtime.monotonic):
+                 first: float = FIRST, poll: float = POLL, time: runtime.Clock = runtime):
         self.directory, self.settings, self.emit, self.bucket = directory, settings, emit, bucket
-        self._first, self._poll, self._clock = first, poll, clock
+        self._first, self._poll, self._time = first, poll, time
         self._stop, self._thread = runtime.Event(), None
         self._saving_since: float | None = None
         self._problem = ""
@@ -328,7 +328,7 @@ class BackgroundScrub:
     def handle(self, event: Event, time_s: float) -> None:
         """Notes when this rank begins to save, and when its part is written."""
         if isinstance(event, SaveBegun):
-            self._saving_since = self._clock()
+            self._saving_since = self._time.monotonic()
         elif isinstance(event, (SaveWritten, SaveFailed)):
             self._saving_since = None
 
@@ -356,19 +356,19 @@ class BackgroundScrub:
         options = ScrubOptions(self.settings.rate_mb * 1e6, bool(self.settings.repair), self.bucket,
                                self.settings.every_hours * 3600, False, self._is_stopped)
         found, rows = list_checkpoints(self.directory.storage, self.directory.root, unknown_strategy)
-        scrubber, started = Scrubber(found.directory, options, wait=self._stop.wait), self._clock()
+        scrubber, started = Scrubber(found.directory, options, wait=self._stop.wait), self._time.monotonic()
         for result in scrubber.scrub(rows):
             if result.is_elsewhere:
                 return                                                  # another node does it
             if result.state != SKIPPED:
-                self.emit(_event(result, self._clock() - started))
-            started = self._clock()
+                self.emit(_event(result, self._time.monotonic() - started))
+            started = self._time.monotonic()
 
     def _is_stopped(self) -> bool:
         """Returns whether to stop; waits while this rank saves."""
         while not self._stop.is_set():
             since = self._saving_since
-            if since is None or self._clock() - since > LONGEST_SAVE:
+            if since is None or self._time.monotonic() - since > LONGEST_SAVE:
                 return False
             self._stop.wait(PAUSE)
         return True

@@ -144,7 +144,7 @@ def verify_on_all_ranks(job: Job, directory: CheckpointDir, candidate: Candidate
     damaged = run_on_rank0(job.group, partial(damaged_metadata_texts, directory, candidate),
                            Watchdog("checking the metadata files"))
     return Choice(candidate, (), (), False, tuple(share.shards), directory.root, job.policy.verifies_bytes,
-                  (*replica_warning(missing), *damaged))
+                  (*([replica_warning(missing)] if missing else ()), *damaged))
 
 
 def refusals_of(rows: Sequence[Mapping[str, Any]]) -> list[Refusal]:

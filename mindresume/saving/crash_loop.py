@@ -176,7 +176,7 @@ class LoadAttempt:
     checkpoint is suspected; 0: not known. ``run``: the run id. ``hosts``: number of hosts of the job."""
 
     def __init__(self, directory: CheckpointDir, candidate: Candidate, output: str, rank: int = 0, limit: int = 0):
-        self.storage, self.root, self.output, self.rank, self.limit = directory.storage, directory.root, output, rank, limit
+        self.directory, self.output, self.rank, self.limit = directory, output, rank, limit
         self.path = directory.path(FOLDER, _HISTORY + key_of(candidate))
         self.run, self.hosts, self.begun = "", 1, False
         self._signals: tuple[int, int] | None = None        # (our file, the descriptor that received the numbers before)
@@ -185,11 +185,11 @@ class LoadAttempt:
         """Records that all ranks have loaded the checkpoint and the network is compiled: if the job dies from here on, the
         checkpoint may be the reason. Records nothing if the directory has no folder of records. Raises OSError."""
         self.begun = True
-        if self.rank == 0 and self.storage.status(os.path.dirname(self.path)) is not None:
-            before = _LoadHistory.read(self.storage, self.path) or _LoadHistory("", (), None)
-            failed_loads = _counted(CheckpointDir(self.storage, self.root), before) if before.output == self.output else ()
+        if self.rank == 0 and self.directory.storage.status(os.path.dirname(self.path)) is not None:
+            before = _LoadHistory.read(self.directory.storage, self.path) or _LoadHistory("", (), None)
+            failed_loads = _counted(self.directory, before) if before.output == self.output else ()
             history = _LoadHistory(self.output, failed_loads[-_MAX_FAILED_LOADS:], FailedLoad(self.run, hosts=self.hosts))
-            publish_json(self.storage, self.path, history.encode(), self.run)
+            publish_json(self.directory.storage, self.path, history.encode(), self.run)
             self._capture_signals()
             self._remove_failures(before.last_attempt.run if before.last_attempt else "")
 
@@ -197,39 +197,39 @@ class LoadAttempt:
         """Removes the files of the load attempt: a step is done, so jobs do not die of this checkpoint. Raises OSError."""
         if self.rank == 0:
             self._stop_capturing()
-            self.storage.remove(self.path)
+            self.directory.storage.remove(self.path)
             self._remove_failures(self.run)
             self._clear_others()
 
     def failed(self, error: BaseException) -> None:
         """Records why this rank ends before its first step is done. Raises OSError."""
         self._stop_capturing()
-        if self.begun and self.storage.status(self.path) is not None:
+        if self.begun and self.directory.storage.status(self.path) is not None:
             why = explanation(error)
             text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_CAUSE]
-            publish_json(self.storage, self._failure_path(record_name(self.rank)), {
+            publish_json(self.directory.storage, self._failure_path(record_name(self.rank)), {
                 "cause": text, "host": runtime.gethostname(), "rank": self.rank, "explained": why}, self.run)
 
     def _clear_others(self) -> None:
         """Removes the load attempts of jobs with this output folder on other checkpoints that are not suspected. The training
         continues from this checkpoint, so no job would clear them, and retention keeps a checkpoint with failed loads."""
         folder = os.path.dirname(self.path)
-        for name in self.storage.list(folder) if self.limit else ():
+        for name in self.directory.storage.list(folder) if self.limit else ():
             if name.startswith(_HISTORY):
-                history = _LoadHistory.read(self.storage, os.path.join(folder, name))
+                history = _LoadHistory.read(self.directory.storage, os.path.join(folder, name))
                 if history and history.output == self.output and not suspicion(
-                        _counted(CheckpointDir(self.storage, self.root), history), self.limit):
-                    self.storage.remove(os.path.join(folder, name))
+                        _counted(self.directory, history), self.limit):
+                    self.directory.storage.remove(os.path.join(folder, name))
                     self._remove_failures(history.last_attempt.run if history.last_attempt else "")
 
     def _failure_path(self, name: str) -> str:
-        return os.path.join(self.root, FOLDER, f"{_FAILURE}{self.run}-{name}")
+        return self.directory.path(FOLDER, f"{_FAILURE}{self.run}-{name}")
 
     def _remove_failures(self, run: str) -> None:
         folder = os.path.dirname(self.path)
-        for name in self.storage.list(folder) if run else ():
+        for name in self.directory.storage.list(folder) if run else ():
             if name.startswith(f"{_FAILURE}{run}-"):
-                self.storage.remove(os.path.join(folder, name))
+                self.directory.storage.remove(os.path.join(folder, name))
 
     @runtime.asks_machine
     def _capture_signals(self) -> None:

@@ -1,6 +1,7 @@
 """The scrub of a running training: it reads what is due, waits while this rank saves, and ends at once."""
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 from rank_folders import STORAGE, dir_at, flip_bit, path_of, save
@@ -88,7 +89,7 @@ def test_it_waits_while_this_rank_saves_and_ends_nevertheless(tmp_path):
 @pytest.mark.parametrize("event", [SaveWritten(10, 1, 1.0), SaveFailed(10, "no space")])
 def test_it_goes_on_after_a_save(tmp_path, event):
     now = [0.0]
-    running = BackgroundScrub(dir_at(tmp_path), ScrubSettings(24), Events(), clock=lambda: now[0])
+    running = BackgroundScrub(dir_at(tmp_path), ScrubSettings(24), Events(), time=SimpleNamespace(monotonic=lambda: now[0]))
     running.handle(SaveBegun(10), 0.0)
     now[0] = LONGEST_SAVE + 1
     assert running._is_stopped() is False                       # no event said that the save ended

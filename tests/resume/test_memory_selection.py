@@ -82,7 +82,7 @@ def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
     found = choose(root)
     assert [shard.rank for one in found for shard in one.choice.shards] == [0, 1] and not found[0].uses_layouts
     assert found[0].choice.checkpoint_dir == str(root) and found[0].choice.root == str(tier)
-    assert isinstance(found[0].load_attempt, LoadAttempt) and found[0].load_attempt.root == str(tier)
+    assert isinstance(found[0].load_attempt, LoadAttempt) and found[0].load_attempt.directory.root == str(tier)
     assert lease_holders(dir_at(tier)) == []
 
 

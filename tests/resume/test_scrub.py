@@ -20,7 +20,6 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
-from mindresume.resume import scrub as module
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
 from mindresume.resume.replicas import unknown_strategy
@@ -538,8 +537,8 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
     candidate = rows_of(tmp_path)[0].candidate
     locks = [acquire_read_lock(dir_at(tmp_path), candidate.name, candidate.commit_dir, purpose=SCRUBBING) for _ in range(2)]
     first, second = sorted(locks, key=lambda lock: lock.run)
-    assert module.other_scrub(dir_at(tmp_path), second, pytest.fail).run == first.run
-    assert module.other_scrub(dir_at(tmp_path), first, pytest.fail) is None
+    assert Scrubber(dir_at(tmp_path), wait=pytest.fail).other_scrub(second).run == first.run
+    assert Scrubber(dir_at(tmp_path), wait=pytest.fail).other_scrub(first) is None
     for lock in locks:
         lock.release()
 
