@@ -16,13 +16,6 @@ from mindresume.mindformers.network_state import is_parallel
 ALIAS = "CheckpointMonitor"            # the trainer passes its arguments only to a callback of this name
 
 
-def register_monitor(monitor: type) -> None:
-    """Registers our callback under the name CheckpointMonitor. The built-in class stays importable."""
-    import mindformers.core.callback  # noqa: F401  registers the built-in; ours must come after it
-    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-    MindFormerRegister.register_cls(monitor, module_type=MindFormerModuleType.CALLBACK, alias=ALIAS)
-
-
 def has_loss() -> bool:
     """Returns whether this rank computes the loss of the model: with pipeline stages only the last stage does (mindformers
     core/callback/callback.py, MFLossMonitor)."""
@@ -111,7 +104,7 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
     from mindspore.train import serialization
     parallel = serialization._is_auto_parallel_mode(network)
     chosen = serialization._convert_cell_param_and_names_to_dict(network, choose, parallel)
-    received = _received(network) & set(chosen)
+    received = {name for name, row in _shared_rows(network).items() if row[8] and not row[9]} & set(chosen)
     if received:
         raise SaveError(f"the remaining ranks cannot save {min(received)}: another pipeline stage has its newest value, and the "
                         f"exchange would wait for lost ranks. The newest checkpoint stays")
@@ -119,8 +112,8 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
     stream = hal.Stream()
     with hal.StreamCtx(stream):
         for name, parameter in chosen.items():
-            offloaded = parameter.data.offload_file_path() != ""
-            found.append((name, parameter.data if offloaded else Tensor(TensorPy.move_to(parameter, "CPU", False))))
+            found.append((name, parameter.data if _is_offloaded(parameter) else
+                          Tensor(TensorPy.move_to(parameter, "CPU", False))))
         found += [(name, Tensor(parameter.move_to("CPU", False)))
                   for name, parameter in _unsaved_counters(network, found, choose)]
     stream.synchronize()
@@ -130,11 +123,6 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
 def collect_is_collective(network: Any, integrated: bool) -> bool:
     """Returns whether ``parameters_to_save``, or mindspore.save_checkpoint, waits for other ranks."""
     return integrated and is_parallel() or any(row[8] for row in _shared_rows(network).values())
-
-
-def _received(network: Any) -> set[str]:
-    """Returns the names of the parameters that this pipeline stage receives from another one before each save."""
-    return {name for name, row in _shared_rows(network).items() if row[8] and not row[9]}
 
 
 def _shared_rows(network: Any) -> dict[str, Any]:
@@ -238,9 +226,10 @@ def reason_for_builtin_load(network: Any, names: Iterable[str], known: bool) -> 
         return "llm_boost converts the weights itself"
     if known and is_graph_training_network(core_network(network)) or set(names) & set(network.parameters_dict()):
         return ""
-    translate = _translation(network)
-    return "these are names of Hugging Face, which this network translates" if translate and any(
-        translate(name) != name for name in names) else ""
+    origin = _translating_network(network)
+    if origin is None or all(_translated(origin, name) == name for name in names):
+        return ""
+    return "these are names of Hugging Face, which this network translates"
 
 
 def is_graph_training_network(core: Any) -> bool:
@@ -248,17 +237,18 @@ def is_graph_training_network(core: Any) -> bool:
     return bool(getattr(core, "is_train_model", False)) and hasattr(core, "get_gpt_transformer_config")
 
 
-def _translation(network: Any) -> Callable[[str], str] | None:
-    """Returns the network's own translation of Hugging Face names, or None."""
+def _translating_network(network: Any) -> Any:
+    """Returns the network below ``network`` that translates Hugging Face names, or None."""
     from mindformers.utils.load_checkpoint_utils import _get_origin_network
     origin, found = _get_origin_network(network)
+    return origin if found else None
 
-    def translate(name: str) -> str:
-        try:
-            return origin.convert_name(name)
-        except RuntimeError:                            # the base class: not implemented
-            return name
-    return translate if found else None
+
+def _translated(origin: Any, name: str) -> str:
+    try:
+        return origin.convert_name(name)
+    except RuntimeError:                                # the base class: not implemented
+        return name
 
 
 def core_network(network: Any) -> Any:

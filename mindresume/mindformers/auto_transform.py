@@ -158,7 +158,7 @@ def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenC
     group = context.group
     job, folder = to_consolidated(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
     if context.settings.conversion.transform_engine == "mindspore":
-        answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, group.size, context.emit), _TRANSFORMING)
+        answer = run_on_rank0(group, partial(_by_mindspore, storage, job, folder, group.size, context.emit), _TRANSFORMING)
         if "refused" in answer:
             raise EngineError(answer["refused"])
         return answer["folder"]
@@ -177,12 +177,12 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
         raise ConfigError(f"transform_process_num is {processes!r}; expected a whole number that divides {group.size}, the "
                           f"number of ranks of the job")
-    target = run_on_rank0(group, lambda: _target_strategy(config, storage, group.size))
+    target = run_on_rank0(group, partial(_target_strategy, config, storage, group.size))
     job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, group.size // processes)
     folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
     engine = engine_for(context.settings.conversion.transform_engine, job.files[0].format)
     if engine == "mindspore":
-        answer = run_on_rank0(group, lambda: _by_mindspore(storage, job, folder, processes, emit), _TRANSFORMING)
+        answer = run_on_rank0(group, partial(_by_mindspore, storage, job, folder, processes, emit), _TRANSFORMING)
         if "folder" in answer:
             return answer["folder"]
         if context.settings.conversion.transform_engine == "mindspore":
@@ -206,13 +206,13 @@ def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes:
     the engine cannot."""
     if upstream_check.is_off(upstream.TRANSFORM):
         return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
-    conversion, finished = _free_target(storage, job, folder, emit)
+    target, finished = _free_target(storage, job, folder, emit)
     if not finished:
         try:
-            conversion.run(Engine(BY_MINDSPORE, processes, emit=emit))
+            Conversion(storage, job, target, emit).run(Engine(BY_MINDSPORE, processes, emit=emit))
         except EngineError as error:
             return {"refused": str(error)}
-    return {"folder": conversion.target}
+    return {"folder": target}
 
 
 def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: TrainingContext, processes: int) -> str:
@@ -220,11 +220,7 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     raises CollectiveError on all and leaves nothing behind."""
     group, emit = context.group, context.emit
     step = max(group.size // processes, 1)
-
-    def find_target() -> list[Any]:
-        found, finished = _free_target(storage, job, folder, emit)
-        return [found.target, finished]
-    target, finished = run_on_rank0(group, find_target, OPENING)
+    target, finished = run_on_rank0(group, partial(_free_target, storage, job, folder, emit), OPENING)
     if finished:
         emit(Notice(f"{target} exists already, from an earlier start; it is used"))
         return target
@@ -254,8 +250,8 @@ def _appears(conversion: Conversion, is_compared: bool) -> bool:
     return True
 
 
-def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[Conversion, bool]:
-    """Returns the conversion with its target folder, and whether it is finished already. If ``folder`` holds something else, that
+def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[str, bool]:
+    """Returns the target folder of a conversion, and whether it is finished already. If ``folder`` holds something else, that
     is left alone and another name is used.
 
     Raises:
@@ -263,8 +259,8 @@ def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit)
     """
     first = Conversion(storage, job, folder, emit)
     try:
-        return first, first.finished()
+        return first.target, first.finished()
     except ConfigError:
         step = job.source.state.step if job.source.state else 0
         beside = Conversion(storage, job, f"{folder}_step_{step}_{job.fingerprint[:8]}", emit)
-        return beside, beside.finished()
+        return beside.target, beside.finished()

@@ -73,12 +73,9 @@ def _run_settings(config: Any, dataset_size: int, run: RunProgress) -> RunSettin
     runner = config.runner_config
     sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
     data_request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, data_request, _epochs(runner))
-
-
-def _epochs(runner: Any) -> int | None:
-    """Returns the epochs of the configuration: in sink mode mindformers later counts sinks in ``epochs``."""
-    return getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
+    epochs = getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)      # the latter later counts sinks
+    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, data_request,
+                       epochs)
 
 
 def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:

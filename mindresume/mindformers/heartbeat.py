@@ -112,9 +112,10 @@ def process_started() -> float | None:
 
 
 def mark_imported() -> None:
-    """Notes that MindSpore and mindformers are imported. Only the first call counts."""
+    """Notes that MindSpore and mindformers are imported, and the rank begins to join its job. Only the first call counts."""
     if not _imported:
         _imported.append(runtime.time())
+        enter(rank_heartbeat.JOINING)
 
 
 def imported() -> float | None:

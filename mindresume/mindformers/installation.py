@@ -7,7 +7,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from mindresume.coordination.rank_heartbeat import JOINING
 from mindresume.events import warning
 from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
@@ -31,18 +30,20 @@ def install() -> None:
     for text in filter(None, [notice, *notices]):
         training_context.current().emit(warning(text))
     upstream_check.switch_off(off)
+    import mindformers.core.callback  # noqa: F401
+    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
     from mindresume.mindformers.checkpoint_monitor import (
         CheckpointMonitor,  # here: its base class is mindformers', which must be there
     )
-    adapter.register_monitor(CheckpointMonitor)
+    # the built-in class stays importable; it is registered by the import, so ours comes after it
+    MindFormerRegister.register_cls(CheckpointMonitor, module_type=MindFormerModuleType.CALLBACK, alias=adapter.ALIAS)
     for symbol in profile.symbols:
         if symbol.kind in (Kind.WRAPPED, Kind.REPLACED) and symbol.feature not in off:
             replace(symbol, patches.WRAPPERS[symbol.name])
     if profile.pynative:
         when_imported(PYNATIVE_TRAINER, partial(install_pynative, profile))
-    if heartbeat.imported() is None:
-        heartbeat.mark_imported()
-        heartbeat.enter(JOINING)
+    heartbeat.mark_imported()
 
 
 def install_pynative(profile: Profile) -> None:

@@ -320,8 +320,9 @@ def renamed(target: LoadTarget, stored: Mapping[str, Any], what: str, emit: Emit
     shapes, dtypes = {}, {}
     for parameter, (shape, dtype) in target.shapes.items():
         name = names.get(parameter, parameter)
-        if name in stored and stored[name].dtype != dtype and _converts(stored[name].dtype, dtype):
-            dtypes[name], dtype = dtype, stored[name].dtype
+        kept = stored[name].dtype if name in stored else dtype
+        if kept != dtype and any({kept, dtype} <= set(kind) for kind in (_FLOATS, _INTS)):      # as mindspore _type_convert
+            dtypes[name], dtype = dtype, kept
         shapes[name] = shape, dtype
     return replace(target, shapes=shapes, optional={names.get(name, name) for name in target.optional},
                    names={name: parameter for parameter, name in names.items()}, dtypes=dtypes)
@@ -346,6 +347,3 @@ def convert(arrays: dict[str, np.ndarray], target: LoadTarget, emit: Emit) -> No
         emit(Notice(f"converted {counted(count, 'tensor')} from {kind}, the dtype of the network"))
 
 
-def _converts(stored: str, wanted: str) -> bool:
-    """Returns whether mindformers converts between these dtypes (mindspore _type_convert)."""
-    return any({stored, wanted} <= set(kind) for kind in (_FLOATS, _INTS))

@@ -109,13 +109,11 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
                 raise ValueError(f"the optimizer cuts it over the group {row[5]}, and the number of pieces is unknown")
             layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
             expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
+            if expected != shapes[name]:
+                raise ValueError(f"it says {expected}, the parameter is {shapes[name]}")
+            found[name] = (layout, full)
         except (ValueError, ZeroDivisionError) as error:
             emit(warning(f"{name}: its layout is not recorded: {error}"))
-            continue
-        if expected != shapes[name]:
-            emit(warning(f"{name}: its layout is not recorded: it says {expected}, the parameter is {shapes[name]}"))
-            continue
-        found[name] = (layout, full)
     return found
 
 
@@ -144,13 +142,11 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
                 folded, (known, whole) = known, split[name]
                 if whole != full or ordinals(known, full) != ordinals(folded, full):
                     raise ValueError(f"MindSpore describes it as {folded} of {full} and as {known} of {whole}")
+            if held != shapes[name]:
+                raise ValueError(f"it says {held}, the parameter is {shapes[name]}")
+            found[name] = (known, full)
         except ValueError as error:
             emit(warning(f"{name}: its layout is not recorded: {error}"))
-            continue
-        if held != shapes[name]:
-            emit(warning(f"{name}: its layout is not recorded: it says {held}, the parameter is {shapes[name]}"))
-            continue
-        found[name] = (known, full)
     return found
 
 
@@ -163,27 +159,23 @@ def is_parallel() -> bool:
 def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, emit: Emit
                 ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
     """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from ``parameter_layout_dict``,
-    compared with its strategy metadata. With data parallelism alone every rank holds every parameter of more than one element
+    compared with its strategy metadata, if this MindSpore has some and the network was compiled with
+    ``enable_save_strategy_online``. With data parallelism alone every rank holds every parameter of more than one element
     whole."""
     if world_size == 1:
         return {}
     if not is_parallel():
         return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
                 if not is_scalar(shape)}
-    table, metadata = layouts(getattr(network, "parameter_layout_dict", None), shapes, emit), _strategy_metadata(network) or {}
-    return {**{name: row for name, row in table.items() if name not in metadata},
-            **strategy_layouts(metadata, shapes, emit, table)}
-
-
-def _strategy_metadata(network: Any) -> Mapping[str, Any] | None:
-    """Returns the strategy metadata of this rank; None if this MindSpore has none, or the network was compiled without
-    ``enable_save_strategy_online``."""
+    table = layouts(getattr(network, "parameter_layout_dict", None), shapes, emit)
     try:
         from mindspore.parallel.strategy import get_current_strategy_metadata
-        found = get_current_strategy_metadata(network)
+        of_ranks = get_current_strategy_metadata(network)
     except (ImportError, AttributeError, ValueError, RuntimeError):
-        return None
-    return next(iter(found.values()), None) if found else None
+        of_ranks = None
+    metadata = (next(iter(of_ranks.values()), None) if of_ranks else None) or {}
+    return {**{name: row for name, row in table.items() if name not in metadata},
+            **strategy_layouts(metadata, shapes, emit, table)}
 
 
 def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int
@@ -233,8 +225,7 @@ def capture_random() -> dict[str, Any]:
     import mindspore as ms
     state = capture_generators()
     seed = ms.get_seed()
-    state["mindspore"] = {"seed": None if seed is None else int(seed),
-                          "state": base64.b64encode(ms.get_rng_state().asnumpy().tobytes()).decode()}
+    state["mindspore"] = {"seed": None if seed is None else int(seed), "state": _pack(ms.get_rng_state().asnumpy())}
     return state
 
 
@@ -252,7 +243,7 @@ def restore_random(state: Mapping[str, Any]) -> list[str]:
         restored = restore_generators(state)
         saved = state.get("mindspore")
         if saved:
-            ms.set_rng_state(ms.Tensor(np.frombuffer(base64.b64decode(saved["state"]), np.uint8).copy()))
+            ms.set_rng_state(ms.Tensor(_unpack(saved["state"], np.uint8)))
             restored.append("MindSpore's default generator")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise LoadError(f"the random state in the record cannot be restored: {type(error).__name__}: {error}") from error

@@ -62,7 +62,7 @@ def device(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     monkeypatch.setattr(adapter, "is_parallel", lambda: False)
     monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered=(): network.wanted)
-    monkeypatch.setattr(adapter, "_translation", lambda network: None)
+    monkeypatch.setattr(adapter, "_translating_network", lambda network: None)
     monkeypatch.setattr(adapter, "core_network", lambda network: network)
     monkeypatch.setattr(graph_load, "job_layouts", lambda network, shapes, size, warn: {
         name: (network.plan_layouts[name], TENSORS[name].shape) for name in shapes if name in network.plan_layouts})
@@ -357,7 +357,8 @@ def test_the_path_is_read_from_every_key(tmp_path, values):
 def test_hugging_face_names_that_only_the_network_translates_are_left_to_mindformers(tmp_path, monkeypatch):
     path = put(tmp_path / "hf" / "model.safetensors", {"model.embed": np.zeros((2, 2), np.float32)}).parent
     config, current = chosen(path, tmp_path, auto_trans_ckpt=True)
-    monkeypatch.setattr(adapter, "_translation", lambda network: lambda name: name.replace("embed", "tok_embeddings"))
+    monkeypatch.setattr(adapter, "_translating_network", lambda network: SimpleNamespace(
+        convert_name=lambda name: name.replace("embed", "tok_embeddings")))
     assert not graph_load.load_weights(config, None, Network(SINGLE), None, current)
     assert config.auto_trans_ckpt is True                           # as the user wrote it
     monkeypatch.setattr(training_context, "_current", [current])
