@@ -54,3 +54,20 @@ def retrying(driver):
 def moxing_store():
     """Returns the store of the fake moxing."""
     return retrying(MoxingStore(moxing.file))
+
+
+class ListedLate(Hooked):
+    """Does not list these names in one folder yet: other hosts have created them. ``trouble``: a path that cannot be
+    looked at."""
+
+    def __init__(self, folder, *names: str, trouble: str | None = None):
+        super().__init__(self._ask)
+        self.folder, self.names, self.trouble = str(folder), names, trouble
+
+    def _ask(self, operation: str, path: str) -> None:
+        if operation == "status" and path == self.trouble:
+            raise os_error(errno.EIO, path)
+
+    def list(self, folder):
+        found = super().list(folder)
+        return [name for name in found if name not in self.names] if folder == self.folder else found

@@ -5,16 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rank_folders import counters, dir_at, path_of, save, tensors_of, write_foreign
+from rank_folders import counters, path_of, save, tensors_of, write_foreign
+from reshard.plans import put
 
-from mindresume.formats import MINDFORMERS, OURS
-from mindresume.formats.scan import scan
-from mindresume.model.manifest import run_name
-from mindresume.tensor_files import encode
+import mindresume
+
+OURS, MINDFORMERS = "mindresume", "mindformers"
 
 
 def order(root):
-    return [(c.step, c.origin) for c in scan(dir_at(root)).candidates]
+    return [(row.step, row.origin) for row in mindresume.open(root).list()]
 
 
 def forget_times(root, copy):
@@ -39,7 +39,7 @@ def test_runs_of_mindformers_and_ours_in_turn(tmp_path):
     write_foreign(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1, suffix=1)
     write_foreign(tmp_path, 15, world=1, suffix=2)
-    save(tmp_path, 20, world=1, run=run_name(2, "0000bbbb"), suffix=3)
+    save(tmp_path, 20, world=1, run="0002-0000bbbb", suffix=3)
     assert [step for step, _ in order(tmp_path)] == [20, 15, 10, 5]
 
 
@@ -54,8 +54,7 @@ def test_meta_json_decides_which_mindformers_run_is_newer_after_a_fallback(tmp_p
     for step in (5, 10, 15, 20):
         write_foreign(tmp_path, step, world=2)
     write_foreign(tmp_path, 15, world=2, suffix=1)
-    newest = scan(dir_at(tmp_path)).candidates[0]
-    name = os.path.basename(newest.files[0][0].path)
+    name = os.path.basename(mindresume.open(tmp_path).list().checkpoints[0].files[0])
     assert name == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == "net_rank_0_1-2_5.safetensors"
 
 
@@ -83,12 +82,12 @@ def test_an_old_prefix_stays_old_though_mindformers_saved_in_our_run_since(tmp_p
 def test_two_prefixes_are_ordered_by_time_with_a_note(tmp_path, meta):
     for step, time in ((5, 100.0), (10, 200.0)):
         write_foreign(tmp_path, step, world=1, time=time, meta=meta)
-    assert scan(dir_at(tmp_path)).notes == ()
+    assert not any("common prefix" in note for note in mindresume.open(tmp_path).list().notes)
     path_of(tmp_path, 10, 0).rename(path_of(tmp_path, 10, 0).with_name("other_rank_0-1_10.safetensors"))
     (tmp_path / "rank_0" / "meta.json").unlink(missing_ok=True)
     os.utime(path_of(tmp_path, 5, 0), (300.0, 300.0))
     assert order(tmp_path) == [(5, MINDFORMERS), (10, MINDFORMERS)]
-    assert "the names of 'net', 'other' have no common prefix" in scan(dir_at(tmp_path)).notes[0]
+    assert "the names of 'net', 'other' have no common prefix" in mindresume.open(tmp_path).list().notes[0]
 
 
 FIXTURES = sorted(path.parents[1] for path in (Path(__file__).parents[2] / "st" / "fixtures").glob("*/output/checkpoint"))
@@ -102,10 +101,9 @@ def test_saves_of_mindformers_in_a_copy_without_times(tmp_path, name, hints, tim
     fixture = next(path for path in FIXTURES if path.name == name)
     copy = shutil.copytree(fixture / "output" / "checkpoint", tmp_path / "checkpoint")
     known = sorted(map(int, json.loads((fixture / "steps.json").read_text())["steps"]))
-    for candidate in scan(dir_at(copy)).candidates:
-        for file in candidate.all_files:
-            time = TIMES[times](known.index(candidate.step))
-            os.utime(copy / file.path, (time, time))
+    for row in mindresume.open(copy).list():
+        for path in row.files:
+            os.utime(path, (TIMES[times](known.index(row.step)),) * 2)
     for path in [] if hints else [*copy.glob("*/meta.json"), *copy.glob("latest_*")]:
         path.unlink()
     assert [step for step, _ in order(copy)] == sorted(known, reverse=True)
@@ -114,7 +112,6 @@ def test_saves_of_mindformers_in_a_copy_without_times(tmp_path, name, hints, tim
 def test_files_of_exception_save_are_not_candidates(tmp_path):
     """MindSpore counts step_num within the epoch: at step 17 with 10 steps per epoch it stores 7."""
     save(tmp_path, 15, world=1)
-    pieces = encode("ckpt", {**tensors_of(0, 17), **counters(7)}, {})
-    (tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt").write_bytes(b"".join(bytes(piece) for _, piece in pieces))
+    put(tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt", {**tensors_of(0, 17), **counters(7)})
     assert order(tmp_path) == [(15, OURS)]
-    assert "exception_save" in scan(dir_at(tmp_path)).notes[0]
+    assert "exception_save" in mindresume.open(tmp_path).list().notes[0]
