@@ -29,7 +29,7 @@ from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.broadcast_load import exchange_pieces, plan_reads
+from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import Region
@@ -149,7 +149,7 @@ def read_balanced(weights: CheckpointView, regions: Mapping[str, Region], layout
                             "tensor"))
     elif exchanges:
         broadcaster = TensorBroadcaster()
-        received = exchange_pieces(arrays, exchanges, regions, dtypes, group.rank, broadcaster)
+        received = exchange_slices(arrays, exchanges, regions, dtypes, group.rank, broadcaster)
         broadcaster.close()
         context.emit(Notice(f"balanced load of rank {group.rank}: {traffic.read / 2**20:.1f} MiB read, "
                             f"{received / 2**20:.1f} MiB from other ranks"))

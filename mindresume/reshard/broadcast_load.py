@@ -1,10 +1,10 @@
-"""Balances a load: a piece that several ranks need is read from disk by one of them, which broadcasts it.
+"""Balances a load: a slice that several ranks need is read from disk by one of them, which broadcasts it.
 
     mine, exchanges = plan_reads(regions, layouts, itemsizes, rank)             # the same plan on all ranks, no message
     arrays = read_regions(weights, mine)
-    exchange_pieces(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
+    exchange_slices(arrays, exchanges, regions, dtypes, rank, broadcast)        # collective: all ranks, in one order
 
-Every rank of a pipeline stage knows the layouts of the whole stage. The reader of a piece is assigned as its writer is with
+Every rank of a pipeline stage knows the layouts of the whole stage. The reader of a slice is assigned as its writer is with
 redundancy removal (``saving.shard_assignment``): the bytes are spread evenly over the ranks that hold it.
 """
 from __future__ import annotations
@@ -84,9 +84,9 @@ def _portions(ranks: tuple[int, ...], owner: int, names: list[str], regions: Map
         yield Exchange(ranks, owner, tuple(parts))
 
 
-def exchange_pieces(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
+def exchange_slices(arrays: dict[str, np.ndarray], exchanges: list[Exchange], regions: Mapping[str, Region],
             dtypes: Mapping[str, str], rank: int, broadcast: Broadcast) -> int:
-    """Adds to ``arrays`` the pieces that other ranks read. Returns the bytes received. This is a collective: all ranks must call
+    """Adds to ``arrays`` the slices that other ranks read. Returns the bytes received. This is a collective: all ranks must call
     it, so they must agree on earlier failures before."""
     received, flat = 0, {}
     for exchange in exchanges:

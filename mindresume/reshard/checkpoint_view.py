@@ -1,11 +1,11 @@
-"""Views a checkpoint of any format as tensors in global shape, and locates each piece of a tensor.
+"""Views a checkpoint of any format as tensors in global shape, and locates each slice of a tensor.
 
     weights = view_of_rank_folders(storage, root, candidate, strategy)  # rank folders, with records or with a strategy
     weights = view_of_consolidated(storage, read_consolidated(storage, path))   # uncut
     for cut in weights.tensors["embedding.weight"].cuts(region):
-        location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that piece
+        location = weights.locate("embedding.weight", cut)              # rank, file, byte ranges, checksum of that slice
 
-Only headers and records are read here. A piece is read from the first of its ranks whose file holds it, so redundancy removal and
+Only headers and records are read here. A slice is read from the first of its ranks whose file holds it, so redundancy removal and
 missing files do no harm while one copy is left. A rank whose verified file is still in the memory of this process comes first.
 """
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formatting import listed
 from mindresume.model.layout import TensorLayout, is_scalar
 from mindresume.model.manifest import Details
-from mindresume.reshard.geometry import Cut, Region, blocks, cuts, shape_of
+from mindresume.reshard.geometry import Cut, Region, chunks, cuts, shape_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry, read_header
@@ -62,19 +62,19 @@ class Tensor:
             return ()
         return tuple(sorted(first // self.layout.stage_size for first in (self.first, *self.other_stages)))
 
-    def tiles(self, region: Region, most: int) -> Iterator[Region]:
+    def chunks(self, region: Region, most: int) -> Iterator[Region]:
         """Yields the parts of ``region`` in which it is read, of at most ``most`` elements each (at least one)."""
-        for block in blocks(shape_of(region), most):
-            yield tuple((low + start, low + stop) for (start, stop), (low, _) in zip(block, region, strict=True))
+        for chunk in chunks(shape_of(region), most):
+            yield tuple((low + start, low + stop) for (start, stop), (low, _) in zip(chunk, region, strict=True))
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
-        """Returns the pieces that cover ``region``, each once."""
+        """Returns the slices that cover ``region``, each once."""
         found = cuts(self.layout, self.shape, region)
         return found if self.layout else tuple(cut._replace(holders=range(self.copies)) for cut in found)
 
 
-class PieceLocation(NamedTuple):
-    """Locates one piece of a tensor: all of ``entry`` in the file ``path`` of ``rank``. ``checksum``: as recorded, else None."""
+class SliceLocation(NamedTuple):
+    """Locates one slice of a tensor: all of ``entry`` in the file ``path`` of ``rank``. ``checksum``: as recorded, else None."""
     rank: int
     path: str
     entry: TensorEntry
@@ -88,7 +88,7 @@ class CheckpointView:
     Attributes:
         name: for messages.
         files: {rank: paths of its files}; an iteration folder has several of a rank. Empty for consolidated weights.
-        places: {tensor: {rank: path of the file that holds its piece}}; of others it is the first file of the rank.
+        places: {tensor: {rank: path of the file that holds its slice}}; of others it is the first file of the rank.
         checksums: of consolidated weights, as far as they are recorded.
         candidate: the saved step, whose records are read; None: there are none.
         headers: by path, as far as they were read.
@@ -110,7 +110,7 @@ class CheckpointView:
     memory: Any = None
     _lock: runtime.Lock = field(default_factory=runtime.Lock)
     _details: dict[int, Details] = field(default_factory=dict)
-    _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {piece: ranks whose files are in memory}
+    _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)   # {slice: ranks whose files are in memory}
 
     @property
     def is_consolidated(self) -> bool:
@@ -118,7 +118,7 @@ class CheckpointView:
         return not self.files
 
     def path_of(self, rank: int, name: str) -> str | None:
-        """Returns the path of the file that holds a rank's piece of a tensor; None if there is none."""
+        """Returns the path of the file that holds a rank's slice of a tensor; None if there is none."""
         return self.places[name].get(rank) if name in self.places else next(iter(self.files.get(rank, ())), None)
 
     def details(self, rank: int) -> Details | None:
@@ -135,9 +135,9 @@ class CheckpointView:
         """Format of its files."""
         return next(header.format for header in self.headers.values() if header)
 
-    def locate(self, name: str, cut: Cut, first: int | None = None) -> PieceLocation:
-        """Returns where a piece lies; with ``first`` in the pipeline stage that begins with this rank, instead of the first that
-        holds the tensor. CorruptFileError if the file holds another dtype or shape; LoadError if no holder has the piece."""
+    def locate(self, name: str, cut: Cut, first: int | None = None) -> SliceLocation:
+        """Returns where a slice lies; with ``first`` in the pipeline stage that begins with this rank, instead of the first that
+        holds the tensor. CorruptFileError if the file holds another dtype or shape; LoadError if no holder has the slice."""
         tensor = self.tensors[name]
         asked: dict[int, None] = {}
         start = tensor.first if first is None else first
@@ -151,20 +151,20 @@ class CheckpointView:
             if entry is None:
                 asked[rank] = None
                 continue
-            expected = shape_of(cut.piece)
+            expected = shape_of(cut.stored)
             if entry.dtype != tensor.dtype or entry.shape != expected:
                 raise CorruptFileError(path, f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
                                              f"{tensor.dtype} of shape {expected}, a part of {tensor.shape}: the strategy is not "
                                              f"that of these weights, or the file is of another job", tensor=name)
             details = self.details(rank)
             row = details.tensors.get(name) if details else None
-            return PieceLocation(rank, path, entry, row.checksum if row else self.checksums.get(name))
-        raise LoadError(f"{self.name}: {name} {cut.piece} of {tensor.shape} is nowhere: it should be in the file of rank "
+            return SliceLocation(rank, path, entry, row.checksum if row else self.checksums.get(name))
+        raise LoadError(f"{self.name}: {name} {cut.stored} of {tensor.shape} is nowhere: it should be in the file of rank "
                         f"{listed([*asked])}, which {'has' if len(asked) == 1 else 'have'} no such tensor or no file")
 
     def _ranks_in_memory(self, name: str, cut: Cut, start: int) -> list[int]:
-        """Returns the ranks of the stage that begins with rank ``start`` that hold a piece in files kept in memory."""
-        key = name, cut.piece, start
+        """Returns the ranks of the stage that begins with rank ``start`` that hold a slice in files kept in memory."""
+        key = name, cut.stored, start
         if key not in self._kept:
             self._kept[key] = [rank for rank in (start + holder for holder in cut.holders)
                                if (path := self.path_of(rank, name)) is not None and self.storage.keeps(path)]

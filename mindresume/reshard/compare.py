@@ -3,7 +3,7 @@
     for difference in compare(a, b):                    # CheckpointView, as of open_checkpoint
         difference.name, difference.kind, difference.absolute
 
-Whole tensors are compared block by block, in bounded memory. A piece that several ranks hold is read from one of them. Recorded
+Whole tensors are compared chunk by chunk, in bounded memory. A slice that several ranks hold is read from one of them. Recorded
 checksums are ignored: a damaged byte is a difference like any other.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.direct_engine import TILE, Traffic
-from mindresume.reshard.geometry import Region, blocks, elements, shape_of, whole
+from mindresume.reshard.geometry import Region, chunks, elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.region_load import WORKERS
 from mindresume.tensor_files.header import DTYPES
@@ -65,16 +65,16 @@ class Difference:
         """Returns whether no two values differ by more than ``tolerance``; None: bits must be equal."""
         return tolerance is not None and self.kind == VALUES and self.absolute <= tolerance
 
-    def add(self, block: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
-        """Adds what differs in the bits of both sides, from element ``start`` of the block on."""
+    def add(self, chunk: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
+        """Adds what differs in the bits of both sides, from element ``start`` of the chunk on."""
         at = np.flatnonzero(a != b)
         if not at.size:
             return
         dtype = _number_dtype(self.a)
         x, y = a[at].view(dtype), b[at].view(dtype)
         if not self.count:
-            index = np.unravel_index(start + int(at[0]), shape_of(block)) if block else ()
-            self.first = tuple(low + int(i) for (low, _), i in zip(block, index, strict=True))
+            index = np.unravel_index(start + int(at[0]), shape_of(chunk)) if chunk else ()
+            self.first = tuple(low + int(i) for (low, _), i in zip(chunk, index, strict=True))
             self.values = x[0].item(), y[0].item()
         absolute, relative = distances(x, y)
         self.count += at.size
@@ -135,13 +135,13 @@ def _compared(sides: tuple[CheckpointView, CheckpointView], files: tuple[OpenFil
     room = min(most, elements(whole(a.shape)))
     buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)
     found = Difference(name, VALUES, a, b, absolute=0 if _number_dtype(a).kind in "iu" else 0.0, relative=0.0)
-    for block in blocks(a.shape, most):
-        bits = buffers[:, :elements(block)]
+    for chunk in chunks(a.shape, most):
+        bits = buffers[:, :elements(chunk)]
         for weights, opened, flat in zip(sides, files, bits, strict=True):
-            gather(weights, opened, name, block, flat.reshape(shape_of(block)), staging)
-        for start in range(0, elements(block), PORTION):
-            found.add(block, start, *bits[:, start:start + PORTION])
-        traffic.progress(elements(block) * dtype.itemsize)
+            gather(weights, opened, name, chunk, flat.reshape(shape_of(chunk)), staging)
+        for start in range(0, elements(chunk), PORTION):
+            found.add(chunk, start, *bits[:, start:start + PORTION])
+        traffic.progress(elements(chunk) * dtype.itemsize)
     return found if found.count else None
 
 

@@ -4,10 +4,10 @@
 checks every name, shape and dtype. ``direct``: reads every source byte once and writes every target byte once, in the order of
 the files.
 
-    tensors in the order of the target files ─▶ tiles: blocks of one large tensor, or many small ones, of bounded size
+    tensors in the order of the target files ─▶ tiles: chunks of one large tensor, or many small ones, of bounded size
     a worker per tile: gather it from the source files ─▶ in turn: hash what was read, hash what will be written ─▶ write it
 
-All target files keep their tensors in one order, and blocks follow each other in every layout (``geometry.blocks``). So the bytes
+All target files keep their tensors in one order, and chunks follow each other in every layout (``geometry.chunks``). So the bytes
 of each source tensor and of each target file pass in order, and their checksums come along without reading anything twice.
 Memory: three buffers of ``TILE`` bytes a worker, whatever the size of the model.
 """
@@ -25,16 +25,16 @@ from xxhash import xxh3_128
 from mindresume import runtime
 from mindresume.errors import ConfigError, CorruptFileError, EngineError, SaveError
 from mindresume.events import Emit, Notice, ignore
-from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
+from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile, in_order
-from mindresume.reshard.geometry import Region, blocks, elements, offset, overlap, shape_of, view, within
+from mindresume.reshard.geometry import Region, chunks, elements, offset, overlap, shape_of, view, within
 from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
 from mindresume.storage.interface import NewFile, Storage
 from mindresume.tensor_files import Checksums, FilePlan
 from mindresume.tensor_files.header import DTYPES
 
 TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
-MAX_BLOCKS_IN_TILE = 512          # small tensors
+MAX_CHUNKS_IN_TILE = 512          # small tensors
 BUFFERS = 3                 # of TILE bytes, a worker
 MIN_TILE = 64 << 10         # bytes; with less, calls would cost more than data
 AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
@@ -110,18 +110,18 @@ class Engine:
 
 
 def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, Region]]]:
-    """Yields tiles: blocks of all tensors in order, together at most ``size`` bytes (one element may have more)."""
+    """Yields tiles: chunks of all tensors in order, together at most ``size`` bytes (one element may have more)."""
     tile: list[tuple[Tensor, Region]] = []
     used = 0
     for tensor in tensors:
         itemsize = DTYPES[tensor.dtype].itemsize
-        for region in blocks(tensor.shape, max(size // itemsize, 1)):
+        for region in chunks(tensor.shape, max(size // itemsize, 1)):
             count = elements(region) * itemsize
-            if tile and (used + count > size or len(tile) >= MAX_BLOCKS_IN_TILE):
+            if tile and (used + count > size or len(tile) >= MAX_CHUNKS_IN_TILE):
                 yield tile
                 tile, used = [], 0
             tile.append((tensor, region))
-            used += count + -count % 8              # every block begins aligned
+            used += count + -count % 8              # every chunk begins aligned
     if tile:
         yield tile
 
@@ -137,7 +137,7 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
         traffic: is increased by the bytes read, verified and written.
     Raises:
         CorruptFileError: a source is truncated or differs from its recorded checksum.
-        LoadError: a piece is in no file.
+        LoadError: a slice is in no file.
         SaveError, OSError: a target cannot be written. After any error, no target is left.
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
@@ -186,7 +186,7 @@ class _OutputFile:
             self.file.write_at(part.offset, memoryview(part.data))
         self._pass_literals()
 
-    def pieces(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    def ranges(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yields (position in the file, bytes) of a tensor from its byte ``start`` on."""
         for position, first, count in self.where[name]:
             low, high = max(start, first), min(start + len(data), first + count)
@@ -228,7 +228,7 @@ class SourceChecksums:
     verified: int = 0
     _sums: dict[tuple[str, int], tuple[Any, int]] = field(default_factory=dict)
 
-    def hash(self, name: str, place: PieceLocation, start: int, data: memoryview) -> None:
+    def hash(self, name: str, place: SliceLocation, start: int, data: memoryview) -> None:
         if place.checksum is None:
             return
         key = name, place.rank
@@ -293,16 +293,16 @@ class _Transfer:
     def _serve(self) -> None:
         """Takes one tile after the other: reads it, hashes it in its turn, and writes it."""
         largest = max(self.tile, 8)
-        tile, staged, packed = (np.empty(largest + 8 * MAX_BLOCKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
+        tile, staged, packed = (np.empty(largest + 8 * MAX_CHUNKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
         while self._error is None:
             with self._taking:
-                number, blocks_of_tile = next(self._work, (None, None))
-            if blocks_of_tile is None:
+                number, chunks_of_tile = next(self._work, (None, None))
+            if chunks_of_tile is None:
                 return
             read: list[ReadRange] = []
             filled: list[tuple[Tensor, Region, np.ndarray]] = []
             used = 0
-            for tensor, region in blocks_of_tile:
+            for tensor, region in chunks_of_tile:
                 dtype = bits_dtype(tensor.dtype)
                 count = elements(region) * dtype.itemsize
                 out = tile[used:used + count].view(dtype).reshape(shape_of(region))
@@ -332,12 +332,12 @@ class _Transfer:
                 ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
         """Yields (file, tensor, position, contiguous bytes) of what each target file takes."""
         used = 0
-        for tensor, region, block in filled:
+        for tensor, region, chunk in filled:
             for wanted, outs in self.takers[tensor.name].items():
                 part = overlap(wanted, region) if region else ()
                 if part is None:
                     continue
-                found = view(block, within(part, region))
+                found = view(chunk, within(part, region))
                 if not found.flags.c_contiguous:
                     room = packed[used:used + found.nbytes]         # too small only for a great many tiny parts
                     flat = room.view(found.dtype) if room.nbytes == found.nbytes else np.empty(found.size, found.dtype)
@@ -345,7 +345,7 @@ class _Transfer:
                     used += found.nbytes + -found.nbytes % 8
                     found = flat
                 data = memoryview(found.reshape(-1).view(np.uint8))
-                start = offset(within(part, wanted), shape_of(wanted)) * block.itemsize
+                start = offset(within(part, wanted), shape_of(wanted)) * chunk.itemsize
                 for out in outs:
-                    for position, piece in out.pieces(tensor.name, start, data):
-                        yield out, tensor.name, position, piece
+                    for position, range_ in out.ranges(tensor.name, start, data):
+                        yield out, tensor.name, position, range_

@@ -59,17 +59,17 @@ def held(layout: TensorLayout, rank: int, shape: tuple[int, ...]) -> Region:
 
 
 class Cut(NamedTuple):
-    """Describes the ``part`` of a wanted region that lies in one ``piece``. ``holders``: local ranks that hold the piece,
-    ascending. Both regions are in elements of the whole tensor."""
-    piece: Region
+    """Describes the ``part`` of a wanted region that lies in one slice. ``stored``: the region of the slice; ``holders``: local
+    ranks that hold it, ascending. Both regions are in elements of the whole tensor."""
+    stored: Region
     holders: Sequence[int]
     part: Region
 
 
 @lru_cache(maxsize=1 << 16)
 def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) -> tuple[Cut, ...]:
-    """Returns one cut for each piece that overlaps ``region`` of a tensor of global ``shape``; none for an empty region.
-    ``layout`` None: one piece, held by local rank 0. The cost grows with the number of pieces, not with the number of ranks."""
+    """Returns one cut for each slice that overlaps ``region`` of a tensor of global ``shape``; none for an empty region.
+    ``layout`` None: one slice, held by local rank 0. The cost grows with the number of slices, not with the number of ranks."""
     if layout is None:
         return (Cut(whole(shape), (0,), region),) if elements(region) else ()
     lengths = layout.local_shape(shape)
@@ -78,10 +78,10 @@ def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) ->
     ranges = [range(start // length, -(-stop // length)) for (start, stop), length in zip(region, lengths, strict=True)]
     found = []
     for choice in itertools.product(*ranges):
-        piece = tuple((i * length, (i + 1) * length) for i, length in zip(choice, lengths, strict=True))
-        part = overlap(piece, region) if piece else ()
+        stored = tuple((i * length, (i + 1) * length) for i, length in zip(choice, lengths, strict=True))
+        part = overlap(stored, region) if stored else ()
         if part is not None:
-            found.append(Cut(piece, tuple(layout.holders(slices_of(piece), shape)), part))
+            found.append(Cut(stored, tuple(layout.holders(slices_of(stored), shape)), part))
     return tuple(found)
 
 
@@ -110,9 +110,9 @@ def offset(part: Region, shape: Sequence[int]) -> int:
     return position
 
 
-def blocks(shape: Sequence[int], most: int) -> Iterator[Region]:
-    """Yields blocks of a tensor with at most ``most`` elements each (at least one), in the order of its elements. In every
-    layout, the part of a piece that lies in a block is contiguous in that piece, and the part in the next block follows it."""
+def chunks(shape: Sequence[int], most: int) -> Iterator[Region]:
+    """Yields chunks of a tensor with at most ``most`` elements each (at least one), in the order of its elements. In every
+    layout, the part of a slice that lies in a chunk is contiguous in that slice, and the part in the next chunk follows it."""
     if not math.prod(shape):
         return
     dim, row = 0, math.prod(shape[1:])

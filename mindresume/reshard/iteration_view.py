@@ -27,7 +27,7 @@ def view_of_iteration(directory: CheckpointDir, candidate: Candidate, split: boo
     Args:
         split: the layouts must tell the optimizer shard from tensor parallelism, if records do: ``metadata.json`` does not.
     Raises:
-        CorruptFileError: ``metadata.json`` is damaged, or a file that it names is missing and no other holds the piece.
+        CorruptFileError: ``metadata.json`` is damaged, or a file that it names is missing and no other holds the slice.
         StrategyError: it does not name some tensors, except counters; not if there is one rank.
     """
     folder = directory.path(candidate.iteration_dir)

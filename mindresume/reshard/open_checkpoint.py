@@ -199,7 +199,7 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
 
     Raises:
         NoUsableCheckpointError: the scan found a problem.
-        CorruptFileError, LoadError: a file is damaged, or a piece of a tensor is missing.
+        CorruptFileError, LoadError: a file is damaged, or a slice of a tensor is missing.
         ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
     """
     if refusal := eligible(directory, candidate, _ANY_WEIGHTS):
@@ -214,7 +214,7 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
         if isinstance(shard, Refusal):
             raise CorruptFileError(directory.path(shard.file or ""), str(shard))
     source = checkpoint_of(directory, candidate, layouts, identity, shards[0].scalars, split=True)
-    for tensor in source.weights.tensors.values():          # reads every header: each piece must be in some file
+    for tensor in source.weights.tensors.values():          # reads every header: each slice must be in some file
         for cut in tensor.cuts(whole(tensor.shape)):
             source.weights.locate(tensor.name, cut)
     check_replicas(source.weights)
@@ -228,7 +228,7 @@ def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Stra
     Args:
         scalars: counters of its first file, for a candidate without records.
         split: the optimizer shard of every tensor is needed (``view_of_iteration``), not only of those whose elements are ordered
-            within each piece.
+            within each slice.
     Raises:
         StrategyError, LoadError: see ``view_of_rank_folders``.
     """

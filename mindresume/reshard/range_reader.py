@@ -17,7 +17,7 @@ import numpy as np
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.reshard.block_scales import scale_blocks
-from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
+from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry
@@ -32,21 +32,21 @@ SHORT_ROW = 64 << 10        # bytes: as SHORT_RUN, within matrices of composed t
 COMPOSED_MEMORY = 2 * MOST_SPAN + 3
 _CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")}
 
-ReadRange = tuple[str, PieceLocation, int, memoryview]       # tensor, location, first byte in the piece, bytes
+ReadRange = tuple[str, SliceLocation, int, memoryview]       # tensor, location, first byte in the slice, bytes
 
 
 class ComposedCut(NamedTuple):
-    """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others. The part lies in one piece of
+    """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others. The part lies in one slice of
     the tensor ``source``. Values are converted (``cast``) if the wanted tensor has another dtype.
 
     Args:
         dtype: dtype of ``source``.
-        local: indices of the part by dimension, from the first element of the piece; only the first dimension may have gaps.
+        local: indices of the part by dimension, from the first element of the slice; only the first dimension may have gaps.
         target: slices of the part in the wanted region.
         transposed: the two dimensions are exchanged.
         scale: the part of the scales that belongs to an fp8 part; ``block``: rows and columns of one scale.
     """
-    piece: Region
+    stored: Region
     holders: Sequence[int]
     source: str
     dtype: str
@@ -103,7 +103,7 @@ def bits_dtype(dtype: str) -> np.dtype:
 
 def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray
            ) -> list[ReadRange]:
-    """Reads ``region`` of a tensor into ``out``. Returns each contiguous range of a piece that was read, not for ``ComposedCut``:
+    """Reads ``region`` of a tensor into ``out``. Returns each contiguous range of a slice that was read, not for ``ComposedCut``:
     their bytes are valid until the next ``gather`` with the same ``out`` and ``staging``.
 
     Args:
@@ -121,7 +121,7 @@ def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region,
             _gather_composed(files, place, cut, out, weights.tensors[name].dtype, scales)
             continue
         part = view(out, within(cut.part, region))
-        local, shape = within(cut.part, cut.piece), shape_of(cut.piece)
+        local, shape = within(cut.part, cut.stored), shape_of(cut.stored)
         direct = part.flags.c_contiguous
         count = elements(cut.part) * out.itemsize
         flat = part.reshape(-1).view(np.uint8) if direct else staging[used:used + count]
@@ -149,7 +149,7 @@ def _span(local: Region, shape: tuple[int, ...]) -> int:
     return offset(tuple((stop - 1, stop) for _, stop in local), shape) + 1 - offset(local, shape)
 
 
-def _spanned(files: OpenFiles, place: PieceLocation, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
+def _spanned(files: OpenFiles, place: SliceLocation, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
              ) -> np.ndarray:
     """Reads the range from the first to the last element of a region of short runs, and returns the region's bytes, of every
     ``step``-th row."""
@@ -162,11 +162,11 @@ def _spanned(files: OpenFiles, place: PieceLocation, local: Region, shape: tuple
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
 
 
-def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, out: np.ndarray, dtype: str,
+def _gather_composed(files: OpenFiles, place: SliceLocation, cut: ComposedCut, out: np.ndarray, dtype: str,
                      scales: np.ndarray | None = None) -> None:
     """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most ``COMPOSED_MEMORY`` times its memory.
     ``scales``: the bits of those of an fp8 part."""
-    stored, shape = bits_dtype(cut.dtype), shape_of(cut.piece)
+    stored, shape = bits_dtype(cut.dtype), shape_of(cut.stored)
     sizes = tuple(map(len, cut.local))
     step = cut.local[0].step
     local = tuple((indices[0], indices[-1] + 1) for indices in cut.local)
@@ -188,7 +188,7 @@ def _gather_composed(files: OpenFiles, place: PieceLocation, cut: ComposedCut, o
     found = flat.view(stored).reshape(sizes)
     if scales is not None:
         rows, columns = (range(low + indices[0], low + indices[-1] + 1, indices.step)
-                         for indices, (low, _) in zip(cut.local, cut.piece, strict=True))
+                         for indices, (low, _) in zip(cut.local, cut.stored, strict=True))
         found = scale_blocks(found.view(DTYPES[cut.dtype]), scales.view(np.float32), rows, columns, cut.block)
         found = cast(found, dtype).view(bits_dtype(dtype))
     elif cut.dtype != dtype:

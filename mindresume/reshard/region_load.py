@@ -17,7 +17,7 @@ from mindresume.errors import LoadError
 from mindresume.formatting import counted
 from mindresume.model.layout import TensorLayout, same_shape
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation
+from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.conversion_plan import model_names
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
 from mindresume.reshard.geometry import Region, elements, held, shape_of, view, whole, within
@@ -128,7 +128,7 @@ def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers
 
 
 def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
-    """Reads whole tensors and compares every piece with its recorded checksum. Keeps nothing. Raises the errors of
+    """Reads whole tensors and compares every slice with its recorded checksum. Keeps nothing. Raises the errors of
     ``read_regions``."""
     regions = {name: whole(weights.tensors[name].shape) for name in names}
     _Reader(weights, regions, traffic or Traffic()).run(workers)
@@ -164,7 +164,7 @@ class _Buffers(runtime.ThreadLocal):
 
 
 class _Reader:
-    """Reads regions in several threads, and compares the pieces that are read as a whole with their recorded checksums.
+    """Reads regions in several threads, and compares the slices that are read as a whole with their recorded checksums.
 
     Args:
         traffic: is increased by the bytes read and verified.
@@ -199,7 +199,7 @@ class _Reader:
             self.files.count(kept.nbytes)
             found = kept
         else:
-            for part in tensor.tiles(region, most):
+            for part in tensor.chunks(region, most):
                 if self.memory is not None:
                     out = view(found, within(part, region))
                 else:
@@ -210,13 +210,13 @@ class _Reader:
         self.traffic.progress(bytes_of(self.weights, {name: region}))
         return found, sources.verified
 
-    def _kept(self, name: str) -> tuple[PieceLocation, np.ndarray] | None:
-        """Returns a region that is one whole piece, if its file was read and kept when it was verified; else None."""
+    def _kept(self, name: str) -> tuple[SliceLocation, np.ndarray] | None:
+        """Returns a region that is one whole slice, if its file was read and kept when it was verified; else None."""
         storage, region = self.weights.storage, self.regions[name]
         if not isinstance(storage, ReadCache):
             return None
         cuts = self.weights.tensors[name].cuts(region)
-        if len(cuts) != 1 or isinstance(cuts[0], ComposedCut) or not cuts[0].piece == cuts[0].part == region:
+        if len(cuts) != 1 or isinstance(cuts[0], ComposedCut) or not cuts[0].stored == cuts[0].part == region:
             return None
         place = self.weights.locate(name, cuts[0])
         kept = storage.take_part(place.path, place.entry)

@@ -142,8 +142,8 @@ def set_aside(storage: Storage, folder: str, used: Strategy | None = None, ident
             found = True
             content.update(os.fsencode(name) + b"\0")
             with storage.open(path) as file:
-                while piece := file.read(CHUNK):
-                    content.update(piece)
+                while chunk := file.read(CHUNK):
+                    content.update(chunk)
     if not found:
         return ""
     kept = f"{folder}_{content.hexdigest()[:8]}"

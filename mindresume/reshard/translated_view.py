@@ -17,7 +17,7 @@ from mindresume.errors import LoadError
 from mindresume.formats.huggingface_rules import Block, Rule
 from mindresume.formatting import counted, listed
 from mindresume.reshard.block_scales import ScaledTensor, scaled_dtype
-from mindresume.reshard.checkpoint_view import CheckpointView, PieceLocation, Tensor
+from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
 from mindresume.reshard.geometry import Cut, Region
 from mindresume.reshard.range_reader import ComposedCut, castable
 
@@ -53,19 +53,19 @@ class ComposedTensor(Tensor):
                 if inner is None:
                     continue
                 local = tuple(range(indices[start] - low, indices[stop - 1] - low + 1, indices.step)
-                              for indices, (start, stop), (low, _) in zip(wanted, inner, cut.piece, strict=True))
+                              for indices, (start, stop), (low, _) in zip(wanted, inner, cut.stored, strict=True))
                 target = tuple(slice(indices[first + start] - low, indices[first + stop - 1] - low + 1, indices.step)
                                for indices, (first, _), (start, stop), (low, _) in
                                zip(block.part, hit, inner[order], region, strict=True))
-                found.append(_with_scale(ComposedCut(cut.piece, cut.holders, block.name, part.dtype, local, target,
+                found.append(_with_scale(ComposedCut(cut.stored, cut.holders, block.name, part.dtype, local, target,
                                                      block.transposed), part))
         return tuple(found)
 
-    def tiles(self, region: Region, most: int) -> Iterator[Region]:
+    def chunks(self, region: Region, most: int) -> Iterator[Region]:
         """Yields one transposed block (the weights of one expert) after the other: parts of rows would each read a few columns of
-        every stored row, so every row would be read many times. A large block is read in pieces of whole stored rows."""
+        every stored row, so every row would be read many times. A large block is read in chunks of whole stored rows."""
         if not any(block.transposed for block in self.rule.blocks):
-            yield from super().tiles(region, most)
+            yield from super().chunks(region, most)
             return
         (low, high), (left, right) = region
         rows, columns = ({edge for block in self.rule.blocks for edge in (block.part[i].start, block.part[i].stop)}
@@ -112,11 +112,11 @@ def _with_scale(cut: ComposedCut, part: Tensor) -> ComposedCut:
     if not isinstance(part, ScaledTensor):
         return cut
     blocks = tuple(((low + indices[0]) // each, (low + indices[-1]) // each + 1)
-                   for indices, (low, _), each in zip(cut.local, cut.piece, part.block, strict=True))
+                   for indices, (low, _), each in zip(cut.local, cut.stored, part.block, strict=True))
     scale, = part.scale.cuts(blocks)                # not cut: only consolidated weights are fp8
     local = tuple(range(*indices) for indices in blocks)
     target = tuple(slice(0, len(indices)) for indices in local)
-    return cut._replace(scale=ComposedCut(scale.piece, scale.holders, part.scale.name, part.scale.dtype, local, target),
+    return cut._replace(scale=ComposedCut(scale.stored, scale.holders, part.scale.name, part.scale.dtype, local, target),
                         block=part.block)
 
 
@@ -128,10 +128,10 @@ class TranslatedView(CheckpointView):
         self.__dict__.update(inner.__dict__)
         self.inner, self.tensors, self.arrangement = inner, tensors, {}
 
-    def locate(self, name: str, cut: Cut | ComposedCut) -> PieceLocation:
-        """Returns where a piece lies. Raises the errors of ``CheckpointView.locate``, with names of tensors in ``inner``."""
+    def locate(self, name: str, cut: Cut | ComposedCut) -> SliceLocation:
+        """Returns where a slice lies. Raises the errors of ``CheckpointView.locate``, with names of tensors in ``inner``."""
         source = cut.source if isinstance(cut, ComposedCut) else self.tensors[name].identical_to
-        return self.inner.locate(source, Cut(cut.piece, cut.holders, cut.piece))
+        return self.inner.locate(source, Cut(cut.stored, cut.holders, cut.stored))
 
     def composed_sources(self) -> list[str]:
         """Returns the tensors of ``inner`` that are read in parts: a read of a part cannot compare the checksum of the whole."""

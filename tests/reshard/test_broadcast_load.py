@@ -10,7 +10,7 @@ from rank_folders import Ranks
 
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import broadcast_load
-from mindresume.reshard.broadcast_load import exchange_pieces, plan_reads
+from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
 from mindresume.reshard.geometry import held, shape_of, whole
 from sim.threads import Condition
 
@@ -60,7 +60,7 @@ def load(ranks, layouts, tensors, dtypes, sizes):
         read[rank] = set(mine)
         arrays = {name: np.ascontiguousarray(tensors[name][tuple(slice(*part) for part in region)])
                   for name, region in mine.items()}
-        exchange_pieces(arrays, exchanges, regions, dtypes, rank, cable.broadcast(rank))
+        exchange_slices(arrays, exchanges, regions, dtypes, rank, cable.broadcast(rank))
         results[rank] = arrays
     assert Ranks(ranks).run(lambda group: work(group.rank)) == [None] * ranks
     return results, read

@@ -56,9 +56,9 @@ def content(weights, name):
         place = weights.locate(name, cut)
         with open(place.path, "rb") as file:
             found = read_tensor(file, place.entry)
-        assert found.shape == shape_of(cut.piece) and place.rank - tensor.first in cut.holders
+        assert found.shape == shape_of(cut.stored) and place.rank - tensor.first in cut.holders
         assert place.checksum in (None, array_checksum(found))
-        array[(*slices_of(cut.part), ...)] = view(found, within(cut.part, cut.piece))
+        array[(*slices_of(cut.part), ...)] = view(found, within(cut.part, cut.stored))
     return array
 
 

@@ -237,12 +237,12 @@ def test_no_tensors_no_targets(sources, tmp_path):
 
 def test_tiles_are_bounded_and_in_order():
     tensors = [Tensor(name, spec.dtype, spec.shape) for name, spec in MODEL.items()]
-    tensors += [Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct_engine.MAX_BLOCKS_IN_TILE)]
+    tensors += [Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct_engine.MAX_CHUNKS_IN_TILE)]
     for size in (1, 64, 1000, 1 << 20):
         found = list(tiles(tensors, size))
         sizes = {name: np.dtype(bits_dtype(tensor.dtype)).itemsize for name, tensor in ((t.name, t) for t in tensors)}
         assert all(sum(elements(region) * sizes[tensor.name] for tensor, region in tile) <= max(size, 8) for tile in found)
-        assert all(0 < len(tile) <= direct_engine.MAX_BLOCKS_IN_TILE for tile in found)
+        assert all(0 < len(tile) <= direct_engine.MAX_CHUNKS_IN_TILE for tile in found)
         order = [tensor.name for tile in found for tensor, _ in tile]
         assert [name for name, before in zip(order, ["", *order], strict=False) if name != before] == [
             tensor.name for tensor in tensors if math.prod(tensor.shape)]

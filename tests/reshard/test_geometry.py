@@ -10,7 +10,7 @@ from reshard.plans import MODEL, Plan, part_of, region_of
 
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import (
-    blocks,
+    chunks,
     cuts,
     elements,
     held,
@@ -174,42 +174,42 @@ def test_the_offset_is_the_position_of_the_first_element(case):
     assert offset(region, shape) == numbered(shape)[slices_of(region)].reshape(-1)[0]
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------------------
+# ---- chunks ----------------------------------------------------------------------------------------------------------
 
 @RELAXED
 @given(shapes, st.integers(1, 70))
-def test_blocks_are_the_tensor_in_its_order(shape, most):
+def test_chunks_are_the_tensor_in_its_order(shape, most):
     array = numbered(shape)
-    found = [array[slices_of(region)].reshape(-1) for region in blocks(shape, most)]
-    assert all(0 < block.size <= most for block in found)
+    found = [array[slices_of(region)].reshape(-1) for region in chunks(shape, most)]
+    assert all(0 < chunk.size <= most for chunk in found)
     assert np.concatenate([*found, np.zeros(0, int)]).tolist() == list(range(math.prod(shape)))
 
 
 @RELAXED
 @given(layouts(), st.integers(1, 40))
-def test_blocks_follow_each_other_in_every_piece(case, most):
-    """This makes reading and writing sequential: each piece is covered from its first to its last element, in contiguous
+def test_chunks_follow_each_other_in_every_slice(case, most):
+    """This makes reading and writing sequential: each slice is covered from its first to its last element, in contiguous
     parts."""
     layout, shape = case
     for region in {region_of(shape, layout, rank) for rank in range(layout.stage_size)}:
         position = 0
-        for block in blocks(shape, most):
-            part = overlap(block, region)
+        for chunk in chunks(shape, most):
+            part = overlap(chunk, region)
             if part is None:
                 continue
             length, starts = runs(within(part, region), shape_of(region))
-            in_piece = numbered(shape_of(region))[slices_of(within(part, region))].reshape(-1)
-            assert in_piece.tolist() == list(range(position, position + in_piece.size))
+            in_slice = numbered(shape_of(region))[slices_of(within(part, region))].reshape(-1)
+            assert in_slice.tolist() == list(range(position, position + in_slice.size))
             assert next(starts) == offset(within(part, region), shape_of(region)) == position
-            assert length == in_piece.size, "in one run, so in one call"
-            position += in_piece.size
+            assert length == in_slice.size, "in one run, so in one call"
+            position += in_slice.size
         assert position == elements(region)
 
 
 @pytest.mark.parametrize("shape, most, count", [((), 1, 1), ((0,), 5, 0), ((3, 0), 5, 0), ((10,), 4, 3), ((4, 4), 4, 4),
                                                 ((4, 4), 7, 4), ((4, 4), 8, 2), ((4, 4), 3, 8), ((2, 2, 8), 8, 4)])
-def test_blocks_have_the_maximum_size(shape, most, count):
-    assert len(list(blocks(shape, most))) == count
+def test_chunks_have_the_maximum_size(shape, most, count):
+    assert len(list(chunks(shape, most))) == count
 
 
 # ---- cuts ------------------------------------------------------------------------------------------------------------
@@ -224,11 +224,11 @@ def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
     for cut in cuts(layout, shape, region):
         marks[slices_of(cut.part)] += 1
         assert elements(cut.part) and list(cut.holders) == sorted(set(cut.holders))
-        piece = array[slices_of(cut.piece)]
+        piece = array[slices_of(cut.stored)]
         assert list(cut.holders) == [rank for rank, part in owned.items() if np.array_equal(part, piece)]
-        assert overlap(cut.piece, region) == cut.part or not shape
+        assert overlap(cut.stored, region) == cut.part or not shape
         for rank in cut.holders:
-            assert (view(owned[rank], within(cut.part, cut.piece)) == array[slices_of(cut.part)]).all()
+            assert (view(owned[rank], within(cut.part, cut.stored)) == array[slices_of(cut.part)]).all()
     wanted = np.zeros(shape, int)
     wanted[slices_of(region)] = 1
     assert (marks == wanted).all()
@@ -261,7 +261,7 @@ def test_cuts_without_a_layout_are_one_piece():
 def test_cuts_of_a_large_job_cost_only_the_overlapping_pieces():
     layout = TensorLayout((128, 64), (0, -1), 128)              # 8,192 ranks
     (cut,) = cuts(layout, (8192, 16), ((5, 6), (0, 16)))
-    assert cut.piece == ((5, 6), (0, 16)) and len(cut.holders) == 1
+    assert cut.stored == ((5, 6), (0, 16)) and len(cut.holders) == 1
     assert len(cuts(layout, (8192, 16), ((5, 9), (3, 4)))) == 4
 
 
@@ -277,5 +277,5 @@ def test_a_shape_that_does_not_fit_the_layout(shape):
 
 def test_pieces_come_in_order_of_their_elements():
     layout = TensorLayout((2, 2), (1, 0))
-    assert [cut.piece for cut in cuts(layout, (4, 4), whole((4, 4)))] == [
+    assert [cut.stored for cut in cuts(layout, (4, 4), whole((4, 4)))] == [
         (rows, columns) for rows, columns in itertools.product(((0, 2), (2, 4)), repeat=2)]
