@@ -130,6 +130,21 @@ class Model(Dimensions):
             *([tables.SHARED_EXPERTS] if self.shared else [])))
 
 
+class _Config(NamedTuple):
+    """A parsed ``config.json``. ``source``: its path, for messages."""
+    document: Mapping[str, Any]
+    source: str
+
+    def number(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.document.get(key, default)
+        if not is_count(value, least, MAX_NUMBER):
+            raise ConfigError(f"{self.source}: {key} should be a number from {least} to {MAX_NUMBER}, found {value!r}"[:400])
+        return value
+
+    def optional(self, key: str) -> int:
+        return 0 if self.document.get(key) is None else self.number(key, least=0)
+
+
 def model_from_config(document: Mapping[str, Any], source: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED,
                       concatenated: bool = False) -> Model:
     """Reads the dimensions from a Hugging Face ``config.json``.
@@ -158,29 +173,21 @@ def model_from_config(document: Mapping[str, Any], source: str, attention: str =
         if document.get(key) not in plain:
             raise ConfigError(f"{source}: {key} is {document[key]!r}"[:400] + "; no rule is known for weights of such a model. "
                               f"Supported: {plain[-1]!r}")
-
-    def number(key: str, default: int | None = None, least: int = 1) -> int:
-        value = document.get(key, default)
-        if not is_count(value, least, MAX_NUMBER):
-            raise ConfigError(f"{source}: {key} should be a number from {least} to {MAX_NUMBER}, found {value!r}"[:400])
-        return value
-
-    def optional(key: str) -> int:
-        return 0 if document.get(key) is None else number(key, least=0)
-    heads, hidden, layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
+    config = _Config(document, source)
+    heads, hidden, layers = config.number("num_attention_heads"), config.number("hidden_size"), config.number("num_hidden_layers")
     groups = head_dim = 0
     latent = None
     if family.latent:
-        latent = Latent(optional("q_lora_rank"), *map(number, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-                                                               "v_head_dim")))
+        latent = Latent(config.optional("q_lora_rank"), *map(config.number, (
+            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")))
     else:
-        groups = heads if document.get("num_key_value_heads", 0) is None else number("num_key_value_heads")
+        groups = heads if document.get("num_key_value_heads", 0) is None else config.number("num_key_value_heads")
         if heads % groups:
             raise ConfigError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
-        head_dim = number("head_dim", 128 if kind == DENSE else hidden // heads)        # the defaults of transformers
-    experts = number(family.experts_key) if family.experts_key else 0
-    dense_layers = optional("first_k_dense_replace") if experts and family.dense else 0
-    predictions = optional("num_nextn_predict_layers") if family.prediction else 0
+        head_dim = config.number("head_dim", 128 if kind == DENSE else hidden // heads)        # the defaults of transformers
+    experts = config.number(family.experts_key) if family.experts_key else 0
+    dense_layers = config.optional("first_k_dense_replace") if experts and family.dense else 0
+    predictions = config.optional("num_nextn_predict_layers") if family.prediction else 0
     if dense_layers > layers:
         raise ConfigError(f"{source}: first_k_dense_replace {dense_layers} is more than num_hidden_layers {layers}")
     if predictions > 1 or predictions and experts and dense_layers == layers:
@@ -192,9 +199,9 @@ def model_from_config(document: Mapping[str, Any], source: str, attention: str =
     tied = document.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ConfigError(f"{source}: tie_word_embeddings should be true or false, found {tied!r}")
-    return Model(kind, layers, hidden, heads, groups, head_dim, number("intermediate_size") if family.dense else 0,
-                 number("vocab_size"), experts, number("moe_intermediate_size") if experts else 0,
-                 optional("n_shared_experts"), dense_layers, predictions, latent, tied, attention, mlp,
+    return Model(kind, layers, hidden, heads, groups, head_dim, config.number("intermediate_size") if family.dense else 0,
+                 config.number("vocab_size"), experts, config.number("moe_intermediate_size") if experts else 0,
+                 config.optional("n_shared_experts"), dense_layers, predictions, latent, tied, attention, mlp,
                  concatenated and family.latent, _block_of(document, source), source)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 
@@ -147,7 +147,7 @@ def below(storage: Storage, path: str) -> str:
         if _has_checkpoint(storage, os.path.join(path, inner)):
             return os.path.join(path, inner)
     found = []
-    for folder in _folders(storage, path, []):
+    for folder in _folders(storage, path)[0]:
         with suppress(OSError):  # a folder that cannot be listed matters only without others: see ``fresh_start_refusal``
             if _has_checkpoint(storage, folder):
                 found.append(folder)
@@ -175,9 +175,12 @@ def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool)
                 f"were moved or removed. Bring them back, or remove that file to start afresh")
     if has_incomplete_saves:
         return ""
-    unlisted: list[str] = []
-    weights = [folder for folder in (path, *_folders(storage, path, unlisted))
-               if any(map(_is_tensor_file, _names(storage, folder, unlisted)))]
+    folders, unlisted = _folders(storage, path)
+    weights = []
+    for folder in (path, *folders):
+        names, problem = _names(storage, folder)
+        weights += [folder] if any(map(_is_tensor_file, names)) else []
+        unlisted += [problem] if problem else []
     if unlisted:
         return (f"{path} holds no visible checkpoint, and {listed(unlisted, 3)}, so whether there is one is unknown. "
                 f"Make it readable, or give another folder")
@@ -230,34 +233,36 @@ def _has_checkpoint(storage: Storage, path: str) -> bool:
     names = storage.list(path)
     ranks = [name for name in names if folder_rank(name) is not None]
     if FOLDER not in names and ranks and not any(parse_iteration(name) is not None for name in names):
-        unlisted: list[str] = []                              # an unlisted folder may hold one: no record tells
-        return any(any(map(_is_tensor_file, _names(storage, os.path.join(path, name), unlisted))) or unlisted for name in ranks)
+        found = (_names(storage, os.path.join(path, name)) for name in ranks)
+        return any(problem or any(map(_is_tensor_file, inner)) for inner, problem in found)     # no record tells of unlisted ones
     with suppress(OSError):                                   # the scan tells what it means that records cannot be listed
         if any(MANIFEST in attempt.content for attempt in find_attempts(CheckpointDir(storage, path), top=names)):
             return True                                       # so is every candidate of a scan with a manifest
     return any(candidate.maybe_completed for candidate in scan(CheckpointDir(storage, path)).candidates)
 
 
-def _folders(storage: Storage, path: str, unlisted: list[str]) -> Iterator[str]:
-    """Yields the folders below ``path`` that may hold checkpoints, level by level; only a part of a large tree. Appends a
-    phrase to ``unlisted`` for each folder that cannot be listed."""
+def _folders(storage: Storage, path: str) -> tuple[list[str], list[str]]:
+    """Returns the folders below ``path`` that may hold checkpoints, level by level, only a part of a large tree; and a phrase for
+    each folder that cannot be listed."""
+    found: list[str] = []
+    unlisted: list[str] = []
     level, left = [path], _MOST
     for _ in range(_DEPTH):
-        found = []
+        below_level = []
         for folder in level:
-            names = [name for name in _names(storage, folder, []) if not _is_system(name) and folder_rank(name) is None and
+            names = [name for name in _names(storage, folder)[0] if not _is_system(name) and folder_rank(name) is None and
                      parse_iteration(name) is None and not _OF_A_JOB.fullmatch(name) and not _is_tensor_file(name)]
             names = names[:min(_WIDTH, left)]
             left -= len(names)
             for inner in (os.path.join(folder, name) for name in names):
-                trouble: list[str] = []
-                _names(storage, inner, trouble)
-                if trouble:
-                    unlisted += trouble
+                problem = _names(storage, inner)[1]
+                if problem:
+                    unlisted.append(problem)
                 elif _is_folder(storage, inner):
-                    found.append(inner)
-        yield from found
-        level = [folder for folder in found if _may_contain_more(storage, folder)]
+                    below_level.append(inner)
+        found += below_level
+        level = [folder for folder in below_level if _may_contain_more(storage, folder)]
+    return found, unlisted
 
 
 def _may_contain_more(storage: Storage, folder: str) -> bool:
@@ -268,13 +273,12 @@ def _may_contain_more(storage: Storage, folder: str) -> bool:
         return False
 
 
-def _names(storage: Storage, folder: str, unlisted: list[str]) -> list[str]:
-    """Returns the names in ``folder``; empty, with a phrase in ``unlisted``, if it cannot be listed."""
+def _names(storage: Storage, folder: str) -> tuple[list[str], str]:
+    """Returns the names in ``folder``, or none and a phrase if it cannot be listed."""
     try:
-        return storage.list(folder)
+        return storage.list(folder), ""
     except OSError as error:
-        unlisted.append(f"{folder} cannot be listed: {error.strerror or error}")
-        return []
+        return [], f"{folder} cannot be listed: {error.strerror or error}"
 
 
 def _is_folder(storage: Storage, path: str) -> bool:
