@@ -1,18 +1,34 @@
 """Sizes and headers of weight files."""
 import os
+import random
 
+import iteration_folders
 import pytest
-from iteration_folders import save
-from rank_folders import dir_at
+from mutations import cut, flip
+from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save
 
 from mindresume.errors import CorruptFileError
 from mindresume.formats.records import scan_records
-from mindresume.formats.weight_files import existing, file_sizes, header_of, sizes_match
-from mindresume.model.manifest import FileRecord
+from mindresume.formats.weight_files import (
+    KIND,
+    DamagedFile,
+    ScrubResult,
+    existing,
+    file_sizes,
+    header_of,
+    known_damage,
+    publish_result,
+    read_result,
+    sizes_match,
+    state_from_scalars,
+)
+from mindresume.model import manifest as codec
+from mindresume.model.manifest import FOLDER, SCRUB_RESULT, FileRecord, attempt_name
+from mindresume.typed import decode
 
 
 def saved(root):
-    save(root, 10)
+    iteration_folders.save(root, 10)
     return scan_records(dir_at(root))[0][0].all_files
 
 
@@ -41,3 +57,134 @@ def test_a_header_and_why_there_is_none(tmp_path):
 def test_an_inaccessible_file_has_no_status(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert existing(dir_at(tmp_path), [FileRecord("gone", "ckpt"), FileRecord("loop/file", "ckpt")]) == []
+
+
+@pytest.mark.parametrize("step, epoch, within, per_epoch", [(15, 2, 5, 10), (15, 2, 0, 8), (15, 1, 0, 15), (20, None, 0, 20)])
+def test_steps_of_an_epoch_follow_from_the_counters(step, epoch, within, per_epoch):
+    state = state_from_scalars(step, epoch, None, 8, None, within)
+    assert (state.step, state.steps_per_epoch, state.global_step) == (step, per_epoch, step)
+    assert state.epoch == (epoch or 1)
+
+
+STEP, RANK = 5, 1
+
+
+@pytest.fixture
+def root(tmp_path):
+    save(tmp_path, STEP)
+    return tmp_path
+
+
+def candidate_of(root):
+    return scan_records(dir_at(root))[0][0]
+
+
+def publish_damage(root, refusals):
+    before = {row.file: STORAGE.status(str(root / row.file)) for row in refusals}
+    publish_result(STORAGE, candidate_of(root), refusals, before, 1e9, RUN)
+
+
+def mark(root, tensors=("layer.bias",)):
+    """Publishes that the file of RANK is damaged."""
+    candidate = candidate_of(root)
+    file = candidate.files[RANK][0].path
+    publish_damage(root, [candidate.refuse("it rotted", file, RANK, tensors)])
+    return root / FOLDER / attempt_name(STEP, RUN) / SCRUB_RESULT
+
+
+def damage_of(root):
+    return known_damage(dir_at(root), candidate_of(root))
+
+
+def test_a_damaged_file_is_known_until_it_is_replaced(root):
+    assert damage_of(root) is None
+    mark(root)
+    found = damage_of(root)
+    assert (found.step, found.rank, found.tensors) == (STEP, RANK, ("layer.bias",)) and found.file == str(
+        path_of(root, STEP, RANK).relative_to(root)) and "it rotted" in found.reason
+    path = path_of(root, STEP, RANK)
+    path.with_name("new").write_bytes(path.read_bytes())
+    os.replace(path.with_name("new"), path)
+    assert damage_of(root) is None
+
+
+def test_a_copy_with_the_old_times_is_another_file(root):
+    """As ``cp -p`` and ``rsync -t`` restore it: size and mtime are those of the damaged file."""
+    mark(root)
+    path = path_of(root, STEP, RANK)
+    before = path.stat()
+    path.with_name("new").write_bytes(path.read_bytes())
+    os.utime(path.with_name("new"), ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(path.with_name("new"), path)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns and damage_of(root) is None
+
+
+def test_a_missing_file_is_no_damage(root):
+    mark(root)
+    path_of(root, STEP, RANK).unlink()
+    assert damage_of(root) is None
+
+
+def test_an_intact_checkpoint_has_a_time_only(root):
+    candidate = candidate_of(root)
+    publish_damage(root, [])
+    assert damage_of(root) is None and read_result(STORAGE, candidate_of(root)).read_at == 1e9
+    assert read_result(STORAGE, candidate) is None          # the candidate was scanned before
+
+
+def test_a_result_of_other_records_says_nothing(root, tmp_path_factory):
+    content = mark(root).read_bytes()
+    other = tmp_path_factory.mktemp("other")
+    save(other, STEP, replicas=4)
+    (other / FOLDER / attempt_name(STEP, RUN) / SCRUB_RESULT).write_bytes(content)
+    os.utime(path_of(other, STEP, RANK), ns=(0, path_of(root, STEP, RANK).stat().st_mtime_ns))
+    assert candidate_of(other).has_scrub_result and read_result(STORAGE, candidate_of(other)) is None
+
+
+def test_a_torn_or_altered_result_says_nothing(root):
+    path, draw = mark(root), random.Random(1)
+    whole = path.read_bytes()
+    for change in [flip, cut] * 40:
+        content = change(whole, draw)
+        if content.rstrip(b"\n") != whole.rstrip(b"\n"):            # the last line may lack its line break
+            path.write_bytes(content)
+            assert read_result(STORAGE, candidate_of(root)) is None and damage_of(root) is None
+
+
+def test_a_result_without_its_last_line_break_is_whole(root):
+    path = mark(root)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert damage_of(root).rank == RANK
+
+
+@pytest.mark.parametrize("change", [
+    {"read_at": "now"}, {"records": "x"}, {"records": None}, {"damaged": {}}, {"damaged": [1]}, {"read_at": -1},
+    {"path": "../x"}, {"path": "/etc/passwd"}, {"path": 1}, {"size": -1}, {"rank": "0"}, {"mtime": None}, {"changed": "x"},
+    {"reason": 1}, {"tensors": [1]}, {"tensors": "ab"}], ids=repr)
+def test_hostile_fields_say_nothing(root, change):
+    path = mark(root)
+    with path.open("rb") as file:
+        head, _ = codec.read_head(file, KIND)
+    row = head["damaged"][0]
+    (row if set(change) <= set(row) else head).update(change)
+    path.write_bytes(codec.encode_head(head))
+    assert read_result(STORAGE, candidate_of(root)) is None and damage_of(root) is None
+
+
+def test_it_is_read_as_it_was_written():
+    rows = (DamagedFile("rank_0/a.safetensors", 0, 10, 1.5, 2.5, "reason", ("a", "b")),)
+    result = ScrubResult(1e9, "0" * 32, rows)
+    import io
+    assert decode(ScrubResult, codec.read_head(io.BytesIO(result.encode()), KIND)[0], KIND) == result
+
+
+def test_damage_is_listed_and_bounded(root):
+    candidate = candidate_of(root)
+    refusals = [candidate.refuse("x" * 5000, file.path, rank, [f"tensor {number}" for number in range(500)])
+                for rank, files in candidate.files.items() for file in files]
+    publish_damage(root, refusals)
+    found = read_result(STORAGE, candidate_of(root))
+    assert len(found.damaged) == 4 and all(len(row.reason) == 1000 and len(row.tensors) == 100 for row in found.damaged)
+    assert "3 more files" in damage_of(root).reason
+    flip_bit(path_of(root, STEP, 0))                        # another file: its times changed
+    assert damage_of(root).rank == 1
