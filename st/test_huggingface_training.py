@@ -14,10 +14,11 @@ import yaml
 
 from mindresume.formats.huggingface import Latent, Model
 from mindresume.formats.huggingface_rules import rules, shapes
-from mindresume.reshard.block_scales import SCALE, scale_blocks, scales_shape
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.range_reader import scale_blocks
 from mindresume.reshard.region_load import read_regions
+from mindresume.reshard.translated_view import SCALE, scales_shape
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 from st.run_attempts import FIXTURES, failure, in_parallel, steps_of, train, train_well

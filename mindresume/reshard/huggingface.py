@@ -29,10 +29,9 @@ from mindresume.formats.huggingface import (
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.formats.huggingface_rules import compare_with_template, copies, rules, shapes
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.block_scales import with_scales
 from mindresume.reshard.conversion_manifest import read_weights
 from mindresume.reshard.region_load import LoadTarget
-from mindresume.reshard.translated_view import TranslatedView, problems_text, translated
+from mindresume.reshard.translated_view import TranslatedView, problems_text, translated, with_scales
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes
 from mindresume.tensor_files.header import parse_object

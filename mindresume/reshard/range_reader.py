@@ -16,7 +16,6 @@ import numpy as np
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
-from mindresume.reshard.block_scales import scale_blocks
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
 from mindresume.storage.interface import Storage
@@ -194,6 +193,26 @@ def _gather_composed(files: OpenFiles, place: SliceLocation, cut: ComposedCut, o
     elif cut.dtype != dtype:
         found = cast(found.view(DTYPES[cut.dtype]), dtype).view(bits_dtype(dtype))
     out[cut.target] = found.T if cut.transposed else found
+
+
+def scale_blocks(values: np.ndarray, scales: np.ndarray, rows: range, columns: range, block: tuple[int, int]) -> np.ndarray:
+    """Returns ``values`` in float32, each multiplied by the scale of its block: ``float32(weight) * weight_scale_inv[row // rows,
+    column // columns]``, computed in float32; the name says "inverse", but it is the factor to multiply with.
+
+    Args:
+        values: fp8, a part of a matrix.
+        scales: float32, of the blocks from that of the first row and column to that of the last ones.
+        rows: the rows of ``values`` in the matrix.
+        columns: its columns in the matrix.
+        block: rows and columns of one scale.
+    """
+    out = values.astype(np.float32)
+    row_blocks, column_blocks = ((np.asarray(indices) // each) - indices[0] // each
+                                 for indices, each in zip((rows, columns), block, strict=True))
+    edges = [0, *(np.flatnonzero(np.diff(row_blocks)) + 1), len(rows)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        out[start:stop] *= scales[row_blocks[start]][column_blocks]
+    return out
 
 
 def cast(array: np.ndarray, dtype: str) -> np.ndarray:

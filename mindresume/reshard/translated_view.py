@@ -3,6 +3,10 @@
     view = translated(inner, rules(model), {"output_layer.weight": "float32"})
 
 Nothing is converted beforehand: a region of a new tensor leads to the byte ranges of its parts, and only those are read.
+
+fp8 weights have a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3-FP8 store them:
+
+    tensors = with_scales(weights.tensors, (128, 128), "config.json")       # weights joined with their scales
 """
 from __future__ import annotations
 
@@ -16,10 +20,63 @@ from typing import Any
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface_rules import Block, Rule
 from mindresume.formatting import counted, listed
-from mindresume.reshard.block_scales import ScaledTensor, scaled_dtype
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
 from mindresume.reshard.geometry import Cut, Region
 from mindresume.reshard.range_reader import ComposedCut, castable
+
+FP8, SCALE = "float8_e4m3fn", "_scale_inv"          # X.weight has its scales in X.weight_scale_inv
+SCALED = "bfloat16"                                 # dtype of the values if none is wanted, as in DeepSeek's own conversion
+_SCALE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ScaledTensor(Tensor):
+    """Describes an fp8 tensor whose elements are multiplied by those of ``scale``, one for each ``block``."""
+    scale: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+
+
+def with_scales(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, source: str) -> dict[str, Tensor]:
+    """Joins fp8 tensors with their scales, which are then no tensors of their own. Returns the tensors as they were if none of
+    them is fp8 and none is a scale.
+
+    Args:
+        tensors: of a checkpoint, by name.
+        block: rows and columns of one scale, as ``source`` says; None: it says nothing.
+        source: the config.json.
+
+    Raises:
+        LoadError: names each fp8 tensor without scales, each scale without an fp8 tensor, and each scale of another shape or
+            dtype.
+    """
+    found, problems = dict(tensors), []
+    for name, tensor in tensors.items():
+        if tensor.dtype != FP8:
+            if name.endswith(SCALE) and getattr(tensors.get(name.removesuffix(SCALE)), "dtype", None) != FP8:
+                problems.append(f"{name} is a scale, but {name.removesuffix(SCALE)} is not {FP8}")
+            continue
+        scale = found.pop(name + SCALE, None)
+        if block is None:
+            problems.append(f"{name} is {FP8}, but {source} has no quantization_config with weight_block_size")
+        elif scale is None:
+            problems.append(f"{name} is {FP8}, and its scales {name + SCALE} are missing")
+        elif len(tensor.shape) != 2 or scale.shape != (expected := scales_shape(tensor.shape, block)):
+            problems.append(f"{scale.name} is {scale.shape}, expected {expected if len(tensor.shape) == 2 else 'a matrix'}: "
+                            f"{tensor.shape} in blocks of weight_block_size {list(block)} ({source})")
+        elif scale.dtype not in _SCALE_DTYPES:
+            problems.append(f"{scale.name} is {scale.dtype}, expected {' or '.join(_SCALE_DTYPES)}")
+        else:
+            found[name] = ScaledTensor(name, tensor.dtype, tensor.shape, tensor.layout, tensor.first, tensor.copies,
+                                       tensor.other_stages, scale, block)
+    if problems:
+        raise LoadError(f"the fp8 weights of {source} cannot be read, {counted(len(problems), 'tensor')}: "
+                        f"{listed(problems, 5, '; ')}")
+    return found
+
+
+def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Returns the shape of the scales of a matrix."""
+    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
 
 
 @dataclass(frozen=True)
@@ -154,7 +211,7 @@ def translated(inner: CheckpointView, known: Mapping[str, Rule], dtypes: Mapping
     tensors, problems = {}, []
     for name, rule in known.items():
         own = {block.name: (parts or inner.tensors)[block.name] for block in rule.blocks}
-        stored = {scaled_dtype(part) for part in own.values()}
+        stored = {SCALED if isinstance(part, ScaledTensor) else part.dtype for part in own.values()}
         dtype = dtypes.get(name) or min(stored)
         bad = sorted(part.dtype for part in own.values() if not _becomes(part, dtype))
         if len(stored) > 1 and name not in dtypes:

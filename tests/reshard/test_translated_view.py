@@ -13,9 +13,10 @@ from reshard.test_huggingface import STORAGE, bits, everything, network_of, read
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface_rules import copies, rules
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard.block_scales import FP8, SCALE, scale_blocks, scales_shape, with_scales
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.geometry import held, slices_of
+from mindresume.reshard.range_reader import scale_blocks
+from mindresume.reshard.translated_view import FP8, SCALE, scales_shape, with_scales
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
