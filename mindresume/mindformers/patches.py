@@ -296,28 +296,26 @@ def _load_checkpoint(call: Call) -> Any:
 
 # ---- the PyNative trainer -----------------------------------------------------------------------------------------------
 
-_RUN = "_mindresume_run"                # attribute of a trainer while it trains
-
-
 @wrapper
 def _train_pynative(call: Call) -> Any:
-    trainer, result = call["self"], None                    # the result of a training that is complete already
+    trainer = call["self"]
     config = configuration_of(trainer)
     with training_context.training(config) as context:
         context.progress.dataset_identity = job_start.fingerprint(config, context)
-        run = TrainingRun(trainer, config, context)
-        setattr(trainer, _RUN, run)
-        context.run = run
-        try:
-            result = call()
-        finally:
-            delattr(trainer, _RUN)
-    return result
+        context.run = TrainingRun(trainer, config, context)
+        return call()
+    return None                                             # a training that is complete already
+
+
+def _run_of(trainer: Any) -> TrainingRun | None:
+    """Returns the training of this trainer, while it trains."""
+    run = training_context.current().run
+    return run if run is not None and run.trainer is trainer else None
 
 
 @wrapper
 def _load_pynative(call: Call) -> Any:
-    run = getattr(call["self"], _RUN, None)
+    run = _run_of(call["self"])
     if run is None or checkpoint_load.is_left_to_mindformers(run, call["checkpoint_path"]):
         return call()
     if not run.is_loaded:
@@ -328,7 +326,7 @@ def _load_pynative(call: Call) -> Any:
 
 @wrapper
 def _create_dataset_iterator(call: Call) -> Any:
-    run = getattr(call["self"], _RUN, None)
+    run = _run_of(call["self"])
     if run is not None:
         if not run.iterators:
             checkpoint_load.end_without_saves(run)

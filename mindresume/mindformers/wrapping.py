@@ -15,7 +15,7 @@ from typing import Any
 class Call:
     """One call of a wrapped function: ``call()`` calls the function itself, ``call["name"]`` is an argument or its default."""
 
-    def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.original, self.args, self.kwargs = original, args, kwargs
 
     def __call__(self, **changed: Any) -> Any:

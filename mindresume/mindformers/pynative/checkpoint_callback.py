@@ -18,6 +18,7 @@ from mindresume.mindformers.pynative.training_run import (
     COUNTER,
     Layouts,
     TrainingRun,
+    all_parameters,
     layouts_of,
     local,
     model_parameters,
@@ -46,41 +47,26 @@ class RunSaver:
     def __init__(self, asked: dict[str, Any], since: float):
         self._asked, self._since = asked, since
         self.manager: CheckpointManager | None = None
-        self._run: TrainingRun | None = None
+        self.run: TrainingRun | None = None
         self._layouts: Layouts = {}
 
     def begin(self, run: TrainingRun, model: Any, optimizer: Any) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random state."""
-        if run.context.monitor is self:         # the training begins again in its process: session and state go on
-            return
+        if self.manager is not None and run.context.monitor is self.manager:
+            return                              # the training begins again in its process: session and state go on
         context, asked = run.context, self._asked
         options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
                               async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
                               samples_in_common=run.samples_in_common, since=self._since,
                               retention=policy_of(asked["save_max"], 0, context.settings.retention))
-        self._run = run
+        self.run = run
         self.manager = training_saves.open_directory(context, options)
         optimizer = None if asked["no_save_optim"] else optimizer
-        of_model = model_parameters(model)
-        shapes = shapes_of({**of_model, **optimizer_parameters(optimizer, of_model)})
-        self._layouts = layouts_of(model, optimizer, shapes, context)
-        training_saves.begin_saving(self.manager, context, int(run.trainer.state.global_step), self)
+        self._layouts = layouts_of(model, optimizer, shapes_of(all_parameters(model, optimizer)), context)
+        training_saves.begin_saving(self.manager, context, int(run.trainer.state.global_step), self.manager)
         self.manager.handle_preemption((), context.requests)
         self.manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
-
-    def step_end(self, state: Any, objects: dict[str, Any]) -> None:
-        """Saves the step if it is due. Ends the training after this step if a rank was asked to stop."""
-        if training_saves.end_step(self.manager, self._run.context, _PyNativeState(self, state, objects)):
-            state.max_steps = state.global_step         # the condition of the trainer's loop
-
-    def end(self, state: Any, objects: dict[str, Any]) -> None:
-        """Saves the last step, and waits until everything is committed."""
-        training_saves.end_training(self.manager, self._run.context, _PyNativeState(self, state, objects))
-
-    def finish_after_error(self) -> None:
-        """Finishes the save in flight after the training failed, see ``CheckpointManager.finish_after_error``."""
-        self.manager.finish_after_error()
 
     # ---- collecting --------------------------------------------------------------------------------------------------
 
@@ -101,7 +87,7 @@ class RunSaver:
 
     def training_state(self, state: Any, optimizer: Any, loss: Any) -> TrainingState:
         """Returns the training state after the step of ``state``."""
-        run, step = self._run, int(state.global_step)
+        run, step = self.run, int(state.global_step)
         counter = getattr(optimizer, COUNTER, None)
         scale = getattr(state, "loss_scale", None)
         metrics = {**loss_metric(None if loss is None else local(loss)), **run.context.progress.metrics}
@@ -122,48 +108,53 @@ class _PyNativeState(StepState):
         return Save(self.saver.shard(self.state, self.objects), ())
 
 
+class RunCallback:
+    """Saves the checkpoints of a training. Its arguments are those of mindformers' ``CheckpointCallback`` in the installed
+    release, from which the class that is used inherits, too (``make_callback_class``). That one saves what is left to it.
+
+    Raises:
+        SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or after ``max_failed_saves``
+            failures in a row.
+        LeaseHeldError: Another job saves into the folder.
+    """
+    built_in: type
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        asked = Call(self.built_in.__init__, (self, *args), kwargs).arguments
+        super().__init__(**{name: value for name, value in asked.items() if name != "self"})
+        self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
+
+    def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
+        context = training_context.current()
+        if self._mindresume is None:
+            context.emit(Notice("save_trainable_only: the checkpoints of adapters alone are saved by mindformers"))
+        elif context.run is None:
+            context.emit(Notice("this training was not started by Trainer.train, so mindformers saves its checkpoints"))
+            self._mindresume = None
+        if self._mindresume is None:
+            super().on_train_begin(args, state, **kwargs)
+        else:
+            check_callbacks(context.run.trainer, self.built_in)
+            self._mindresume.begin(context.run, kwargs.get("model"), kwargs.get("optimizer"))
+
+    def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+        saver = self._mindresume
+        if saver is None:
+            super().on_step_end(args, state, **kwargs)
+        elif training_saves.end_step(saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs)):
+            state.max_steps = state.global_step         # the condition of the trainer's loop: a rank was asked to stop
+
+    def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
+        saver = self._mindresume
+        if saver is None:
+            super().on_train_end(args, state, **kwargs)
+        else:
+            training_saves.end_training(saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs))
+
+
 def make_callback_class(built_in: type) -> type:
     """Returns the callback that takes the place of ``built_in`` in the trainer."""
-    class CheckpointCallback(built_in):
-        """Saves the checkpoints of a training. Its arguments are those of mindformers' callback of this name in the installed
-        release.
-
-        Raises:
-            SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or after ``max_failed_saves``
-                failures in a row.
-            LeaseHeldError: Another job saves into the folder.
-        """
-
-        def __init__(self, *args: Any, **kwargs: Any):
-            asked = Call(built_in.__init__, (self, *args), kwargs).arguments
-            super().__init__(**{name: value for name, value in asked.items() if name != "self"})
-            self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
-
-        def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
-            context = training_context.current()
-            if self._mindresume is None:
-                context.emit(Notice("save_trainable_only: the checkpoints of adapters alone are saved by mindformers"))
-            elif context.run is None:
-                context.emit(Notice("this training was not started by Trainer.train, so mindformers saves its checkpoints"))
-                self._mindresume = None
-            if self._mindresume is None:
-                super().on_train_begin(args, state, **kwargs)
-            else:
-                check_callbacks(context.run.trainer, built_in)
-                self._mindresume.begin(context.run, kwargs.get("model"), kwargs.get("optimizer"))
-
-        def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-            if self._mindresume is None:
-                super().on_step_end(args, state, **kwargs)
-            else:
-                self._mindresume.step_end(state, kwargs)
-
-        def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-            if self._mindresume is None:
-                super().on_train_end(args, state, **kwargs)
-            else:
-                self._mindresume.end(state, kwargs)
-    return CheckpointCallback
+    return type("CheckpointCallback", (RunCallback, built_in), {"built_in": built_in, "__doc__": RunCallback.__doc__})
 
 
 def check_callbacks(trainer: Any, built_in: type) -> None:

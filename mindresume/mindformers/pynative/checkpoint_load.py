@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,10 @@ from mindresume.mindformers.loading import COUNTER
 from mindresume.mindformers.pynative.training_run import (
     MASTER,
     TrainingRun,
+    all_parameters,
     layouts_of,
     local,
     model_parameters,
-    optimizer_parameters,
     refresh_masters,
     restore_fields,
     restore_parameters,
@@ -196,7 +196,7 @@ def with_position(state: TrainingState, batch: int | None, run: TrainingRun) -> 
 class PyNativeNetwork:
     """The models of this rank, and with a resume the optimizer, as a load sees them (``mindformers.loading.Network``)."""
     run: TrainingRun
-    arrangement: Mapping[str, bool] = field(default_factory=lambda: adapter.ARRANGEMENT)
+    arrangement = adapter.ARRANGEMENT
 
     @property
     def config(self) -> Any:
@@ -210,14 +210,14 @@ class PyNativeNetwork:
     def target(self, stored: Mapping[str, Any], what: str) -> LoadTarget:
         """Returns all  The step counter of the optimizer, which is set separately, is int32 in 1.9.0 and int64 later;
         float32 copies may all be missing."""
-        model = model_parameters(self.run.trainer.model)
-        shapes = shapes_of({**model, **optimizer_parameters(self.optimizer, model)})
+        model = self.run.trainer.model
+        shapes = shapes_of(all_parameters(model, self.optimizer))
         if COUNTER in shapes and COUNTER in stored:
             shapes[COUNTER] = shapes[COUNTER][0], stored[COUNTER].dtype
         if not any(name.startswith(MASTER) for name in stored):         # they are made of the loaded parameters
             shapes = {name: row for name, row in shapes.items() if not name.startswith(MASTER)}
         optional = {name for name in shapes if name == COUNTER or self.run.context.settings.allows(name)}
-        return LoadTarget(shapes, {}, optional, model, True)
+        return LoadTarget(shapes, {}, optional, model_parameters(model), True)
 
     def layouts(self, target: LoadTarget) -> Layouts:
         return layouts_of(self.run.trainer.model, self.optimizer, target.shapes, self.run.context)
@@ -235,7 +235,6 @@ def check_loaded(run: TrainingRun) -> None:
     ``Resources.check_loaded``."""
     resources, trainer = run.context.resources, run.trainer
     if resources.loaded is not None:
-        model = model_parameters(trainer.model)
-        held = {**model, **optimizer_parameters(trainer.optimizer, model)}
+        held = all_parameters(trainer.model, trainer.optimizer)
         resources.check_loaded(((name, local(parameter)) for name, parameter in held.items()),
                                trainer.callback_handler.callbacks, run.context.plan.resumes)

@@ -133,6 +133,12 @@ def optimizer_parameters(optimizer: Any, model: Mapping[str, Any]) -> dict[str, 
             if name not in model and not is_transient(name)}
 
 
+def all_parameters(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Returns {name: parameter} of the models of this rank and of the optimizer, if there is one."""
+    of_model = model_parameters(model)
+    return {**of_model, **optimizer_parameters(optimizer, of_model)}
+
+
 def local(parameter: Any) -> Any:
     """Returns the part of a parameter that this rank holds: ``to_local()`` of a DTensor of hyper_parallel, else all of it."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter

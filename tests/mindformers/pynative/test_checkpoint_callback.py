@@ -27,7 +27,7 @@ def saver_of(rank=0, layouts=None, **asked):
     state = State(global_step=7, max_steps=20, epoch_step=6, epoch=1.0)
     trainer = SimpleNamespace(global_batch_size=BATCH, train_dataset=DataSet(BATCH), train_epoch_step=6, state=state)
     saver = RunSaver({**ASKED, **asked}, time.monotonic())
-    saver._run, saver._layouts = TrainingRun(trainer, {}, TrainingContext()), layouts or {}
+    saver.run, saver._layouts = TrainingRun(trainer, {}, TrainingContext()), layouts or {}
     saver.manager = SimpleNamespace(target=SimpleNamespace(rank=rank, world_size=2 if layouts else 1, iterations=True))
     return saver, state
 
@@ -55,7 +55,7 @@ def test_the_loss_is_recorded_if_it_is_a_number(loss, metrics):
 
 def test_a_loss_that_is_cut_and_what_the_user_reported():
     saver, state = saver_of()
-    saver._run.context.progress.metrics["eval_loss"] = 3.0
+    saver.run.context.progress.metrics["eval_loss"] = 3.0
     loss = SimpleNamespace(to_local=lambda: ms.Tensor(1.25))                # a stand-in of a DTensor
     assert saver.training_state(state, None, loss).metrics == {"loss": 1.25, "eval_loss": 3.0}
 
