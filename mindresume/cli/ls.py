@@ -1,12 +1,10 @@
 """Implements ``mindresume ls`` and ``mindresume which``: what a folder holds, and which checkpoint a resume takes."""
 from __future__ import annotations
 
-import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +15,6 @@ from mindresume.cli.common import (
     RIGHT_ALIGNED,
     AsJson,
     Folder,
-    Stopped,
     WorldSize,
     checkpoint_cells,
     new_table,
@@ -27,7 +24,6 @@ from mindresume.cli.common import (
     say,
     show_table,
     step_text,
-    stopped_by_signals,
 )
 
 if TYPE_CHECKING:
@@ -36,49 +32,18 @@ if TYPE_CHECKING:
 
 
 @app.command()
-def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None,
-       watch: Annotated[bool, typer.Option("--watch", help="Repeat it until Ctrl-C. On a terminal: one screen with the running "
-                                           "job, its speed, saves in progress and free space. Elsewhere: a new listing "
-                                           "whenever something changed; with --json, one JSON object a line.")] = False,
-       every: Annotated[float | None, typer.Option("--every", min=0.1, metavar="SECONDS", show_default=False,
-                                                   help="Pause between two looks of --watch. Default: 5. It is longer where "
-                                                   "one look takes long.")] = None) -> None:
+def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> None:
     """Lists every saved step, newest first, complete or not, with its problems.
 
-    It checks names, records and sizes; `verify` checks the contents. With --watch the folder need not exist yet; it takes no lock
-    and disturbs no job. Exit status of --watch: 130 after Ctrl-C.
+    It checks names, records and sizes; `verify` checks the contents. It takes no lock and disturbs no job: `watch mindresume ls
+    DIR` repeats it.
     """
-    if watch:
-        _watch(folder, json, world_size, every)
-    if every is not None:
-        raise typer.BadParameter("it needs --watch", param_hint="--every")
     from mindresume.api import catalog
     listing = catalog.open(folder, world_size=world_size).list()
     if json:
         print_json(listing.to_json())
     else:
         print_listing(listing)
-
-
-def _watch(folder: str, as_json: bool, world_size: int | None, every: float | None) -> NoReturn:
-    """Repeats the listing until a signal or the end of a reader's pipe."""
-    from mindresume.cli.watch import EVERY, Lines, watch
-    pause = EVERY if every is None else every
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")       # a name, or an ellipsis, that its encoding lacks
-        with stopped_by_signals():
-            if as_json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
-                watch(folder, Lines(folder, as_json), world_size, pause)
-            else:
-                from mindresume.cli.watch_screen import Screen
-                with Screen(folder, pause) as screen:
-                    watch(folder, screen, world_size, pause)
-    except Stopped as stopped:                  # the usual way to end it: nothing to say
-        sys.exit(128 + stopped.signal)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # the interpreter flushes once more
-        sys.exit(128 + signal.SIGPIPE)
 
 
 def print_listing(listing: Listing) -> None:
