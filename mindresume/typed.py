@@ -181,11 +181,8 @@ class _Decoder:
             return tuple([inner[index].decode(row, (at, index)) for index, row in enumerate(value)])
         if self.origin is Mapping:
             return {self._key(key, at): self.inner[1].decode(row, (at, key)) for key, row in value.items()}
-        if self.is_object:
-            return self._object(value, at)
-        return float(value) if self.origin is float else value
-
-    def _object(self, value: Mapping[str, Any], at: tuple[Any, ...]) -> Any:
+        if not self.is_object:
+            return float(value) if self.origin is float else value
         given = {}
         for key, field, decoder in self.fields:
             if key in value:

@@ -84,7 +84,7 @@ def inspect_bucket(disks: Mapping[str, Disk], training: Training, findings: list
         readable = [name for name in remote.scan().committed() if manifest_url(training, name) not in store.bucket.unreadable]
         for name in readable[:1]:
             manifest, _ = remote.manifest(name)
-            newest.append((manifest.run, manifest.step))
+            newest.append((manifest.run, manifest.state.step))
             for file in [*(file for files in manifest.files for file in files), *manifest.metadata_files]:
                 found = store.bucket.objects.get(f"{training.url}/{name}/{file.path}")
                 if found is None or file_checksum(io.BytesIO(found.data))[0] != file.checksum:

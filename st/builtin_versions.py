@@ -55,8 +55,8 @@ def is_optimizer(name: str, names: Mapping[str, Any]) -> bool:
 def device_axes(layout: TensorLayout) -> tuple[list[int], list[int | list[int]]]:
     """Returns a device matrix and tensor map of the same slices without optimizer shards, which become further axes of dimension
     0; as MindSpore's Layout expects it. ValueError if the shards do not fall on whole axes or parts of one."""
-    matrix, needed, free = list(layout.device_matrix), layout.optimizer_pieces, list(layout.unused_axes())
-    cuts, shard = layout.axes(), []
+    matrix, needed, free = list(layout.device_matrix), layout.optimizer_pieces, list(layout.unused_axes)
+    cuts, shard = layout.axes, []
     if needed == 1:
         return matrix, [_cut(axes) for axes in cuts]
     while needed > 1:                                       # from the minor axis on: neighbours hold neighbouring pieces

@@ -58,7 +58,7 @@ def records(run: Run, number: int | None = None) -> dict[int, Record]:
             with open(attempt / record_name(0), "rb") as file:
                 record = read_record(file)[0]
             if number is None or int(record.run.split("-")[0]) == number:
-                found[record.step] = record
+                found[record.state.step] = record
     return found
 
 

@@ -57,7 +57,7 @@ def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
     os.kill(run.worker(run.workers - 1), signal.SIGTERM)
     step = preempted_at(run, whole_several, 143)
     if not command:
-        assert {record.step for record in records(run).values()} >= {step}
+        assert {record.state.step for record in records(run).values()} >= {step}
     resume(run, whole_several, step, command)
 
 

@@ -93,7 +93,7 @@ def cut_text(layout: TensorLayout | None) -> str:
     if layout is None:
         return "not cut"
     matrix, words = layout.device_matrix, []
-    for dim, axes in enumerate(layout.axes()):
+    for dim, axes in enumerate(layout.axes):
         axes = tuple(axis for axis in axes if matrix[len(matrix) - 1 - axis] > 1)
         if axes:
             lengths = " x ".join(str(matrix[len(matrix) - 1 - axis]) for axis in axes)

@@ -28,7 +28,8 @@ class ProgressReporter:
                  unit: str = "bytes"):
         self.what, self.emit, self.every, self.clock, self.unit = what, emit, every, clock, unit
         self._lock = runtime.Lock()
-        self.expect(0)
+        self.total = self.done = 0
+        self.began = self._last = clock()
 
     def expect(self, total: int) -> None:
         """Restarts the count. ``total``: bytes (or units) to come; 0 if unknown."""

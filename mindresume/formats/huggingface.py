@@ -225,7 +225,7 @@ def check_contiguous_order(model: Model, layouts: Mapping[str, TensorLayout]) ->
     for name, layout in layouts.items():
         contiguous = (f".{QKV}." in name and model.latent is None and model.attention == CONTIGUOUS
                       or f".{FC1}." in name and model.mlp == CONTIGUOUS)
-        pieces = math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes()[0]) if layout.axes() else 1
+        pieces = math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes[0]) if layout.axes else 1
         if contiguous and pieces > 1:
             raise ConfigError(f"{name} is in contiguous order and sharded by tensor parallelism ({pieces}): each rank then has "
                               f"its own [q, k, v] or [gate, up], and no rule exists for the whole tensor. Use "

@@ -117,7 +117,7 @@ def _cut(plan: ParallelPlan, name: str, shape: tuple[int, ...], layout: TensorLa
     if len(layout.tensor_map) != len(shape):
         raise ConfigError(f"plan {plan}: {name} has the shape {shape}, its layout in the source is for "
                           f"{len(layout.tensor_map)} dimensions: {layout}")
-    cut = [dim for dim, axes in enumerate(layout.axes()) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
+    cut = [dim for dim, axes in enumerate(layout.axes) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
     if len(cut) > 1:
         raise ConfigError(f"plan {plan}: the source shards {name} of shape {shape} along dimensions "
                           f"{' and '.join(map(str, cut))}; a plan can shard only one; {_GIVE}")

@@ -175,8 +175,8 @@ def _candidate(directory: CheckpointDir, attempt: Attempt, brief: bool, manifest
                     manifest = Manifest.read(file)
             else:
                 manifest = manifests.read(directory.storage, os.path.join(path, MANIFEST))
-            if (manifest.run, manifest.step) != (attempt.run, attempt.step):
-                raise RecordError(f"it is of run {manifest.run}, step {manifest.step}")
+            if (manifest.run, manifest.state.step) != (attempt.run, attempt.step):
+                raise RecordError(f"it is of run {manifest.run}, step {manifest.state.step}")
             if not (manifest.local_ranks and content.issuperset(map(record_name, range(manifest.world_size)))):
                 candidate = candidate_of(manifest, path=path)           # else the files of all nodes are here
                 lost = next((rank for rank in manifest.ranks if record_name(rank) not in content), None)
@@ -217,10 +217,10 @@ def _in_iteration(candidate: Candidate, attempt: Attempt) -> Candidate:
 def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None = None) -> Candidate:
     """Makes a candidate of a manifest, wherever it lies. ``iteration_dir``: the iteration folder; ``path``: the folder of
     records."""
-    path = attempt_name(manifest.step, manifest.run) if path is None else path
+    path = attempt_name(manifest.state.step, manifest.run) if path is None else path
     return Candidate(
-        manifest.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
-        manifest.world_size, manifest.state, manifest.run, path, order=(run_sequence(manifest.run), manifest.step, 0.0),
+        manifest.state.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
+        manifest.world_size, manifest.state, manifest.run, path, order=(run_sequence(manifest.run), manifest.state.step, 0.0),
         committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records,
         iteration_dir=iteration_dir, metadata_files=manifest.metadata_files, deduplicated=manifest.deduplicated,
         local_ranks=manifest.local_ranks, lineage=manifest.lineage)
@@ -240,7 +240,7 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
                                          is_unreadable=may_pass(found))
             continue
         records[rank], checksums[rank] = found
-        if (records[rank].run, records[rank].step, records[rank].rank) != (run, step, rank):
+        if (records[rank].run, records[rank].state.step, records[rank].rank) != (run, step, rank):
             problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
         lowest = records[min(records)]
         if records[rank].world_size != lowest.world_size:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,24 +47,40 @@ class TensorLayout:
             several axes, major first. A tensor without dimensions is never sharded.
         optimizer_shards: number of shards of dimension 0 after the sharding above; 0: none, -1: as many as there are replicas.
 
+        axes: for each tensor dimension the device axes that shard it, major first; () if it is not sharded.
+        unused_axes: device axes longer than 1 that shard no dimension, major first: the replicas lie along them.
+        stage_size: number of ranks in the stage.
+        replicas: number of ranks that hold the same data before the optimizer shards.
+        optimizer_pieces: ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded further.
+
     Raises:
         ValueError: An axis does not exist or is used twice, or the optimizer shards do not divide the replicas.
     """
     device_matrix: tuple[int, ...]
     tensor_map: tuple[int | tuple[int, ...], ...]
     optimizer_shards: int = 0
+    axes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    unused_axes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    stage_size: int = field(init=False, repr=False, compare=False)
+    replicas: int = field(init=False, repr=False, compare=False)
+    optimizer_pieces: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device_matrix", tuple(map(int, self.device_matrix)))
-        object.__setattr__(self, "tensor_map", tuple(m if isinstance(m, int) else tuple(map(int, m))
-                                                     for m in self.tensor_map))
-        if not self.device_matrix or min(self.device_matrix) < 1:
+        matrix = tuple(map(int, self.device_matrix))
+        cuts = tuple(cut if isinstance(cut, int) else tuple(map(int, cut)) for cut in self.tensor_map)
+        axes = tuple(tuple(axis for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis != -1) for cut in cuts)
+        vars(self).update(device_matrix=matrix, tensor_map=cuts, axes=axes, stage_size=math.prod(matrix))
+        if not matrix or min(matrix) < 1:
             raise ValueError(f"device_matrix must have at least one axis, each of length >= 1: {self}")
-        used = self._used_axes()
-        if len(set(used)) < len(used) or any(not 0 <= axis < len(self.device_matrix) for axis in used):
+        used = list(itertools.chain(*axes))
+        if len(set(used)) < len(used) or any(not 0 <= axis < len(matrix) for axis in used):
             raise ValueError(f"tensor_map uses an axis twice, or one that device_matrix does not have: {self}")
-        if self.optimizer_shards < -1 or self.replicas % self.optimizer_pieces:
-            raise ValueError(f"{self.optimizer_shards} optimizer shards do not divide {self.replicas} replicas: {self}")
+        unused = tuple(axis for axis in reversed(range(len(matrix))) if axis not in used and matrix[-1 - axis] > 1)
+        replicas = math.prod(matrix[-1 - axis] for axis in unused)
+        pieces = 1 if not cuts else replicas if self.optimizer_shards == -1 else max(self.optimizer_shards, 1)
+        vars(self).update(unused_axes=unused, replicas=replicas, optimizer_pieces=pieces)
+        if self.optimizer_shards < -1 or replicas % pieces:
+            raise ValueError(f"{self.optimizer_shards} optimizer shards do not divide {replicas} replicas: {self}")
 
     def normalized(self) -> TensorLayout:
         """Returns the canonical form of this layout: a tuple in ``tensor_map`` has at least two axes, and a layout without
@@ -72,25 +88,8 @@ class TensorLayout:
         shards = self.optimizer_shards if self.optimizer_pieces > 1 else 0
         if shards == self.optimizer_shards and all(isinstance(cut, int) for cut in self.tensor_map):
             return self
-        cuts = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in self.axes()]
+        cuts = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in self.axes]
         return TensorLayout(self.device_matrix, tuple(cuts), shards)
-
-    @property
-    def stage_size(self) -> int:
-        """Returns the number of ranks in the stage."""
-        return math.prod(self.device_matrix)
-
-    @property
-    def replicas(self) -> int:
-        """Returns the number of ranks that hold the same data before the optimizer shards."""
-        return math.prod(self._axis(a)[0] for a in self.unused_axes())
-
-    @property
-    def optimizer_pieces(self) -> int:
-        """Returns ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded further."""
-        if not self.tensor_map:
-            return 1
-        return self.replicas if self.optimizer_shards == -1 else max(self.optimizer_shards, 1)
 
     @property
     def copies(self) -> int:
@@ -100,23 +99,14 @@ class TensorLayout:
     @property
     def optimizer_stride(self) -> int:
         """Returns the distance in ranks within the optimizer group (``opt_weight_shard_step``); 0 without optimizer shards."""
-        return self._axis(self.unused_axes()[-1])[1] if self.optimizer_pieces > 1 else 0
-
-    def axes(self) -> list[tuple[int, ...]]:
-        """Returns for each tensor dimension the device axes that shard it, major first; () if it is not sharded."""
-        return [tuple(a for a in (m if isinstance(m, tuple) else (m,)) if a != -1) for m in self.tensor_map]
-
-    def unused_axes(self) -> tuple[int, ...]:
-        """Returns the device axes longer than 1 that shard no dimension, major first: the replicas lie along them."""
-        used = self._used_axes()
-        return tuple(a for a in reversed(range(len(self.device_matrix))) if a not in used and self._axis(a)[0] > 1)
+        return self._axis(self.unused_axes[-1])[1] if self.optimizer_pieces > 1 else 0
 
     def pieces(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the number of pieces of each dimension. Raises ValueError if a dimension of ``shape`` is not divisible."""
         if len(shape) != len(self.tensor_map):
             raise ValueError(f"shape {tuple(shape)} has {len(shape)} dimensions, tensor_map has "
                              f"{len(self.tensor_map)}: {self}")
-        counts = [math.prod(self._axis(a)[0] for a in axes) for axes in self.axes()]
+        counts = [math.prod(self.device_matrix[-1 - axis] for axis in axes) for axes in self.axes]
         if counts:
             counts[0] *= self.optimizer_pieces
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
@@ -140,10 +130,10 @@ class TensorLayout:
         if not 0 <= rank < self.stage_size:
             raise ValueError(f"rank {rank} is not one of the {self.stage_size} ranks of a stage: {self}")
         held = []
-        for dim, (length, axes) in enumerate(zip(self.local_shape(shape), self.axes(), strict=True)):
+        for dim, (length, axes) in enumerate(zip(self.local_shape(shape), self.axes, strict=True)):
             index = self._index(rank, axes)
             if dim == 0:
-                index = index * self.optimizer_pieces + self._index(rank, self.unused_axes()) % self.optimizer_pieces
+                index = index * self.optimizer_pieces + self._index(rank, self.unused_axes) % self.optimizer_pieces
             held.append(slice(index * length, (index + 1) * length))
         return tuple(held)
 
@@ -180,9 +170,6 @@ class TensorLayout:
             raise ValueError(f"not a tensor layout; expected at most {MAX_AXES} axes and {MAX_RANKS} ranks: {value!r}"[:400])
         return cls(tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards)
 
-    def _used_axes(self) -> tuple[int, ...]:
-        return sum(self.axes(), ())
-
     def _axis(self, axis: int) -> tuple[int, int]:
         """Returns the length of a device axis, counted from the right, and the distance in ranks between its neighbours."""
         position = len(self.device_matrix) - 1 - axis
@@ -208,9 +195,9 @@ class TensorLayout:
         indices, replica = list(indices), 0
         if indices:
             indices[0], replica = divmod(indices[0], self.optimizer_pieces)
-        base = sum(self._offset(index, axes) for index, axes in zip(indices, self.axes(), strict=True))
+        base = sum(self._offset(index, axes) for index, axes in zip(indices, self.axes, strict=True))
         for index in range(replica, self.replicas, self.optimizer_pieces):
-            yield base + self._offset(index, self.unused_axes())
+            yield base + self._offset(index, self.unused_axes)
 
 
 # ---- slices by number ------------------------------------------------------------------------------------------------
@@ -232,9 +219,9 @@ def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
             [ranks // math.prod(matrix[len(matrix) - axis:]) % matrix[-1 - axis] for axis in axes],
             [matrix[-1 - axis] for axis in axes])
         return found
-    indices = [index(axes) for axes in layout.axes()]
+    indices = [index(axes) for axes in layout.axes]
     if indices:
-        indices[0] = indices[0] * layout.optimizer_pieces + index(layout.unused_axes()) % layout.optimizer_pieces
+        indices[0] = indices[0] * layout.optimizer_pieces + index(layout.unused_axes) % layout.optimizer_pieces
     return tuple((_row_major(indices, pieces) + 0 * ranks).tolist())
 
 
@@ -280,7 +267,7 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
     for a shard that no axes can express."""
     if not layout.optimizer_shards or not layout.tensor_map:
         return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
-    used = set(itertools.chain(*layout.axes()))
+    used = set(itertools.chain(*layout.axes))
     matrix, shard, left = [], [], layout.copies             # left: copies not yet found on the axes, major first
     split = len(layout.device_matrix)                       # no axis is split yet
     for axis, size in zip(reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True):
@@ -293,7 +280,7 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
             matrix += [left, size // left] if left > 1 else [size]
             split, left = axis if left > 1 else split, 1
             shard.append(axis)
-    cuts = [[axis + (axis > split) for axis in axes] for axes in layout.axes()]
+    cuts = [[axis + (axis > split) for axis in axes] for axes in layout.axes]
     cuts[0] += shard
     return TensorLayout(tuple(matrix), tuple(map(tuple, cuts))).normalized()
 

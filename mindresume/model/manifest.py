@@ -28,7 +28,7 @@ from mindresume import runtime
 from mindresume.errors import RecordError
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import TrainingState
-from mindresume.typed import is_count, is_number, parse_json
+from mindresume.typed import is_count, parse_json
 
 FOLDER = ".mindresume"                 # below the checkpoint root; mindformers lists no hidden folders
 MANIFEST = "manifest.json"
@@ -121,18 +121,18 @@ MAX_TIME = 10**11                      # seconds since 1970 (year 5138); later t
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
-def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT) -> bytes:
-    """Returns the checksum line and the head line. Raises ValueError if the head has more than ``limit`` bytes, as it could
-    not be read back."""
-    line = _encode_line(head, limit)
-    return xxhash.xxh3_128_hexdigest(line).encode() + b"\n" + line + b"\n"
-
-
-def _encode_line(value: Any, limit: int) -> bytes:
-    line = json.dumps(value, separators=(",", ":")).encode()
-    if len(line) > limit:
-        raise ValueError(f"a line of {len(line)} bytes; at most {limit} can be read back")
-    return line
+def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT, details: Mapping[str, Any] | None = None) -> bytes:
+    """Returns the checksum line and the head line; with ``details``, the head has the checksum of their line, which follows.
+    Raises ValueError if the head has more than ``limit`` bytes, or the details have more than theirs: they could not be read
+    back."""
+    tail = b"" if details is None else json.dumps(details, separators=(",", ":")).encode()
+    if details is not None:
+        head = {**head, "details": xxhash.xxh3_128_hexdigest(tail)}
+    line = json.dumps(head, separators=(",", ":")).encode()
+    for found, most in ((line, limit), (tail, DETAILS_LIMIT)):
+        if len(found) > most:
+            raise ValueError(f"a line of {len(found)} bytes; at most {most} can be read back")
+    return b"\n".join([xxhash.xxh3_128_hexdigest(line).encode(), line, *([] if details is None else [tail]), b""])
 
 
 def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], str]:
@@ -225,22 +225,15 @@ class FileRecord(NamedTuple):
     checksum: str | None = None
 
     @classmethod
-    def from_json(cls, value: Any) -> FileRecord:
-        """Reads the entry of any file below the root, recorded by mindresume or not. Raises RecordError if the path leaves the
-        root."""
-        if not isinstance(value, list) or len(value) != 4:
-            raise RecordError(f"file {value!r}"[:200] + ": expected a list of 4 values")
-        path = value[0]
-        if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-            raise RecordError(f"file path {path!r}"[:200] + " leaves the checkpoint folder")
-        return cls(*value)
-
-    @classmethod
     def recorded(cls, value: Any, rank: int | None = None) -> FileRecord:
         """Reads the entry of a weight file of ``rank``, or of a metadata file. Raises RecordError unless the file has a size and
         a checksum, and lies in the folder of that rank or beside the records: so no reader opens, and no removal deletes,
         anything else."""
-        path, fmt, size, checksum = file = cls.from_json(value)
+        if not isinstance(value, list) or len(value) != 4:
+            raise RecordError(f"file {value!r}"[:200] + ": expected a list of 4 values")
+        path, fmt, size, checksum = value
+        if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+            raise RecordError(f"file path {path!r}"[:200] + " leaves the checkpoint folder")
         folder, _, name = path.rpartition("/")
         if folder not in ("", f"rank_{rank}") or rank is None and folder or not _NAME.fullmatch(name):
             where = "" if rank is None else f" or in the folder rank_{rank}"
@@ -255,7 +248,7 @@ class FileRecord(NamedTuple):
             raise RecordError(f"the size of {path} is {size!r}"[:400] + ", expected a number of bytes")
         if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
             raise RecordError(f"{path}"[:200] + f": the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
-        return file
+        return cls(path, fmt, size, checksum)
 
     def below(self, folder: str) -> FileRecord:
         """Returns this entry with its path relative to the parent of ``folder``."""
@@ -325,10 +318,6 @@ class Record:
     lineage: str = ""
     local_ranks: tuple[int, ...] = ()
 
-    @property
-    def step(self) -> int:
-        return self.state.step
-
     def encode(self, details: Details) -> bytes:
         """Returns the content of the record file."""
         layouts: dict[TensorLayout, int] = {}
@@ -336,15 +325,14 @@ class Record:
         for name, tensor in details.tensors.items():
             index = None if tensor.layout is None else layouts.setdefault(tensor.layout, len(layouts))
             tensors[name] = [tensor.dtype, tensor.shape, tensor.checksum, index, tensor.global_shape, tensor.file]
-        tail = _encode_line({"tensors": tensors, "layouts": [layout.to_json() for layout in layouts],
-                             "random": dict(details.random)}, DETAILS_LIMIT)
         head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
                 "state": self.state.to_json(), "saved_at": self.saved_at, "files": self.files, "deduplicated": self.deduplicated}
         if self.lineage:
             head["lineage"] = self.lineage
         if self.local_ranks:
             head["part"] = rank_ranges(self.local_ranks)
-        return encode_head({**head, "details": xxhash.xxh3_128_hexdigest(tail)}) + tail + b"\n"
+        return encode_head(head, details={"tensors": tensors, "layouts": [layout.to_json() for layout in layouts],
+                                          "random": dict(details.random)})
 
 
 def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,7 +344,7 @@ def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
         run_sequence(lineage)
     if not is_count(world_size, 1, MAX_RANKS):
         raise RecordError(f"world_size is {world_size!r}"[:200] + f", expected a whole number from 1 to {MAX_RANKS}")
-    if not is_number(saved_at) or not 0 <= saved_at <= MAX_TIME:
+    if type(saved_at) not in (int, float) or not 0 <= saved_at <= MAX_TIME:
         raise RecordError(f"saved_at is {saved_at!r}"[:200] + ", expected seconds since 1970")
     if not isinstance(deduplicated, bool):
         raise RecordError(f"deduplicated is {deduplicated!r}"[:200] + ", expected true or false")
@@ -461,10 +449,6 @@ class Manifest:
     def ranks(self) -> Sequence[int]:
         """Returns the ranks that ``files`` and ``records`` belong to, in order."""
         return self.local_ranks or range(len(self.files))
-
-    @property
-    def step(self) -> int:
-        return self.state.step
 
     def encode(self) -> bytes:
         """Returns the content of the manifest file."""

@@ -32,7 +32,7 @@ from mindresume.events import (
 )
 from mindresume.events.event_file import FOLDER, LIMIT, TEXT_LIMIT
 from mindresume.report.log_parser import pieces_of
-from mindresume.storage.posix import open_regular
+from mindresume.storage.posix import PosixStorage
 from mindresume.typed import parse_json
 
 LINE_LIMIT = 1 << 18            # bytes; longer lines are skipped
@@ -96,7 +96,7 @@ def read_events(log: EventLog, kinds: tuple[type[Event], ...] = ()) -> Iterator[
     """Yields the events of a file in order. ``kinds``: only these (empty: all). A file that cannot be read has no events."""
     marks = [f'"{kind.kind}"'.encode() for kind in kinds]
     try:
-        with open_regular(log.path) as file:
+        with PosixStorage().open(log.path) as file:
             is_inside = False                                       # within a line that is too long
             for piece in pieces_of(file, LINE_LIMIT, FILE_LIMIT):
                 is_whole = piece.endswith(b"\n")

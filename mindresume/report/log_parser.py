@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from mindresume import runtime
-from mindresume.storage.posix import open_regular
+from mindresume.storage.posix import PosixStorage
 
 _LOGS, _WORKERS, _WORKER = re.compile(r"log(_.+)?"), re.compile(r"msrun_log(_.+)?"), re.compile(r"worker_(\d{1,9})\.log")
 _RANK, _INFO = re.compile(r"rank_(\d{1,9})"), re.compile(r"info\.log(?:\.(\d{1,6}))?")
@@ -197,7 +197,7 @@ def lines_of(log: LogFile, clock: Clock | None = None) -> Iterator[LogLine]:
     clock = clock or Clock()
     for path in log.pieces:
         try:
-            file = open_regular(path)
+            file = PosixStorage().open(path)
         except OSError:                     # an error of this file, not of the caller's
             continue
         with file:

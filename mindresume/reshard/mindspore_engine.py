@@ -178,7 +178,7 @@ def _is_misread(layout: TensorLayout) -> bool:
     _construct_tensor_layout_for_opt_shard). """
     axes = len(layout.device_matrix)
     used = [cut for cut in layout.tensor_map if isinstance(cut, int) and cut >= 0 and layout.device_matrix[axes - 1 - cut] > 1]
-    return (layout.optimizer_pieces > 1 and not _is_nested(layout) and layout.unused_axes() == (axes - 1,)
+    return (layout.optimizer_pieces > 1 and not _is_nested(layout) and layout.unused_axes == (axes - 1,)
             and used != sorted(used, reverse=True))
 
 

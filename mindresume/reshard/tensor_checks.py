@@ -58,7 +58,7 @@ def depends_on_pieces(arrangement: Mapping[str, bool]) -> bool:
 
 def pieces_of(layout: TensorLayout | None) -> int:
     """Returns into how many pieces computations cut dimension 0. An optimizer shard does not count: it is gathered first."""
-    return math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes()[0]) if layout is not None and layout.axes() else 1
+    return math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes[0]) if layout is not None and layout.axes else 1
 
 
 def check_order(weights: CheckpointView, wanted: Mapping[str, TensorLayout | None]) -> None:

@@ -144,7 +144,7 @@ class BucketSource:
             except (RecordError, RemoteError) as error:
                 offer["refused"].append((attempt, f"its manifest cannot be read: {error}"))
                 continue
-            candidate = candidate_of(manifest, iteration_name(manifest.step) if is_iteration_save(manifest) else "")
+            candidate = candidate_of(manifest, iteration_name(manifest.state.step) if is_iteration_save(manifest) else "")
             if requested and not is_requested(candidate, requested):
                 continue
             refusal = eligible(directory, candidate, policy, is_explicit=bool(requested)) or \
@@ -168,7 +168,7 @@ class _Fetch:
         self.job, self.remote, self.directory, self.attempt = job, remote, directory, attempt
         self.manifest_bytes = manifest.encode()
         self.manifest = Manifest.read(io.BytesIO(self.manifest_bytes))
-        visible = directory.path(iteration_name(self.manifest.step))
+        visible = directory.path(iteration_name(self.manifest.state.step))
         if not is_iteration_save(self.manifest):
             self.target_dir = directory.root
         elif directory.storage.status(os.path.join(visible, FOLDER, attempt)) is not None:
@@ -190,9 +190,9 @@ class _Fetch:
             return problem
         late = self._on_all(self._commit)
         total = sum(file.size or 0 for files in manifest.files for file in files)
-        self.job.emit(CheckpointFetched(manifest.step, self.remote.url, self.done, total, runtime.monotonic() - started))
+        self.job.emit(CheckpointFetched(manifest.state.step, self.remote.url, self.done, total, runtime.monotonic() - started))
         if late is not None:                        # all files are here: the next run commits it and gives it its name
-            self.job.emit(warning(f"step {manifest.step} was fetched, but not committed: {late}"))
+            self.job.emit(warning(f"step {manifest.state.step} was fetched, but not committed: {late}"))
         return None
 
     def _on_all(self, work: Callable[[], None]) -> str | None:
@@ -280,7 +280,7 @@ class _Fetch:
             label = parse_label(header_of(CheckpointDir(self.directory.storage, self.target_dir), file))
         except CorruptFileError:
             return
-        if label not in (None, (self.manifest.run, self.manifest.step)):
+        if label not in (None, (self.manifest.run, self.manifest.state.step)):
             raise RecordError(f"{path} is of run {label[0]}, step {label[1]}, and is not overwritten; move it away")
 
     def _publish_records(self) -> None:
@@ -299,7 +299,8 @@ class _Fetch:
         storage, manifest, path = self.directory.storage, self.manifest, os.path.join(self.records, record_name(rank))
         data = self.remote.record(self.attempt, rank)
         record, _ = read_details(io.BytesIO(data))
-        if (record.run, record.step, record.rank, record.files) != (manifest.run, manifest.step, rank, manifest.files[rank]):
+        if (record.run, record.state.step, record.rank, record.files) != (
+                manifest.run, manifest.state.step, rank, manifest.files[rank]):
             raise RecordError(f"{record_name(rank)} is not the record of rank {rank} from which the manifest was made")
         if storage.status(path) is None or read_bytes(storage, path) != data:
             self._written.append(path)
@@ -320,7 +321,7 @@ class _Fetch:
         publish(directory.storage, os.path.join(self.records, MANIFEST), [self.manifest_bytes], manifest.run)
         if self.target_dir.endswith(os.path.join(FOLDER, self.attempt)):
             target = SaveTarget(directory.storage, directory.root, manifest.run, 0, manifest.world_size, iterations=True)
-            iteration_publisher.publish_iteration(target, manifest.step)
+            iteration_publisher.publish_iteration(target, manifest.state.step)
 
 
 def is_iteration_save(manifest: Manifest) -> bool:

@@ -107,7 +107,7 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
 
 def candidate_from_json(value: dict[str, Any]) -> Candidate:
     """Returns the candidate of ``candidate_to_json``."""
-    return Candidate(**{**value, "files": {rank: tuple(map(FileRecord.from_json, rows)) for rank, *rows in value["files"]},
-                        "metadata_files": tuple(map(FileRecord.from_json, value["metadata_files"])),
+    return Candidate(**{**value, "files": {rank: tuple(FileRecord(*row) for row in rows) for rank, *rows in value["files"]},
+                        "metadata_files": tuple(FileRecord(*row) for row in value["metadata_files"]),
                         **{name: tuple(value[name]) for name in ("order", "missing_ranks", "local_ranks", "records")},
                         "state": TrainingState.from_json(value["state"]) if value["state"] else None})

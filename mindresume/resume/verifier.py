@@ -214,10 +214,10 @@ class Verifier:
             _, checksum = read_record(opened)
             opened.seek(0)
             record, details = read_details(opened)
-        if (record.run, record.step, record.rank, record.world_size) != (candidate.run, candidate.step, rank,
-                                                                         candidate.world_size):
-            return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.step}, rank {record.rank} "
-                                    f"of {record.world_size}", rank=rank)
+        if (record.run, record.state.step, record.rank, record.world_size) != (
+                candidate.run, candidate.step, rank, candidate.world_size):
+            return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.state.step}, rank "
+                                    f"{record.rank} of {record.world_size}", rank=rank)
         if tuple(file.below(candidate.iteration_dir) for file in record.files) != files:
             return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
                                     f"checksum", files[0].path, rank)

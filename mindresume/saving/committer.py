@@ -190,10 +190,11 @@ class Committer:
         records = parallel(target.storage, partial(_record_of, target, step), target.ranks)
         first = records[0][0]
         for rank, (record, _) in zip(target.ranks, records, strict=True):
-            if (record.run, record.rank, record.step, record.world_size) != (first.run, rank, first.step, target.world_size):
+            if (record.run, record.rank, record.state.step, record.world_size) != (
+                    first.run, rank, first.state.step, target.world_size):
                 raise RecordError(f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
-                                  f"{record.step}, {record.world_size} ranks; expected run {first.run}, step {first.step}, "
-                                  f"{target.world_size} ranks")
+                                  f"{record.state.step}, {record.world_size} ranks; expected run {first.run}, step "
+                                  f"{first.state.step}, {target.world_size} ranks")
         manifest = Manifest.from_records(records, target.local_ranks)
         if not target.iterations:
             return manifest

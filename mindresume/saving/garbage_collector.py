@@ -177,7 +177,7 @@ def _restore_if_whole(directory: CheckpointDir, name: str, emit: Emit) -> None:
     try:
         manifest, base = _manifest_of(directory, trash)
         if manifest is not None:
-            commit_dir = directory.path(*([iteration_name(manifest.step)] if base != directory.root
+            commit_dir = directory.path(*([iteration_name(manifest.state.step)] if base != directory.root
                                           else [FOLDER, strip_trash(name)]))
             if directory.storage.status(commit_dir) is None:
                 _restore(directory.storage, trash, commit_dir)
@@ -278,7 +278,7 @@ def _named_by_record(directory: CheckpointDir, folder: str, step: int, run: str,
         return []
     name = record.files[0].path.partition("/")[2]
     parsed = parse_name(name)
-    if (record.run, record.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
+    if (record.run, record.state.step) != (run, step) or parsed is None or (parsed.rank, parsed.epoch, parsed.step) != (
             record.rank, record.state.epoch, record.state.step_in_epoch):
         return []                                               # it may name files of another checkpoint
     paths = [directory.path(folder_name(rank), name_for_rank(name, rank, record.files[0].format))

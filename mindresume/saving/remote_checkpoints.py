@@ -131,8 +131,8 @@ class RemoteCheckpoints:
         """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged or of another attempt."""
         data = self.store.read(self._url(attempt, record_path(attempt, MANIFEST)))
         manifest = Manifest.read(io.BytesIO(data))
-        if attempt_name(manifest.step, manifest.run) != attempt:
-            raise RecordError(f"the manifest is of run {manifest.run}, step {manifest.step}")
+        if attempt_name(manifest.state.step, manifest.run) != attempt:
+            raise RecordError(f"the manifest is of run {manifest.run}, step {manifest.state.step}")
         return manifest, data
 
     def has(self, attempt: str) -> bool:
@@ -283,7 +283,7 @@ class RemoteCheckpoints:
             manifest = self._known(name, emit)
             if manifest is not None and (own is None or manifest.lineage == own.lineage):
                 newest_first.append(name)
-                saved.append(_RetentionRow(manifest.step, manifest.saved_at, manifest.state.metrics, manifest.state.health))
+                saved.append(_RetentionRow(manifest.state.step, manifest.saved_at, manifest.state.metrics, manifest.state.health))
         healthy = next((index for index, one in enumerate(saved) if not one.health), None)
         going = [index for index in surplus(policy, saved) if index != healthy and newest_first[index] != attempt_name(step, run)]
         failures: list[RemoteError] = []

@@ -26,11 +26,12 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
     everything if no other thread can be started: at the end of the interpreter, where a pool would accept no work, or at the
     limit of processes.
     """
-    work, helpers = _Work(function, list(items)), []
-    if len(work.items) < 2:
-        return list(map(function, work.items))
+    rows = list(items)
+    if len(rows) < 2:
+        return list(map(function, rows))
+    work, helpers = _Work(function, rows), []
     with suppress(RuntimeError):
-        for _ in range(min(storage.width, len(work.items)) - 1):
+        for _ in range(min(storage.width, len(rows)) - 1):
             helper = runtime.Thread(target=work.run, daemon=True)
             helper.start()
             helpers.append(helper)
@@ -42,7 +43,7 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
             raise work.errors[min(work.errors)]
         finally:
             work.errors.clear()                 # breaks the cycle error - traceback - frame, which would keep files open
-    return [work.results[number] for number in range(len(work.items))]
+    return [work.results[number] for number in range(len(rows))]
 
 
 class _Work(Generic[Item, Result]):

@@ -12,16 +12,6 @@ from typing import BinaryIO
 from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 
-def open_regular(path: str) -> BinaryIO:
-    """Opens a regular file for reading. Raises OSError for a pipe, whose open would block until somebody writes into it, and
-    for a device, which may never end."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))   # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "is not a regular file", path)
-    return file
-
-
 class PosixStorage:
     """Implements ``Storage`` with the calls of the operating system."""
     width = 32                      # the records of 8,192 ranks need 25,000 operations; at 2 ms each, 32 at a time take 1.5 s
@@ -44,12 +34,18 @@ class PosixStorage:
                       f"{found.st_dev}/{found.st_ino}")
 
     def open(self, path: str) -> BinaryIO:
+        """Implements ``Storage.open``. Raises OSError for a pipe, whose open would block until somebody writes into it, and for a
+        device, which may never end."""
         try:
-            return open_regular(path)
+            file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))    # noqa: SIM115
         except OSError as error:
             if error.errno in _ABSENT:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
             raise
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "is not a regular file", path)
+        return file
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
         written = begun = 0

@@ -28,7 +28,7 @@ def representable(layout):
     if layout.optimizer_pieces == 1:
         return True
     left = layout.copies
-    for axis in layout.unused_axes():
+    for axis in layout.unused_axes:
         size = layout.device_matrix[len(layout.device_matrix) - 1 - axis]
         if left % size and size % left:
             return False

@@ -100,7 +100,7 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
 def test_the_store_has_the_parts_of_all_nodes_as_one_checkpoint(tmp_path):
     save(tmp_path, 5)
     manifest, _ = remote().manifest(remote().scan().committed()[0])
-    assert (manifest.step, manifest.world_size, manifest.local_ranks, len(manifest.files)) == (5, 4, (), 4)
+    assert (manifest.state.step, manifest.world_size, manifest.local_ranks, len(manifest.files)) == (5, 4, (), 4)
 
 
 def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path):
