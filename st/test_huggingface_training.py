@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mindresume.formats.huggingface import Latent, Model
-from mindresume.formats.huggingface_rules import rules, shapes
+from mindresume.formats.huggingface import Latent, Model, rules, shapes
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import scale_blocks

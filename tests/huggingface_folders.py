@@ -6,8 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from mindresume.formats.huggingface import ATTENTION_KEY, CONTIGUOUS, DENSE, EXPERTS, MLP_KEY, Latent, Model
-from mindresume.formats.huggingface_rules import copies, rules, shapes
+from mindresume.formats.huggingface import (
+    ATTENTION_KEY,
+    CONTIGUOUS,
+    DENSE,
+    EXPERTS,
+    MLP_KEY,
+    Latent,
+    Model,
+    copies,
+    rules,
+    shapes,
+)
 from mindresume.tensor_files import encode
 
 MULTI = Model(DENSE, 2, 16, 4, 4, 6, 12, 20)

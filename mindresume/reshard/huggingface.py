@@ -24,10 +24,13 @@ from mindresume.formats.huggingface import (
     INTERLEAVED,
     Model,
     check_contiguous_order,
+    compare_with_template,
+    copies,
     model_from_config,
+    rules,
+    shapes,
 )
 from mindresume.formats.huggingface_families import FAMILIES
-from mindresume.formats.huggingface_rules import compare_with_template, copies, rules, shapes
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.conversion_manifest import read_weights
 from mindresume.reshard.region_load import LoadTarget

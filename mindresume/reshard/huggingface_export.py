@@ -23,9 +23,12 @@ from mindresume.formats.huggingface import (
     MLP_KEY,
     QUANTIZATION,
     Model,
+    Rule,
     check_contiguous_order,
+    copies,
+    inverse_rules,
+    rules,
 )
-from mindresume.formats.huggingface_rules import Rule, copies, inverse_rules, rules
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
 from mindresume.reshard.huggingface import check_fit, is_no_weight

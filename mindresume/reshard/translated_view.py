@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from mindresume.errors import LoadError
-from mindresume.formats.huggingface_rules import Block, Rule
+from mindresume.formats.huggingface import Block, Rule
 from mindresume.formatting import counted, listed
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
 from mindresume.reshard.geometry import Cut, Region

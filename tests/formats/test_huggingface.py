@@ -19,9 +19,12 @@ from mindresume.formats.huggingface import (
     Latent,
     Model,
     check_contiguous_order,
+    compare_with_template,
+    inverse_rules,
     model_from_config,
+    rules,
+    shapes,
 )
-from mindresume.formats.huggingface_rules import compare_with_template, inverse_rules, rules, shapes
 from mindresume.model.layout import TensorLayout
 
 QKV, FC1 = "decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.1.mlp.linear_fc1.weight"

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindresume.formats.huggingface import Latent, Model
+from mindresume.formats.huggingface import Latent, Model, copies, rules, shapes
 from mindresume.formats.huggingface_families import FAMILIES
-from mindresume.formats.huggingface_rules import copies, rules, shapes
 from mindresume.reshard.huggingface import is_no_weight
 
 # {network: {parameter: shape}}, by st/programs/hf_names.py: the same in mindformers 1.8.0 (it has no TeleChat3), 1.9.0 and 2.1.0

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.events import ignore
 from mindresume.formats.consolidated import MINDSPORE
-from mindresume.formats.huggingface import CONTIGUOUS, HEAD
-from mindresume.formats.huggingface_rules import inverse_rules, rules
+from mindresume.formats.huggingface import CONTIGUOUS, HEAD, inverse_rules, rules
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import range_reader, region_load
 from mindresume.reshard.broadcast_load import plan_reads

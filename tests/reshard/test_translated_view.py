@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reshard.test_huggingface import STORAGE, bits, everything, network_of, read_network, same, viewed
 
 from mindresume.errors import LoadError
-from mindresume.formats.huggingface_rules import copies, rules
+from mindresume.formats.huggingface import copies, rules
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.geometry import held, slices_of
