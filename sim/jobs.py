@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
@@ -25,7 +24,7 @@ from mindresume.resume.scrub import BackgroundScrub
 from mindresume.resume.selection import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard, StepState
@@ -270,7 +269,7 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
                           retention=KeepLast(training.keep) if training.keep else KEEP_ALL)
     manager = _Manager(storage, group, training.settings, options, process.emit, PendingLoadAttempt(load_attempt))
     manager.history, process.own = history, manager
-    manager.open(shared_groups, choice, partial(number_runs, remote, process.emit), leases={})
+    manager.open(shared_groups, choice, remote, leases={})
     opened.append(manager.target.run)
     history.opened.setdefault(manager.target.run, current_cluster().scheduler.now)
     history.sizes[manager.target.run] = training.ranks

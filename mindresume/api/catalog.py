@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from mindresume import runtime
 from mindresume.api.checkpoint import Checkpoint
-from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import (
     DAMAGED,
     INCOMPLETE,
@@ -41,6 +40,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.events import DISK, MEMORY
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan, missing_ranks_text, steps_text
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import is_consolidated, locate

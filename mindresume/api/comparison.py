@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mindresume.api.checkpoint import Checkpoint
-from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result
 from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
 from mindresume.errors import ConfigError
+from mindresume.events.progress import SILENT, Progress
 from mindresume.reshard import compare as bits
 from mindresume.reshard.checkpoint_view import Tensor
 from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES

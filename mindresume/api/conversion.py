@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindresume import runtime
-from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result
 from mindresume.api.sources import CheckpointLike, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.events.emitter import texts_into
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan

@@ -4,16 +4,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Result
 from mindresume.api.sources import existing
 from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.errors import LeaseHeldError
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import JOB_FOLDERS, locate, scan
 from mindresume.resume.choice import read_size
-from mindresume.resume.memory_flush import commit_written, write_to_disk
+from mindresume.resume.memory_flush import DiskCopy
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
 from mindresume.storage.interface import Storage
@@ -80,8 +80,9 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
             continue
         size = read_size(candidate, [*candidate.files])
         progress.expect(size)
-        write_to_disk(directory, tier, candidate, progress.advance)
-        result = FlushResult(root, candidate.step, size, commit_written(directory, candidate))
+        copy = DiskCopy(directory, tier, candidate, progress=progress)
+        copy.write()
+        result = FlushResult(root, candidate.step, size, copy.commit())
         if result.committed or not candidate.local_ranks:
             return result
         written = written or result             # another node may have only an older one

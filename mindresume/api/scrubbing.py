@@ -9,10 +9,10 @@ import os
 from dataclasses import dataclass
 
 from mindresume import runtime
-from mindresume.api.progress import SILENT, Progress
 from mindresume.api.results import Problem, Result, problem_of
 from mindresume.api.sources import existing
 from mindresume.errors import ConfigError, MissingCheckpointError
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats.scan import is_consolidated, locate
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints

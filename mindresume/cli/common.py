@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindresume import runtime
-from mindresume.api.progress import SILENT, Progress
 from mindresume.events import Event
-from mindresume.events.progress import ProgressReporter
+from mindresume.events.progress import SILENT, Progress, ProgressReporter
 from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
 from mindresume.typed import json_value

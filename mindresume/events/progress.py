@@ -6,11 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from mindresume import runtime
 from mindresume.events import Emit, WorkProgress, ignore
 
 EVERY = 10.0                    # seconds between two events
+
+
+class Progress(Protocol):
+    """Receives byte counts from any thread: a progress bar, or any object with these two methods."""
+
+    def expect(self, count: int) -> None:
+        """Receives the number of bytes to come, before the first ``advance``."""
+
+    def advance(self, count: int) -> None:
+        """Receives the number of bytes processed since the last call."""
 
 
 class ProgressReporter:
@@ -52,3 +63,6 @@ class ProgressReporter:
     def silent(cls) -> ProgressReporter:
         """Returns a reporter whose events are discarded."""
         return cls("", ignore)
+
+
+SILENT: Progress = ProgressReporter.silent()

@@ -8,7 +8,6 @@
 """
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from mindresume import runtime
@@ -22,7 +21,6 @@ from mindresume.mindformers.training_context import TrainingContext
 from mindresume.resume.progress import random_state_row, source_rows
 from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.checkpoint_manager import CheckpointManager
-from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import StepState
 from mindresume.storage.posix import PosixStorage
@@ -37,7 +35,7 @@ def open_directory(context: TrainingContext, options: SaveOptions) -> Checkpoint
     manager = CheckpointManager(PosixStorage(), resources.group, context.settings, options, context.emit, resources.pending_load,
                                 heartbeat)
     origin = (plan.selected or plan.choice) if plan.resumes else None
-    manager.open(resources.topology, origin, partial(number_runs, resources.remote, context.emit))
+    manager.open(resources.topology, origin, resources.remote)
     resources.release()
     return manager
 

@@ -66,7 +66,7 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.background_writer import Watcher
 from mindresume.saving.committer import SyncSaver, sync_saver
 from mindresume.saving.crash_loop import PendingLoadAttempt
-from mindresume.saving.memory_tier.opening import keep_number, newest_run, open_tier
+from mindresume.saving.memory_tier.opening import newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.replication import Uploader, UploadQueue, Uploads
@@ -136,19 +136,15 @@ class CheckpointManager:
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def open(self, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed | None = None,
-             number_runs: Callable[[CheckpointDir], None] | None = None,
+             remote: RemoteCheckpoints | None = None,
              leases: dict[str, Lease] | None = None) -> SaveSession:
         """Acquires the directory. Arguments and errors: see ``open_save_session``."""
         options = self.options
         directory = CheckpointDir(self.storage, options.root)
         in_memory = newest_run(directory, self.group) if self.settings.memory_tier.every_steps else ""
-
-        def number(directory: CheckpointDir) -> None:
-            if number_runs is not None:
-                number_runs(directory)
-            keep_number(directory, in_memory)
         self.session = open_save_session(directory, options.prefix, self.group, self.emit,
-                                         self.settings.heartbeat, options.iterations, shared_groups, origin, number, leases)
+                                         self.settings.heartbeat, options.iterations, shared_groups, origin, remote, in_memory,
+                                         leases)
         self.session.target = target = replace(self.session.target, samples_in_common=options.samples_in_common)
         prefix = options.prefix if options.iterations else stem(options.prefix, target.rank, self.session.suffix)
         self.emit(RunOpened(target.run, target.root, prefix, target.world_size, max(options.every_steps or 0, 0) or None,

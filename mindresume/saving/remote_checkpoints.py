@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mindresume.coordination.lease import record_run_number
+from mindresume.coordination.lease import next_run, record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats import CheckpointDir
@@ -360,24 +360,16 @@ def ranks_of(paths: Iterable[str], manifest: Manifest) -> str:
     return f"rank {listed(sorted(ranks))}" if ranks else "rank 0"
 
 
-
-def number_runs(remote: RemoteCheckpoints | None, emit: Emit, directory: CheckpointDir) -> None:
-    """Makes sure that the next run number in ``directory`` is larger than all in ``remote``, also on an empty disk. Rank 0
-    calls it before it acquires ``directory``."""
-    if remote is None:
-        return
-    try:
-        keep_run_marker(remote, directory)
-    except RemoteError as error:                    # uploads will fail, or find the later run, and report it
-        emit(warning(error))
-
-
-def keep_run_marker(remote: RemoteCheckpoints, directory: CheckpointDir) -> None:
-    """Leaves the number of the latest run in ``remote`` as a marker in ``directory``: the next run there gets a larger one.
-
-    Raises:
-        RemoteError, OSError.
-    """
-    runs = remote.scan().runs()
-    if runs:
-        record_run_number(directory, runs[-1])
+def number_runs(directory: CheckpointDir, remote: RemoteCheckpoints | None = None, in_memory: str = "", emit: Emit = ignore
+                ) -> None:
+    """Makes sure that the next run number in ``directory`` is larger than those of all runs in ``remote`` and of the run
+    ``in_memory``, also on an empty disk: leaves a marker with the number of the latest. Rank 0 calls it before it acquires
+    ``directory``. Raises OSError."""
+    if remote is not None:
+        try:
+            for run in remote.scan().runs()[-1:]:
+                record_run_number(directory, run)
+        except RemoteError as error:                # uploads will fail, or find the later run, and report it
+            emit(warning(error))
+    if in_memory and run_sequence(in_memory) >= run_sequence(next_run(directory.storage.list(directory.path(FOLDER)))):
+        record_run_number(directory, in_memory)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from mindresume.formats.rank_folders import folder_name, free_suffix, parse_name
 from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
 from mindresume.saving.removal_plan import continued, others
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.operations import read_bytes, remove_stale
@@ -124,7 +125,7 @@ class SaveSession:
 
 def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit: Emit, heartbeat: float,
                       iterations: bool = False, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed
-                      | None = None, number_runs: Callable[[CheckpointDir], None] | None = None,
+                      | None = None, remote: RemoteCheckpoints | None = None, in_memory: str = "",
                       leases: dict[str, Lease] | None = None) -> SaveSession:
     """Acquires ``root``, on all ranks of ``group`` together.
 
@@ -134,7 +135,8 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
         iterations: Checkpoint 2.0.
         shared_groups: {directory: groups of ranks that share it}, as far as known; this call adds what it finds.
         origin: the checkpoint whose training goes on, before any conversion; None: a new training.
-        number_runs: called on rank 0 before the run gets its number, to make it larger than numbers in an object store, too.
+        remote: the object store, with whose runs the number of this one is compared, too.
+        in_memory: the same for the latest run in memory; empty: none.
         leases: {directory: lease} of this process; None: those that this module remembers.
     Raises:
         CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
@@ -143,8 +145,8 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
     root = directory.root
     run_on_rank0(group, partial(check_directory, directory))
     shared = _shared_groups_of(directory, group, iterations, {} if shared_groups is None else shared_groups)
-    if number_runs is not None:
-        run_on_rank0(group, partial(number_runs, directory), Watchdog("numbering the run"))
+    if remote is not None or in_memory:
+        run_on_rank0(group, partial(number_runs, directory, remote, in_memory, emit), Watchdog("numbering the run"))
     # Without a common run the lease finds the next one.
     common_run = next_common_run(directory, group) if shared.is_split else ""
     holder = replace(holder_of_this_process(SAVING, group.size), run=common_run)

@@ -110,6 +110,6 @@ def test_a_store_that_cannot_list_run_numbers_is_a_warning(tmp_path):
         def list(self, prefix):
             raise RemoteError("403")
     events = []
-    remote_checkpoints.number_runs(RemoteCheckpoints(Refuses(), "obs://b/c"), events.append, dir_at(tmp_path))
-    remote_checkpoints.number_runs(None, events.append, dir_at(tmp_path))
+    remote_checkpoints.number_runs(dir_at(tmp_path), RemoteCheckpoints(Refuses(), "obs://b/c"), "", events.append)
+    remote_checkpoints.number_runs(dir_at(tmp_path), None, "", events.append)
     assert events == [warning("403")]

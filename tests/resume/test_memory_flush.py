@@ -13,7 +13,7 @@ from mindresume.errors import CollectiveError
 from mindresume.formats.records import scan_records
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.memory_flush import commit_written, write_selected, write_to_disk
+from mindresume.resume.memory_flush import DiskCopy, write_selected
 from mindresume.resume.selection import select_checkpoint
 
 
@@ -54,15 +54,16 @@ def test_several_nodes_write_their_parts(root, tmp_path):
     assert chosen(root) == (10, True)
     shutil.rmtree(root)
     part = scan_records(dir_at(tmp_path / "a"))[0][0]
-    write_to_disk(dir_at(root), str(tmp_path / "a"), part)
-    assert not commit_written(dir_at(root), part)                 # the other part is missing
+    copy = DiskCopy(dir_at(root), str(tmp_path / "a"), part)
+    copy.write()
+    assert not copy.commit()                                      # the other part is missing
 
 
 def test_a_committed_checkpoint_is_left_as_it_is(root, tier):
     save(root, 10, world=2)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     save(tier, 10, world=2)
-    write_to_disk(dir_at(root), str(tier), selected(root, tier).chosen)
+    DiskCopy(dir_at(root), str(tier), selected(root, tier).chosen).write()
     assert {path: path.read_bytes() for path in before} == before and chosen(root) == (10, True)
 
 

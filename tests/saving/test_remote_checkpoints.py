@@ -40,7 +40,7 @@ from mindresume.resume.selection import CheckpointSources, select_checkpoint
 from mindresume.saving import garbage_collector, replication
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, keep_run_marker, record_path
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, number_runs, record_path
 from mindresume.saving.replication import AGAIN, Uploader, Uploads, upload_part
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from sim.cluster import current_cluster
@@ -564,7 +564,7 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     world.upload(5, run=run_name(7, "00000007"))
     world.empty_disk()
     for _ in range(2):
-        keep_run_marker(world.remote, dir_at(world.disk))
+        number_runs(dir_at(world.disk), world.remote)
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
     lease = acquire(dir_at(world.disk), holder_of_this_process("saving"), 0)
     assert lease.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
@@ -572,7 +572,7 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
     world.remote.publish_status(run_name(3, "00000003"), RunStatus())
-    keep_run_marker(world.remote, dir_at(world.disk))
+    number_runs(dir_at(world.disk), world.remote)
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
 

@@ -7,7 +7,6 @@ from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
 
 from mindresume import runtime
 from mindresume.coordination import process_identity
-from mindresume.coordination.lease import record_run_number
 from mindresume.coordination.storage_topology import (
     COMMON,
     PeerState,
@@ -53,7 +52,7 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
     def opened(group):
         root = roots[group.rank]
         session = open_save_session(dir_at(root), "sim", group, ignore, 0.0, shared_groups={root: SharedGroups((0, 1))},
-                                    number_runs=lambda directory: record_run_number(directory, "0007-1111aaaa"),
+                                    in_memory="0007-1111aaaa",
                                     leases={})
         session.release()
         return session.target.run

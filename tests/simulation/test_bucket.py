@@ -7,9 +7,9 @@ import pytest
 
 from mindresume.errors import RemoteError
 from mindresume.fault_injection.faults import Fault
+from mindresume.saving import save_session
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.replication import Uploader, UploadQueue
-from sim import jobs
 from sim.bucket import BUCKET, Bucket, PodStore
 from sim.bucket_oracle import check_bucket
 from sim.cluster import Cluster, current_cluster
@@ -201,7 +201,7 @@ def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
 
 
 def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
-    monkeypatch.setattr(jobs, "number_runs", lambda *_: None)
+    monkeypatch.setattr(save_session, "number_runs", lambda *_: None)
     scenario, known = SCENARIOS["bucket nodes"], KnownStates()
     size = count_operations(scenario, "ckpt", "")
     schedules = (random_schedule(random.Random(seed), size, scenario.kinds) for seed in range(6))

@@ -9,7 +9,6 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results, run_on_all
-from mindresume.coordination.lease import next_run, record_run_number
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.coordination.visibility import PATIENCE
 from mindresume.errors import CollectiveError
@@ -155,9 +154,3 @@ def _newest_run_here(directory: CheckpointDir) -> str:
         runs = [row.run for row in find_attempts(CheckpointDir(directory.storage, tier))] if tier else []
         return max(runs, key=run_sequence, default="")
     return ""
-
-
-def keep_number(directory: CheckpointDir, run: str) -> None:
-    """Makes sure that the next run in ``root`` gets a larger number than ``run``. Raises OSError."""
-    if run and run_sequence(run) >= run_sequence(next_run(directory.storage.list(directory.path(FOLDER)))):
-        record_run_number(directory, run)

@@ -32,7 +32,8 @@ from mindresume.saving.memory_tier.directory import (
     this_process,
 )
 from mindresume.saving.memory_tier.leftovers import remove_leftovers
-from mindresume.saving.memory_tier.opening import groups_of, keep_number, newest_run
+from mindresume.saving.memory_tier.opening import groups_of, newest_run
+from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.operations import publish_json
 from mindresume.storage.posix import PosixStorage
@@ -143,7 +144,7 @@ def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_pa
     assert run.startswith("0001") and newest_run(dir_at(tmp_path), first.manager.group) == run
     assert job_with_tier(tmp_path, memory).manager.target.run.startswith("0002")
     before = os.listdir(tmp_path / FOLDER)
-    keep_number(dir_at(tmp_path), run)                            # a larger number is there already
+    number_runs(dir_at(tmp_path), in_memory=run)                            # a larger number is there already
     assert os.listdir(tmp_path / FOLDER) == before
 
 
