@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rank_folders import STORAGE, dir_at, path_of
+from rank_folders import dir_at, path_of
 from reshard.plans import (
     COUNTERS,
-    MODEL,
     STEP,
     Plan,
     Spec,
-    complete,
     foreign,
     lose,
     newest,
@@ -26,15 +24,12 @@ from reshard.plans import (
 
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import CheckpointDir
-from mindresume.formats.consolidated import read_consolidated
-from mindresume.formats.strategy import Strategy, read_strategy
+from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
 from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, read_tensor
-from tests.strategy_files import write_strategy
 
 LITTLE = {name: spec for name, spec in transformer(layers=2).items() if not name.startswith("a")}
 TENSORS = random_tensors(LITTLE)
@@ -71,51 +66,6 @@ def check_all(weights, tensors=TENSORS, counters=COUNTERS):
 
 
 # ---- accepted checkpoints --------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "pp2", "tp1", "dp2tp2axes10"])
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_rank_folders_of_mindformers(tmp_path, text, fmt):
-    plan = plan_of(text)
-    weights = weights_of(tmp_path, foreign(tmp_path, plan, TENSORS, fmt), plan.strategy())
-    check_all(weights)
-    assert weights.world_size == plan.world_size
-    (cut, *_) = weights.tensors["head.weight"].cuts(whole(MODEL["head.weight"].shape))
-    assert weights.locate("head.weight", cut).checksum is None, "mindformers records none"
-
-
-@pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "tp4", "dp4opt-1", "tp1", "dp2tp2axes10"])
-@pytest.mark.parametrize("given", [False, True])
-def test_records_contain_their_layouts(tmp_path, text, given):
-    plan = plan_of(text)
-    weights = weights_of(tmp_path, recorded(tmp_path, plan, TENSORS), plan.strategy() if given else None)
-    check_all(weights)
-    for name, tensor in weights.tensors.items():
-        for cut in tensor.cuts(whole(tensor.shape)):
-            assert weights.locate(name, cut).checksum is not None
-
-
-@pytest.mark.parametrize("kind", ["mindspore", "huggingface"])
-def test_consolidated_weights(tmp_path, kind):
-    check_all(view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path, TENSORS, kind)))))
-
-
-@pytest.mark.parametrize("text", ["dp2tp2pp2opt2", "dp4", "dp2tp2", "dp4opt2"])
-@pytest.mark.parametrize("write", [foreign, recorded])
-def test_redundancy_that_was_removed(tmp_path, text, write):
-    plan = plan_of(text)
-    candidate = write(tmp_path, plan, TENSORS, dedup=True)
-    sizes = [len(plan.keeps(rank)) for rank in range(plan.world_size)]
-    assert sum(sizes) < sum(len(plan.layouts(rank)) for rank in range(plan.world_size)), "something was removed"
-    check_all(weights_of(tmp_path, candidate, plan.strategy() if write is foreign else None))
-
-
-@pytest.mark.parametrize("write", [foreign, recorded])
-def test_a_strategy_of_files(tmp_path, write):
-    """A user gives a folder that MindSpore wrote, with the layouts in the form of a file."""
-    plan = plan_of("dp2tp2opt2")
-    write_strategy(plan.strategy(), str(tmp_path / "strategy"))
-    check_all(weights_of(tmp_path / "saved", write(tmp_path / "saved", plan, TENSORS), read_strategy(str(tmp_path / "strategy"))))
-
 
 def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_path):
     """Only the tensor shows the number of dimensions."""
@@ -204,13 +154,6 @@ def test_ranks_that_differ_and_have_no_layouts_are_refused(tmp_path, text):
         weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False))
 
 
-def test_data_parallel_without_records_needs_a_strategy(tmp_path):
-    with pytest.raises(StrategyError, match=rf"step {STEP}: {len(TENSORS) - 1}? ?.*tensors have no layout") as found:
-        weights_of(tmp_path, foreign(tmp_path, plan_of("dp2"), TENSORS))
-    assert str(tmp_path) in str(found.value) and "no strategy is given" in str(found.value)
-    assert "step_num" not in str(found.value), "a counter needs no layout"
-
-
 def test_a_tensor_that_the_strategy_does_not_name_is_named(tmp_path):
     plan = plan_of("tp2")
     short = {name: layout for name, layout in plan.stages[0].items() if name not in ("head.weight", "layers.1.qkv.weight")}
@@ -226,14 +169,6 @@ def test_a_strategy_completes_records_without_layouts(tmp_path):
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("text, wanted", [("tp4", r"a strategy of 4 ranks \(1 stage of 4\)"),
-                                          ("pp4", r"a strategy of 4 ranks \(4 stages of 1\)")])
-def test_a_strategy_of_another_number_of_ranks(tmp_path, text, wanted):
-    with pytest.raises(StrategyError, match=wanted) as found:
-        weights_of(tmp_path, foreign(tmp_path, plan_of("tp2"), TENSORS), Plan.parse(text, transformer()).strategy())
-    assert "is of 2" in str(found.value) and "the strategy of the test" in str(found.value)
-
 
 @pytest.mark.parametrize("wanted", ["dp4", "dp2tp2opt2", "tp2pp2", "dp2tp2axes10", "dp2tp2opt-1"])
 def test_a_strategy_that_contradicts_the_records(tmp_path, wanted):
@@ -280,46 +215,7 @@ def test_a_file_of_another_job(tmp_path, fmt):
         assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(found.value)
 
 
-@pytest.mark.parametrize("write", [foreign, recorded])
-def test_a_missing_stage_is_refused(tmp_path, write):
-    plan = plan_of("tp2pp2")
-    candidate = write(tmp_path, plan, TENSORS)
-    lose(tmp_path, candidate, [2, 3])
-    with pytest.raises(LoadError, match=f"step {STEP}: the files of all ranks from 2 to 3, a whole pipeline stage, are missing"):
-        weights_of(tmp_path, candidate, plan.strategy())
-
-
-def test_a_header_that_is_damaged(tmp_path):
-    plan = plan_of("tp2")
-    candidate = foreign(tmp_path, plan, TENSORS)
-    path = tmp_path / candidate.files[1][0].path
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptFileError, match="truncated"):
-        weights = weights_of(tmp_path, candidate, plan.strategy())
-        content(weights, "head.weight")
-
-
 # ---- copies ----------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("write, text, lost", [
-    (foreign, "dp2tp2", [2]), (foreign, "dp2tp2", [1, 2]), (recorded, "dp2tp2", [3]), (recorded, "dp2tp2", [1]),
-    (recorded, "dp4opt2", [1, 2]), (recorded, "dp2tp2pp2", [2, 5])])
-def test_replicas_replace_lost_files(tmp_path, write, text, lost):
-    plan = plan_of(text)
-    candidate = write(tmp_path, plan, TENSORS)
-    lose(tmp_path, candidate, lost)
-    check_all(weights_of(tmp_path, candidate, plan.strategy() if write is foreign else None))
-
-
-@pytest.mark.parametrize("write", [foreign, recorded])
-def test_a_lost_slice_is_named_with_its_ranks(tmp_path, write):
-    plan = plan_of("dp2tp2")
-    candidate = write(tmp_path, plan, TENSORS)
-    lose(tmp_path, candidate, [1, 3])
-    weights = weights_of(tmp_path, candidate, plan.strategy())
-    with pytest.raises(LoadError, match=r"head.weight \(\(8, 16\), \(0, 8\)\) of \(16, 8\) is nowhere: .* rank 1(, | and )3"):
-        content(weights, "head.weight")
-
 
 @pytest.mark.parametrize("write", [foreign, recorded])
 def test_lost_tensors_of_a_deduplicated_checkpoint_are_missed(tmp_path, write):

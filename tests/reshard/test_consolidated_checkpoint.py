@@ -54,14 +54,6 @@ def verify(path):
     return *consolidated_checkpoint.verify(STORAGE, str(path), read.append), sum(read)
 
 
-def test_every_byte_is_read_and_compared(tmp_path, kind):
-    folder = merge(tmp_path, kind)
-    candidate, problems, read = verify(folder)
-    assert (problems, candidate.origin, candidate.step) == ([], "merged", STEP if kind == MINDSPORE else None)
-    assert read == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert consolidated_checkpoint.look(STORAGE, str(folder)) == (candidate, None)
-
-
 def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     folder = merge(tmp_path, kind)
     name = damage(folder, "layers.1.weight")

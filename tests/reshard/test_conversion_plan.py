@@ -6,13 +6,12 @@ import pytest
 from rank_folders import STORAGE
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, transformer
 
-from mindresume.errors import ConfigError, StrategyError
-from mindresume.formats.consolidated import HUGGINGFACE, HYPER, MAP, MINDSPORE
+from mindresume.errors import StrategyError
+from mindresume.formats.consolidated import HYPER, MINDSPORE
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import METADATA, consolidated_files, fitted, holdings, rank_files
-from mindresume.reshard.geometry import whole
 from mindresume.tensor_files.header import DTYPES
 
 PLAIN = TensorLayout((1,), (-1, -1))
@@ -35,27 +34,6 @@ def without(model, *prefixes):
 
 
 # ---- holdings --------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("text", ["tp4", "dp2tp2pp2opt2", "dp4opt4", "pp4", "dp2tp2axes10", "dp8"])
-def test_every_rank_gets_the_slices_of_the_reference(text):
-    plan = Plan.parse(text)
-    found = holdings(weights_of(MODEL), plan.strategy())
-    assert len(found) == plan.world_size
-    for rank, held in enumerate(found):
-        expected = plan.regions(rank)
-        counters = {name: whole(array.shape) for name, array in COUNTERS.items()}
-        shapes = {name: MODEL[name].shape for name in expected}
-        assert {name: region for name, region in held.items() if name in counters} == counters
-        assert {name: region for name, region in held.items() if name not in counters and math.prod(shapes[name])} == {
-            name: region for name, region in expected.items() if math.prod(shapes[name])}
-        assert set(held) == set(expected) | set(counters)
-
-
-def test_one_rank_holds_everything_without_a_strategy():
-    held, = holdings(weights_of(MODEL), None)
-    assert held == {name: whole(spec.shape) for name, spec in MODEL.items()} | {
-        name: whole(array.shape) for name, array in COUNTERS.items()}
-
 
 def test_counters_are_recognized():
     assert Tensor("step_num", "int64", ()).is_counter and Tensor("global_step", "int32", (1,)).is_counter
@@ -156,29 +134,6 @@ def nbytes(name):
     return math.prod(MODEL[name].shape) * DTYPES[MODEL[name].dtype].itemsize
 
 
-@pytest.mark.parametrize("part_bytes", [1, 600, 1 << 30])
-def test_parts_of_mindspore(part_bytes):
-    files, (name, index) = consolidated_files(weights_of(MODEL), MINDSPORE, part_bytes)
-    *parts, hyper = files
-    assert name == MAP and hyper.path == HYPER and set(hyper.holds) == {*COUNTERS, "layers.1.none"}
-    assert [file.path for file in parts] == [f"part{i}.safetensors" for i in range(len(parts))]
-    assert index["weight_map"] == {tensor: file.path for file in parts for tensor in file.holds}
-    assert index["metadata"]["total_size"] == sum(map(nbytes, index["weight_map"]))
-    assert set(index["weight_map"]) | set(hyper.holds) == {*MODEL, *COUNTERS}
-    for file in parts:
-        assert file.metadata == METADATA and file.format == "safetensors"
-        assert len(file.holds) == 1 or sum(map(nbytes, file.holds)) <= part_bytes
-        assert all(region == whole(MODEL[tensor].shape) for tensor, region in file.holds.items())
-    if part_bytes == 1 << 30:
-        assert len(parts) == 1
-
-
-def test_a_single_hugging_face_file_has_no_number():
-    files, (name, index) = consolidated_files(weights_of(MODEL), HUGGINGFACE)
-    assert [file.path for file in files] == ["model.safetensors"] and name == "model.safetensors.index.json"
-    assert not set(COUNTERS) & set(index["weight_map"])
-
-
 @pytest.mark.parametrize("drop, gone", [
     ((), "never"), (("adam_*",), "adam_"), (("adam_m.*", "*.bias"), r"adam_m\.|.*\.bias$"), (("ADAM_*",), "never"),
     (("embedding",), "never"), (("layers.?.norm*",), r"layers\.\d\.norm")])
@@ -190,11 +145,3 @@ def test_patterns_of_names_are_left_out(drop, gone):
 def test_counters_that_are_dropped_leave_no_file_of_them():
     files, _ = consolidated_files(weights_of(without(MODEL, "layers.1.none")), MINDSPORE, drop=tuple(COUNTERS))
     assert HYPER not in [file.path for file in files]
-
-
-@pytest.mark.parametrize("kind, drop", [(MINDSPORE, ("*",)), (HUGGINGFACE, ("[a-z]*.*",))])
-def test_a_target_without_tensors_is_an_error(kind, drop):
-    with pytest.raises(ConfigError, match=rf"of {len(MODEL) + len(COUNTERS)} tensors none is left to be written after"):
-        consolidated_files(weights_of(MODEL), kind, drop=drop)
-    with pytest.raises(ConfigError, match="of 5 tensors none is left to be written$"):
-        consolidated_files(weights_of({}), kind)

@@ -22,7 +22,6 @@ from reshard.plans import (
     MODEL,
     Plan,
     Spec,
-    complete,
     foreign,
     part_of,
     put,
@@ -48,19 +47,6 @@ from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, ckpt, file_checksum, read_header, read_tensor
 
 TENSORS = random_tensors(MODEL)
-PAIRS = """
-    tp2>tp4 tp4>tp2 tp4>tp1 tp8>tp1 tp1>tp8 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 dp4>dp4opt4
-    pp2>pp1 pp1>pp2 pp4>pp2 tp2pp2>tp2 tp2pp2>tp4 tp2>tp2pp2 tp2pp4>tp2pp2 dp2tp2pp2>tp4pp2 dp2tp2pp2opt2>dp4opt4
-    dp2tp2pp2opt2>tp8 dp1>dp2tp4 tp8>dp2tp2pp2opt2 dp2tp4opt2>dp4tp2opt2 dp2tp2opt-1>tp4 dp2tp2axes10>tp2 tp2>dp2tp2axes01
-    dp2tp2axes10>dp2tp2axes01""".split()                # noqa: SIM905  one list, easy to read
-KINDS = [(source, given, made) for given, made in (("safetensors", "safetensors"), ("ckpt", "safetensors"), ("ckpt", "ckpt"),
-                                                   ("safetensors", "ckpt"))
-         for source in ("foreign", "recorded", "foreign dedup", "recorded dedup", "recorded and strategy")
-         if (source, given) != ("foreign dedup", "ckpt")]             # mindformers refuses to write that
-TILES, EACH = (64, 200, 1000, 4096), 2
-CASES = [(*pair.split(">"), *KINDS[(number * EACH + turn) % len(KINDS)], TILES[(number + turn) % 4],
-          1 + (number // 4 + 2 * turn) % 4)
-         for number, pair in enumerate(PAIRS) for turn in range(EACH)]
 
 
 @pytest.fixture(scope="module")
@@ -118,70 +104,6 @@ def files_below(root):
 
 # ---- bit for bit -----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("given, wanted, kind, source_format, target_format, tile, workers", CASES)
-def test_every_byte_of_every_rank(sources, tmp_path, given, wanted, kind, source_format, target_format, tile, workers):
-    weights, plan = weights_of(sources, given, kind, source_format), Plan.parse(wanted)
-    targets, written = targets_of(tmp_path, plan, target_format), []
-    traffic = Traffic(progress=written.append)
-    with leaves_nothing(tmp_path, weights.name):
-        sums = transform(weights, STORAGE, targets, workers, tile, traffic)
-    check(targets, sums, plan, TENSORS)
-    assert sum(written) == traffic.written == sum(array.nbytes for rank in range(plan.world_size)
-                                                  for array in (*plan.shard(TENSORS, rank).values(), *COUNTERS.values()))
-    assert traffic.read == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
-    assert traffic.verified == (traffic.read if "recorded" in kind else 0)
-
-
-@pytest.mark.parametrize("kind, wanted, fmt", [("mindspore", "dp2tp2pp2opt2", "safetensors"), ("huggingface", "tp4", "ckpt"),
-                                               ("mindspore", "tp1", "ckpt"), ("huggingface", "dp4opt4", "safetensors")])
-def test_from_consolidated_weights(tmp_path, kind, wanted, fmt):
-    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path / "from", TENSORS, kind))))
-    plan = Plan.parse(wanted)
-    targets = targets_of(tmp_path / "to", plan, fmt)
-    check(targets, transform(weights, STORAGE, targets, 2, 512), plan, TENSORS)
-
-
-@pytest.mark.parametrize("given, fmt", [("dp2tp2pp2opt2", "safetensors"), ("tp8", "ckpt"), ("dp2tp2axes10", "safetensors")])
-def test_to_consolidated_weights_in_parts(sources, tmp_path, given, fmt):
-    weights = weights_of(sources, given, "recorded", fmt)
-    expected = {**TENSORS, **COUNTERS}
-    holds = whole_tensors(weights.tensors)
-    assert {name: shape_of(region) for name, region in holds.items()} == {name: a.shape for name, a in expected.items()}
-    names = sorted(holds)
-    targets = [TargetFile(str(tmp_path / f"part{i}.safetensors"), "safetensors", {name: holds[name] for name in names[i::3]})
-               for i in range(3)]
-    for i, (target, sums) in enumerate(zip(targets, transform(weights, STORAGE, targets, 2, 1000), strict=True)):
-        check_file(target, sums, {name: expected[name] for name in names[i::3]})
-
-
-@pytest.mark.parametrize("given, wanted", [("tp4", "dp2tp2opt2"), ("dp2tp2axes10", "tp2pp2"), ("dp4opt4", "tp4")])
-@pytest.mark.parametrize("source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")])
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_all_bit_patterns_of_two_bytes(tmp_path, given, wanted, source_format, target_format, dtype):
-    tensors = {"w": np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(128, 512)}
-    model = {"w": Spec((128, 512), 1, 0, np.dtype(dtype).name), "tail": Spec((2,), None, 1, "int32")}
-    tensors["tail"] = np.array([-1, 2], np.int32)
-    source, target = Plan.parse(given, model), Plan.parse(wanted, model)
-    weights = view_of_rank_folders(dir_at(tmp_path), foreign(tmp_path, source, tensors, source_format), source.strategy())
-    targets = targets_of(tmp_path / "to", target, target_format)
-    check(targets, transform(weights, STORAGE, targets, 2, 8192), target, tensors)
-
-
-SMALL = {"scale": Spec((), None, 0), "one": Spec((1,), None, 0, "bfloat16"), "bool": Spec((), None, 1, "bool"),
-         "wide": Spec((), None, 1, "int64"), "byte": Spec((1, 1), None, 0, "int8"), "none": Spec((0,), None, 1),
-         "no rows": Spec((0, 4), 1, 0, "bfloat16"), "no columns": Spec((8, 0), 0, 1, "float16"), "weight": Spec((8, 4), 0, 0),
-         "after": Spec((8, 4), 1, 1), "aa": Spec((4, 0, 2), None, 0, "int8"), "zz": Spec((0,), None, 0, "int8")}
-
-
-@pytest.mark.parametrize("given, wanted", [("tp2", "dp2"), ("dp2opt2", "tp4"), ("pp2", "tp1"), ("tp1", "dp2tp2pp2opt2")])
-@pytest.mark.parametrize("source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")])
-def test_numbers_and_empty_tensors(tmp_path, given, wanted, source_format, target_format):
-    tensors = random_tensors(SMALL)
-    source, target = Plan.parse(given, SMALL), Plan.parse(wanted, SMALL)
-    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, source_format))
-    targets = targets_of(tmp_path / "to", target, target_format)
-    check(targets, transform(weights, STORAGE, targets, 3, 64), target, tensors)
-
 
 @pytest.mark.parametrize("slice_bytes", [7, 64, 1000])
 @pytest.mark.parametrize("workers", [1, 3])
@@ -217,13 +139,6 @@ def test_any_layout_to_any_other(one, other, dtype, tile, workers):
                    for rank in range(wanted.stage_size)]
         for rank, sums in enumerate(transform(weights, STORAGE, targets, workers, tile)):
             check_file(targets[rank], sums, {"w": part_of(array, wanted, rank)})
-
-
-def test_a_single_rank_of_the_target_alone(sources, tmp_path):
-    weights, plan = weights_of(sources, "tp4", "recorded", "safetensors"), Plan.parse("tp2pp2")
-    target = targets_of(tmp_path, plan, "safetensors")[3]
-    (sums,) = transform(weights, STORAGE, [target], 2, 500)
-    check_file(target, sums, {**plan.shard(TENSORS, 3), **COUNTERS})
 
 
 def test_no_tensors_no_targets(sources, tmp_path):
@@ -376,16 +291,6 @@ def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
         assert files_below(tmp_path / "to") == []
         flip_bit(Path(place.path), offset)
     check(targets, transform(weights, STORAGE, targets, workers, 512), target, tensors)
-
-
-def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path):
-    tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2", LITTLE), Plan.parse("tp4", LITTLE)
-    candidate = recorded(tmp_path, source, tensors)
-    for rank in (2, 3):                 # of ranks 0 and 1
-        flip_bit(tmp_path / candidate.files[rank][0].path, -2)
-    weights = view_of_rank_folders(dir_at(tmp_path), candidate)
-    targets = targets_of(tmp_path / "to", target, "safetensors")
-    check(targets, transform(weights, STORAGE, targets), target, tensors)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
