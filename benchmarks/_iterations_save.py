@@ -32,9 +32,9 @@ from mindresume.formats.iterations import TRACKER, iteration_name, parse_weight_
 from mindresume.mindformers import network_state as live
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import sync_saver
+from mindresume.saving.committer import SyncSaver, sync_saver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import Save, Saver, SaveTarget, Shard, iteration_shard
+from mindresume.saving.shard_writer import Save, SaveTarget, Shard, iteration_shard
 from mindresume.storage.posix import PosixStorage
 
 RANKS, DATA, TENSOR = 4, 2, 2
@@ -85,7 +85,7 @@ class Rank:
     def target(self, way: Way) -> SaveTarget:
         return SaveTarget(PosixStorage(), self.root(way), "0001-00000000", self.rank, RANKS, iterations=True)
 
-    def saver(self, way: Way) -> Saver:
+    def saver(self, way: Way) -> AsyncSaver | SyncSaver:
         target, policy = self.target(way), KeepLast(5) if self.rank == 0 else None
         os.makedirs(target.root, exist_ok=True)
         if way.asynchronous:

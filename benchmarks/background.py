@@ -32,7 +32,6 @@ from mindresume.mindformers.network_state import deferred
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import sync_saver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import Saver
 
 COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
 PATIENCE = 600.0
@@ -76,7 +75,7 @@ class Stop:
         self.live = measure.parameters(self.arrays)
         self.size = measure.size_of(self.arrays)
         self.buffer = np.ones(self.size, np.uint8)
-        self.savers: dict[str, Saver] = {kind: AsyncSaver(place_in(f"{self.folder}/{kind}"), KeepLast(1), kind) for kind in KINDS}
+        self.savers: dict[str, Any] = {kind: AsyncSaver(place_in(f"{self.folder}/{kind}"), KeepLast(1), kind) for kind in KINDS}
         self.savers["synchronous"] = sync_saver(place_in(f"{self.folder}/synchronous"), KeepLast(1))
 
     def run(self, rounds: int) -> None:

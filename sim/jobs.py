@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.errors import LeaseHeldError, MindResumeError, SaveError
+from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
@@ -183,9 +183,9 @@ class _Manager(CheckpointManager):
         current_cluster().kill(current_process(), 1)
         raise Killed
 
-    def _record_outcome(self, outcome: Outcome) -> SaveError | None:
-        self.history.hear(self.target.run, self.target.rank, [outcome])
-        return super()._record_outcome(outcome)
+    def _handle(self, outcomes: Sequence[Outcome], raises: bool = True) -> None:
+        self.history.hear(self.target.run, self.target.rank, outcomes)
+        super()._handle(outcomes, raises)
 
 
 class Job:

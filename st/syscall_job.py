@@ -22,9 +22,9 @@ if __name__ == "__main__":
 from mindresume.events import Event  # noqa: E402
 from mindresume.fault_injection.scenarios import RUNS, shard  # noqa: E402
 from mindresume.saving.async_saver import AsyncSaver  # noqa: E402
-from mindresume.saving.committer import sync_saver  # noqa: E402
+from mindresume.saving.committer import SyncSaver, sync_saver  # noqa: E402
 from mindresume.saving.retention import KeepLast  # noqa: E402
-from mindresume.saving.shard_writer import Save, Saver, SaveTarget, Shard  # noqa: E402  # noqa: E402
+from mindresume.saving.shard_writer import Save, SaveTarget, Shard  # noqa: E402  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 
 REPORTED = 3                    # exit status: a SaveError said what was not saved
@@ -43,7 +43,7 @@ def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
     return replace(small, files=(replace(file, tensors={**file.tensors, **big_tensors(step)}),))
 
 
-def saver_of(target: SaveTarget, kind: str, events: list[Event]) -> Saver:
+def saver_of(target: SaveTarget, kind: str, events: list[Event]) -> AsyncSaver | SyncSaver:
     if kind != "foreground":
         return AsyncSaver(target, KeepLast(1), kind, emit=events.append)
     work = sync_saver(target, KeepLast(1), events.append)

@@ -35,7 +35,7 @@ class _InFlight:
 
 
 class AsyncSaver:
-    """Saves in a background thread or process. Implements ``Saver``.
+    """Saves in a background thread or process. Its methods are those of ``SyncSaver``.
 
     Args:
         policy: of retention, on rank 0; None on other ranks.

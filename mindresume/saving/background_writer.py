@@ -91,28 +91,6 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
         training.send(("done", step))
 
 
-class Writer(Protocol):
-    """A running writer, as the training sees it."""
-
-    def send(self, message: Any) -> None:
-        """Sends a message. Raises OSError if the writer is gone."""
-
-    def receive(self, timeout: float) -> Any:
-        """Returns the next message; None if there is none within ``timeout`` seconds."""
-
-    def alive(self) -> bool:
-        """Returns whether the writer runs."""
-
-    def close(self) -> None:
-        """Tells the writer that no message follows."""
-
-    def join(self) -> None:
-        """Waits for the end of a writer that has sent its last message."""
-
-    def end(self) -> str:
-        """Returns how the writer died, for people."""
-
-
 class _Queues:
     """The training, for a writer in one of its threads."""
 
@@ -142,9 +120,11 @@ class WriterThread:
             self._queues.send(("end", None))        # wakes the receiver
 
     def send(self, message: Any) -> None:
+        """Sends a message. Raises OSError if the writer is gone."""
         self._queues.inbox.put(message)
 
     def receive(self, timeout: float) -> Any:
+        """Returns the next message; None if there is none within ``timeout`` seconds."""
         try:
             return self._queues.outbox.get(timeout=timeout) if timeout else self._queues.outbox.get_nowait()
         except runtime.Empty:
@@ -154,17 +134,21 @@ class WriterThread:
         return self._thread.is_alive()
 
     def close(self) -> None:
+        """Tells the writer that no message follows."""
         self.send(None)
 
     def join(self) -> None:
+        """Waits for the end of a writer that has sent its last message."""
         self._thread.join(1.0)
 
     def end(self) -> str:
+        """Returns how the writer died, for people."""
         return "an error ended it"
 
 
 class WriterProcess:
-    """Runs ``python -m mindresume.saving.background_writer CONNECTION MEMORY PARENT``: two file descriptors and a process id.
+    """Runs ``python -m mindresume.saving.background_writer CONNECTION MEMORY PARENT``: two file descriptors and a process id. Its
+    methods are those of ``WriterThread``.
 
     A new interpreter, because a fork of a process with a device and threads is not safe; without the user's main module, which
     multiprocessing's spawn would import again.
@@ -215,6 +199,7 @@ class WriterProcess:
         return f"exit status {self._process.wait()}"
 
 
+Writer = WriterThread | WriterProcess
 WRITERS: dict[str, Callable[[SaveTarget, Policy | None, Staging, float], Writer]] = {
     "thread": WriterThread, "process": runtime.asks_machine(WriterProcess)}
 

@@ -20,7 +20,7 @@ errors, and they are raised when all parts are done.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from mindresume.coordination.collectives import (
     SingleProcess,
     Watchdog,
     gather_results,
+    gather_values,
     run_on_all,
     run_until_all_done,
 )
@@ -70,13 +71,11 @@ from mindresume.saving.memory_tier.opening import newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.replication import Uploader, UploadQueue, Uploads
-from mindresume.saving.retention import Policy
 from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
 from mindresume.saving.shard_writer import (
     Outcome,
     Save,
-    Saver,
     SaveTarget,
     StepState,
     clean_own_folder,
@@ -117,7 +116,7 @@ class CheckpointManager:
         self.policy = SavePolicy(options, settings, group, emit)
         self.session: SaveSession | None = None
         self.preemption: PreemptionHandler | None = None
-        self._saver: Saver | None = None
+        self._saver: SyncSaver | AsyncSaver | None = None
         self._uploads: UploadQueue | None = None
         self._tier: MemoryTier | None = None
         self._save_began = 0.0
@@ -169,26 +168,22 @@ class CheckpointManager:
         runtime.at_exit(self.finish_after_error)  # if no hook sees the end of the training; runs before the end of the uploader
 
     def _begin(self, share: int, resumed: Resumed | None, remote: RemoteCheckpoints | None) -> None:
+        """Begins on this rank. ``share``: bytes of host memory for a copy."""
         self.session.begin(resumed)
         try:
             for name in clean_own_folder(self.target):
                 self.emit(Notice(f"removed {name}, left half-written by an earlier run"))
         except OSError as error:
             self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
-        self._saver = self._make_saver(self.options.retention if self.session.is_leader else None, share)
-        self._uploads = self.session.peer_state.uploads = self._start_uploader(remote).queue if remote is not None else None
-
-    def _make_saver(self, retention: Policy | None, share: int) -> Saver:
-        """Returns the saver, after the commit of what earlier runs completed. ``retention``: on the leader, else None. ``share``:
-        bytes of host memory for a copy."""
         settings, kind = self.settings, self.options.async_save
-        saver = sync_saver(self.target, retention, self._emit_of_saver)
-        saver.begin()
-        if not kind:
-            return saver
-        return AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
-                          StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
-                          self._emit_of_saver, self.watcher)
+        retention = self.options.retention if self.session.is_leader else None
+        self._saver = sync_saver(self.target, retention, self._emit_of_saver)
+        self._saver.begin()                             # commits what earlier runs completed
+        if kind:
+            self._saver = AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
+                                     StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
+                                     self._emit_of_saver, self.watcher)
+        self._uploads = self.session.peer_state.uploads = self._start_uploader(remote).queue if remote is not None else None
 
     def _emit_of_saver(self, event: Event) -> None:
         """Receives the events of the saver, in any thread."""
@@ -207,7 +202,7 @@ class CheckpointManager:
     def count_hosts(self) -> bool:
         """Returns whether this rank is the first one of its host, on all ranks together; and counts the host names for the load
         attempt, which tells hosts apart by name."""
-        rows = gather_results(self.group, lambda: [host_identity(), runtime.gethostname()])
+        rows = gather_values(self.group, [host_identity(), runtime.gethostname()])
         hosts = [host for host, _ in rows]
         load_attempt = self.pending.attempt
         if load_attempt is not None:
@@ -325,18 +320,14 @@ class CheckpointManager:
         if not isinstance(self._saver, SyncSaver):
             self.emit(SaveStaged(save.step, save.name, stall_seconds))
 
-    def _handle(self, outcomes: Iterable[Outcome]) -> None:
-        """Records outcomes. Raises SaveError as configured."""
+    def _handle(self, outcomes: Sequence[Outcome], raises: bool = True) -> None:
+        """Records outcomes, and enqueues the upload of steps that are saved. Raises SaveError as configured."""
         for outcome in outcomes:
-            fatal = self._record_outcome(outcome)
-            if fatal is not None:
+            if outcome.saved and self._uploads is not None:
+                self._uploads.enqueue(outcome.step)
+            fatal = self.policy.record(outcome)
+            if fatal is not None and raises:
                 raise fatal
-
-    def _record_outcome(self, outcome: Outcome) -> SaveError | None:
-        """Records an outcome, and enqueues the upload of a step that is saved. Returns the error that ends the training."""
-        if outcome.saved and self._uploads is not None:
-            self._uploads.enqueue(outcome.step)
-        return self.policy.record(outcome)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -389,7 +380,10 @@ class CheckpointManager:
             for outcome in self._run_on_all_ranks("committing the last step", partial(saver.finish, timeout)):
                 with self._keeping_errors():
                     self._handle([outcome])                 # enqueues the last uploads
-            self._remove_tier(step)
+            tier, self._tier = self._tier, None
+            with suppress(OSError):
+                if tier is not None and is_committed(self.target, step):
+                    tier.remove()
         uploads, self._uploads = self._uploads, None
         if uploads is not None:
             errors = self._run_on_all_ranks("uploading the last step", partial(uploads.finish, timeout))
@@ -400,7 +394,7 @@ class CheckpointManager:
         self._close_preemption()
         failing: list[int] = []                             # an error of one rank is raised on all: in a later collective a rank
         with self._keeping_errors():                        # without it would wait for one that has ended with it
-            rows = gather_results(self.group, lambda: [True, bool(self._end_errors)])
+            rows = gather_values(self.group, [True, bool(self._end_errors)])
             failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
         if self._end_errors:
             raise self._end_errors[0]
@@ -430,14 +424,7 @@ class CheckpointManager:
             self.group = SingleProcess(self.group.rank)
         return results
 
-    def _remove_tier(self, step: int) -> None:
-        """Removes the tier in memory if the disk has the last step."""
-        tier, self._tier = self._tier, None
-        with suppress(OSError):
-            if tier is not None and is_committed(self.target, step):
-                tier.remove()
-
-    def _write_tier(self, saver: Saver) -> None:
+    def _write_tier(self, saver: SyncSaver | AsyncSaver) -> None:
         """Writes the newest save in memory to disk, if that is older, after the training ended with an error. A save like any
         other: it counts if all ranks get so far."""
         if self._tier is None:
@@ -462,9 +449,7 @@ class CheckpointManager:
                 self.emit(warning("the training ended with an error; the save in flight is finished first"))
             if saver is not None:
                 self._write_tier(saver)
-            outcomes = saver.finish(self.settings.commit_timeout, _OTHERS) if saver is not None else []
-            for outcome in outcomes:
-                self._record_outcome(outcome)
+                self._handle(saver.finish(self.settings.commit_timeout, _OTHERS), raises=False)
         except Exception as error:
             self.policy.record_failure(None, f"the last save was not finished: {error}")
         finally:

@@ -1,6 +1,6 @@
 """Commits, on rank 0, the steps that many ranks have saved, without a collective; saves in the calling thread.
 
-    saver = sync_saver(target, policy)              # or AsyncSaver(...): the same five methods (``Saver``)
+    saver = sync_saver(target, policy)              # or AsyncSaver(...): the same five methods
     saver.save(Save(shard, extras))
     for outcome in saver.poll(): ...                # after each step: outcomes of saves, errors included
     saver.finish(timeout)                           # at the end: everything is written and committed, or named in an outcome
@@ -350,7 +350,8 @@ def _remove_meta(storage: Storage, path: str) -> None:
 
 
 class SyncSaver:
-    """Writes and commits the saves of one rank in the thread or process that calls it; implements ``Saver``.
+    """Writes and commits the saves of one rank in the thread or process that calls it. Errors of a save are in its outcome.
+    Raises LeaseHeldError, because no later save can succeed.
 
     Args:
         committer: on rank 0.
@@ -372,6 +373,7 @@ class SyncSaver:
             self.committer.emit(warning(f"complete saves of earlier runs are not committed now: {error}"))
 
     def save(self, save: Save) -> None:
+        """Saves, now or in the background. The arrays may change as soon as it returns."""
         outcome = self.write(save)
         self._outcomes.append(outcome)
         if self.committer is not None and outcome.saved:
@@ -403,19 +405,24 @@ class SyncSaver:
                        runtime.monotonic() - started)
 
     def busy(self) -> bool:
+        """Returns whether ``save`` would have to wait."""
         return False
 
     def poll(self) -> list[Outcome]:
+        """Returns the outcomes since the last call. Commits steps that other ranks have completed. Does not wait."""
         if self.committer is not None and self.committer.pending:
             self.committer.poll()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def wait(self, timeout: float) -> list[Outcome]:
+        """Returns outcomes like ``poll``, after every save so far is written, or after ``timeout`` seconds."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
+        """Returns outcomes like ``wait``. Rank 0 waits for the records of all ranks, at most ``record_timeout`` seconds (None:
+        ``timeout``). Called once, at the end."""
         if self.committer is not None:
             self.committer.finish(timeout if record_timeout is None else record_timeout)
         return self.wait(0)

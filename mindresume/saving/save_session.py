@@ -1,6 +1,6 @@
 """Acquires the checkpoint directory for one training: groups that share it, lease, run id, suffix of file names.
 
-    session = open_save_session(storage, root, prefix, group, emit, settings.heartbeat)     # on all ranks together
+    session = open_save_session(directory, prefix, group, emit, settings.heartbeat)         # on all ranks together
     session.begin(resumed)                      # warns of other trainings; nodes without a shared disk keep a common one
     session.target                              # where to save
     session.release()
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
-from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process
+from mindresume.coordination.lease import SAVING, Lease, LeaseHolder, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.storage_topology import (
     PeerState,
@@ -142,61 +142,60 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
         CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
         ConfigError: Checkpoint 2.0 where nodes share no disk.
     """
-    root = directory.root
     run_on_rank0(group, partial(check_directory, directory))
-    shared = _shared_groups_of(directory, group, iterations, {} if shared_groups is None else shared_groups)
+    root, shared_groups = directory.root, {} if shared_groups is None else shared_groups
+    if root not in shared_groups:
+        shared_groups[root] = find_shared_groups(directory, group)
+    shared = shared_groups[root]
+    if shared.is_split and iterations:
+        blind = [rank for rank, leader in enumerate(shared.leaders) if leader != shared.leaders[0]]
+        raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
+                          f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
+                          f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
     if remote is not None or in_memory:
         run_on_rank0(group, partial(number_runs, directory, remote, in_memory, emit), Watchdog("numbering the run"))
     # Without a common run the lease finds the next one.
     common_run = next_common_run(directory, group) if shared.is_split else ""
     holder = replace(holder_of_this_process(SAVING, group.size), run=common_run)
     memory = _LEASES if leases is None else leases
-
-    def acquire_lease() -> tuple[str, int] | None:
-        """Acquires the directory, on each leader. Returns (run, the smallest suffix that no record uses)."""
-        if not shared.is_leader(group.rank):
-            return None
-        if group.rank != 0:
-            check_directory(directory)
-        if root in memory:                              # of an earlier training of this process, which is over
-            memory.pop(root).release()
-        memory[root] = acquire(directory, holder, heartbeat, emit, keep_run_marker=iterations).start()
-        return memory[root].run, _unused_suffix(directory, prefix)
+    is_leader = shared.is_leader(group.rank)
     # Rank 0 may watch the lease of another job for some minutes, which is less than the stall timeout.
-    rows = gather_results(group, acquire_lease, Watchdog("acquiring the directory"))
-    lease = memory[root] if shared.is_leader(group.rank) else None
+    runs = gather_results(group, partial(_acquire, directory, group, holder, heartbeat, emit, iterations, memory)
+                          if is_leader else _nothing, Watchdog("acquiring the directory"))
     if shared.is_split:                                    # if they do share it, two of them have now acquired one directory
-        gather_results(group, lambda: None if lease is None else check_not_shared(lease))
-    folder = directory.path(folder_name(group.rank))
-    suffixes = gather_results(group, lambda: 0 if iterations else free_suffix(directory.storage.list(folder), prefix, group.rank))
-    run, part = rows[0][0], shared.ranks(group.rank) if shared.is_split else ()
+        gather_results(group, partial(check_not_shared, memory[root]) if is_leader else _nothing)
+    suffixes = gather_results(group, partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations))
+    run, part = runs[0], shared.ranks(group.rank) if shared.is_split else ()
     lineage = run if origin is None else continued(
         origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))      # on all ranks the same choice
     target = SaveTarget(directory.storage, root, run, group.rank, group.size, iterations, part, lineage)
-    session = SaveSession(target, max([row[1] for row in rows if row] + suffixes), shared, lease,
+    session = SaveSession(target, max(suffixes), shared, memory[root] if is_leader else None,
                           PeerState(directory, run, shared, group.rank), emit)
     runtime.at_exit(session.release)
     return session
 
 
-def _shared_groups_of(directory: CheckpointDir, group: Group, iterations: bool,
-                      known: dict[str, SharedGroups]) -> SharedGroups:
-    if directory.root not in known:
-        known[directory.root] = find_shared_groups(directory, group)
-    shared_groups = known[directory.root]
-    if shared_groups.is_split and iterations:
-        blind = [rank for rank, leader in enumerate(shared_groups.leaders) if leader != shared_groups.leaders[0]]
-        raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
-                          f"{listed(blind)} cannot see what rank 0 writes to {directory.root}. Put save_path (output_dir) on a "
-                          f"disk that all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
-    return shared_groups
+def _acquire(directory: CheckpointDir, group: Group, holder: LeaseHolder, heartbeat: float, emit: Emit, iterations: bool,
+             memory: dict[str, Lease]) -> str:
+    """Acquires the directory, on each leader. Returns the run."""
+    if group.rank != 0:                                     # it is on a disk that rank 0 does not see
+        check_directory(directory)
+    if directory.root in memory:                            # of an earlier training of this process, which is over
+        memory.pop(directory.root).release()
+    memory[directory.root] = acquire(directory, holder, heartbeat, emit, keep_run_marker=iterations).start()
+    return memory[directory.root].run
 
 
-def _unused_suffix(directory: CheckpointDir, prefix: str) -> int:
-    """Returns the smallest suffix that no record uses: rank folders can have been deleted by hand, and names with records are
-    not used again."""
-    names = [parse_name(os.path.basename(path)) for path in scan_records(directory)[1]]
-    return max((name.suffix + 1 for name in names if name and name.prefix == prefix), default=0)
+def _nothing() -> None:
+    return None
+
+
+def _unused_suffix(directory: CheckpointDir, prefix: str, rank: int, is_leader: bool, iterations: bool) -> int:
+    """Returns the smallest suffix that no file of this rank uses, and on a leader, that no record uses either: rank folders can
+    have been deleted by hand, and names with records are not used again."""
+    unused = 0 if iterations else free_suffix(directory.storage.list(directory.path(folder_name(rank))), prefix, rank)
+    names = [parse_name(os.path.basename(path)) for path in scan_records(directory)[1]] if is_leader else []
+    return max([unused, *(name.suffix + 1 for name in names if name and name.prefix == prefix)])
 
 
 # ---- preflight -----------------------------------------------------------------------------------------------------

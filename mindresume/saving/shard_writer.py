@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -182,26 +182,6 @@ class Outcome:
     error: SaveError | None = None
     size: int = 0
     seconds: float = 0.0
-
-
-class Saver(Protocol):
-    """Saves steps. Errors of a save are in its outcome. Raises LeaseHeldError, because no later save can succeed."""
-
-    def save(self, save: Save) -> None:
-        """Saves, now or in the background. The arrays may change as soon as it returns."""
-
-    def busy(self) -> bool:
-        """Returns whether ``save`` would have to wait."""
-
-    def poll(self) -> list[Outcome]:
-        """Returns the outcomes since the last call. Commits steps that other ranks have completed. Does not wait."""
-
-    def wait(self, timeout: float) -> list[Outcome]:
-        """Returns outcomes like ``poll``, after every save so far is written, or after ``timeout`` seconds."""
-
-    def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
-        """Returns outcomes like ``wait``. Rank 0 waits for the records of all ranks, at most ``record_timeout`` seconds (None:
-        ``timeout``). Called once, at the end."""
 
 
 _RECORD_ROOM = 64 << 10         # bytes for the small files that follow the weights

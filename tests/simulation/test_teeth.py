@@ -331,8 +331,8 @@ MUTANTS = [
         Instead(lease, "next_run", wrong.run_number_reused)],
         ("restarts", "safetensors", ""), f"{STUCK} {LEFTOVER} {LOST} {WRONG}"),
     mutant("ranks do not agree on a file suffix", [
-        Edit(save_session, "open_save_session", "[row[1] for row in rows if row] + suffixes)",
-             "[row[1] for row in rows if row] + [suffixes[group.rank]])")], ("restarts", "safetensors", ""), f"{LEFTOVER} {LOST}",
+        Edit(save_session, "open_save_session", "max(suffixes)", "suffixes[group.rank]")],
+        ("restarts", "safetensors", ""), f"{LEFTOVER} {LOST}",
         first=4),
     mutant("only the verification by rank 0 decides", [
         Instead(sources, "refusals_of", lambda right: lambda rows: right(rows[:1]))],
