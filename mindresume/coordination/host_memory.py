@@ -51,13 +51,9 @@ def left(root: str = "/") -> int:
 def levels(root: str = "/") -> list[Level]:
     """Returns the host and every control group of this process that has a limit, as far as they can be read. ``root``: the folder
     of ``proc`` and ``sys``."""
-    return [*_host(root), *(level for version in _VERSIONS for level in _control_groups(root, version))]
-
-
-def _host(root: str) -> Iterator[Level]:
     available = _table(os.path.join(root, "proc/meminfo")).get("MemAvailable")
-    if available is not None:
-        yield Level(f"host {_kernel(root)}", available << 10)
+    host = [] if available is None else [Level(f"host {_kernel(root)}", available << 10)]
+    return [*host, *(level for version in _VERSIONS for level in _control_groups(root, version))]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 from mindresume import runtime
@@ -116,8 +116,8 @@ class Heartbeat:
 class RankHeartbeat:
     """Writes the heartbeat of this process. ``path``: the file. Use ``create``."""
 
-    def __init__(self, path: str, clock: Callable[[], float] = runtime.monotonic, wall: Callable[[], float] = runtime.time):
-        self.path, self._clock, self._wall, self._phase = path, clock, wall, 0
+    def __init__(self, path: str):
+        self.path, self._phase = path, 0
         with open(path, "xb+") as file:
             try:            # a write to a page that a full tmpfs cannot provide would kill the process (SIGBUS)
                 os.posix_fallocate(file.fileno(), 0, _SIZE)
@@ -129,8 +129,8 @@ class RankHeartbeat:
         for name in _COUNTS[1:]:
             self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal", "writing", "unasked") else NONE
         self.set(pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0, namespace=process_namespace())
-        self._times[_PROGRESSED] = self._times[_CHANGED] = clock()
-        self._times[_ENTERED] = wall()
+        self._times[_PROGRESSED] = self._times[_CHANGED] = runtime.monotonic()
+        self._times[_ENTERED] = runtime.time()
         self._counts[0] = _VERSION
 
     @classmethod
@@ -154,17 +154,17 @@ class RankHeartbeat:
         index = PHASES.index(phase)
         if index == self._phase or self._phase == len(PHASES) - 1:
             return
-        now = self._clock()
+        now = runtime.monotonic()
         self._times[_SECONDS + self._phase] += now - self._times[_CHANGED]
         if not self._times[_ENTERED + index]:
-            self._times[_ENTERED + index] = self._wall()
+            self._times[_ENTERED + index] = runtime.time()
         self._phase = self._counts[_AT["phase"]] = index
         self._times[_CHANGED] = self._times[_PROGRESSED] = now
 
     def reach(self, step: int) -> None:
         """Records that ``step`` is finished."""
         self._counts[_AT["step"]] = step
-        self._times[_PROGRESSED] = self._clock()
+        self._times[_PROGRESSED] = runtime.monotonic()
         self.enter(TRAINING)
 
     def set_output(self, folder: str) -> None:
@@ -202,4 +202,4 @@ def read_heartbeats(folder: str) -> list[Heartbeat]:
     except OSError:
         return []
     found = [read_heartbeat(os.path.join(folder, name)) for name in names if name.endswith(SUFFIX)]
-    return sorted(filter(None, found), key=lambda heartbeat: (heartbeat.rank, heartbeat.pid))
+    return sorted(filter(None, found), key=attrgetter("rank", "pid"))

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
 from mindresume import runtime
-from mindresume.coordination.shared_folder import Sighting, Watch
+from mindresume.coordination.shared_folder import AwakeClock, Sighting, Watch
 from mindresume.errors import ConfigError, RecordError
 from mindresume.model.manifest import encode_head, read_head
 from mindresume.storage.interface import Storage
@@ -91,12 +91,11 @@ class NodeStates:
 
     Args:
         beat: seconds after which a state is published again.
-        clock: monotonic.
     Attributes:
         watch: by (node, session) what was seen of the other supervisors; the content is their NodeState.
     """
 
-    def __init__(self, storage: Storage, folder: str, state: NodeState, beat: float, clock: Callable[[], float]):
+    def __init__(self, storage: Storage, folder: str, state: NodeState, beat: float, clock: AwakeClock):
         self.storage, self.folder, self.mine, self.beat = storage, folder, state, beat
         self.watch = Watch(clock)
         self.error: OSError | None = None
@@ -191,7 +190,7 @@ class BackgroundStates(NodeStates):
     published is never published: others can miss a state in any case, because a listing shows the newest one.
     """
 
-    def __init__(self, storage: Storage, folder: str, state: NodeState, beat: float, clock: Callable[[], float]):
+    def __init__(self, storage: Storage, folder: str, state: NodeState, beat: float, clock: AwakeClock):
         super().__init__(storage, folder, state, beat, clock)
         self._changed = runtime.Condition()
         self._wanted: set[str] = set()
@@ -291,11 +290,10 @@ class Rendezvous:
     """Coordinates the supervisor of one node with the others. All methods return at once; call them again and again.
 
     Args:
-        clock: monotonic.
         states: exchanges the states, in the calling thread or in one of its own.
     """
 
-    def __init__(self, storage: Storage, folder: str, place: Place, clock: Callable[[], float], session: str = "",
+    def __init__(self, storage: Storage, folder: str, place: Place, clock: AwakeClock, session: str = "",
                  states: type[NodeStates] = NodeStates):
         self.node, self.nodes, self.min_nodes, self.timeout = place.node, place.nodes, place.min_nodes, place.timeout
         self.clock = clock

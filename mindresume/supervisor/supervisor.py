@@ -280,19 +280,20 @@ class Supervisor:
         """Moves the logs of the last start, which the next one would overwrite."""
         if not self.starts:
             return
-        last, node = self.starts[-1], self.nodes.node if self.nodes else 0
-
-        def move() -> tuple[str, ...] | OSError:
-            try:
-                return keep_logs(self._logs, node, last.number, last.started, self.settings.keep_logs, self.nodes is None)
-            except OSError as error:
-                return error
-        folders = call_within(PATIENCE, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"), move)
+        last = self.starts[-1]
+        folders = call_within(PATIENCE, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"), self._move_logs, last)
         if isinstance(folders, OSError):
             self.emit(warning(f"the logs of start {last.number} are not kept: {folders}"))
         elif folders:
             self.starts[-1] = replace(last, log_folders=folders)
             self.emit(LogsKept(last.number, folders))
+
+    def _move_logs(self, last: StartOutcome) -> tuple[str, ...] | OSError:
+        node = self.nodes.node if self.nodes else 0
+        try:
+            return keep_logs(self._logs, node, last.number, last.started, self.settings.keep_logs, self.nodes is None)
+        except OSError as error:
+            return error
 
     def _end_orphans(self) -> None:
         """Ends what a killed supervisor of the same command has left behind."""

@@ -3,6 +3,7 @@ import errno
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,8 +26,9 @@ def clock():
 
 
 @pytest.fixture
-def heartbeat(tmp_path, clock):
-    return RankHeartbeat(str(tmp_path / f"process_1{hb.SUFFIX}"), clock, lambda: 1e9 + clock.now)
+def heartbeat(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(hb, "runtime", SimpleNamespace(monotonic=clock, time=lambda: 1e9 + clock.now))
+    return RankHeartbeat(str(tmp_path / f"process_1{hb.SUFFIX}"))
 
 
 def test_a_new_heartbeat_names_this_process_and_nothing_else(heartbeat):

@@ -3,9 +3,12 @@ import errno
 import os
 import shutil
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import start_ticks
 from mindresume.coordination.rank_heartbeat import COMPILING, ENDED, ENDING, TRAINING, RankHeartbeat, read_heartbeats
 from mindresume.events import HangDetected, Notice, ignore
@@ -21,8 +24,9 @@ from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 def job_with_a_silent_rank(folder, events):
     """Returns a job whose only rank, this process, made its last step when the host was started."""
-    heartbeat = RankHeartbeat(os.path.join(folder, f"process_{os.getpid()}.heartbeat"), clock=lambda: 0.0)
-    heartbeat.reach(5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_heartbeat, "runtime", SimpleNamespace(monotonic=lambda: 0.0, time=time.time))
+        RankHeartbeat(os.path.join(folder, f"process_{os.getpid()}.heartbeat")).reach(5)
     job = Job(Command(["train"], {}), 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append)
     found, = read_heartbeats(str(folder))
     job.members.refresh = lambda *arguments: None

@@ -1,4 +1,6 @@
 """supervisor/hang.py: the parts of a start have the names and the order that they have in the report."""
+from types import SimpleNamespace
+
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
@@ -14,10 +16,12 @@ NEW = (*RESUMED[:4], (hb.COMPILING, 16), (hb.SAVING, 33), (hb.TRAINING, 40))
 def heartbeat(tmp_path, rows):
     """Returns the heartbeat of a rank that has entered phases, (phase, seconds after ZERO)."""
     now = [ZERO + rows[0][1]]
-    made = hb.RankHeartbeat(str(tmp_path / "process_1.heartbeat"), lambda: now[0], lambda: now[0])
-    for phase, at in rows[1:]:
-        now[0] = ZERO + at
-        made.enter(phase)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hb, "runtime", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+        made = hb.RankHeartbeat(str(tmp_path / "process_1.heartbeat"))
+        for phase, at in rows[1:]:
+            now[0] = ZERO + at
+            made.enter(phase)
     return hb.read_heartbeat(made.path)
 
 
