@@ -14,6 +14,7 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
@@ -71,12 +72,14 @@ class MemorySource:
     def newest(self) -> Choice | None:
         """Returns the newest save that all ranks have verified, unless a newer checkpoint lies elsewhere."""
         names = self._common()
-        elsewhere = self._elsewhere() if names else {}
-        if elsewhere.get("reason"):
+        if not names:
+            return None
+        elsewhere = self._elsewhere()
+        if elsewhere["reason"]:
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {elsewhere['reason']}"))
-            names = []
-        self.least = tuple(elsewhere.get("order") or (0, 0))
-        self.names = [name for name in names if self._is_allowed(name, elsewhere.get("run"))]
+            return None
+        self.least = tuple(elsewhere["order"] or (0, 0))
+        self.names = [name for name in names if self._is_allowed(name, elsewhere["run"])]
         return self._first_verified([name for name in self.names if order_of(name) >= self.least])
 
     def last_resort(self) -> Choice | None:
@@ -106,8 +109,8 @@ class MemorySource:
         rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
         for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
-        notes = [note for row in rows if (note := DiskNote.from_json(row["note"])) is not None]
-        self.note = max(notes, key=lambda note: note.order, default=None)
+        notes = [note for row in rows if row["note"] and (note := DiskNote.from_json(row["note"])) is not None]
+        self.note = max(notes, key=attrgetter("order"), default=None)
         seen = {name for row in rows for name in row["offers"]}
         if not seen:
             self.refused += [Refusal(**row) for row in rows[0]["refused"]]
@@ -129,26 +132,22 @@ class MemorySource:
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
         refused: list[dict[str, Any]] = []
+        storage, note, node = uncached(self.job.storage), None, ""
         try:
-            self.tier, problem = find_tier(CheckpointDir(uncached(self.job.storage), self.root))
-            note = self._look_into_tier(refused) if self.tier else None
-            node = memory_identity(self.tier) if self.tier else ""
+            self.tier, problem = find_tier(CheckpointDir(storage, self.root))
+            if self.tier:
+                for candidate in scan_records(CheckpointDir(storage, self.tier))[0][:_MAX_OFFERS]:
+                    refusal = candidate.problem or self._why_not(candidate)
+                    if refusal is None:
+                        self.offers[candidate.name] = candidate
+                    elif candidate.files or not candidate.problem:
+                        refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
+                note, node = DiskNote.read(storage, self.tier), memory_identity(self.tier)
         except OSError as error:                # no error of the tier keeps a job from its checkpoints on disk
             self.offers.clear()
-            self.tier, problem, note, node, refused = "", f"the tier in memory cannot be read: {error}", None, "", []
+            self.tier, problem, refused = "", f"the tier in memory cannot be read: {error}", []
         return {"node": node, "offers": list(self.offers), "refused": refused, "problem": problem,
                 "note": asdict(note) if note is not None else None}
-
-    def _look_into_tier(self, refused: list[dict[str, Any]]) -> DiskNote | None:
-        """Fills ``offers`` and ``refused``. Returns the note. Raises OSError."""
-        storage = uncached(self.job.storage)
-        for candidate in scan_records(CheckpointDir(storage, self.tier))[0][:_MAX_OFFERS]:
-            refusal = candidate.problem or self._why_not(candidate)
-            if refusal is None:
-                self.offers[candidate.name] = candidate
-            elif candidate.files or not candidate.problem:
-                refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
-        return DiskNote.read(storage, self.tier)
 
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""
