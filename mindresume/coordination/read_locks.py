@@ -8,6 +8,7 @@ Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -56,7 +57,7 @@ def acquire_read_lock(directory: CheckpointDir, attempt: str, commit_dir: str, b
     outwaited = set() if outwaited is None else outwaited
     try:
         stay: list[set[str]] = []
-        while len(stay) < _LOOKS and (announced := _announced_removals(directory, attempt) - outwaited):
+        while len(stay) < _LOOKS and (announced := _announced_removals(directory, attempt, lease) - outwaited):
             stay.append(announced)
             sleep(_PAUSE)                 # the removal may have checked for read locks before this one existed
         if len(stay) == _LOOKS:
@@ -89,10 +90,11 @@ def _lease_without_number(directory: CheckpointDir, purpose: str, names: tuple[s
     return lease
 
 
-def _announced_removals(directory: CheckpointDir, attempt: str) -> set[str]:
+def _announced_removals(directory: CheckpointDir, attempt: str, own: Lease) -> set[str]:
     """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease may be one, and counts. Leases
-    of jobs, which are none, are not read."""
-    found, unreadable = read_leases(directory, _leases_without_number(directory))
+    of jobs and the ``own`` one, which are none, are not read."""
+    others = [name for name in _leases_without_number(directory) if name != os.path.basename(own.path)]
+    found, unreadable = read_leases(directory, others)
     return {holder.run for holder in found if holder.purpose == REMOVING and attempt in holder.holds and
             is_alive(holder) is not False} | unreadable.keys()
 

@@ -231,7 +231,7 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
                             f"example {listed(absent, 3)}. Is it the strategy of the same model?")
     for stage in strategy.stages:
         check_order(weights, {name: layout for name, layout in stage.items() if name in tensors})
-    counters = whole_tensors({name: tensor for name, tensor in tensors.items() if tensor.is_counter})
+    counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
     found: list[dict[str, Region]] = []
     for rank in range(strategy.world_size):
         held_here = dict(counters)

@@ -81,7 +81,7 @@ class OpenFiles:
         finally:
             with self._lock:
                 entry[1] -= 1
-        self.count(len(out))
+                self.bytes_read += len(out)
 
     def count(self, size: int) -> None:
         """Counts bytes of these files that were read elsewhere."""

@@ -435,8 +435,7 @@ MUTANTS = [
         ("unreadable", "safetensors", ""), f"{LOST} {WRONG}", deaths=False, first=225, within=25,
         draws=each(UNREADABLE_FILE, 1000)),
     mutant("scrub: only the files of one rank are read", [
-        Instead(scrub.Scrubber, "_read", lambda right: lambda self, candidate, *more: right(
-            self, replace(candidate, files=dict(list(candidate.files.items())[:1])), *more))],
+        Edit(scrub.Scrubber, "_read", "for rank in candidate.files for row in", "for rank in [*candidate.files][:1] for row in")],
         ("rot and scrub", "iteration", ""), WRONG, deaths=False, within=10),
 ]
 
