@@ -307,6 +307,7 @@ class Record:
         deduplicated: this rank wrote only its share of the slices that several ranks hold (``remove_redundancy``).
         lineage: id of the run that began this training; empty if unknown.
         local_ranks: where nodes share no disk, the ranks that see this rank's folder; else empty.
+        details: checksum of the line with its details; None before it was read.
     """
     run: str
     rank: int
@@ -317,6 +318,7 @@ class Record:
     deduplicated: bool = False
     lineage: str = ""
     local_ranks: tuple[int, ...] = ()
+    details: str | None = field(default=None, compare=False, repr=False)
 
     def encode(self, details: Details) -> bytes:
         """Returns the content of the record file."""
@@ -353,30 +355,25 @@ def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
             "local_ranks": () if head.get("part") is None else parse_ranks(head["part"], world_size)}
 
 
-def _record_of(head: Mapping[str, Any]) -> Record:
-    """Makes a record from its head. Raises RecordError if a field is missing or wrong."""
+def read_record(file: BinaryIO) -> tuple[Record, str]:
+    """Returns the head of a record and the checksum of its head line. Raises RecordError if it is torn, altered or of another
+    kind, or a field is missing or wrong."""
+    head, checksum = read_head(file, "record")
     with field_errors("record"):
         rank, shared = head["rank"], _shared_fields(head)
         if not is_count(rank, 0, shared["world_size"] - 1):
             raise RecordError(f"rank is {rank!r}"[:200] + f", expected a whole number below {shared['world_size']}")
         if shared["local_ranks"] and rank not in shared["local_ranks"]:
             raise RecordError(f"part is {shared['local_ranks']!r}"[:200] + f", and this is the record of rank {rank}")
-        return Record(rank=rank, files=_files_of_rank(head["files"], rank), **shared)
-
-
-def read_record(file: BinaryIO) -> tuple[Record, str]:
-    """Returns the head of a record and the checksum of its head line. Raises RecordError if it is torn, altered or of another
-    kind."""
-    head, checksum = read_head(file, "record")
-    return _record_of(head), checksum
+        return Record(rank=rank, files=_files_of_rank(head["files"], rank), details=head.get("details"), **shared), checksum
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
     """Returns a record and its details. Raises RecordError if either is torn, altered or of another kind, and if the shape of a
     tensor does not fit its layout."""
-    head, _ = read_head(file, "record")
-    value = _read_line(file, "record", DETAILS_LIMIT, head.get("details"), "the list of tensors is truncated or altered")
-    record, tensors = _record_of(head), {}
+    record, _ = read_record(file)
+    value = _read_line(file, "record", DETAILS_LIMIT, record.details, "the list of tensors is truncated or altered")
+    tensors = {}
     with field_errors("record"):
         layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
         fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors but few layouts

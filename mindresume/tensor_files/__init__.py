@@ -46,6 +46,7 @@ from mindresume.tensor_files.header import (
     tensor_bytes,
     tensor_spec,
 )
+from mindresume.typed import MAX_TENSORS
 
 __all__ = ["CHUNK", "Checksums", "FilePart", "FilePlan", "Header", "TensorEntry", "TensorSpec", "array_checksum", "checksummed",
            "damaged_tensors", "encode", "encode_plan", "file_checksum", "format_of", "plan_arrays", "plan_file", "read_header",
@@ -129,8 +130,23 @@ def plan_file(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, 
     dtypes first, then names in order; a ckpt keeps the order of ``specs``. Raises ValueError like ``encode``."""
     if fmt not in _FORMATS:
         raise ValueError(f"format {fmt!r} is not one of {', '.join(_FORMATS)}")
-    plan: FilePlan = _FORMATS[fmt].plan_file(specs, metadata)
-    return plan
+    if len(specs) > MAX_TENSORS:
+        raise ValueError(f"a file of {len(specs)} tensors; at most {MAX_TENSORS} can be read back")
+    known = _FORMATS[fmt].WRITABLE
+    for name, spec in specs.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the name of a tensor must be a string, found {name!r}")
+        if spec.dtype not in known:
+            raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise ValueError(f"metadata must map strings to strings, found {key!r}: {text!r}")
+    parts, position = [], 0
+    for part in _FORMATS[fmt].parts_of(specs, metadata):
+        name, data, start, count = (None, part, 0, len(part)) if isinstance(part, bytes) else (part[0], b"", *part[1:])
+        parts.append(FilePart(position, name, data, start, count))
+        position += count
+    return FilePlan(fmt, position, tuple(parts))
 
 
 def encode_plan(plan: FilePlan, tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str | None, memoryview]]:

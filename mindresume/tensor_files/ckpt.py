@@ -21,13 +21,10 @@ from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     MAX_DIMENSIONS,
     MAX_HEADER,
-    FilePlan,
     Header,
     TensorEntry,
     TensorSpec,
-    check_writable,
     checked_entry,
-    make_file_plan,
     parse_object,
     read_ranges,
 )
@@ -42,6 +39,7 @@ WINDOW = 8192               # bytes per read: several small tensors, or one head
 NAMES = {"float64": "Float64", "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64",
          "int32": "Int32", "int16": "Int16", "int8": "Int8", "uint64": "UInt64", "uint32": "UInt32", "uint16": "UInt16",
          "uint8": "UInt8", "bool": "Bool"}
+WRITABLE = {**NAMES, "str": "str"}
 _DTYPES = {tag: dtype for dtype, tag in NAMES.items()}
 MAX_VARINT = 10             # bytes
 _BITS = (1 << 64) - 1
@@ -208,22 +206,21 @@ class _Scanner:
         return number, *self.span(after, limit)
 
 
-def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
-    """Implements ``mindresume.tensor_files.plan_file``; keeps the order of the tensors."""
-    known, parts = {**NAMES, "str": "str"}, []
-    check_writable("ckpt", specs, metadata, known)
+def parts_of(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> list[bytes | tuple[str, int, int]]:
+    """Returns the parts of a new file, see ``safetensors.parts_of``; keeps the order of the tensors."""
+    parts: list[bytes | tuple[str, int, int]] = []
     for name, spec in specs.items():
         if len(name.encode()) > MAX_TEXT:
             raise ValueError(f"a tensor name has {len(name.encode())} bytes, at most {MAX_TEXT} can be read back")
         for start in range(0, max(spec.nbytes, 1), SLICE_BYTES):            # one empty part of an empty tensor
             count = min(SLICE_BYTES, spec.nbytes - start)
-            parts += [_head(name, known[spec.dtype], spec.shape, count), (name, start, count)]
+            parts += [_head(name, WRITABLE[spec.dtype], spec.shape, count), (name, start, count)]
     raw = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")).encode()
     if raw[-CRC_BYTES:].startswith(CRC_MARK):
         raw += b" "     # else MindSpore's loader would take the last 17 bytes for its crc and drop them
     if len(raw) > MAX_HEADER:
         raise ValueError(f"the metadata would have {len(raw)} bytes; at most {MAX_HEADER} can be read back")
-    return make_file_plan("ckpt", [*parts, encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw])
+    return [*parts, encode_varint(METADATA_FIELD << 3 | 2) + encode_varint(len(raw)) + raw]
 
 
 def _head(name: str, tag: str, shape: tuple[int, ...], count: int) -> bytes:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from mindresume.errors import CorruptFileError
-from mindresume.typed import MAX_KEYS, MAX_TENSORS, MAX_VALUES, parse_json
+from mindresume.typed import MAX_KEYS, MAX_VALUES, parse_json
 
 CHUNK = 4 << 20             # bytes: fits the CPU cache, and is large enough for one system call per piece
 MAX_HEADER = 100_000_000    # bytes of JSON; the limit of the safetensors library
@@ -68,17 +68,6 @@ class FilePlan:
         return {name: tuple(rows) for name, rows in found.items()}
 
 
-def make_file_plan(fmt: str, parts: Iterable[bytes | tuple[str, int, int]]) -> FilePlan:
-    """Makes a plan of ``parts`` in order: literal bytes, or (tensor name, first byte of the tensor, bytes)."""
-    rows, position = [], 0
-    for part in parts:
-        literal = isinstance(part, bytes)
-        count = len(part) if literal else part[2]
-        rows.append(FilePart(position, None, part, 0, count) if literal else FilePart(position, part[0], b"", part[1], count))
-        position += count
-    return FilePlan(fmt, position, tuple(rows))
-
-
 @dataclass(frozen=True)
 class Header:
     """The content of a file header. ``size``: bytes of the whole file; ``tensors``: in the order of the file."""
@@ -119,21 +108,6 @@ def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
 def _dtype_name(dtype: np.dtype) -> str:
     # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same bytes
     return dtype.name if dtype.name in DTYPES else str(dtype)
-
-
-def check_writable(fmt: str, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], known: Iterable[str]) -> None:
-    """Raises ValueError unless a file of format ``fmt``, whose dtypes are ``known``, can hold these tensors and this metadata and
-    be read back."""
-    if len(specs) > MAX_TENSORS:
-        raise ValueError(f"a file of {len(specs)} tensors; at most {MAX_TENSORS} can be read back")
-    for name, spec in specs.items():
-        if not isinstance(name, str):
-            raise ValueError(f"the name of a tensor must be a string, found {name!r}")
-        if spec.dtype not in known:
-            raise ValueError(f"tensor {name}: {fmt} cannot hold dtype {spec.dtype}; it holds {', '.join(known)}")
-    for key, text in metadata.items():
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise ValueError(f"metadata must map strings to strings, found {key!r}: {text!r}")
 
 
 def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES, keys: int = MAX_KEYS) -> dict[str, Any]:

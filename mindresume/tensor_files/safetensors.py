@@ -15,13 +15,10 @@ from mindresume.errors import CorruptFileError
 from mindresume.tensor_files.header import (
     DTYPES,
     MAX_HEADER,
-    FilePlan,
     Header,
     TensorEntry,
     TensorSpec,
-    check_writable,
     checked_entry,
-    make_file_plan,
     parse_object,
     read_ranges,
 )
@@ -31,6 +28,7 @@ METADATA = "__metadata__"
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
          "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
          "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+WRITABLE = NAMES
 _DTYPES = {tag: dtype for dtype, tag in NAMES.items()}
 
 
@@ -86,10 +84,9 @@ def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[st
     return {name: entry for _, name, entry in rows}
 
 
-def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
-    """Implements ``mindresume.tensor_files.plan_file``. Orders tensors by width of dtype, widest first, then by name, so that
-    each is aligned."""
-    check_writable("safetensors", specs, metadata, NAMES)
+def parts_of(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> list[bytes | tuple[str, int, int]]:
+    """Returns the parts of a new file in order: literal bytes, or (tensor name, first byte of the tensor, bytes). Orders tensors
+    by width of dtype, widest first, then by name, so that each is aligned."""
     if METADATA in specs:
         raise ValueError(f"{METADATA} cannot be the name of a tensor in a safetensors file")
     if set(specs) & set(metadata):
@@ -107,5 +104,4 @@ def plan_file(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> F
     if len(head) > MAX_HEADER:
         raise ValueError(f"the header of {len(specs)} tensors would have {len(head)} bytes; safetensors allows "
                          f"{MAX_HEADER}")
-    return make_file_plan("safetensors", [len(head).to_bytes(8, "little") + head,
-                                          *((name, 0, specs[name].nbytes) for name in order)])
+    return [len(head).to_bytes(8, "little") + head, *((name, 0, specs[name].nbytes) for name in order)]
