@@ -58,6 +58,17 @@ def test_a_region_is_what_indexing_gives(saved, region):
     checkpoint.release()
 
 
+@pytest.mark.parametrize("source", ["tp4", "dp8opt8", "dp2tp2axes10"])
+@pytest.mark.parametrize("target", ["dp1", "dp2tp2pp2opt2", "tp4pp2", "dp4opt-1"])
+def test_every_rank_of_another_plan_finds_its_part(tmp_path, source, target):
+    recorded(tmp_path, Plan.parse(source, MODEL), TENSORS)
+    plan = Plan.parse(target, MODEL)
+    with mindresume.open(tmp_path)[STEP] as checkpoint:
+        for rank in range(plan.world_size):
+            for name, region in plan.regions(rank).items():
+                assert same(checkpoint.read(name, tuple(slice(*part) for part in region)), plan.shard(TENSORS, rank)[name])
+
+
 def test_only_the_region_is_read(tmp_path, monkeypatch):
     recorded(tmp_path, PLAN, TENSORS)
     read, plain = [], os.preadv

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_folders import STORAGE, counters, path_of, save, tensors_of, write_foreign
-from reshard.plans import arrays_of
 
 from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats.consolidated import (
-    FILE,
     FILES,
     HUGGINGFACE,
     HYPER,
@@ -95,22 +93,6 @@ def hub(tmp_path):
 
 # ---- accepted folders ------------------------------------------------------------------------------------------------
 
-def test_weights_of_mindspore(unified):
-    found = read(unified)
-    assert complete(unified) and (found.kind, found.notes, found.root) == (MINDSPORE, (), str(unified))
-    assert found.files == ("part0.safetensors", "part1.safetensors", HYPER) and set(found.headers) == set(found.files)
-    assert list(found.tensors)[:3] == list(WEIGHTS) and found.tensors["lm_loss"] == HYPER
-    assert found.scalars == SCALARS
-    for name, array in arrays_of(found).items():
-        assert np.array_equal(array, {**WEIGHTS, **counters(STEP), "lm_loss": [1]}[name]), name
-
-
-def test_weights_of_huggingface(hub):
-    found = read(hub)
-    assert complete(hub) and found.kind == HUGGINGFACE and found.scalars == {} and found.notes == ()
-    assert found.files == (HF_FIRST, "model-00002-of-00002.safetensors") and list(found.tensors) == list(WEIGHTS)
-
-
 def test_counters_beside_an_index_of_huggingface_are_read(tmp_path):
     assert read(write(tmp_path, HUGGINGFACE)).scalars == SCALARS
 
@@ -124,16 +106,6 @@ def test_without_an_index_all_files_count(tmp_path, fmt):
     found = read(tmp_path)
     assert complete(tmp_path) and (found.kind, found.files, found.notes) == (FILES, (f"a.{fmt}", f"b.{fmt}"), ())
     assert found.scalars == SCALARS and found.tensors[EMBEDDING] == f"a.{fmt}"
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "net-1_1.ckpt"])
-def test_a_single_file_is_read(tmp_path, name, monkeypatch):
-    put(tmp_path / "other" / name, {**WEIGHTS, **counters(STEP)})
-    put(tmp_path / "other" / "unrelated.safetensors", WEIGHTS)
-    found = read(tmp_path / "other" / name)
-    assert (found.kind, found.files, found.root) == (FILE, (name,), str(tmp_path / "other")) and found.scalars == SCALARS
-    monkeypatch.chdir(tmp_path / "other")
-    assert complete(name) and read(name).root == "." and arrays_of(read(name)).keys() == found.tensors.keys()
 
 
 def test_counters_in_several_files(tmp_path):
@@ -375,51 +347,16 @@ def test_split(sizes, limit):
         assert sum(sizes[name] for name in (*part, following[0])) > limit
 
 
-@pytest.mark.parametrize("sizes, parts", [
-    ({}, []), ({"a": 0}, [["a"]]), ({"a": 10}, [["a"]]), ({"a": 11, "b": 0}, [["a"], ["b"]]), ({"a": 10, "b": 0}, [["a", "b"]]),
-    ({"a": 4, "b": 6, "c": 1}, [["a", "b"], ["c"]]), ({"a": 4, "b": 20, "c": 1}, [["a"], ["b"], ["c"]])])
-def test_split_by_example(sizes, parts):
-    assert split(sizes, 10) == parts
-
-
 @pytest.mark.parametrize("part_bytes", [0, -1])
 def test_split_into_nothing(part_bytes):
     with pytest.raises(ValueError, match="part_bytes"):
         split({"a": 1}, part_bytes)
 
 
-def test_names_of_parts():
-    assert [part_name(index, 11, MINDSPORE) for index in (0, 10)] == ["part0.safetensors", "part10.safetensors"]
-    assert part_name(0, 1, MINDSPORE) == "part0.safetensors"
-    assert [part_name(index, 3, HUGGINGFACE) for index in (0, 2)] == ["model-00001-of-00003.safetensors",
-                                                                     "model-00003-of-00003.safetensors"]
-    assert part_name(0, 1, HUGGINGFACE) == "model.safetensors"
-
-
 @pytest.mark.parametrize("arguments", [(0, 1, FILES), (1, 1, MINDSPORE), (-1, 1, HUGGINGFACE), (0, 0, MINDSPORE)])
 def test_no_such_part(arguments):
     with pytest.raises(ValueError):
         part_name(*arguments)
-
-
-def test_index_documents():
-    table = {"b": "part0.safetensors", "a": "part1.safetensors"}
-    name, document = index_document(MINDSPORE, table, 12)
-    assert (name, json.dumps(document)) == ("param_name_map.json", '{"metadata": {"total_size": 12}, "weight_map": '
-                                            '{"b": "part0.safetensors", "a": "part1.safetensors"}}')
-    assert index_document(HUGGINGFACE, table, 12) == (HF_INDEX, document)
-    with pytest.raises(ValueError, match="files"):
-        index_document(FILES, table, 12)
-
-
-@pytest.mark.parametrize("kind", [MINDSPORE, HUGGINGFACE])
-@pytest.mark.parametrize("part_bytes", [1, 148, 1000])
-def test_written_files_are_read_back(tmp_path, kind, part_bytes):
-    found = read(write(tmp_path, kind, part_bytes, hyper=kind == MINDSPORE))
-    assert found.kind == kind and found.notes == ()
-    assert len(found.files) - (kind == MINDSPORE) == {1: 3, 148: 2, 1000: 1}[part_bytes]
-    read_back = arrays_of(found)
-    assert all(np.array_equal(read_back[name], array) for name, array in WEIGHTS.items())
 
 
 @pytest.mark.parametrize("name, layout_known, elements, expected", [

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from rank_folders import STORAGE, dir_at, flip_bit, leaves_nothing
-from reshard.plans import COUNTERS, MODEL, Plan, Spec, complete, foreign, put, random_tensors, recorded
+from reshard.plans import COUNTERS, MODEL, Plan, Spec, foreign, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
@@ -185,16 +185,6 @@ def check(found, plan, rank):
     return sum(array.nbytes for array in expected.values())
 
 
-@pytest.mark.parametrize("source, write, tile", [("tp4", recorded, 64), ("dp2tp2pp2opt2", foreign, 1 << 22),
-                                                 ("dp8opt8", recorded, 1 << 22)])
-@pytest.mark.parametrize("target", ["dp1", "dp2tp2pp2opt2", "tp8", "dp4opt-1"])
-def test_every_rank_reads_its_part(roots, monkeypatch, source, write, target, tile):
-    monkeypatch.setattr(region_load, "TILE", tile)
-    weights, plan = weights_of(roots, source, write), Plan.parse(target)
-    for rank in range(plan.world_size):
-        check(read_regions(weights, wanted_regions(weights, parameters_to_load(plan, rank), rank), 2), plan, rank)
-
-
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("target", ["tp8", "dp4opt4", "dp2tp2pp2opt2"])
 def test_no_other_byte_is_read(tmp_path, fmt, target):
@@ -212,15 +202,6 @@ def test_no_other_byte_is_read(tmp_path, fmt, target):
         assert traffic.verified <= traffic.read and traffic.written == 0
 
 
-def test_whole_pieces_are_compared_with_their_checksums(roots):
-    weights, traffic = weights_of(roots, "tp4"), Traffic()
-    read_regions(weights, {name: whole(weights.tensors[name].shape) for name in EVERYTHING}, traffic=traffic)
-    assert traffic.verified == traffic.read == sum(array.nbytes for array in EVERYTHING.values())
-    weights, traffic = weights_of(roots, "tp4", foreign), Traffic()
-    read_regions(weights, {name: whole(weights.tensors[name].shape) for name in EVERYTHING}, traffic=traffic)
-    assert traffic.verified == 0 and traffic.read > 0                  # no checksum was recorded
-
-
 def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
     """Returns a recorded checkpoint with one bit of one tensor flipped in the file of a rank."""
     candidate = recorded(tmp_path, plan, tensors, fmt)
@@ -229,22 +210,6 @@ def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
         ranges = read_header(file, str(path)).tensors[name].ranges
     flip_bit(path, ranges[-1][0] + ranges[-1][1] - 1)
     return view_of_rank_folders(dir_at(tmp_path), candidate), str(path)
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-@pytest.mark.parametrize("workers", [1, 8])
-def test_a_flipped_bit_in_a_piece_that_is_read_whole(tmp_path, fmt, workers):
-    weights, path = damaged(tmp_path, Plan.parse("tp4"), "layers.0.qkv.weight", 2, fmt)
-    regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
-    with pytest.raises(CorruptFileError, match=r"layers.0.qkv.weight of rank 2 is not what was written: checksum \w{32}, "
-                                               r"recorded \w{32}") as found:
-        read_regions(weights, regions, workers)
-    assert found.value.path == path and found.value.tensor == "layers.0.qkv.weight"
-    others = {name: region for name, region in regions.items() if name != "layers.0.qkv.weight"}
-    assert set(read_regions(weights, others, workers)) == set(others)
-    above = ((0, 12), (0, 8))                                           # of ranks 0 and 1
-    found = read_regions(weights, {"layers.0.qkv.weight": above}, workers)
-    assert found["layers.0.qkv.weight"].tobytes() == TENSORS["layers.0.qkv.weight"][:12].tobytes()
 
 
 def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
@@ -256,22 +221,6 @@ def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
     weights.headers.clear()
     with pytest.raises(CorruptFileError, match="embedding.weight of rank 3 is not what was written"):
         read_regions(weights, {"embedding.weight": whole((16, 8))})
-
-
-def test_a_file_truncated_later_is_an_error(tmp_path):
-    candidate = recorded(tmp_path, Plan.parse("tp2"), TENSORS)
-    weights = view_of_rank_folders(dir_at(tmp_path), candidate)
-    regions = {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
-    read_regions(weights, regions)
-    path = tmp_path / candidate.files[1][0].path
-    os.truncate(path, path.stat().st_size - 4)
-    with pytest.raises(CorruptFileError, match="the file ends at byte .* truncated since its header was read"):
-        read_regions(weights, regions)
-
-
-def test_an_empty_request_reads_nothing(roots):
-    traffic = Traffic()
-    assert read_regions(weights_of(roots, "tp4"), {}, traffic=traffic) == {} and traffic.read == 0
 
 
 def test_arrays_are_writable_and_independent(roots):
@@ -328,17 +277,6 @@ def test_every_byte_is_compared_once(roots, monkeypatch, workers, tile):
         weights = weights_of(roots, text)
         check_tensors(weights, weights.tensors, workers, traffic)
         assert traffic.read == traffic.verified == sum(array.nbytes for array in EVERYTHING.values())
-
-
-def test_consolidated_weights_with_recorded_checksums(tmp_path):
-    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(complete(tmp_path, TENSORS))))
-    assert set(weights.tensors) == set(EVERYTHING)
-    traffic = Traffic()
-    check_tensors(weights, weights.tensors, traffic=traffic)
-    assert traffic.verified == 0
-    weights.checksums = {"norm.weight": "0" * 32}
-    with pytest.raises(CorruptFileError, match="norm.weight of rank 0 is not what was written"):
-        check_tensors(weights, weights.tensors)
 
 
 def test_a_tensor_larger_than_a_tile(tmp_path, monkeypatch):
