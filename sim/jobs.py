@@ -21,7 +21,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.scrub import BackgroundScrub
-from mindresume.resume.selection import CheckpointSources
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints

@@ -5,7 +5,8 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import ignore
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
+from mindresume.resume.selection import preview_selection, select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 
 ALONE = SingleProcess()
 

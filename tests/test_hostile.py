@@ -50,7 +50,8 @@ from mindresume.model.manifest import (
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy, every_rank, unhealthy_files
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.tensor_files import encode, read_header, read_scalar

@@ -58,7 +58,8 @@ from mindresume.resume.candidates import (
 )
 from mindresume.resume.choice import describe_candidate, read_size
 from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, every_rank
-from mindresume.resume.selection import CheckpointSources, preview_selection
+from mindresume.resume.selection import preview_selection
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.memory_tier.directory import find_tier
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage

@@ -35,7 +35,7 @@ from mindresume.resume.job_selection import (
     locate_checkpoints,
     shared_groups_of,
 )
-from mindresume.resume.selection import CheckpointSources
+from mindresume.resume.sources import CheckpointSources
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 

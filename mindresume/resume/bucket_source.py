@@ -209,7 +209,7 @@ class _Fetch:
     def _is_leader(self) -> bool:
         """Returns whether this rank works for all: rank 0, or where nodes share no storage the first rank of each node."""
         rank = self.job.group.rank
-        return self.job.shared.is_leader(rank) if self.job.is_split else rank == 0
+        return self.job.sources.shared.is_leader(rank) if self.job.is_split else rank == 0
 
     def _ranks(self) -> range:
         """Returns the saved ranks whose files this rank fetches."""

@@ -40,8 +40,8 @@ from mindresume.formats.scan import find as find_checkpoints
 from mindresume.model.manifest import FOLDER, attempts
 from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank, unhealthy_files
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
-from mindresume.resume.sources import drop_cached_files
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources, drop_cached_files
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
-from mindresume.coordination.storage_topology import SharedGroups, order_of
+from mindresume.coordination.storage_topology import order_of
 from mindresume.errors import RemoteError, UnusableCheckpointError
 from mindresume.events import Notice
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
@@ -33,7 +33,6 @@ from mindresume.resume.sources import Job, drop_cached_files, verify_on_all_rank
 from mindresume.saving.crash_loop import failed_loads_by_key, key_of
 from mindresume.saving.memory_tier.directory import DiskNote, TierOwner, find_tier, memory_identity
 from mindresume.saving.memory_tier.opening import groups_of
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.read_cache import ReadCache, uncached
 
 _MAX_OFFERS = 16                # names of saves that one rank sends to the others; a tier holds three of each run
@@ -47,9 +46,6 @@ class MemorySource:
     Args:
         job: who selects.
         root: the checkpoint directory, in which the job saves.
-        shared_groups: gets the groups of ranks that share a tier, by its path.
-        remote: the object store that may hold newer checkpoints.
-        is_preview: one process looks for all ranks, and changes nothing.
         tier: of this node.
         offers: the saves there, by name.
         names: saves that all ranks may take, newest first.
@@ -57,9 +53,6 @@ class MemorySource:
     """
     job: Job
     root: str
-    shared_groups: dict[str, SharedGroups]
-    remote: RemoteCheckpoints | None = None
-    is_preview: bool = False
     tier: str = ""
     offers: dict[str, Candidate] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
@@ -116,7 +109,7 @@ class MemorySource:
             self.refused += [Refusal(**row) for row in rows[0]["refused"]]
             return []
         nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
-        self.shared_groups[os.path.realpath(self.tier)] = nodes
+        self.job.sources.memory[os.path.realpath(self.tier)] = nodes
         common = []
         for name in sorted(seen, key=order_of, reverse=True):
             missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
@@ -152,9 +145,9 @@ class MemorySource:
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""
         policy, group = self.job.policy, self.job.group
-        if candidate.local_ranks and (self.is_preview or policy.any_layout):
+        if candidate.local_ranks and (self.job.sources.is_preview or policy.any_layout):
             return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}" + (
-                "; the job takes it if the other nodes have their parts" if self.is_preview else
+                "; the job takes it if the other nodes have their parts" if self.job.sources.is_preview else
                 ", and regions of tensors are read from all ranks"))
         if policy.world_size not in (None, candidate.world_size):
             return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {policy.world_size}")
@@ -185,9 +178,9 @@ class MemorySource:
             return _unwanted(f"step {first.step} on disk was saved without mindresume, so it is not known which is newer")
         order, run = (list(first.order[:2]), first.run) if first is not None else (None, None)
         is_known = True
-        if self.remote is not None:
+        if self.job.sources.remote is not None:
             try:                                                # as on disk: the newest on this machine is taken
-                for name in self.remote.scan().committed():
+                for name in self.job.sources.remote.scan().committed():
                     if list(order_of(name)) > (order or [0, 0]):
                         order, run = list(order_of(name)), parse_attempt(name)[1]
             except RemoteError:
@@ -260,7 +253,7 @@ class MemorySource:
         failed once is never tried again. A living owner may just overwrite the save; its records are left alone."""
         self.refused.append(replace(refusals[0], reason=f"{_IN_MEMORY}: {refusals[0].reason}"))
         owner = TierOwner.read(uncached(self.job.storage), self.tier)
-        if self.is_preview or owner is None or owner.is_alive:
+        if self.job.sources.is_preview or owner is None or owner.is_alive:
             return
         for refusal in refusals:
             if refusal.rank in ranks:

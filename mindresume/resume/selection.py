@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
-from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
@@ -24,42 +21,19 @@ from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_check
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
-from mindresume.resume.replicas import StrategyOf, unknown_strategy
-from mindresume.resume.sources import Job, NodeDisks, ProgressMeter, SharedDisk, drop_cached_files, job_directory
+from mindresume.resume.replicas import StrategyOf
+from mindresume.resume.sources import (
+    CheckpointSources,
+    Job,
+    NodeDisks,
+    ProgressMeter,
+    SharedDisk,
+    drop_cached_files,
+    job_directory,
+)
 from mindresume.resume.verifier import Verifier
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import uncached
-
-
-class ConsolidatedWeights(Protocol):
-    """Opens consolidated (merged) weights."""
-
-    def choose(self, storage: Storage, path: str) -> Choice:
-        """Returns the weights at ``path`` as the choice of a selection, on all ranks together."""
-
-
-@dataclass(frozen=True)
-class CheckpointSources:
-    """The sources of a selection besides the folder itself.
-
-    Args:
-        strategy_of: returns the strategy of the job that saved a candidate without a manifest.
-        consolidated: opens consolidated weights. None: they are not accepted.
-        shared: which ranks see the same folder. None: all of them.
-        saved_to: real paths of the folders in which this job saves. Only a resume from one of them continues the training that
-            is kept in ``remote`` and in memory.
-        remote: the object store that may hold newer checkpoints.
-        memory: gets the groups of ranks that share a tier in memory, by its path. None: memory is not considered.
-        is_preview: one process looks for all ranks, and changes nothing.
-    """
-    strategy_of: StrategyOf = unknown_strategy
-    consolidated: ConsolidatedWeights | None = None
-    shared: SharedGroups | None = None
-    saved_to: Collection[str] = ()
-    remote: RemoteCheckpoints | None = None
-    memory: dict[str, SharedGroups] | None = None
-    is_preview: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,14 +67,14 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         RemoteError: on all ranks, see ``BucketSource.fetch_newer``.
     """
     policy, sources, disk = policy or SelectionPolicy(), sources or CheckpointSources(), uncached(storage)
-    job = Job(storage, path, group, policy, sources.strategy_of, emit, progress or ProgressReporter.silent(), sources.shared)
+    job = Job(storage, path, group, policy, sources, emit, progress or ProgressReporter.silent())
     root = job_directory(path, sources.saved_to)
     if not job.is_split and sources.consolidated is not None and run_on_rank0(
             group, partial(selects_consolidated, disk, path, policy.any_layout)):
         return replace(sources.consolidated.choose(storage, path), consolidated=True)
     memory = bucket = None
     if sources.memory is not None and root is not None and policy.requested is None:
-        memory = MemorySource(job, root, sources.memory, sources.remote, sources.is_preview)
+        memory = MemorySource(job, root)
         if (newest := memory.newest()) is not None:
             return newest
     if job.is_split:                        # each rank loads its own file, and a load that fails is counted on one node only

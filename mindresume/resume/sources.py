@@ -29,6 +29,7 @@ from mindresume.resume.eligible import UNHEALTHY, SelectionPolicy, check_files, 
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, warning
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 
@@ -45,6 +46,37 @@ class ProgressMeter(Protocol):
         """Adds ``count`` bytes that were read."""
 
 
+class ConsolidatedWeights(Protocol):
+    """Opens consolidated (merged) weights."""
+
+    def choose(self, storage: Storage, path: str) -> Choice:
+        """Returns the weights at ``path`` as the choice of a selection, on all ranks together."""
+
+
+@dataclass(frozen=True)
+class CheckpointSources:
+    """The sources of a selection besides the folder itself.
+
+    Args:
+        strategy_of: returns the strategy of the job that saved a candidate without a manifest: the number of ranks, and the
+            tensors of missing ones.
+        consolidated: opens consolidated weights. None: they are not accepted.
+        shared: which ranks see the same folder. None: all of them.
+        saved_to: real paths of the folders in which this job saves. Only a resume from one of them continues the training that
+            is kept in ``remote`` and in memory.
+        remote: the object store that may hold newer checkpoints.
+        memory: gets the groups of ranks that share a tier in memory, by its path. None: memory is not considered.
+        is_preview: one process looks for all ranks, and changes nothing.
+    """
+    strategy_of: StrategyOf = unknown_strategy
+    consolidated: ConsolidatedWeights | None = None
+    shared: SharedGroups | None = None
+    saved_to: Collection[str] = ()
+    remote: RemoteCheckpoints | None = None
+    memory: dict[str, SharedGroups] | None = None
+    is_preview: bool = False
+
+
 @dataclass(frozen=True)
 class Job:
     """Who selects: the ranks of a job together, or one process for all of them.
@@ -53,24 +85,21 @@ class Job:
         storage: reads the files. Those that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
         path: the folder or file in which the checkpoints lie (``formats.scan.locate``).
         policy: what is accepted and how it is verified.
-        strategy_of: returns the strategy of a job that left no manifest. It gives the number of ranks, and the tensors of missing
-            ranks.
+        sources: what there is besides the folder.
         progress: receives the bytes that are verified of each candidate.
-        shared: which ranks see the same folder. None: all of them.
     """
     storage: Storage
     path: str
     group: Group
     policy: SelectionPolicy
-    strategy_of: StrategyOf = unknown_strategy
+    sources: CheckpointSources = CheckpointSources()
     emit: Emit = ignore
     progress: ProgressMeter = field(default_factory=ProgressReporter.silent)
-    shared: SharedGroups | None = None
 
     @property
     def is_split(self) -> bool:
         """Whether its nodes share no disk."""
-        return self.shared is not None and self.shared.is_split
+        return self.sources.shared is not None and self.sources.shared.is_split
 
 
 def job_directory(path: str, saved_to: Collection[str]) -> str | None:
@@ -110,7 +139,7 @@ class _Share:
         """Returns, for the other ranks, the first refusal; or (rank, path) of each file that is missing, and is replaced."""
         job, candidate = self.job, self.candidate
         is_guessed = candidate.missing_ranks and candidate.records_dir is None
-        strategy = job.strategy_of(self.directory.root, candidate) if is_guessed else None
+        strategy = job.sources.strategy_of(self.directory.root, candidate) if is_guessed else None
         verifier = Verifier(self.directory, candidate, self.advance, job.policy.verifies_bytes, strategy, self.keep)
         for rank in self.ranks:
             result = verifier.verify(rank)
@@ -221,7 +250,7 @@ class SharedDisk:
             self.queue = list(self.scan.candidates)
             if policy.max_failed_loads and not self.is_explicit:
                 self.failed_loads = failed_loads_by_key(self.scan.directory)
-        scan, end, candidate = self.scan, "", None
+        scan, end, text, candidate = self.scan, "", "", None
         self.refused += refusals[:1]
         while candidate is None and (self.queue or self.suspected):
             if not self.queue:                                  # a suspected checkpoint is better than none
@@ -230,8 +259,13 @@ class SharedDisk:
         if candidate is None:
             is_fresh = not any(found.maybe_completed for found in scan.candidates)
             end = "missing" if self.is_explicit or scan.fresh_start_refusal else "fresh" if is_fresh else "none"
-        return {"end": end, "text": self._error_text(end, scan) if end else "",
-                "candidate": candidate and candidate_to_json(candidate), "root": scan.root,
+            if end == "none":
+                text = (f"{none_usable(scan.root, self.refused)}\nRepair or restore one of them, or set another load_checkpoint"
+                        + ("; or, to start afresh, set resume_training: False" if policy.require_counters else ""))
+            elif end == "missing":
+                text = scan.fresh_start_refusal or "\n".join(["the requested checkpoint cannot be used:",
+                                                              *(f"  {refusal}" for refusal in self.refused)])
+        return {"end": end, "text": text, "candidate": candidate and candidate_to_json(candidate), "root": scan.root,
                 "refused": [refusal.to_json() for refusal in self.refused],
                 "notes": [*scan.notes, *world_size_notes(scan, policy.world_size), *self.notes]}
 
@@ -242,7 +276,7 @@ class SharedDisk:
             candidate = replace(candidate, problem=None)
         ranks = policy.world_size
         if not (self.is_explicit and len(candidate.files) == 1):
-            candidate, ranks = complete_missing_ranks(scan.directory, candidate, self.job.strategy_of, ranks,
+            candidate, ranks = complete_missing_ranks(scan.directory, candidate, self.job.sources.strategy_of, ranks,
                                                       scan.expected_ranks)
         failed = self.failed_loads.get(key_of(candidate), ()) if self.failed_loads else ()
         refusal = eligible(scan.directory, candidate, policy, failed, self.is_explicit)
@@ -260,15 +294,6 @@ class SharedDisk:
         if failed and (text := warning(failed, policy.max_failed_loads)):
             self.notes.append(f"step {candidate.step}: {text}")
         return candidate
-
-    def _error_text(self, end: str, scan: Scan) -> str:
-        """Returns the message of the error that the outcome means; empty for a fresh start."""
-        if scan.fresh_start_refusal or end == "fresh":
-            return scan.fresh_start_refusal
-        if end == "missing":
-            return "\n".join(["the requested checkpoint cannot be used:", *(f"  {refusal}" for refusal in self.refused)])
-        return (f"{none_usable(scan.root, self.refused)}\nRepair or restore one of them, or set another load_checkpoint"
-                + ("; or, to start afresh, set resume_training: False" if self.job.policy.require_counters else ""))
 
 
 # ---- folders of nodes that share no storage --------------------------------------------------------------------------

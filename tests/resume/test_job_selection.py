@@ -25,7 +25,8 @@ from mindresume.resume import job_selection
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import QUICK, SelectionPolicy
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.settings import Settings
 from mindresume.storage.read_cache import ReadCache
 

@@ -11,7 +11,8 @@ from mindresume.formats.scan import scan
 from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints, size_of
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.storage.posix import PosixStorage
 from tests.strategy_files import write_strategy
 

@@ -20,7 +20,8 @@ from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_nam
 from mindresume.resume import memory_source
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import NOTE, DiskNote, this_process
 from mindresume.settings import MemoryTierSettings, Settings

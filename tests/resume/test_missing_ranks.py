@@ -19,7 +19,8 @@ from mindresume.model.manifest import Details, TensorRecord, run_name
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import replica_sources
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
 from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KEEP_ALL

@@ -13,7 +13,8 @@ from mindresume.model.manifest import FileRecord
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
-from mindresume.resume.selection import CheckpointSources, preview_selection, select_checkpoint
+from mindresume.resume.selection import preview_selection, select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 
 WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1)
 

@@ -22,7 +22,8 @@ from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategy_store import strategy_lookup
 from mindresume.resume.candidates import list_checkpoints, size_of
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash

@@ -36,7 +36,8 @@ from mindresume.resume import sources
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import garbage_collector, replication
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad

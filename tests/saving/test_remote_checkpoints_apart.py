@@ -19,7 +19,8 @@ from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume import bucket_source
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.selection import CheckpointSources, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
+from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import replication
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
 from mindresume.saving.replication import Uploader, Uploads
