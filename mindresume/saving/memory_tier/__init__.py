@@ -9,10 +9,9 @@
     directory    where the tier of a checkpoint directory lies; whether it still belongs to it; what its training has on disk, so
                  that nothing is brought back that a person has removed
     slots        the memory of one rank, and the copy of a save into it; which save is overwritten next, and why all ranks keep a
-                 common one
+                 common one; saves of earlier runs
     tier         saves: copy in the training thread, checksums and record in the background
-    opening      finds or makes the tier, on all ranks together
-    leftovers    removes saves of earlier runs, and tiers of dead jobs
+    opening      finds or makes the tier, on all ranks together; removes tiers of dead jobs
 
 A save is whole once the records of all ranks of its node exist; there is no manifest and no commit by one rank. The tier survives
 the death of processes. It does not survive the node, and is never called durable.

@@ -1,8 +1,14 @@
-"""Opens the tier in memory of a training, on all ranks together."""
+"""Opens the tier in memory of a training, on all ranks together, and removes those of dead jobs, which would fill the memory of a
+node for ever.
+
+A tier of another checkpoint directory stays as long as it may be the newest of its training. It is removed if its owner is dead
+and its directory is gone or belongs to another training now, or has a newer save on disk; or if nothing was saved into it for
+``keep_days`` and its owner is not known to be alive. The path of a directory means something in its own container only.
+"""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +18,10 @@ from mindresume.coordination.collectives import Group, gather_results, run_on_al
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.coordination.visibility import PATIENCE
 from mindresume.errors import CollectiveError
-from mindresume.events import Emit, Notice, TierRefused
+from mindresume.events import Emit, Notice, TierRefused, ignore
 from mindresume.formats import CheckpointDir
-from mindresume.formats.records import find_attempts
+from mindresume.formats.records import find_attempts, scan_records
+from mindresume.formats.scan import scan
 from mindresume.formatting import counted, ranks_count
 from mindresume.model.manifest import FOLDER, run_sequence
 from mindresume.saving.crash_loop import key_of
@@ -22,7 +29,9 @@ from mindresume.saving.memory_tier.directory import (
     MARK,
     OWNER,
     TierMark,
+    TierOwner,
     find_tier,
+    identity_of,
     make_mark,
     make_tier,
     memory_identity,
@@ -31,13 +40,14 @@ from mindresume.saving.memory_tier.directory import (
     this_process,
     tier_path,
 )
-from mindresume.saving.memory_tier.leftovers import remove_leftovers
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings, Settings
-from mindresume.storage.operations import call_within, publish_json, temporary_name
+from mindresume.storage.interface import Storage
+from mindresume.storage.operations import call_within, publish_json, remove_tree, temporary_name
 
 _PATIENCE = 20.0                # seconds for the removal of left-over tiers
+_REMOVED = "removed-"           # prefix of the name of a tier that is being removed
 
 
 def open_tier(session: SaveSession, group: Group, settings: Settings, emit: Emit, share: int, resumed: Resumed | None = None
@@ -154,3 +164,70 @@ def _newest_run_here(directory: CheckpointDir) -> str:
         runs = [row.run for row in find_attempts(CheckpointDir(directory.storage, tier))] if tier else []
         return max(runs, key=run_sequence, default="")
     return ""
+
+
+# ---- tiers of dead jobs ------------------------------------------------------------------------------------------------
+
+def remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit = ignore) -> list[str]:
+    """Removes what dead jobs left beside ``tier``. Returns their folders. Raises no error: the next start tries again.
+
+    Times are those of the tmpfs: the owner file of ``tier`` was written just now.
+    """
+    parent, removed = os.path.dirname(tier), []
+    try:
+        names, now = storage.list(parent), storage.status(os.path.join(tier, OWNER))
+    except OSError:
+        return []
+    for path in (os.path.join(parent, name) for name in names if name != os.path.basename(tier)):
+        try:
+            reason = "its removal was interrupted" if os.path.basename(path).startswith(_REMOVED) else \
+                _why_removable(storage, path, now.mtime if now else 0.0, keep_days * 86400)
+            if reason:
+                aside = os.path.join(parent, f"{_REMOVED}{runtime.token_hex(4)}")     # so that no job opens it from here on
+                storage.rename(path, aside)
+                remove_tree(storage, aside)
+                removed.append(path)
+                emit(Notice(f"removed {path}, left in memory by an earlier job: {reason}"))
+        except OSError:
+            continue
+    return removed
+
+
+def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
+    """Returns why a tier can be removed; empty if it must stay."""
+    owner = TierOwner.read(storage, path)
+    # No file in memory is older than the kernel's boot, whatever a clock that was set says.
+    age = min(now - max(_times(storage, path), default=now), runtime.monotonic())
+    old = f"nothing was saved into it for {age / 86400:.1f} days" if age > keep else ""
+    if owner is None:                               # a job that is starting has made the folder, and not the file yet
+        return old
+    alive = owner.is_alive
+    if alive:
+        return ""
+    if alive is None or not owner.sees_directory:   # in another container: its age alone can tell
+        return old
+    if owner.directory_is_gone:
+        return f"{owner.directory} does not exist any more"
+    directory = CheckpointDir(storage, owner.directory)
+    mark, (identity, _) = read_mark(directory), identity_of(directory)
+    if mark is not None and identity and (mark.token, identity) != (owner.token, owner.identity):
+        return f"{owner.directory} belongs to another training now"
+    with suppress(OSError):
+        mine = [candidate.order[:2] for candidate in scan_records(CheckpointDir(storage, path))[0]]
+        disk = [candidate.order[:2] for candidate in scan(directory).candidates
+                if candidate.committed and candidate.problem is None]
+        if disk and max(disk) > max(mine, default=(0, 0)):
+            return f"{owner.directory} has a newer save"
+    return old
+
+
+def _times(storage: Storage, path: str) -> Iterator[float]:
+    """Yields the times of the last changes of what lies directly in a tier, and of the folders in it."""
+    status = storage.status(path)
+    if status is None:
+        return
+    yield status.mtime
+    for name in storage.list(path):
+        inner = storage.status(os.path.join(path, name))
+        if inner is not None:
+            yield inner.mtime

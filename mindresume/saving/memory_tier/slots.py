@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -42,16 +42,17 @@ import numpy as np
 from mindresume import runtime
 from mindresume.coordination import host_memory
 from mindresume.coordination.read_locks import ReadLocks
-from mindresume.formats.rank_folders import LABEL, label
-from mindresume.model.manifest import FileRecord, Record, attempt_name, record_name, record_rank
+from mindresume.events import Emit, Notice
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.rank_folders import LABEL, folder_rank, label
+from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, parse_attempt, record_name, record_rank
 from mindresume.saving.memory_tier.directory import SLOTS
-from mindresume.saving.memory_tier.leftovers import remove_empty_folders
 from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, details_of_shard
 from mindresume.saving.staging import map_memory
 from mindresume.settings import MemoryTierSettings
 from mindresume.storage.operations import TEMPORARY, publish
-from mindresume.tensor_files import Checksums, TensorSpec, checksummed, plan_file, tensor_spec
-from mindresume.tensor_files.header import DTYPES, FilePlan, chunks, tensor_bytes
+from mindresume.tensor_files import Checksums, TensorSpec, checksummed, encode_plan, plan_file, tensor_spec
+from mindresume.tensor_files.header import DTYPES, FilePlan, chunks
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +178,74 @@ def path_on_disk(path: str, run: str) -> str:
     return os.path.join(folder, name.removeprefix(f"{run}."))
 
 
+# ---- saves of earlier runs ---------------------------------------------------------------------------------------------
+
+class FormerSaves:
+    """The saves of earlier runs in a tier. ``loaded``: the one from which this training resumes; None: none, or it is removed."""
+
+    def __init__(self, target: SaveTarget, loaded: Candidate | None = None):
+        self.target, self.loaded = target, loaded
+
+    def paths(self) -> list[str]:
+        """Returns the files and folders of earlier runs, except those of the loaded save. Raises OSError."""
+        storage, root, run, loaded = self.target.storage, self.target.root, self.target.run, self.loaded
+        kept = set()
+        if loaded is not None:
+            kept = {os.path.join(FOLDER, loaded.name), *(file.path for file in loaded.all_files)}
+        entries = storage.list(root)
+        found = [entry for entry in entries if entry.startswith("stale-") and entry != f"stale-{run}"]
+        for folder in [FOLDER, SLOTS, *(entry for entry in entries if folder_rank(entry) is not None)]:
+            found += [os.path.join(folder, entry) for entry in storage.list(os.path.join(root, folder))
+                      if (folder != FOLDER or parse_attempt(entry)) and not entry.endswith(f".{run}{TEMPORARY}")]
+        return [os.path.join(root, path) for path in found if path not in kept]
+
+    def size(self) -> int:
+        """Returns the bytes of ``paths``. Raises OSError."""
+        storage, size, paths = self.target.storage, 0, self.paths()
+        while paths:
+            path = paths.pop()
+            status = storage.status(path)
+            if status is not None and status.is_folder:
+                paths += [os.path.join(path, entry) for entry in storage.list(path)]
+            elif status is not None:
+                size += status.size
+        return size
+
+    def set_aside(self, emit: Emit) -> str:
+        """Renames these saves into one folder, to be removed. Returns it. No rank of this run has saved yet; the removal itself
+        can be late, when a rank uses one of the names again."""
+        storage, stale = self.target.storage, os.path.join(self.target.root, f"stale-{self.target.run}")
+        try:
+            paths = self.paths()
+            storage.make_folder(stale)
+            for number, path in enumerate(paths):
+                storage.rename(path, os.path.join(stale, str(number)))
+        except OSError as error:
+            emit(Notice(f"{self.target.root}: saves of earlier runs are not removed now: {error}"))
+        return stale
+
+    def remove_loaded(self) -> None:
+        """Removes the save that the training has loaded: a newer one is common to all ranks. Each rank removes its files."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        storage, ranks = self.target.storage, list(self.target.ranks)
+        for rank in sorted(loaded.files)[ranks.index(self.target.rank)::len(ranks)]:
+            storage.remove(os.path.join(loaded.records_dir or "", record_name(rank)))
+            for file in loaded.files[rank]:
+                storage.remove(os.path.join(self.target.root, file.path))
+        records_dir = loaded.records_dir or ""
+        remove_empty_folders(self.target, [records_dir, os.path.dirname(records_dir), loaded.commit_dir])
+
+
+def remove_empty_folders(tier: CheckpointDir, folders: Iterable[str]) -> None:
+    """Removes those of ``folders`` in which no rank has files any more. The tier itself and its folder of records stay."""
+    for folder in dict.fromkeys(folders):
+        if folder not in (tier.root, tier.path(FOLDER)):
+            with suppress(OSError):                 # other ranks still have files in it
+                tier.storage.remove(folder)
+
+
 # ---- slots -----------------------------------------------------------------------------------------------------------
 
 @dataclass
@@ -254,7 +323,10 @@ class TierSlots:
         self._vacate(slot)
         for file, plan, mapped in zip(files, plans, slot.files, strict=True):
             mapped.resize(plan.size)
-            _copy(plan, file.tensors, mapped.data)
+            memory, position = memoryview(mapped.data), 0
+            for _, piece in encode_plan(plan, file.tensors):            # each array from its device at most once
+                memory[position:position + len(piece)] = piece
+                position += len(piece)
         # The arrays of the training change from here on: only their names, dtypes and shapes are used.
         slot.step, slot.shard, slot.plans = step, replace(shard, files=tuple(files)), plans
         self._interval, self._last_save = step - self._last_save, step
@@ -325,18 +397,6 @@ class TierSlots:
         self.target.storage.make_folder(folder)
         self._names += 1
         return os.path.join(folder, f".{self.target.rank}-{self._names}.{self.target.run}{TEMPORARY}")
-
-
-def _copy(plan: FilePlan, tensors: Mapping[str, np.ndarray], memory: np.ndarray) -> None:
-    """Copies the content of a file into ``memory``, each array from its device at most once."""
-    name, data = None, np.empty(0, np.uint8)
-    for part in plan.parts:
-        if part.name is None:
-            memory[part.offset:part.offset + part.count] = np.frombuffer(part.data, np.uint8)
-            continue
-        if part.name != name:
-            name, data = part.name, np.frombuffer(tensor_bytes(tensors[part.name]), np.uint8)
-        memory[part.offset:part.offset + part.count] = data[part.start:part.start + part.count]
 
 
 def _pieces(plan: FilePlan, memory: np.ndarray) -> Iterator[tuple[str | None, memoryview]]:

@@ -27,8 +27,15 @@ from mindresume.events import Emit, TierRefused, TierSaved
 from mindresume.formats import Candidate
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.memory_tier.directory import DiskNotes
-from mindresume.saving.memory_tier.leftovers import FormerSaves
-from mindresume.saving.memory_tier.slots import Slot, TierSlots, common_step, shard_in, slots_needed, step_to_overwrite
+from mindresume.saving.memory_tier.slots import (
+    FormerSaves,
+    Slot,
+    TierSlots,
+    common_step,
+    shard_in,
+    slots_needed,
+    step_to_overwrite,
+)
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard, StepState
 from mindresume.settings import Settings
 from mindresume.storage.operations import remove_tree

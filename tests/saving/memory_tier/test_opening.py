@@ -31,8 +31,7 @@ from mindresume.saving.memory_tier.directory import (
     read_mark,
     this_process,
 )
-from mindresume.saving.memory_tier.leftovers import remove_leftovers
-from mindresume.saving.memory_tier.opening import groups_of, newest_run
+from mindresume.saving.memory_tier.opening import groups_of, newest_run, remove_leftovers
 from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.operations import publish_json

@@ -32,7 +32,8 @@ MUTANTS = {         # what: (class, method, its source, the wrong source, the te
     "a reader is overwritten": (
         TierSlots, "_vacate", "is_read = attempt_name(step, target.run) in self._read_locks()", "is_read = False",
         lambda memory, patch: tests.test_a_save_that_is_being_read_is_not_written_into(memory)),
-    "the checksums are of what was there before": (TierSlots, "copy", "_copy(plan, file.tensors, mapped.data)", "pass", saves),
+    "the checksums are of what was there before": (
+        TierSlots, "copy", "memory[position:position + len(piece)] = piece", "pass", saves),
     "a step ends while the checksums of an earlier one are computed": (
         MemoryTier, "step_end", "self._join(self._work) ", "pass ",
         lambda memory, patch: tests.test_a_step_ends_only_when_earlier_background_work_is_done(memory)),
