@@ -259,7 +259,7 @@ def test_a_scrub_that_locks_nothing_and_does_not_look_again_is_found(monkeypatch
         def release(self):
             pass
     monkeypatch.setattr(scrub, "acquire_read_lock", lambda *_, **__: Unlocked())
-    monkeypatch.setattr(scrub, "other_scrub", lambda *_: None)
+    monkeypatch.setattr(scrub.Scrubber, "other_scrub", lambda *_: None)
     assert "wrong" not in found("scrub", 10)
     mutate(monkeypatch, [
         Edit(scrub.Scrubber, "_is_removed", "self.directory.storage.status(candidate.commit_dir) is None", "False")])
