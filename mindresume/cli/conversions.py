@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -59,14 +58,18 @@ class Shared:
                 "memory_limit_bytes": None if self.memory is None else bytes_of(self.memory, "--memory-limit")}
 
 
-def conversion_command(name: str, verb: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+class conversion_command:                                                                          # noqa: N801  a decorator
     """Registers a function as a command with the options of ``Shared`` beside its own. The function is called with those of
     ``Shared``, as arguments of the API, and its own. ``verb``: what the progress bar says."""
-    def register(convert: Callable[..., Any]) -> Callable[..., Any]:
+
+    def __init__(self, name: str, verb: str):
+        self._name, self._verb = name, verb
+
+    def __call__(self, convert: Any) -> Any:
         def run(**given: Any) -> None:
             shared = Shared(**{field.name: given.pop(field.name) for field in fields(Shared)})
             share = share_of_process(shared.part, shared.timeout, shared.dry_run)
-            with progress_bar(verb, shared.json or shared.dry_run or not share.prints) as progress:
+            with progress_bar(self._verb, shared.json or shared.dry_run or not share.prints) as progress:
                 result = convert({**shared.for_api(), "progress": progress, "part": share.part,
                                   "timeout_seconds": share.timeout}, **given)
             if share.prints:
@@ -80,9 +83,8 @@ def conversion_command(name: str, verb: str) -> Callable[[Callable[..., Any]], C
         parameters = [*common[:2], *own, *common[2:]]
         run.__doc__, run.__signature__ = convert.__doc__, inspect.Signature(parameters)     # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name)(run)
+        app.command(self._name)(run)
         return convert
-    return register
 
 
 @conversion_command("convert", "converting")

@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import yaml
@@ -274,22 +275,18 @@ def _build_parser() -> argparse.ArgumentParser:
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            group.add_argument(f"--{flag.name}", type=_named(flag.kind), nargs="+" if flag.many else None, default=None,
-                               help=flag.help, choices=flag.choices, metavar=None if flag.choices else _metavar(flag))
+            kind = flag.kind if flag.kind in (str, int) else partial(_parsed, flag)
+            group.add_argument(f"--{flag.name}", type=kind, nargs="+" if flag.many else None, default=None, help=flag.help,
+                               choices=flag.choices, metavar=None if flag.choices else _metavar(flag))
     return parser
 
 
-def _named(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns ``kind`` as a type for argparse, which prints the name of the flag before the message of an ArgumentTypeError."""
-    if kind in (str, int):
-        return kind
-
-    def convert(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    return convert
+def _parsed(flag: Flag, text: str) -> Any:
+    """Returns the value of a flag. argparse prints the name of the flag before the message of an ArgumentTypeError."""
+    try:
+        return flag.kind(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _metavar(flag: Flag) -> str:

@@ -2,16 +2,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import Group, gather_results
+from mindresume.coordination.collectives import Group
 from mindresume.errors import SaveError
 from mindresume.events import Event, Resumed, SaveWritten
 from mindresume.events.emitter import LogLines
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
+from mindresume.model.training_state import is_transient
 
 ALIAS = "CheckpointMonitor"            # the trainer passes its arguments only to a callback of this name
 
@@ -38,7 +41,22 @@ def output_root() -> str:
     return get_output_root_path()
 
 
-def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], bool], known: SavedParameters | None = None
+@dataclass(frozen=True)
+class Wanted:
+    """Says which parameters are saved, as MindSpore asks it: all that last longer than a step.
+
+    Attributes:
+        only: no others than these; None: all.
+        left_out: names that are not saved.
+    """
+    only: Container[str] | None = None
+    left_out: Container[str] = ()
+
+    def __call__(self, name: str) -> bool:
+        return not is_transient(name) and name not in self.left_out and (self.only is None or name in self.only)
+
+
+def parameters_to_save(network: Any, integrated: bool, wanted: Wanted, known: SavedParameters | None = None
                        ) -> list[tuple[str, Any]]:
     """Returns (name, tensor) of everything that mindspore.save_checkpoint would save of ``network`` on this rank, in its order.
 
@@ -46,10 +64,10 @@ def parameters_to_save(network: Any, integrated: bool, choose: Callable[[str], b
     ``known``: remembers the result for later saves.
     """
     from mindspore import Tensor
-    if known is not None and (rows := known.rows(network, choose)) is not None:
+    if known is not None and (rows := known.rows(network, wanted)) is not None:
         return rows
-    found = _saved_by_mindspore(network, integrated, choose)
-    found += [(name, Tensor(parameter.data)) for name, parameter in _unsaved_counters(network, found, choose)]
+    found = _saved_by_mindspore(network, integrated, wanted)
+    found += [(name, Tensor(parameter.data)) for name, parameter in _unsaved_counters(network, found, wanted)]
     if known is not None and not collect_is_collective(network, integrated):
         known.remember(found)
     return found
@@ -66,11 +84,11 @@ class SavedParameters:
         self._seen: list[tuple[Any, ...]] = []
         self._rows: list[tuple[str, Any]] | None = None
 
-    def rows(self, network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]] | None:
+    def rows(self, network: Any, wanted: Wanted) -> list[tuple[str, Any]] | None:
         """Returns the rows that were remembered; None if MindSpore has to be asked."""
         self._parameters = [parameter for _, parameter in network.parameters_and_names()]
         seen = [(id(parameter), parameter.name, parameter.sliced, parameter.has_init, _is_offloaded(parameter),
-                 choose(parameter.name)) for parameter in self._parameters]
+                 wanted(parameter.name)) for parameter in self._parameters]
         if seen != self._seen:
             self._seen, self._rows = seen, None
         return self._rows
@@ -89,7 +107,7 @@ def _is_offloaded(parameter: Any) -> bool:
     return parameter.data.offload_file_path() != ""
 
 
-def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+def rescued_parameters(network: Any, wanted: Wanted) -> list[tuple[str, Any]]:
     """Returns what ``parameters_to_save`` does, without any exchange, for the ranks that are left when others are lost.
 
     As MindSpore does with __exception_save__ (save_checkpoint of train/serialization.py), it copies to the host on a separate
@@ -103,7 +121,7 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
     from mindspore._c_expression import TensorPy
     from mindspore.train import serialization
     parallel = serialization._is_auto_parallel_mode(network)
-    chosen = serialization._convert_cell_param_and_names_to_dict(network, choose, parallel)
+    chosen = serialization._convert_cell_param_and_names_to_dict(network, wanted, parallel)
     received = {name for name, row in _shared_rows(network).items() if row[8] and not row[9]} & set(chosen)
     if received:
         raise SaveError(f"the remaining ranks cannot save {min(received)}: another pipeline stage has its newest value, and the "
@@ -115,7 +133,7 @@ def rescued_parameters(network: Any, choose: Callable[[str], bool]) -> list[tupl
             found.append((name, parameter.data if _is_offloaded(parameter) else
                           Tensor(TensorPy.move_to(parameter, "CPU", False))))
         found += [(name, Tensor(parameter.move_to("CPU", False)))
-                  for name, parameter in _unsaved_counters(network, found, choose)]
+                  for name, parameter in _unsaved_counters(network, found, wanted)]
     stream.synchronize()
     return found
 
@@ -138,18 +156,18 @@ def _shared_rows(network: Any) -> dict[str, Any]:
     return {name: row for name, row in table.items() if len(row) >= 10}
 
 
-def _saved_by_mindspore(network: Any, integrated: bool, choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+def _saved_by_mindspore(network: Any, integrated: bool, wanted: Wanted) -> list[tuple[str, Any]]:
     from mindspore.train.serialization import _convert_save_obj_to_param_list
-    rows = _convert_save_obj_to_param_list(network, integrated, {}, choose)
+    rows = _convert_save_obj_to_param_list(network, integrated, {}, wanted)
     # a parameter offloaded to disk comes as ["offload_parameter", tensor, shape, dtype, key]
     return [(row["name"], row["data"][1] if isinstance(row["data"], list) else row["data"]) for row in rows]
 
 
-def _unsaved_counters(network: Any, found: list[tuple[str, Any]], choose: Callable[[str], bool]) -> list[tuple[str, Any]]:
+def _unsaved_counters(network: Any, found: list[tuple[str, Any]], wanted: Wanted) -> list[tuple[str, Any]]:
     """Returns (name, parameter) of the counters (``_is_counter``) that MindSpore did not save."""
     saved = {name for name, _ in found}
     return [(parameter.name, parameter) for _, parameter in network.parameters_and_names()
-            if _is_counter(parameter) and parameter.name not in saved and choose(parameter.name)] if is_parallel() else []
+            if _is_counter(parameter) and parameter.name not in saved and wanted(parameter.name)] if is_parallel() else []
 
 
 def _is_counter(parameter: Any) -> bool:
@@ -161,19 +179,17 @@ def _is_counter(parameter: Any) -> bool:
     return parameter.size == 1 and not parameter.has_init and not parameter.param_info.is_pipeline_shared_param
 
 
-def own_share(network: Any, rank: int, world_size: int) -> Callable[[str], bool]:
-    """Returns a filter of the parameters that this rank saves with the redundancy removal of Checkpoint 1.0, by MindSpore's own
-    assignment of replicas (mindformers core/callback/callback.py, remove_redundancy)."""
+def own_share(network: Any, rank: int, world_size: int) -> Wanted:
+    """Returns the parameters that this rank saves with the redundancy removal of Checkpoint 1.0, by MindSpore's own assignment of
+    replicas (mindformers core/callback/callback.py, remove_redundancy)."""
     from mindspore import context
     from mindspore.train._utils import get_parameter_redundancy, remove_param_redundancy
     table = network.parameter_layout_dict
     if not table:
-        mine = remove_param_redundancy(get_parameter_redundancy(network)).get(rank) or ()
-        return lambda name: name in mine
+        return Wanted(remove_param_redundancy(get_parameter_redundancy(network)).get(rank) or ())
     stage = world_size // context.get_auto_parallel_context("pipeline_stages")
     redundancy = get_parameter_redundancy(table, rank // stage * stage)
-    mine, laid_out = remove_param_redundancy(redundancy).get(rank) or (), set(table)
-    return lambda name: name not in laid_out or name in mine
+    return Wanted(left_out=set(table) - set(remove_param_redundancy(redundancy).get(rank) or ()))
 
 
 def compile_for_load(config: Any, model: Any, dataset: Any, group: Group, do_eval: bool = False,
@@ -184,23 +200,24 @@ def compile_for_load(config: Any, model: Any, dataset: Any, group: Group, do_eva
     runner = config.runner_config
     compile_model(model=model, dataset=dataset, mode=config.context.mode, sink_mode=runner.sink_mode, epoch=runner.epochs,
                   sink_size=runner.sink_size, do_eval=do_eval, do_predict=do_predict)
-    gather_results(group, lambda: None)
+    group.gather(b"")
 
 
-def call_when_compiled(network: Any, work: Callable[[], None]) -> None:
+def call_when_compiled(network: Any, work: partial[None]) -> None:
     """Calls ``work`` once, when the next call of ``network`` has compiled it and is about to compute; at once if nothing is
     compiled (mindspore nn/cell.py, compile_and_run)."""
     from mindspore import context
     if context.get_context("mode") != context.GRAPH_MODE:
         work()
         return
+    object.__setattr__(network, "compile", partial(_compile_once, network, work))
 
-    def compile_once(*args: Any, **kwargs: Any) -> Any:
-        network.__dict__.pop("compile", None)
-        compiled = network.compile(*args, **kwargs)
-        work()
-        return compiled
-    object.__setattr__(network, "compile", compile_once)
+
+def _compile_once(network: Any, work: partial[None], *args: Any, **kwargs: Any) -> Any:
+    network.__dict__.pop("compile", None)
+    compiled = network.compile(*args, **kwargs)
+    work()
+    return compiled
 
 
 def convert_health_keys(trainer: Any) -> None:

@@ -14,6 +14,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Iterable, MutableMapping
+from functools import partial
 from typing import Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
@@ -223,7 +224,7 @@ class FirstStep(Callback):
         attempt = resources.pending_load.attempt
         if resources.loaded is not None or attempt is not None and not attempt.begun:
             network, callbacks = cb_params.train_network, cb_params.list_callback or ()
-            adapter.call_when_compiled(network, lambda: self._begin(network, callbacks))
+            adapter.call_when_compiled(network, partial(self._begin, network, callbacks))
 
     @staticmethod
     def _begin(network: Any, callbacks: Iterable[object]) -> None:

@@ -144,7 +144,7 @@ def read_balanced(weights: CheckpointView, regions: Mapping[str, Region], layout
     arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
     if not request.balanced:
         return arrays, traffic.read
-    if not any(gather_results(group, lambda: bool(exchanges))):
+    if not any(gather_results(group, partial(bool, exchanges))):
         context.emit(Notice("load_balanced (balanced_load) has no effect: no two ranks of this job hold the same part of a "
                             "tensor"))
     elif exchanges:

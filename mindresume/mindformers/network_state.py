@@ -274,13 +274,11 @@ class LoadedWeights:
     def of(cls, arrays: Mapping[str, np.ndarray], budget: int = BUDGET) -> LoadedWeights:
         """Fingerprints arrays. ``budget``: bytes of all tensors that are compared."""
         found = {}
-        for name, array in sorted(arrays.items(), key=lambda row: (row[1].nbytes, row[0])):
-            if is_scalar(array.shape):
-                continue
-            budget -= array.nbytes
+        for size, name in sorted((array.nbytes, name) for name, array in arrays.items() if not is_scalar(array.shape)):
+            budget -= size
             if budget < 0:
                 break
-            found[name] = _fingerprint(array)
+            found[name] = _fingerprint(arrays[name])
         return cls(found)
 
     def difference(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.collectives import gather_results, run_on_all
+from mindresume.coordination.collectives import run_on_all
 from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import TrainingCompleteError
 from mindresume.events import Notice
@@ -51,7 +51,7 @@ def _train(call: Call) -> Any:
     with training_context.training(call["self"].config) as context:
         result = call()
         if context.progress.stop_reason:                    # a barrier: the first rank that exits would end the others
-            gather_results(context.group, lambda: None)
+            context.group.gather(b"")
     return result
 
 

@@ -18,7 +18,7 @@ from mindresume.mindformers import adapter
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext
 from mindresume.model.layout import TensorLayout
-from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.model.training_state import TrainingState
 from mindresume.saving.save_session import SaveSession
 from mindresume.saving.shard_writer import ExtraWeights, Shard, iteration_shard, rank_shard
 
@@ -62,10 +62,9 @@ class StateCollector:
 
     def _rank_file(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
         net = self.config.saved_network if self.config.saved_network is not None else cb_params.train_network
-        if emergency:
-            tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, _lasting))
-        else:
-            tensors = live.deferred(adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(net), self._known))
+        tensors: dict[str, Any] = live.deferred(
+            adapter.rescued_parameters(net, adapter.Wanted()) if emergency else
+            adapter.parameters_to_save(net, self.config.integrated_save, self._wanted(net), self._known))
         tables = self._layouts(getattr(net, "parameter_layout_dict", None) or {}, _shapes(tensors))
         tensors.update(live.snapshot(self._counters(cb_params, state)))
         name = FileName(self.monitor.origin_prefix, self.target.rank, self.suffix, state.epoch, state.step_in_epoch,
@@ -86,11 +85,9 @@ class StateCollector:
         net, model = cb_params.train_network, set(_model(cb_params).parameters_dict())
         save_optimizer = self.monitor.save_optimizer or emergency
         deduplicates = self._deduplicates() and not emergency
-
-        def wanted_here(name: str) -> bool:
-            return _lasting(name) and (save_optimizer or name in model)
-        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted_here) if emergency else
-                                                adapter.parameters_to_save(net, False, wanted_here, self._known))
+        wanted = adapter.Wanted(None if save_optimizer else model)
+        tensors: dict[str, Any] = live.deferred(adapter.rescued_parameters(net, wanted) if emergency else
+                                                adapter.parameters_to_save(net, False, wanted, self._known))
         tables = live.job_layouts(net, _shapes(tensors), self.target.world_size, self._emit_once)
         if deduplicates:
             if self._share is None:
@@ -105,11 +102,9 @@ class StateCollector:
             self._emitted.add(event)
             self.context.emit(event)
 
-    def _chooser(self, net: Any) -> Any:
-        if self._deduplicates():
-            mine = adapter.own_share(net, self.target.rank, self.target.world_size)
-            return lambda name: mine(name) and _lasting(name)
-        return _lasting
+    def _wanted(self, net: Any) -> adapter.Wanted:
+        """Returns what this rank saves of a network in Checkpoint 1.0."""
+        return adapter.own_share(net, self.target.rank, self.target.world_size) if self._deduplicates() else adapter.Wanted()
 
     def _deduplicates(self) -> bool:
         return bool(self.config.remove_redundancy) and self.target.world_size > 1
@@ -140,7 +135,7 @@ class StateCollector:
             return []
         net, keep = _model(cb_params), monitor._asked["keep_checkpoint_max"] or 0
         start = stem(monitor.origin_prefix, self.target.rank, self.suffix)
-        rows = adapter.parameters_to_save(net, self.config.integrated_save, self._chooser(cb_params.train_network))
+        rows = adapter.parameters_to_save(net, self.config.integrated_save, self._wanted(cb_params.train_network))
         trainable = {parameter.name for parameter in net.trainable_params()}
         return [ExtraWeights(
             folder, f"{start}-{kind}-{state.epoch}_{state.step_in_epoch}.{self.config.format}", kind, self.config.format,
@@ -152,10 +147,6 @@ def _model(cb_params: Any) -> Any:
     """Returns the network without optimizer and train step."""
     net = cb_params.network
     return net.network if getattr(net, "optimizer", None) is not None else net
-
-
-def _lasting(name: str) -> bool:
-    return not is_transient(name)
 
 
 def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -178,7 +179,7 @@ class Resources:
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
-        found = gather_results(self.group, lambda: loaded.difference(parameters, callbacks))
+        found = gather_results(self.group, partial(loaded.difference, parameters, callbacks))
         problem = next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
         if problem and resumes:
             raise AlteredWeightsError(problem)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,13 +47,12 @@ def guard(engine: Any) -> None:
     would give arrays without dimensions one. And ``unified_safetensors`` sleeps after each part as long as more than half of the
     machine's memory is in use, by any process.
     """
-    save = engine.save_file
-
-    def save_contiguous(tensors: dict[str, Any], *args: Any, **options: Any) -> Any:
-        return save({name: np.asarray(array, order="C") for name, array in tensors.items()}, *args, **options)
-
-    engine.save_file = save_contiguous
+    engine.save_file = partial(_save_contiguous, engine.save_file)
     engine.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(percent=0.0))
+
+
+def _save_contiguous(save: Any, tensors: dict[str, Any], *args: Any, **options: Any) -> Any:
+    return save({name: np.asarray(array, order="C") for name, array in tensors.items()}, *args, **options)
 
 
 def by_rank(job: dict[str, Any]) -> None:

@@ -121,7 +121,8 @@ class Profile:
 def _rows(module: str, kind: Kind, feature: Feature, *symbols: str, since: str = "", until: str = "") -> tuple[Symbol, ...]:
     """Returns the rows of one module. ``symbols``: "name" or "name(signature)". By default they hold in all known
     releases."""
-    since = since or ("2.7.2" if module.startswith("mindspore") else "1.8.0")
+    since = since or ("2.7.2" if module.startswith("mindspore") else "1.9.0" if module.startswith("mindformers.pynative") else
+                      "1.8.0")
     rows = []
     for text in symbols:
         name, parenthesis, rest = text.partition("(")
@@ -236,25 +237,24 @@ _CALLBACKS = "mindformers.pynative.callback.checkpoint_callback"
 
 # The PyNative trainer; these rows are compared when it is imported.
 PYNATIVE: tuple[Symbol, ...] = (
-    *_rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer", since="1.9.0"),
-    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, INSTALLATION, "Trainer.train(self, checkpoint_path=None, mode='pretrain')",
-           since="1.9.0"),
+    *_rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer"),
+    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, INSTALLATION, "Trainer.train(self, checkpoint_path=None, mode='pretrain')"),
     *_rows(PYNATIVE_TRAINER, Kind.REPLACED, SELECTION,
-           "Trainer._load_checkpoint(self, checkpoint_path, model, optimizer=None, global_step=None)", since="1.9.0"),
-    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, PROGRESS, "Trainer._create_dataset_iterator(self, dataset)", since="1.9.0"),
+           "Trainer._load_checkpoint(self, checkpoint_path, model, optimizer=None, global_step=None)"),
+    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, PROGRESS, "Trainer._create_dataset_iterator(self, dataset)"),
     *_rows("mindformers.pynative.callback.callback", Kind.REPLACED, ITERATION_LOAD,
-           "CallbackHandler.on_step_begin(self, args, state, **kwargs)", since="1.9.0"),
-    *_rows(PYNATIVE_TRAINER, Kind.WRAPPED, SAVE, "CheckpointCallback", since="1.9.0"),
+           "CallbackHandler.on_step_begin(self, args, state, **kwargs)"),
+    *_rows(PYNATIVE_TRAINER, Kind.WRAPPED, SAVE, "CheckpointCallback"),
     *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK})", since="1.9.0", until="1.9.0"),
     *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE})", since="2.0.0", until="2.0.0"),
     *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE}, save_trainable_only=False, "
            "base_load_path='', lora_config=None)", since="2.1.0"),
     *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, "CheckpointCallback.on_train_begin(self, args, state, **kwargs)",
            "CheckpointCallback.on_step_end(self, args, state, **kwargs)",
-           "CheckpointCallback.on_train_end(self, args, state, **kwargs)", since="1.9.0"),
+           "CheckpointCallback.on_train_end(self, args, state, **kwargs)"),
     *_rows(PYNATIVE_TRAINER, Kind.READ, PROGRESS, "Trainer.config", "Trainer.state", "Trainer.model", "Trainer.optimizer",
-           "Trainer.train_dataset", "Trainer.train_epoch_step", "Trainer.global_batch_size", since="1.9.0"),
-    *_rows(PYNATIVE_TRAINER, Kind.READ, SAVE, "Trainer.callback_handler", since="1.9.0"),
+           "Trainer.train_dataset", "Trainer.train_epoch_step", "Trainer.global_batch_size"),
+    *_rows(PYNATIVE_TRAINER, Kind.READ, SAVE, "Trainer.callback_handler"),
     *_rows(PYNATIVE_TRAINER, Kind.INTERNAL, PROGRESS, "Trainer._base_units", "Trainer._consumed_samples",
            "Trainer.dynamic_batch_enabled", "Trainer._balance_source", "Trainer._uses_data_balance(self)", since="2.1.0"),
     *_rows("mindformers.checkpoint.layout_adapter", Kind.CALLED, SAVE, "LayoutAdapter.get_current_layout(network)",
@@ -344,10 +344,9 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def _profile(mindformers: str, mindspore: str) -> Profile:
     versions = {"mindformers": mindformers, "mindspore": mindspore}
-
-    def rows(table: tuple[Symbol, ...]) -> tuple[Symbol, ...]:
-        return tuple(row for row in table if row.holds_in(versions[row.module.split(".")[0]]))
-    return Profile(versions, rows(MINDFORMERS + MINDSPORE), rows(PYNATIVE))
+    symbols, pynative = (tuple(row for row in table if row.holds_in(versions[row.module.split(".")[0]]))
+                         for table in (MINDFORMERS + MINDSPORE, PYNATIVE))
+    return Profile(versions, symbols, pynative)
 
 
 # From the oldest to the newest. mindformers 2.1.0 asks for mindspore 2.11, of which there is no package to test with.

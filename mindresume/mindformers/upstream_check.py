@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 
 from mindresume.errors import ConfigError
@@ -150,7 +151,7 @@ def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
     notices = [f"not available in {profile.name}: " + "; ".join(later)] if later else []
     notices += [f"{feature.name} is switched off: {feature.without}. " + "; ".join(
         str(finding) for finding in serious if finding.symbol.feature == feature)
-        for feature in sorted(off, key=lambda feature: feature.name)]
+        for feature in sorted(off, key=attrgetter("name"))]
     changed = [str(finding) for finding in findings if finding.compatible]
     if changed:
         notices.append("these symbols differ from " + profile.name + " without an effect on mindresume: " + "; ".join(changed))
@@ -204,9 +205,8 @@ def _compatible(expected: str, found: str, looked_up: Collection[str] | None = N
     named = [row for row in there.items() if not row[0].startswith("*")]
     head, extra = named[:len(rows)], named[len(rows):]
     swallowed = rows[len(head):]
-    def same(name: str, other: str) -> bool:
-        return name == other or looked_up is not None and {name, other}.isdisjoint(looked_up)
-    fits = all(same(name, expected_name) and (has_default or not expected_default)
+    fits = all((name == expected_name or looked_up is not None and {name, expected_name}.isdisjoint(looked_up))
+               and (has_default or not expected_default)
                for (name, has_default), (expected_name, expected_default) in zip(head, rows, strict=False))
     return fits and all(has_default for _, has_default in extra) and (
         not swallowed or takes_any and all(has_default for _, has_default in swallowed))
