@@ -1,7 +1,6 @@
 """The scrub: every flipped bit is found and no other, repairs are byte for byte, and nothing that happens meanwhile is damage."""
 import errno
 import os
-import random
 import shutil
 import stat
 from dataclasses import replace
@@ -74,49 +73,6 @@ def without_results(root):
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------
-
-def test_200_flipped_bits_are_found_by_file_and_tensor_and_nothing_else(tmp_path):
-    draw, flips, steps = random.Random(20), {}, range(1, 61)
-    for step in steps:
-        save(tmp_path, step, replicas=4)
-    files = [(step, rank) for step in steps for rank in range(4)]
-    for step, rank in draw.sample(files, 200):
-        path = path_of(tmp_path, step, rank)
-        with path.open("rb") as file:
-            entries = read_header(file, str(path)).tensors
-        content = bytearray(path.read_bytes())
-        at = draw.randrange(len(content))
-        content[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(content)
-        inside = [name for name, entry in entries.items() if any(start <= at < start + count for start, count in entry.ranges)]
-        flips[str(path.relative_to(tmp_path))] = tuple(inside)
-    found = scrubbed(tmp_path)
-    damaged = {refusal.file: refusal.tensors for row in found.values() for refusal in row.damaged}
-    assert set(damaged) == set(flips)
-    assert [file for file, tensors in flips.items() if tensors and damaged[file] != tensors] == []
-    for step, row in found.items():
-        assert row.state == (DAMAGED if any(row.damaged) else INTACT), step
-
-
-def test_all_damaged_files_of_a_rank_are_found(tmp_path):
-    iteration_folders.save(tmp_path, 5)
-    for kind in ("model", "opt"):
-        flip_bit(iteration_folders.weights_of(tmp_path, 5, 1, kind))
-    (found,) = scrubbed(tmp_path).values()
-    assert len(found.damaged) == 2 and found.state == DAMAGED
-    (row,) = rows_of(tmp_path)
-    assert row.state == UNUSABLE and "1 more file" in row.problem.reason and row.problem.file.startswith("iteration_")
-
-
-def test_a_damaged_record_is_found(tmp_path):
-    save(tmp_path, 5)
-    path = tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2)
-    flip_bit(path)
-    (found,) = scrubbed(tmp_path).values()
-    assert [(row.rank, row.file) for row in found.damaged] == [(2, str(path.relative_to(tmp_path)))]
-    (row,) = rows_of(tmp_path)
-    assert row.problem.rank == 2
-
 
 def test_an_error_on_the_way_is_no_rot(tmp_path):
     """A bit that flips in memory or in a cable is right in the second reading."""
@@ -191,15 +147,6 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     assert scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, QUICK) == 5      # what was proved stays
 
 
-def test_incomplete_saves_and_those_of_mindformers_are_left_out(tmp_path):
-    iteration_folders.save(tmp_path, 5)
-    iteration_folders.write_rank(tmp_path, 10, 0)               # rank 1 is still writing
-    assert states(tmp_path) == {5: INTACT, 10: SKIPPED}
-    other = tmp_path / "other"
-    iteration_folders.foreign(other)
-    assert set(states(other).values()) == {SKIPPED}
-
-
 # ---- what follows ----------------------------------------------------------------------------------------------------
 
 def test_damage_is_refused_without_a_new_reading(tmp_path):
@@ -217,15 +164,6 @@ def test_damage_is_refused_without_a_new_reading(tmp_path):
             return super().open(name)
     assert scrubbed(tmp_path, Unread(), rereads_damage=False)[10].state == SKIPPED
     assert list_checkpoints(Unread(), str(tmp_path), unknown_strategy)[1][0].problem.rank == 3
-
-
-def test_retention_does_not_count_on_a_damaged_checkpoint(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step)
-    flip_bit(path_of(tmp_path, 15, 0))
-    scrubbed(tmp_path)
-    made = plan(dir_at(tmp_path), KeepLast(1))
-    assert {c.step for c in made.kept} == {15, 10} and [c.step for c in made.to_delete] == [5]
 
 
 def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
@@ -247,56 +185,6 @@ def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
 
 
 # ---- repair ----------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_flipped_bits_are_repaired_byte_for_byte(tmp_path, fmt):
-    for step in range(1, 11):
-        save(tmp_path, step, fmt=fmt)
-    before, draw = folder_contents(tmp_path), random.Random(3)
-    for step in range(1, 11):
-        path = path_of(tmp_path, step, draw.randrange(4), fmt=fmt)
-        flip_bit(path, draw.randrange(path.stat().st_size))
-    found = scrubbed(tmp_path, repairs=True)
-    assert {row.state for row in found.values()} == {REPAIRED} and without_results(tmp_path) == before
-    assert all(not row.damaged and len(row.repaired) == 1 for row in found.values())
-    assert set(states(tmp_path).values()) == {INTACT} and chosen(tmp_path) == 10
-
-
-def test_lost_and_truncated_files_are_repaired(tmp_path):
-    save(tmp_path, 5)
-    before = folder_contents(tmp_path)
-    path_of(tmp_path, 5, 0).unlink()
-    path_of(tmp_path, 5, 1).write_bytes(b"")
-    found = scrubbed(tmp_path, repairs=True)[5]
-    assert found.state == REPAIRED and len(found.repaired) == 2 and without_results(tmp_path) == before
-
-
-def test_damage_in_different_tensors_of_both_copies_is_repaired(tmp_path):
-    save(tmp_path, 5)
-    before = folder_contents(tmp_path)
-    for rank, name in ((0, "layer.bias"), (2, "embedding.weight")):
-        flip_in(path_of(tmp_path, 5, rank), name)
-    assert states(tmp_path, repairs=True) == {5: REPAIRED} and without_results(tmp_path) == before
-
-
-def test_what_has_no_copy_is_refused_and_stays(tmp_path):
-    save(tmp_path, 5)
-    for rank in (0, 2):
-        flip_in(path_of(tmp_path, 5, rank), "layer.bias")       # of both replicas
-    before = folder_contents(tmp_path)
-    found = scrubbed(tmp_path, repairs=True)[5]
-    assert found.state == DAMAGED and [row.rank for row in found.damaged] == [0, 2] and found.repaired == ()
-    assert without_results(tmp_path) == before and any("no other rank" in note for note in found.notes)
-    assert rows_of(tmp_path)[0].state == UNUSABLE
-
-
-def test_a_replica_with_another_content_is_never_taken(tmp_path):
-    """Names and shapes are those of a copy; only the recorded checksums tell that it is none."""
-    save(tmp_path, 5, replicas=4)
-    flip_in(path_of(tmp_path, 5, 1), "layer.bias")
-    content = path_of(tmp_path, 5, 1).read_bytes()
-    assert states(tmp_path, repairs=True) == {5: DAMAGED} and path_of(tmp_path, 5, 1).read_bytes() == content
-
 
 def test_a_large_tensor_in_several_pieces(tmp_path):
     array = np.arange(3 << 20, dtype=np.float32)
