@@ -197,6 +197,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
              late=True),
     ),
 }
+_METAVARS = {int: "N", parse_bool: "BOOL", parse_bool_or_name: "BOOL|NAME"}
 FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
 
 
@@ -229,7 +230,7 @@ def parse(argv: Sequence[str], folder: str) -> Launch:
     """
     parser = _build_parser()
     # A separate option --train_dataset would make abbreviations such as --train_data ambiguous.
-    argv = [_replace_alias(word, "--train_dataset", "--train_dataset_dir") for word in argv]
+    argv = [re.sub(r"\A--train_dataset(?==|\Z)", "--train_dataset_dir", word) for word in argv]
     given, rest = parser.parse_known_args(argv)
     try:
         options = tuple(_pair(word) for word in given.options or ())
@@ -277,7 +278,7 @@ def _build_parser() -> argparse.ArgumentParser:
         for flag in flags:
             kind = flag.kind if flag.kind in (str, int) else partial(_parsed, flag)
             group.add_argument(f"--{flag.name}", type=kind, nargs="+" if flag.many else None, default=None, help=flag.help,
-                               choices=flag.choices, metavar=None if flag.choices else _metavar(flag))
+                               choices=flag.choices, metavar=None if flag.choices else _METAVARS.get(flag.kind, "TEXT"))
     return parser
 
 
@@ -287,14 +288,6 @@ def _parsed(flag: Flag, text: str) -> Any:
         return flag.kind(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _metavar(flag: Flag) -> str:
-    return {int: "N", parse_bool: "BOOL", parse_bool_or_name: "BOOL|NAME"}.get(flag.kind, "TEXT")
-
-
-def _replace_alias(word: str, alias: str, name: str) -> str:
-    return name + word[len(alias):] if word == alias or word.startswith(alias + "=") else word
 
 
 def _pair(word: str) -> tuple[str, Any]:

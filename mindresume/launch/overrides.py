@@ -44,8 +44,10 @@ def apply(config: MutableMapping, launch: Launch) -> list[str]:
                           f"Set it in the configuration or with --run_mode.")
     _apply_flags(config, launch, late=True)
     for key, value in launch.free:
-        if "." not in key and key not in config and key not in KNOWN_KEYS:
-            _refuse_misspelled_flag(key)
+        is_new = "." not in key and key not in config and key not in KNOWN_KEYS
+        near = difflib.get_close_matches(key, [*FLAGS, "config", "options", "no-mindresume"], 1, 0.85) if is_new else []
+        if near:                        # a training without its ``--load_checkpoint`` would start from random weights
+            raise ConfigError(f"--{key} is neither a flag nor a key of the configuration; did you mean --{near[0]}?")
         notes += set_key(config, key, value, f"--{key}")
     given = {*launch.flags, *(key for key, _ in launch.options), *(key for key, _ in launch.free)}
     return notes + lift_data_skip(config) + into_section(config, given)
@@ -108,19 +110,13 @@ def _apply_flags(config: MutableMapping, launch: Launch, late: bool) -> None:
         if name == "strategy_load_checkpoint":
             set_key(config, "parallel.strategy_ckpt_load_file", strategy_file(value), f"--{name}")
         elif name == "num_samples":
-            _set_num_samples(config, value)
+            for section in ("train_dataset", "eval_dataset"):       # a training without evaluation has no eval_dataset
+                if loader := (config.get(section) or {}).get("data_loader"):
+                    loader["num_samples"] = value
         elif flag.key:
             set_key(config, flag.key, value, f"--{name}")
     if late and config["run_mode"] in PREDICT_MODES:
         _apply_predict(config, launch.flags)
-
-
-def _set_num_samples(config: MutableMapping, count: int) -> None:
-    """Sets the number of samples of every configured data set; a training without evaluation has no eval_dataset."""
-    for name in ("train_dataset", "eval_dataset"):
-        loader = (config.get(name) or {}).get("data_loader")
-        if loader:
-            loader["num_samples"] = count
 
 
 def strategy_file(path: str) -> str:
@@ -220,10 +216,3 @@ def _new_key_note(node: Mapping, last: str, path: str, origin: str) -> str:
     near = difflib.get_close_matches(last, [str(key) for key in node if key != last], 1, 0.8)
     return (f"{origin} adds a key that {path or 'the configuration'} did not have"
             + (f"; did you mean {near[0]!r}?" if near else ""))
-
-
-def _refuse_misspelled_flag(key: str) -> None:
-    """Raises ConfigError for a misspelled flag: a training without its ``--load_checkpoint`` would start from random weights."""
-    near = difflib.get_close_matches(key, [*FLAGS, "config", "options", "no-mindresume"], 1, 0.85)
-    if near:
-        raise ConfigError(f"--{key} is neither a flag nor a key of the configuration; did you mean --{near[0]}?")

@@ -41,7 +41,6 @@ from mindresume.mindformers.pynative.training_run import (
 from mindresume.mindformers.training_context import RunOrigin
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.data_position import DataPosition
-from mindresume.model.training_state import TrainingState
 from mindresume.reshard.region_load import Layouts, LoadTarget
 from mindresume.resume.job_selection import SelectionRequest, caching_storage
 from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request
@@ -71,8 +70,12 @@ def load(run: TrainingRun, path: str) -> None:
         NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
         TrainingCompleteError: The checkpoint is of the last step.
     """
-    context = run.context
-    check_arrangement(run)
+    context, model = run.context, run.config.get("model") or {}
+    for key, value in adapter.ARRANGEMENT.items():          # a checkpoint of mindformers does not tell how it was made
+        if key in model and bool(model[key]) is not value:
+            raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
+                              f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
+                              f"checkpoint, remove the key; what the graph trainer saved with this key cannot be loaded")
     storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     request = request_of_pynative(run.config, path)
     with context.progress.timed_load():
@@ -96,17 +99,6 @@ def end_without_saves(run: TrainingRun) -> None:
             training_saves.restore_random(context, int(run.trainer.state.global_step))
 
 
-def check_arrangement(run: TrainingRun) -> None:
-    """Raises ConfigError if the section ``model`` has a key of the graph trainer that arranges elements within a tensor otherwise
-    than the PyNative trainer does. That one ignores the key, and a checkpoint of mindformers does not tell how it was made."""
-    model = run.config.get("model") or {}
-    for key, value in adapter.ARRANGEMENT.items():
-        if key in model and bool(model[key]) is not value:
-            raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
-                              f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
-                              f"checkpoint, remove the key; what the graph trainer saved with this key cannot be loaded")
-
-
 # ---- counters --------------------------------------------------------------------------------------------------------
 
 def restore_counters(run: TrainingRun) -> None:
@@ -118,11 +110,15 @@ def restore_counters(run: TrainingRun) -> None:
     """
     context, trainer = run.context, run.trainer
     saved = selected_state(context.plan.choice)
-    if getattr(trainer, "dynamic_batch_enabled", False):        # the batch size follows from the samples
-        setting = _settings(run, saved.global_batch_size)
-    else:
-        setting = _settings(run, trainer.global_batch_size)
-    state = with_position(saved, setting.global_batch_size, run)
+    is_dynamic = getattr(trainer, "dynamic_batch_enabled", False)       # the batch size follows from the samples
+    setting = _settings(run, saved.global_batch_size if is_dynamic else trainer.global_batch_size)
+    state = saved
+    if state.data is None and run.items:        # of mindformers: it has read ``consumed`` samples of one data set, or its steps'
+        consumed = state.consumed
+        if consumed is None:
+            consumed = state.step * (state.global_batch_size or setting.global_batch_size or 1)
+        state = replace(state, consumed=consumed,
+                        data=DataPosition(0, 0).after(consumed // run.item_samples, run.items, run.item_samples))
     progress = continue_after(state, setting, context)
     if progress.initial_step >= trainer.state.max_steps:
         raise TrainingCompleteError(f"the training is complete: step {progress.initial_step} is the end of training.steps: "
@@ -178,16 +174,6 @@ def _settings(run: TrainingRun, batch: int | None) -> RunSettings:
     request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
     return RunSettings(batch, run.items or run.steps_per_pass, None, run.context.progress.dataset_identity, request,
                        item_samples=run.item_samples)
-
-
-def with_position(state: TrainingState, batch: int | None, run: TrainingRun) -> TrainingState:
-    """Returns ``state`` with a position in the data. mindformers records none: it has read ``consumed`` samples of one data set,
-    or as many as its steps have."""
-    if state.data is not None or not run.items:
-        return state
-    consumed = state.consumed if state.consumed is not None else state.step * (state.global_batch_size or batch or 1)
-    return replace(state, consumed=consumed,
-                   data=DataPosition(0, 0).after(consumed // run.item_samples, run.items, run.item_samples))
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
