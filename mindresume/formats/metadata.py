@@ -98,8 +98,16 @@ class _Reader:
         self.groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def read(self, value: Mapping[str, Any]) -> dict[str, TensorMetadata]:
-        rows, storage = self.object(value, "state_dict_metadata"), self.object(value, "storage_data")
-        copies = self.copies(storage)
+        for key in ("state_dict_metadata", "storage_data"):
+            if not isinstance(value.get(key), dict):
+                raise CorruptFileError(self.path, f"{key} is {_short(value.get(key))}, expected a JSON object")
+        rows: dict[str, Any] = value["state_dict_metadata"]
+        copies: dict[str, dict[int, Any]] = {}              # by name and ordinal the unchecked list of files
+        for key, files in value["storage_data"].items():
+            parsed = parse_slice_key(key)
+            if parsed is None:
+                raise CorruptFileError(self.path, f"storage_data has the key {_short(key)}, expected \"('name', (ordinal,))\"")
+            copies.setdefault(parsed[0], {})[parsed[1]] = files
         if lost := next((name for name in copies if name not in rows), None):
             raise CorruptFileError(self.path, f"storage_data has {_short(lost)}, not in state_dict_metadata", tensor=lost)
         described = {}
@@ -110,22 +118,6 @@ class _Reader:
                 reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
                 raise CorruptFileError(self.path, f"parameter {_short(name)}: {reason}"[:1000], tensor=name) from error
         return described
-
-    def object(self, value: Mapping[str, Any], key: str) -> dict[str, Any]:
-        found = value.get(key)
-        if not isinstance(found, dict):
-            raise CorruptFileError(self.path, f"{key} is {_short(found)}, expected a JSON object")
-        return found
-
-    def copies(self, storage: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
-        """Returns {name: {ordinal: unchecked list of files}}."""
-        found: dict[str, dict[int, Any]] = {}
-        for key, rows in storage.items():
-            parsed = parse_slice_key(key)
-            if parsed is None:
-                raise CorruptFileError(self.path, f"storage_data has the key {_short(key)}, expected \"('name', (ordinal,))\"")
-            found.setdefault(parsed[0], {})[parsed[1]] = rows
-        return found
 
     def described(self, name: str, row: Any, copies: Mapping[int, Any]) -> TensorMetadata:
         dtype = _needed(_needed(row, "properties"), "dtype")

@@ -95,46 +95,39 @@ def strategy_from_plan(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], 
     """
     if not tensors:
         raise ConfigError(f"plan {plan}: there are no tensors to shard")
-    cuts = {name: _cut(plan, name, shape, layout) for name, (shape, layout, _) in tensors.items()}
+    cuts: dict[str, int | None] = {}            # dimension that tensor parallelism shards; None: it does not shard the tensor
+    for name, (shape, layout, _) in tensors.items():
+        cuts[name] = None
+        if layout is None or plan.tp == 1:
+            continue
+        if len(layout.tensor_map) != len(shape):
+            raise ConfigError(f"plan {plan}: {name} has the shape {shape}, its layout in the source is for "
+                              f"{len(layout.tensor_map)} dimensions: {layout}")
+        cut = [dim for dim, axes in enumerate(layout.axes) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
+        if len(cut) > 1:
+            raise ConfigError(f"plan {plan}: the source shards {name} of shape {shape} along dimensions "
+                              f"{' and '.join(map(str, cut))}; a plan can shard only one; {_GIVE}")
+        cuts[name] = cut[0] if cut else None
     if plan.tp > 1 and all(cut is None for cut in cuts.values()):
         raise ConfigError(f"plan {plan}: no tensor of the source is sharded, so the dimension for tensor parallelism is "
                           f"unknown; {_GIVE}")
     places = _stages(plan, tensors, stages)
     found: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
     for name, (shape, _, _) in tensors.items():
-        layout = _layout(plan, name, shape, cuts[name])
+        at = cuts[name]
+        if at is not None and shape[at] % plan.tp:
+            raise ConfigError(f"plan {plan}: {name} of shape {shape} has {shape[at]} elements in dimension {at}, which "
+                              f"tp={plan.tp} does not divide")
+        layout = TensorLayout((plan.dp, plan.tp), tuple(0 if dim == at else -1 for dim in range(len(shape))))
+        pieces = layout.replicas if plan.opt == -1 else plan.opt
+        # Like mindformers, uses no optimizer shards if they do not divide the replicas or the local dimension 0.
+        if shape and pieces > 1 and not layout.replicas % pieces and not layout.local_shape(shape)[0] % pieces:
+            layout = TensorLayout(layout.device_matrix, layout.tensor_map, plan.opt)
         for stage in places[name]:
             found[stage][name] = layout
     if not all(found):
         raise ConfigError(f"plan {plan}: pipeline stage {found.index({})} would hold no tensor; take a smaller pp, or {_GIVE}")
     return Strategy(tuple(found), str(plan))
-
-
-def _cut(plan: ParallelPlan, name: str, shape: tuple[int, ...], layout: TensorLayout | None) -> int | None:
-    """Returns the dimension that tensor parallelism shards; None if it does not shard the tensor."""
-    if layout is None or plan.tp == 1:
-        return None
-    if len(layout.tensor_map) != len(shape):
-        raise ConfigError(f"plan {plan}: {name} has the shape {shape}, its layout in the source is for "
-                          f"{len(layout.tensor_map)} dimensions: {layout}")
-    cut = [dim for dim, axes in enumerate(layout.axes) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
-    if len(cut) > 1:
-        raise ConfigError(f"plan {plan}: the source shards {name} of shape {shape} along dimensions "
-                          f"{' and '.join(map(str, cut))}; a plan can shard only one; {_GIVE}")
-    return cut[0] if cut else None
-
-
-def _layout(plan: ParallelPlan, name: str, shape: tuple[int, ...], cut: int | None) -> TensorLayout:
-    """Returns the layout of one tensor. Like mindformers, uses no optimizer shards if they do not divide the replicas or the
-    local dimension 0."""
-    if cut is not None and shape[cut] % plan.tp:
-        raise ConfigError(f"plan {plan}: {name} of shape {shape} has {shape[cut]} elements in dimension {cut}, which "
-                          f"tp={plan.tp} does not divide")
-    plain = TensorLayout((plan.dp, plan.tp), tuple(0 if dim == cut else -1 for dim in range(len(shape))))
-    pieces = plain.replicas if plan.opt == -1 else plan.opt
-    if not shape or pieces < 2 or plain.replicas % pieces or plain.local_shape(shape)[0] % pieces:
-        return plain
-    return TensorLayout(plain.device_matrix, plain.tensor_map, plan.opt)
 
 
 def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int) -> dict[str, tuple[int, ...]]:
