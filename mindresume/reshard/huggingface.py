@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,7 +33,7 @@ from mindresume.formats.huggingface import (
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.conversion_manifest import read_weights
-from mindresume.reshard.region_load import LoadTarget
+from mindresume.reshard.region_load import LoadTarget, Shapes
 from mindresume.reshard.translated_view import TranslatedView, problems_text, translated, with_scales
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes
@@ -80,25 +80,21 @@ def is_huggingface(storage: Storage, path: str) -> bool:
 
 # ---- loading -------------------------------------------------------------------------------------------------------
 
-def view_of_folder(storage: Storage, folder: str, attention: str = INTERLEAVED, mlp: str = INTERLEAVED,
-                   wanted: Mapping[str, tuple[tuple[int, ...], str]] | None = None, concatenated: bool = False) -> TranslatedView:
+def view_of_folder(storage: Storage, folder: str, model: Model | None = None, wanted: Shapes | None = None,
+                   left_out: Iterable[str] = ()) -> TranslatedView:
     """Views a Hugging Face folder with the names, shapes and order of MindSpore Transformers. Reads only headers, no tensor.
 
     Args:
-        attention, mlp, concatenated: as for ``model_from_config``.
+        model: what it holds; None: as its ``config.json`` describes it (``read_model``).
         wanted: {name: (shape, dtype)} of parameters; values are converted to the dtype while they are read.
+        left_out: patterns of stored tensors for which the network has no parameter.
     Raises:
         ConfigError: As ``model_from_config``.
         LoadError: A tensor is missing, has another shape, has a dtype that cannot be converted, has no rule, or is fp8 without
             scales that fit; the message names these tensors.
         CorruptFileError: As ``read_weights``.
     """
-    return _of_folder(storage, folder, read_model(storage, folder, attention, mlp, concatenated), wanted or {})
-
-
-def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str, tuple[tuple[int, ...], str]],
-               left_out: Iterable[str] = ()) -> TranslatedView:
-    """Views the folder of ``model``. ``left_out``: patterns of stored tensors for which the network has no parameter."""
+    model = model or read_model(storage, folder)
     (_, inner, _), known, repeated = read_weights(storage, folder), rules(model), copies(model)
     tensors = with_scales(inner.tensors, model.block, os.path.join(folder, CONFIG))
     needed, ignored = shapes(known), (*IGNORED, *left_out)
@@ -109,7 +105,7 @@ def _of_folder(storage: Storage, folder: str, model: Model, wanted: Mapping[str,
     other = [f"{name} is {tensors[name].shape}, not {shape} (a part of {why[repeated.get(name, name)]})"
              for name, shape in expected.items() if name in tensors and tensors[name].shape != shape]
     check_fit(folder, replace(model, source=f"its {CONFIG}"), (missing, _hint(model, missing)), (unknown, ""), other)
-    return translated(inner, known, {name: dtype for name, (_, dtype) in wanted.items() if name in known}, tensors)
+    return translated(inner, known, {name: dtype for name, (_, dtype) in (wanted or {}).items() if name in known}, tensors)
 
 
 def check_fit(name: str, model: Model, missing: tuple[Sequence[str], str], unknown: tuple[Sequence[str], str],
@@ -127,14 +123,10 @@ def _hint(model: Model, missing: Iterable[str]) -> str:
     """Returns what to do about missing tensors that a setting explains."""
     if HF_HEAD in missing:
         return f". If the model has no {HF_HEAD} of its own, tie_word_embeddings must be true in {model.source}"
-    if model.predictions and all(name.startswith(_prediction_layer(model)) for name in missing):
+    if model.predictions and all(name.startswith(f"model.layers.{model.layers}.") for name in missing):
         return (f". transformers does not save next-token-prediction layers: set num_nextn_predict_layers to 0 in {model.source} "
                 f"and in the model configuration")
     return ""
-
-
-def _prediction_layer(model: Model) -> str:
-    return f"model.layers.{model.layers}."
 
 
 @dataclass(frozen=True)
@@ -172,14 +164,14 @@ def view_for_network(storage: Storage, folder: str, target: LoadTarget, network:
         check_network(model, network.config)
         if model.predictions and not getattr(network.config, "mtp_num_layers", None):
             emit(Notice(f"{folder}: the next-token-prediction layer is not loaded, because the network has none"))
-            model, left_out = replace(model, predictions=0), (f"{_prediction_layer(model)}*",)
+            model, left_out = replace(model, predictions=0), (f"model.layers.{model.layers}.*",)
     if network.tied and not model.tied:
         raise ConfigError(f"{model.source}: tie_word_embeddings is false, but the network shares embedding and output layer, so "
                           f"{HF_HEAD} would be lost; set tie_word_embeddings: False in the model configuration")
     if network.converters and (problems := compare_with_template(list(network.converters), model)):
         raise LoadError(f"the network's own template does not fit the rules for {model.kind}: {problems_text(problems)}")
     check_contiguous_order(model, {name: layout for name, (layout, _) in target.layouts.items()})
-    return _of_folder(storage, folder, model, target.shapes, left_out)
+    return view_of_folder(storage, folder, model, target.shapes, left_out)
 
 
 # ---- the network ---------------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ def completed(folder, tensors):
 
 
 def viewed(folder, model, **more):
-    return view_of_folder(STORAGE, folder, model.attention, model.mlp, concatenated=model.concatenated, **more)
+    read = read_model(STORAGE, folder, model.attention, model.mlp, model.concatenated)
+    return view_of_folder(STORAGE, folder, read, **more)
 
 
 def everything(weights):
