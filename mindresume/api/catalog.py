@@ -51,7 +51,6 @@ from mindresume.resume.candidates import (
     WHOLE,
     CheckpointStatus,
     find_candidates,
-    list_checkpoints,
     status_of_candidate,
     verify_checkpoints,
     world_size_notes,
@@ -153,16 +152,17 @@ class Catalog:
 
         It checks names, records and sizes, and does not read contents (``verify`` does).
         """
-        found, rows = self._list(self._locate())
+        found, rows = self._scan(self._locate())
+        steps = tuple(info_of(found.directory, row) for row in rows)
         users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in
                       known_lease_holders(found.directory))
         tier = self._tier(found.directory)
-        return Listing(found.root, tuple(info_of(found.directory, row) for row in rows), self._notes(found), users,
+        return Listing(found.root, steps, self._notes(found), users,
                        tuple(info_of(tier, row) for row in self._in_memory(tier)))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
-        return tuple(sorted({row.candidate.step for row in self._list(self._locate())[1]
+        return tuple(sorted({row.candidate.step for row in self._scan(self._locate())[1]
                              if row.problem is None and row.candidate.step is not None}))
 
     def latest(self) -> Checkpoint | None:
@@ -171,8 +171,8 @@ class Catalog:
         It does not read contents; ``select`` does, and returns what a resume would take.
         """
         location = self._locate()
-        rows = ((found.root, row) for found, row in self._rows(location) if row.problem is None)
-        return next((self._checkpoint(location, *found) for found in rows), None)
+        found, rows = self._scan(location)
+        return next((self._checkpoint(location, found.root, row) for row in rows if row.problem is None), None)
 
     def __getitem__(self, step: int) -> Checkpoint:
         """Returns the checkpoint of ``step``; if several runs saved it, the one that a resume would take.
@@ -180,14 +180,15 @@ class Catalog:
         Raises:
             MissingCheckpointError: There is no such step; the message names the existing ones.
         """
-        location, rows = self._locate(), []
-        for found, row in self._rows(location, step):
-            rows.append((found.root, row))
+        location, first = self._locate(), None
+        found, rows = self._scan(location, step)
+        for row in rows:
             if row.problem is None:
-                return self._checkpoint(location, *rows[-1])
-        if not rows:
-            raise self._missing_step(step, self._list(location)[0])
-        return self._checkpoint(location, *rows[0])
+                return self._checkpoint(location, found.root, row)
+            first = first or row
+        if first is None:
+            raise self._missing_step(step, found)
+        return self._checkpoint(location, found.root, first)
 
     def __contains__(self, step: object) -> bool:
         return step in self.steps()
@@ -259,8 +260,8 @@ class Catalog:
         if not 1 <= part[0] <= part[1]:
             raise ConfigError(f"part is {part[0]} of {part[1]}; expected a number from 1 on, and at least as many parts")
         started, read, location = runtime.monotonic(), _Counter(progress), self._locate()
-        found, rows = self._list(location)
-        wanted = [row for row in rows if step is None or row.candidate.step == step]
+        found, rows = self._scan(location, step)
+        wanted = [*rows]
         if step is not None and not wanted:
             raise self._missing_step(step, found)
         progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed)
@@ -268,7 +269,7 @@ class Catalog:
         if location.is_consolidated:
             verdicts = [consolidated_checkpoint.verify(self._storage, location.path, read.advance, part) for _ in wanted]
         else:
-            verdicts = verify_checkpoints(found.directory, wanted, partial(self._asked, location, step), read.advance, part)
+            verdicts = verify_checkpoints(found.directory, wanted, partial(self._present, location, step), read.advance, part)
         tier = self._tier(found.directory)
         asked = [row for row in self._in_memory(tier) if step is None or row.candidate.step == step] if part[0] == 1 else []
         held = verify_checkpoints(tier, asked, partial(self._in_memory, tier), read.advance)
@@ -301,18 +302,21 @@ class Catalog:
         path = locate(self._storage, self.path)
         return _Location(path, is_consolidated(self._storage, path))
 
-    def _list(self, location: _Location) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-        """Returns the present scan, and a row for each step of it."""
+    def _scan(self, location: _Location, step: int | None = None) -> tuple[Scan, Iterator[CheckpointStatus]]:
+        """Returns the present scan, and a row for each step of it, or for ``step``; the files of a step are examined when its row
+        is asked for."""
         if location.is_consolidated:
-            return consolidated_checkpoint.survey(self._storage, location.path)
-        found, rows = list_checkpoints(self._storage, location.path, strategy_lookup(self._storage), self.world_size)
+            found, rows = consolidated_checkpoint.survey(self._storage, location.path)
+            return found, (row for row in rows if step is None or row.candidate.step == step)
+        found, _ = find_candidates(self._storage, location.path)
         if found.fresh_start_refusal:
             raise MissingCheckpointError(found.fresh_start_refusal)
-        return found, rows
+        strategy_of = strategy_lookup(self._storage)
+        return found, (status_of_candidate(found, candidate, strategy_of, self.world_size) for candidate in found.candidates
+                       if step is None or candidate.step == step)
 
-    def _asked(self, location: _Location, step: int | None) -> Iterator[CheckpointStatus]:
-        """Returns the present rows, or those of ``step``."""
-        return (row for row in self._list(location)[1] if step is None or row.candidate.step == step)
+    def _present(self, location: _Location, step: int | None) -> Iterator[CheckpointStatus]:
+        return self._scan(location, step)[1]
 
     def _tier(self, directory: CheckpointDir) -> CheckpointDir:
         """Returns the tier in memory of ``directory`` on this node; an empty path if there is none."""
@@ -323,20 +327,6 @@ class Catalog:
         found = Scan(tier, tuple(scan_records(tier)[0]) if tier.root else ())
         strategy_of = strategy_lookup(self._storage)
         return tuple(status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates)
-
-    def _rows(self, location: _Location, step: int | None = None) -> Iterator[tuple[Scan, CheckpointStatus]]:
-        """Yields the rows of ``_list``, or those of ``step``; files are examined one candidate after the other."""
-        if location.is_consolidated:
-            found, rows = consolidated_checkpoint.survey(self._storage, location.path)
-            yield from ((found, row) for row in rows if step is None or row.candidate.step == step)
-            return
-        found, _ = find_candidates(self._storage, location.path)
-        if found.fresh_start_refusal:
-            raise MissingCheckpointError(found.fresh_start_refusal)
-        strategy_of = strategy_lookup(self._storage)
-        for candidate in found.candidates:
-            if step is None or candidate.step == step:
-                yield found, status_of_candidate(found, candidate, strategy_of, self.world_size)
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
         directory = CheckpointDir(self._storage, root)

@@ -96,7 +96,7 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
         return
     group, requested = context.group, config.get("resume_training")
     path = locate_checkpoints(storage, request.path, group, context.emit)
-    split = not request.converts and group.size > 1 and any(gather_results(group, partial(_is_root, storage, path))) and \
+    split = not request.converts and group.size > 1 and any(gather_results(group, partial(is_root, storage, path))) and \
         shared_groups_of(storage, path, group, context.resources.topology, context.emit).is_split
     plan = select_plan(config, SelectionRequest(path, requested if isinstance(requested, str) else None, any_layout=not split,
                                                 resume=False, keep_layout=not request.converts), context, storage)
@@ -136,7 +136,9 @@ def _select_iterations(config: Any, context: TrainingContext, storage: Storage) 
         return
     plan, resume = None, False
     if asked.path and not run_on_rank0(context.group, partial(is_pretrained, storage, asked.path)):
-        health_dir = str(config.get("output_dir") or "") if asked.resume and _monitors_health(config) else None
+        health = (config.get("monitor_config") or {}).get("health_checkpoint") or {}
+        is_monitored = asked.resume and health.get("embedding_local_norm_threshold")
+        health_dir = str(config.get("output_dir") or "") if is_monitored else None
         plan = select_plan(config, SelectionRequest(asked.path, any_layout=True, resume=asked.resume, health_dir=health_dir,
                                                     pretrained=pretrained), context, storage)
         resume = asked.resume and plan is not None
@@ -171,19 +173,9 @@ def _folder_with_common(root: str, iteration_dir: str) -> str:
     return folder
 
 
-def _is_root(storage: Storage, path: str) -> bool:
-    return os.path.isdir(path) and is_root(storage, path)
-
-
 def is_pretrained(storage: Storage, path: str) -> bool:
     """Returns whether ``path`` is a Hugging Face folder: consolidated weights with the configuration of the model beside them."""
     return storage.status(os.path.join(path, CONFIG)) is not None and is_consolidated(storage, path)
-
-
-def _monitors_health(config: Any) -> bool:
-    """Returns whether the configuration sets a limit for mindformers' health monitor."""
-    monitor = config.get("monitor_config") or {}
-    return bool((monitor.get("health_checkpoint") or {}).get("embedding_local_norm_threshold"))
 
 
 # ---- what mindformers clears ------------------------------------------------------------------------------------------

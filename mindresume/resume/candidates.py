@@ -240,6 +240,7 @@ def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem
     """Returns a row for each metadata file that contradicts the records. Values are compared, not bytes: another version may have
     encoded them differently."""
     common, metadata = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}"
+    storage = directory.storage
     found: list[_Problem] = []
     try:
         there, expected = load_common(directory, candidate.iteration_dir), common_from_state(candidate.state)
@@ -248,22 +249,18 @@ def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem
     except CorruptFileError as error:
         found.append((f"{common}: {error.reason}", common, error))
     try:
-        if candidate.world_size > 1 and (load_metadata(directory.storage, directory.path(candidate.iteration_dir)) !=
-                                         _metadata_by_records(directory.storage, candidate)):
-            found.append((f"{metadata} is not what was written: the records hold other values", metadata, None))
+        if candidate.world_size > 1:
+            written = load_metadata(storage, directory.path(candidate.iteration_dir))
+            files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
+            records = RecordFolder(storage, candidate.records_dir or "")
+            pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated, records))
+            if written != read_metadata(b"".join(pieces), METADATA):
+                found.append((f"{metadata} is not what was written: the records hold other values", metadata, None))
     except CorruptFileError as error:
         found.append((f"{metadata}: {error.reason}", metadata, error))
     except (RecordError, ValueError, OSError) as error:
         found.append((f"{metadata} cannot be compared with the records: {error}", metadata, error))
     return found
-
-
-def _metadata_by_records(storage: Storage, candidate: Candidate) -> object:
-    """Returns the parsed ``metadata.json`` that the records imply."""
-    files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
-    records = RecordFolder(storage, candidate.records_dir or "")
-    pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated, records))
-    return read_metadata(b"".join(pieces), METADATA)
 
 
 # ---- verification of every byte -----------------------------------------------------------------------------------------
