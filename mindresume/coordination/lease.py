@@ -235,14 +235,13 @@ def record_run_number(directory: CheckpointDir, run: str) -> None:
 def fence(directory: CheckpointDir, run: str) -> None:
     """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
     run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
-    names = directory.storage.list(directory.path(FOLDER))
-    later = [other for other in (*leased_runs(names, ENDED), *(other for _, _, other in attempts(names)))
-             if run_order(other) > run_order(run)]
-    if not later and all(run_order(other) <= run_order(run) for other in leased_runs(names)):
+    names, own = directory.storage.list(directory.path(FOLDER)), (run_sequence(run), run)
+    over = (*leased_runs(names, ENDED), *(other for _, _, other in attempts(names)))
+    later = [other for other in over if (run_sequence(other), other) > own]
+    if not later and all((run_sequence(other), other) <= own for other in leased_runs(names)):
         return
     holders, unreadable = read_leases(directory, names)
-    later += [other for other in (*unreadable, *(holder.run for holder in holders if holder.beat))
-              if run_order(other) > run_order(run)]
+    later += [other for other in (*unreadable, *(holder.run for holder in holders if holder.beat)) if run_order(other) > own]
     if later:
         known = {holder.run: str(holder) for holder in holders}
         newest = max(later, key=run_order)

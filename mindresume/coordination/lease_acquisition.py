@@ -96,7 +96,7 @@ def _remove_left_over(lease: Lease, dead: Sequence[LeaseHolder], names: Sequence
     half = half_written(names)
     over = [lease_name(other.run) for other in dead]
     over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]              # our lease has the largest number now
-    over += [name for name, run in half if READER < run_sequence(run) < lease.holder.order[0]]
+    over += [name for name, run in half if READER < run_sequence(run) < run_sequence(lease.run)]
     for name in over:
         with suppress(OSError):                     # it blocks no job; the next job tries again
             directory.storage.remove(directory.path(FOLDER, name))

@@ -132,7 +132,7 @@ class Committer:
         if missing:                         # or its folder has its final name: the writer died right after the commit
             return [] if self.target.iterations and is_committed(self.target, step) else missing
         fence(self.target, self.target.run)
-        manifest = self._publish(step)
+        manifest = self._publish(self.target, step)
         for older in [other for other in self.pending if other < step]:
             if self._commit_late(older):
                 self.pending.remove(older)
@@ -149,17 +149,8 @@ class Committer:
         have not recorded it, in which case it is not committed. Raises OSError and RecordError."""
         missing = self._missing(step)
         if not missing:
-            self._point(step, self._publish(step))
+            self._point(step, self._publish(self.target, step))
         return missing
-
-    def _publish(self, step: int) -> Manifest:
-        """Publishes the manifest: that is the commit."""
-        manifest = self._manifest(self.target, step)
-        # A rank may be between the rename of its record and the flush: a manifest must not outlive a record that it names.
-        self.target.storage.sync(self.target.attempt(step))
-        publish(self.target.storage, os.path.join(self.target.attempt(step), MANIFEST), [manifest.encode()], self.target.run)
-        self.emit(SaveCommitted(step, len(manifest.files), sum(file.size or 0 for files in manifest.files for file in files)))
-        return manifest
 
     def _commit_late(self, step: int) -> bool:
         """Commits ``step`` after a later one, if it is complete and was only listed late. Returns whether it did. Otherwise it is
@@ -167,7 +158,7 @@ class Committer:
         try:
             if self._missing(step, by_name=True):
                 return False
-            self._publish(step)
+            self._publish(self.target, step)
         except (OSError, RecordError) as error:
             self._reasons[step] = str(error)
             return False
@@ -184,9 +175,9 @@ class Committer:
             pointed, self._pointers_are_old = self._pointers_are_old, True
         return pointed
 
-    def _manifest(self, target: SaveTarget, step: int) -> Manifest:
-        """Returns the manifest of the records, after a check of each against its files. Raises RecordError or OSError if they do
-        not match."""
+    def _publish(self, target: SaveTarget, step: int, emits: bool = True) -> Manifest:
+        """Publishes the manifest of the records, after a check of each against its files: that is the commit. Raises RecordError
+        or OSError if they do not match. ``emits``: an event of it."""
         records = parallel(target.storage, partial(_record_of, target, step), target.ranks)
         first = records[0][0]
         for rank, (record, _) in zip(target.ranks, records, strict=True):
@@ -196,11 +187,15 @@ class Committer:
                                   f"{record.state.step}, {record.world_size} ranks; expected run {first.run}, step "
                                   f"{first.state.step}, {target.world_size} ranks")
         manifest = Manifest.from_records(records, target.local_ranks)
-        if not target.iterations:
-            return manifest
-        return replace(manifest,
-                       metadata_files=iteration_publisher.write_metadata_files(target, manifest.state,
-                           [record for record, _ in records]))
+        if target.iterations:
+            manifest = replace(manifest, metadata_files=iteration_publisher.write_metadata_files(
+                target, manifest.state, [record for record, _ in records]))
+        # A rank may be between the rename of its record and the flush: a manifest must not outlive a record that it names.
+        target.storage.sync(target.attempt(step))
+        publish(target.storage, os.path.join(target.attempt(step), MANIFEST), [manifest.encode()], self.target.run)
+        if emits:
+            self.emit(SaveCommitted(step, len(manifest.files), sum(file.size or 0 for files in manifest.files for file in files)))
+        return manifest
 
     def _update_pointers(self, target: SaveTarget, step: int, first_path: str) -> None:
         """Updates the pointers, so that mindformers without mindresume finds the same checkpoint. Iteration folders that an error
@@ -260,8 +255,7 @@ class Committer:
             step = candidate.step or 0
             try:
                 if not candidate.committed:
-                    manifest = self._manifest(target, step)
-                    publish(storage, os.path.join(target.attempt(step), MANIFEST), [manifest.encode()], self.target.run)
+                    manifest = self._publish(target, step, emits=False)
             except (OSError, RecordError) as error:
                 self.emit(CommitDelayed(step, str(error), candidate.run))
                 continue

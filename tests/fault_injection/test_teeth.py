@@ -165,19 +165,21 @@ def pointer_before_the_file(patch: Patch) -> None:
 
 def manifest_without_all_ranks(patch: Patch) -> None:
     """Writes a manifest without waiting for all ranks."""
-    def _manifest(self, target, step):
+    def _publish(self, target, step, emits=True):
         found, attempt = [], target.attempt(step)
         for name in self.target.storage.list(attempt):
             if record_rank(name) is not None:
                 with self.target.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
         first = found[0][0]
-        return Manifest(first.run, len(found), first.state, 0.0,
-                        tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
+        manifest = Manifest(first.run, len(found), first.state, 0.0,
+                            tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
+        committer.publish(target.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.target.run)
+        return manifest
     missing = Committer._missing
     patch.setattr(Committer, "_missing", lambda self, step, by_name=False: [
         rank for rank in missing(self, step, by_name) if rank == 0])
-    patch.setattr(Committer, "_manifest", _manifest)
+    patch.setattr(Committer, "_publish", _publish)
 
 
 def commit_that_gives_up_cleans_up(patch: Patch) -> None:
@@ -355,8 +357,7 @@ def rename_before_the_manifest(patch: Patch) -> None:
         if not missing:
             iteration_publisher.publish_iteration(self.target, step)
             target = There(**vars(self.target))
-            manifest = self._manifest(target, step)
-            committer.publish(target.storage, os.path.join(target.attempt(step), MANIFEST), [manifest.encode()], target.run)
+            self._publish(target, step)
             self.prune()
         return missing
     patch.setattr(Committer, "try_commit", try_commit)

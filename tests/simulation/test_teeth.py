@@ -258,9 +258,9 @@ MUTANTS = [
         draws=each("pause", 100, seed=967630889)),
     mutant("the manifest is written before all records exist", [
         Edit(committer.Committer, "try_commit", "if missing:", "if 0 in missing:"),
-        Edit(committer.Committer, "_manifest", "step), target.ranks)",
+        Edit(committer.Committer, "_publish", "step), target.ranks)",
              "step), [r for r in target.ranks if r not in self._missing(step)])"),
-        Edit(committer.Committer, "_manifest", "zip(target.ranks, records, strict=True)", "zip(target.ranks, records)")],
+        Edit(committer.Committer, "_publish", "zip(target.ranks, records, strict=True)", "zip(target.ranks, records)")],
         ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
     mutant("files are published without a flush of their folder", [
         Instead(operations, "publish", lambda right: lambda storage, *more, **how: (
