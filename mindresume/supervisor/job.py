@@ -37,7 +37,7 @@ from mindresume.events import (
 from mindresume.storage.operations import call_within
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, excerpt, tail
 from mindresume.supervisor.hang import HangLimits, Heartbeats, find_hang, startup_phases, without_stacks, write_stacks
-from mindresume.supervisor.job_end import EndTimes, end_job, first_lost_step, may_finish
+from mindresume.supervisor.job_end import Ending, EndTimes, first_lost_step, may_finish
 from mindresume.supervisor.members import RANK, SCHEDULER, WRITER, Ended, Member, Members, end_with_parent, shell_status
 from mindresume.supervisor.restart_policy import (
     DIED,
@@ -243,7 +243,9 @@ class Job:
         since, unknown = self._unknown or (0.0, None)
         if unknown is not None and ranks and runtime.monotonic() - since > _UNKNOWN_END:
             return self._died(unknown)
-        if status is None or status == 0 and (ranks or self._may_have_ranks()):
+        # A launcher can return at once: processes are left that may become ranks. A job without ranks ends.
+        is_joining = not self._had_ranks and bool(self.members.alive()) and runtime.monotonic() - self._began < _JOINING
+        if status is None or status == 0 and (ranks or is_joining):
             return None
         beats = self.heartbeats.known.values()
         unasked = ", its ranks after SIGTERM of an unknown sender" if any(beat.unasked for beat in beats) else ""
@@ -252,10 +254,6 @@ class Job:
             return JobEnd(EXITED, status, cause, rank=next((beat.rank for beat in beats if beat.outcome == FAILED), None))
         log = call_within(PATIENCE, (), excerpt, unknown.member.log)
         return JobEnd(EXITED, status, cause, rank=unknown.member.rank, log=log)
-
-    def _may_have_ranks(self) -> bool:
-        """Returns whether processes are left that may become ranks: a launcher can return at once. A job without ranks ends."""
-        return not self._had_ranks and bool(self.members.alive()) and runtime.monotonic() - self._began < _JOINING
 
     def _hang(self) -> JobEnd | None:
         known = [beat for beat in self._beats_of_ranks() if beat is not None]
@@ -305,8 +303,8 @@ class Job:
         left: tuple[int, ...] = ()
         if end.kind != EXITED or end.status or self._is_finishing(observer):        # daemons of a job that finished stay
             settings = self.settings
-            left = end_job(self, end.kind, EndTimes(settings.leave if end.leave else settings.kill_after, settings.save,
-                                                    settings.stuck, not end.leave), observer)
+            times = EndTimes(settings.leave if end.leave else settings.kill_after, settings.save, settings.stuck, not end.leave)
+            left = Ending(self, end.kind, times, observer).run()
             self.refresh()
         beats = self.heartbeats
         resumed, last, committed = beats.newest_steps()

@@ -83,13 +83,10 @@ class EndingJob(Protocol):
         """Returns whether a rank writes a checkpoint that can still become complete."""
 
 
-def end_job(job: EndingJob, kind: str, times: EndTimes, observer: Hurry) -> tuple[int, ...]:
+class Ending:
     """Ends all members of a job; kills them at once in a hurry, such as after a second Ctrl-C. ``kind``: of the end of the
-    job. Returns the numbers of those left behind."""
-    return _Ending(job, kind, times, observer).run()
+    job."""
 
-
-class _Ending:
     def __init__(self, job: EndingJob, kind: str, times: EndTimes, observer: Hurry):
         self.job, self.members, self.kind, self.times, self.observer = job, job.members, kind, times, observer
         self.left: set[int] = set()
@@ -97,6 +94,7 @@ class _Ending:
         self._killed: dict[int, float] = {}         # {process: when it received SIGKILL first}
 
     def run(self) -> tuple[int, ...]:
+        """Returns the numbers of those left behind, once all others have ended."""
         self.job.refresh()
         ranks = [member.pid for member in self.members.alive(RANK)]
         launchers = self.members.above(ranks)

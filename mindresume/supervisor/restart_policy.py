@@ -125,27 +125,25 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
     return count
 
 
-def _command_is_away(starts: Sequence[StartOutcome]) -> bool:
-    """Returns whether status 2 of the last start says that its script or interpreter cannot be read now: no rank began, and the
-    same command has worked before."""
-    last = starts[-1]
-    return last.end.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
-
-
 def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
     """Returns what follows the last of ``starts``, at least one."""
     last, end, fruitless = starts[-1], starts[-1].end, fruitless_starts(starts)
+    # Status 2, although the same command has worked before: its script or interpreter cannot be read now.
+    is_away = end.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
+    final = None
     if end.kind == STOPPED:
-        return Decision(EXIT, end.status, reason=end.cause, fruitless=fruitless)
-    if last.is_preempted:
-        return Decision(EXIT, end.status, reason="the ranks were asked to stop and have saved", fruitless=fruitless)
-    if last.has_finished:
-        return Decision(EXIT, end.status, reason=f"all ranks have finished the training; {end.cause}", fruitless=fruitless)
-    if end.kind == NOT_STARTED and end.status == WRONG_USE and not _command_is_away(starts):
-        return Decision(EXIT, end.status, reason=end.cause, fruitless=fruitless)
-    if end.kind in (EXITED, DIED) and end.status in _FINAL and not _command_is_away(starts) and (
+        final = end.cause
+    elif last.is_preempted:
+        final = "the ranks were asked to stop and have saved"
+    elif last.has_finished:
+        final = f"all ranks have finished the training; {end.cause}"
+    elif end.kind == NOT_STARTED and end.status == WRONG_USE and not is_away:
+        final = end.cause
+    elif end.kind in (EXITED, DIED) and not is_away and (
             end.status != ALTERED_WEIGHTS or last.has_begun):             # any program can end with 65
-        return Decision(EXIT, end.status, reason=_FINAL[end.status], fruitless=fruitless)
+        final = _FINAL.get(end.status)
+    if final is not None:
+        return Decision(EXIT, end.status, reason=final, fruitless=fruitless)
     status = end.status or 1
     if not policy.max_restarts:
         return Decision(EXIT, status, reason="--max-restarts 0", fruitless=fruitless)

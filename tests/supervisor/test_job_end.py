@@ -6,7 +6,7 @@ import pytest
 
 from mindresume import runtime
 from mindresume.supervisor import job_end
-from mindresume.supervisor.job_end import EndTimes, end_job
+from mindresume.supervisor.job_end import Ending, EndTimes
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, WRITER, Ended, Member, Process
 from mindresume.supervisor.restart_policy import DIED
 
@@ -63,7 +63,7 @@ def end(monkeypatch):
         def refresh():
             now[0] += 0.05
         job = SimpleNamespace(members=members, refresh=refresh, is_saving=lambda member, kind: is_saving(member))
-        left = end_job(job, DIED, times, SimpleNamespace(is_hurried=at_once))
+        left = Ending(job, DIED, times, SimpleNamespace(is_hurried=at_once)).run()
         return members.ended, left, now[0]
     return run
 
