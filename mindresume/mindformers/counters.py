@@ -8,8 +8,7 @@ from mindresume.errors import ProgressError
 from mindresume.events import ProgressRestored, warning
 from mindresume.formats.rank_folders import parse_name
 from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
-from mindresume.model.data_position import SKIP_KEY
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import SKIP_KEY, TrainingState
 from mindresume.reshard.open_checkpoint import state_of
 from mindresume.resume.choice import Choice
 from mindresume.resume.progress import (

@@ -35,7 +35,7 @@ from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
 from mindresume.mindformers.load_request import TRAIN, LoadRequest
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
-from mindresume.model.data_position import DataPosition
+from mindresume.model.training_state import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.resume.job_selection import LostWork, own_shard

@@ -19,9 +19,8 @@ from mindresume.errors import CorruptFileError, LoadError
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import TensorEntry
+from mindresume.tensor_files import TensorEntry, read_into
 from mindresume.tensor_files.header import DTYPES
-from mindresume.tensor_files.whole_file import read_into
 
 MAX_OPEN = 256              # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
 SHORT_RUN = 256             # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...

@@ -26,8 +26,8 @@ from mindresume.reshard.tensor_checks import check_order, check_replicas
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
+from mindresume.tensor_files import new_memory
 from mindresume.tensor_files.header import DTYPES
-from mindresume.tensor_files.whole_file import new_memory
 
 WORKERS = 4                 # threads: reading mostly waits
 

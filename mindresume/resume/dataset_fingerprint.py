@@ -19,7 +19,6 @@ from typing import Any
 import xxhash
 
 from mindresume.formatting import counted
-from mindresume.model.data_position import MAX_IDENTITY, MAX_TEXT
 from mindresume.storage.interface import Storage
 
 # Folders that loaders write (mindformers dataset/, Hugging Face datasets).
@@ -42,6 +41,8 @@ _LISTED = re.compile(r"\d+ files?, \d+ bytes[^:]*: ")         # how a text of ``
 _PREFIXES = "data_path"                     # keys that end so (data_path, train_data_path, ...) name files of Megatron
 _SUFFIXES = ("", ".bin", ".idx")            # the configuration names a data set of Megatron without its suffixes
 _MOST_FILES = 100_000
+MAX_IDENTITY = 64               # keys of an identity
+MAX_TEXT = 256                  # characters of one value: every rank records them
 
 
 def dataset_identity(storage: Storage, section: Any, seed: Any = None) -> dict[str, str]:

@@ -33,8 +33,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.model.data_position import IGNORE_KEY, SKIP_KEY, DataPosition, DataRequest
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import IGNORE_KEY, SKIP_KEY, DataPosition, DataRequest, TrainingState
 from mindresume.resume.choice import Choice
 from mindresume.resume.dataset_fingerprint import dataset_differences
 

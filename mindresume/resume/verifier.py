@@ -43,8 +43,7 @@ from mindresume.model.training_state import is_transient
 from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.resume.replicas import StrategyDetails, holder_of, replica_files, replica_sources
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import Header, TensorEntry, damaged_tensors, file_checksum, tensor_checksum
-from mindresume.tensor_files.whole_file import read_whole
+from mindresume.tensor_files import Header, TensorEntry, damaged_tensors, file_checksum, read_whole, tensor_checksum
 
 OnBytesRead = Callable[[int], None]       # bytes read since the last call
 

@@ -10,7 +10,7 @@ from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _res
 
 from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
 from mindresume.mindformers import counters, load_request, patches, training_context  # noqa: E402
-from mindresume.model.data_position import DataPosition  # noqa: E402
+from mindresume.model.training_state import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
 SAMPLES, BATCH = 20, 2                          # 10 steps a pass

@@ -5,8 +5,7 @@ import shutil
 import pytest
 from rank_folders import STORAGE
 
-from mindresume.model.data_position import MAX_IDENTITY, MAX_TEXT
-from mindresume.resume.dataset_fingerprint import dataset_differences, dataset_identity
+from mindresume.resume.dataset_fingerprint import MAX_IDENTITY, MAX_TEXT, dataset_differences, dataset_identity
 
 
 def mind(path, **more):

@@ -4,8 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.model.data_position import DataPosition, DataRequest
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import DataPosition, DataRequest, TrainingState
 from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request, resume_progress
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}

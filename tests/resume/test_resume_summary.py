@@ -2,8 +2,7 @@
 import pytest
 
 from mindresume.errors import ProgressError
-from mindresume.model.data_position import DataPosition, DataRequest
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import DataPosition, DataRequest, TrainingState
 from mindresume.resume.progress import RunSettings, random_state_row, resume_progress, resume_warnings, summary_rows
 
 OURS = {"files": "a"}

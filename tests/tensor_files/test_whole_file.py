@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mindresume import tensor_files
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files import encode, file_checksum, read_header, read_tensor, whole_file
-from mindresume.tensor_files.whole_file import read_into, read_whole
+from mindresume.tensor_files import encode, file_checksum, read_header, read_into, read_tensor, read_whole
 
 TENSORS = {"weight": np.arange(5000, dtype=np.float32).reshape(50, 100), "step": np.array(7, np.int32),
            "empty": np.zeros((0, 3), np.float16), "other_empty": np.zeros((0, 3), np.float16),
@@ -25,7 +25,7 @@ def path(request, tmp_path):
 
 @pytest.mark.parametrize("chunk", [7, 1024, 4 << 20])
 def test_arrays_and_checksum(path, monkeypatch, chunk):
-    monkeypatch.setattr(whole_file, "CHUNK", chunk)
+    monkeypatch.setattr(tensor_files, "CHUNK", chunk)
     counts = []
     with open(path, "rb") as file:
         header = read_header(file, path)
@@ -53,9 +53,9 @@ def test_only_files_of_the_operating_system(path):
 
 
 def test_arrays_that_follow_each_other_share_arenas(monkeypatch):
-    monkeypatch.setattr(whole_file, "ARENA", 10_000)
-    monkeypatch.setattr(whole_file, "_SMALL", 9_000)
-    found = whole_file.new_memory({"a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1})
+    monkeypatch.setattr(tensor_files, "ARENA", 10_000)
+    monkeypatch.setattr(tensor_files, "_SMALL", 9_000)
+    found = tensor_files.new_memory({"a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1})
     assert {name: array.nbytes for name, array in found.items()} == {
         "a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1}
     for number, array in enumerate(found.values()):

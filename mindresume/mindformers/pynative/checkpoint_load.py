@@ -40,7 +40,7 @@ from mindresume.mindformers.pynative.training_run import (
 )
 from mindresume.mindformers.training_context import RunOrigin
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
-from mindresume.model.data_position import DataPosition
+from mindresume.model.training_state import DataPosition
 from mindresume.reshard.region_load import Layouts, LoadTarget
 from mindresume.resume.job_selection import SelectionRequest, caching_storage
 from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request

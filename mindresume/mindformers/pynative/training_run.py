@@ -17,9 +17,8 @@ from mindresume.errors import LoadError
 from mindresume.mindformers import adapter
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext
-from mindresume.model.data_position import DataPosition
 from mindresume.model.layout import TensorLayout
-from mindresume.model.training_state import Scalar, is_scalar, is_transient
+from mindresume.model.training_state import DataPosition, Scalar, is_scalar, is_transient
 
 
 class Configuration(dict):

@@ -15,8 +15,8 @@ from mindresume.mindformers import training_context  # noqa: E402
 from mindresume.mindformers.pynative.checkpoint_callback import RunSaver, check_callbacks  # noqa: E402
 from mindresume.mindformers.pynative.training_run import TrainingRun  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
-from mindresume.model.data_position import DataPosition  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
+from mindresume.model.training_state import DataPosition  # noqa: E402
 
 ASKED = {"save_path": "", "save_max": 5, "save_interleaved_steps": 4, "no_save_optim": False, "async_save": False,
          "prefix": "net", "remove_redundancy": False}

@@ -11,8 +11,10 @@ from mindresume.errors import ProgressError, TrainingCompleteError  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.mindformers.pynative.training_run import Configuration, TrainingRun  # noqa: E402
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext  # noqa: E402
-from mindresume.model.data_position import DataPosition  # noqa: E402
-from mindresume.model.training_state import TrainingState  # noqa: E402
+from mindresume.model.training_state import (
+    DataPosition,  # noqa: E402
+    TrainingState,  # noqa: E402
+)
 
 OURS = TrainingState(30, 20, 30, 8, dataset_size=20, consumed=240, data=DataPosition(1, 80))
 

@@ -9,7 +9,7 @@ from pynative_trainers import DataSet  # noqa: E402
 
 from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of  # noqa: E402
 from mindresume.mindformers.training_context import RunOrigin, TrainingContext  # noqa: E402
-from mindresume.model.data_position import DataPosition  # noqa: E402
+from mindresume.model.training_state import DataPosition  # noqa: E402
 
 
 def run_of(batch=8, item=None, samples=160, consumed=None, origin=None, dataset=True, skip=0):
