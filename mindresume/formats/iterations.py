@@ -221,9 +221,7 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     visible = [c for c in by_age if parse_iteration(c.iteration_dir) is not None]
     # A published folder was committed before, even if its manifest can no longer be read.
     newest = next((c for c in visible if c.committed or (c.maybe_completed and not c.listing_error)), None)
-    # A save writes its intent file before it changes the tracker. A committed step with neither an intent nor a published folder
-    # therefore does not explain why the tracker names another step.
-    last = next((c for c in by_age if c.committed and (c.step in intended or parse_iteration(c.iteration_dir) is not None)), None)
+    last = next((c for c in by_age if c.committed and _is_announced(c, intended)), None)
     if last is not None and last.step in intended and last.step != named:
         notes.append(f"{TRACKER} names step {named}: the job that saved step {last.step} died before it could change it")
         named, newest = last.step or named, last
@@ -241,6 +239,12 @@ def _from_tracker(by_age: list[Candidate], named: int, intended: set[int]) -> tu
     if steps:
         notes.append(f"newer than step {named}, which {TRACKER} names, so only used as a last resort: step {listed(steps)}")
     return ready + upto + newer, notes
+
+
+def _is_announced(candidate: Candidate, intended: set[int]) -> bool:
+    """Returns whether a committed step can explain why the tracker names another one. A save writes its intent file before it
+    changes the tracker, so a step with neither an intent nor a published folder does not."""
+    return candidate.step in intended or parse_iteration(candidate.iteration_dir) is not None
 
 
 def intents(attempted: list[str]) -> set[int]:

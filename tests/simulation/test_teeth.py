@@ -230,7 +230,7 @@ MUTANTS = [
         Edit(records, "find_attempts", "attempts_within(directory, making) or [",
              "attempts_within(directory, making) or 0 * [")], ("prune", "iteration", ""), LEFTOVER),
     mutant("a lagging tracker counts as set back while a later save is unpublished", [
-        Edit(iterations, "_from_tracker", " and (c.step in intended or parse_iteration(c.iteration_dir) is not None)", "")],
+        Instead(iterations, "_is_announced", lambda right: lambda *_: True)],
         ("prune", "iteration", ""), LOST, deaths=False, first=135, within=25,
         draws=each("EIO", later=(27, "power"))),
     mutant("released staging memory is mapped again", [
