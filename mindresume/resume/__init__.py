@@ -5,9 +5,9 @@
         sources                one folder that all ranks see, or those of nodes that share no storage; all ranks verify together
         bucket_source          fetches newer checkpoints from an object store
         memory_source          saves in memory of the nodes
-          candidates           the candidates that a path means, and the status of each
+          candidates           the candidates that a path means, the status of each; every byte of all of them
           eligible             the one rule by which a candidate is refused; its files: names and sizes
-          verifier             every byte of one rank's files; metadata_verifier, replicas
-    folder_verification        every byte of all checkpoints of a folder
-    progress, resume_summary   where the training continues; what was restored
+          verifier             every byte of one rank's files; replicas
+    progress                   where the training continues; what was restored
+    scrub, repair              damage of what is kept, in the background too
 """

@@ -225,8 +225,7 @@ class Scrubber:
         notes += [row.reason for row in damaged_metadata_files(throttled, candidate)]
         if self._is_removed(candidate):           # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
-        # An error of reading is no damage: nothing is recorded of it, and it may pass until the next scrub or start.
-        found = [row for row in left if not row.is_unreadable]
+        found = rotten(left)
         if found or not left:
             publish_result(self.directory.storage, candidate, found, before, self.clock(), lock.run)
         state = DAMAGED if found else UNREADABLE if left else REPAIRED if repaired else INTACT
@@ -282,6 +281,11 @@ class Scrubber:
 
     def _others(self, own: Lease) -> list[LeaseHolder]:
         return [holder for holder in lease_holders(self.directory) if holder.purpose == SCRUBBING and holder.run != own.run]
+
+
+def rotten(damage: Iterable[Refusal]) -> list[Refusal]:
+    """Returns the damage that is recorded. An error of reading is none: it may pass until the next scrub or start."""
+    return [row for row in damage if not row.is_unreadable]
 
 
 # ---- in the background of a training ------------------------------------------------------------------------------------

@@ -431,7 +431,7 @@ MUTANTS = [
             status is not None and status.size == self.size))],
         ("rot and scrub", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", first=19, within=2),
     mutant("scrub: an error of reading is recorded as damage", [
-        Edit(scrub.Scrubber, "_read", "found = [row for row in left if not row.is_unreadable]", "found = left")],
+        Instead(scrub, "rotten", lambda right: list)],
         ("unreadable", "safetensors", ""), f"{LOST} {WRONG}", deaths=False, first=225, within=25,
         draws=each(UNREADABLE_FILE, 1000)),
     mutant("scrub: only the files of one rank are read", [
