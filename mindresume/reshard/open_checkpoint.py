@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mindresume.coordination.lease import Lease
@@ -209,16 +210,22 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
         raise ConfigError(f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
     layouts = None if candidate.iteration_dir else strategy_for(directory, candidate, strategy, identity)
     candidate = with_world_size(directory.root, candidate, layouts)
-    shards = parallel(directory.storage, Verifier(directory, candidate, full=False).verify, sorted(candidate.files))
-    for shard in shards:
-        if isinstance(shard, Refusal):
-            raise CorruptFileError(directory.path(shard.file or ""), str(shard))
-    source = checkpoint_of(directory, candidate, layouts, identity, shards[0].scalars, split=True)
+    checked = parallel(directory.storage, partial(_scalars, Verifier(directory, candidate, full=False)), sorted(candidate.files))
+    for found in checked:
+        if isinstance(found, Refusal):
+            raise CorruptFileError(directory.path(found.file or ""), str(found))
+    source = checkpoint_of(directory, candidate, layouts, identity, checked[0], split=True)
     for tensor in source.weights.tensors.values():          # reads every header: each slice must be in some file
         for cut in tensor.cuts(whole(tensor.shape)):
             source.weights.locate(tensor.name, cut)
     check_replicas(source.weights)
     return source
+
+
+def _scalars(verifier: Verifier, rank: int) -> Mapping[str, Any] | Refusal:
+    """Verifies the files of a rank. Returns the counters in them alone: the details of all ranks would fill the memory."""
+    shard = verifier.verify(rank)
+    return shard if isinstance(shard, Refusal) else shard.scalars
 
 
 def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None, identity: Any,
