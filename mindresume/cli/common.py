@@ -19,7 +19,7 @@ from mindresume.typed import json_value
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mindresume.api.results import CheckpointInfo, Problem, VerificationReport
+    from mindresume.api.results import Problem, VerificationReport
     from mindresume.api.scrubbing import ScrubReport
 
 Folder = Annotated[str, typer.Argument(
@@ -114,23 +114,6 @@ def origin_text(origin: str | None, run_id: str | None) -> str:
     """Returns who wrote a checkpoint, as a phrase."""
     from mindresume.formats import MERGED, MINDFORMERS
     return {MINDFORMERS: "mindformers", MERGED: "mindresume, consolidated weights"}.get(origin or "", f"run {run_id}")
-
-
-CHECKPOINT_COLUMNS = ("step", "epoch", "ranks", "size", "format", "run", "saved", "state")
-RIGHT_ALIGNED = ("step", "epoch", "ranks", "size")
-
-
-def checkpoint_cells(info: CheckpointInfo) -> list[str]:
-    """Returns one row of a table with CHECKPOINT_COLUMNS."""
-    return [step_text(info.step), step_text(info.epoch), str(info.world_size), size_text(info.size_bytes),
-            "iteration" if info.iteration_dir else info.format, run_text(info), time_text(info.saved_at), info.state]
-
-
-def run_text(info: CheckpointInfo) -> str:
-    """Returns the number of the run that wrote a checkpoint, as a cell of a table."""
-    from mindresume.formats import MERGED
-    from mindresume.model.manifest import run_sequence
-    return str(run_sequence(info.run_id)) if info.run_id else MERGED if info.origin == MERGED else "-"
 
 
 class Stopped(BaseException):

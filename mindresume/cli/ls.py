@@ -10,13 +10,10 @@ import typer
 
 from mindresume.cli import app
 from mindresume.cli.common import (
-    CHECKPOINT_COLUMNS,
     NOTHING,
-    RIGHT_ALIGNED,
     AsJson,
     Folder,
     WorldSize,
-    checkpoint_cells,
     new_table,
     print_json,
     problem_text,
@@ -24,7 +21,9 @@ from mindresume.cli.common import (
     say,
     show_table,
     step_text,
+    time_text,
 )
+from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
     from mindresume.api.catalog import Selection
@@ -42,18 +41,14 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
     listing = catalog.open(folder, world_size=world_size).list()
     if json:
         print_json(listing.to_json())
-    else:
-        print_listing(listing)
-
-
-def print_listing(listing: Listing) -> None:
-    """Prints a listing as text."""
+        return
     from mindresume.formats import MINDFORMERS
     _say_rows(listing, listing.root, listing.checkpoints)
     if listing.memory:
         _say_rows(listing, "memory (this node): lost with the node", listing.memory)
-    foreign = any(row.origin == MINDFORMERS for row in listing)
-    for note in (*(["run -: written by mindformers, without records"] if foreign else []), *listing.notes):
+    if any(row.origin == MINDFORMERS for row in listing):
+        say("run -: written by mindformers, without records")
+    for note in listing.notes:
         say(note)
     for user in listing.in_use_by:
         state = {True: "alive", False: "dead, the next job takes over the folder", None: "on another machine, see its heartbeat"}
@@ -61,15 +56,18 @@ def print_listing(listing: Listing) -> None:
 
 
 def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, ...]) -> None:
+    from mindresume.formats import MERGED
+    from mindresume.model.manifest import run_sequence
     if not checkpoints:
         say(f"{title}: no checkpoints")
         return
     say(title)                               # not as a title, which would wrap at spaces
-    table = new_table(CHECKPOINT_COLUMNS, RIGHT_ALIGNED)
+    table = new_table(("step", "epoch", "ranks", "size", "format", "run", "saved", "state"), ("step", "epoch", "ranks", "size"))
     for row in checkpoints:
-        *cells, state = checkpoint_cells(row)
-        table.add_row(*cells, state + (", see below" if row.warnings else ""),
-                      style="yellow" if row.problem or row.warnings else "")
+        run = str(run_sequence(row.run_id)) if row.run_id else MERGED if row.origin == MERGED else "-"
+        table.add_row(step_text(row.step), step_text(row.epoch), str(row.world_size), size_text(row.size_bytes),
+                      "iteration" if row.iteration_dir else row.format, run, time_text(row.saved_at),
+                      row.state + (", see below" if row.warnings else ""), style="yellow" if row.problem or row.warnings else "")
     show_table(table)
     for row in checkpoints:
         if row.problem:

@@ -73,34 +73,30 @@ class FromEvents:
 
     def handle(self, event: Event, time_s: float) -> None:
         for heartbeat in _own:
-            _handle(heartbeat, event)
+            if isinstance(event, ev.TrainingStarted):
+                heartbeat.set(world_size=event.world_size)
+                heartbeat.enter(rank_heartbeat.SELECTING)
+            elif isinstance(event, (ev.CheckpointSelected, ev.FreshStart)):
+                heartbeat.enter(rank_heartbeat.BUILDING)
+            elif isinstance(event, ev.ProgressRestored):
+                heartbeat.set(resumed=event.step)
+            elif isinstance(event, ev.SaveBegun):
+                heartbeat.set(begun=event.step)
+                if heartbeat.phase != rank_heartbeat.ENDING:        # the last save belongs to the end, as what follows it
+                    heartbeat.enter(rank_heartbeat.SAVING)
+            elif isinstance(event, (ev.SaveStaged, ev.SaveWritten, ev.SaveFailed)):
+                if isinstance(event, ev.SaveWritten):
+                    heartbeat.set(written=event.step)
+                if heartbeat.phase == rank_heartbeat.SAVING:        # the training thread has done its part
+                    heartbeat.enter(rank_heartbeat.TRAINING)
+            elif isinstance(event, ev.SaveCommitted) and event.run_id is None:
+                heartbeat.set(committed=event.step)
+            elif isinstance(event, ev.TrainingEnded):
+                heartbeat.set(outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN))
+                heartbeat.enter(rank_heartbeat.ENDED)
 
     def close(self) -> None:
         pass
-
-
-def _handle(heartbeat: RankHeartbeat, event: Event) -> None:
-    if isinstance(event, ev.TrainingStarted):
-        heartbeat.set(world_size=event.world_size)
-        heartbeat.enter(rank_heartbeat.SELECTING)
-    elif isinstance(event, (ev.CheckpointSelected, ev.FreshStart)):
-        heartbeat.enter(rank_heartbeat.BUILDING)
-    elif isinstance(event, ev.ProgressRestored):
-        heartbeat.set(resumed=event.step)
-    elif isinstance(event, ev.SaveBegun):
-        heartbeat.set(begun=event.step)
-        if heartbeat.phase != rank_heartbeat.ENDING:        # the last save belongs to the end, as what follows it
-            heartbeat.enter(rank_heartbeat.SAVING)
-    elif isinstance(event, (ev.SaveStaged, ev.SaveWritten, ev.SaveFailed)):
-        if isinstance(event, ev.SaveWritten):
-            heartbeat.set(written=event.step)
-        if heartbeat.phase == rank_heartbeat.SAVING:        # the training thread has done its part
-            heartbeat.enter(rank_heartbeat.TRAINING)
-    elif isinstance(event, ev.SaveCommitted) and event.run_id is None:
-        heartbeat.set(committed=event.step)
-    elif isinstance(event, ev.TrainingEnded):
-        heartbeat.set(outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN))
-        heartbeat.enter(rank_heartbeat.ENDED)
 
 
 # ---- when this process began -----------------------------------------------------------------------------------------

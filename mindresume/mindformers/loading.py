@@ -196,24 +196,24 @@ def load_own_files(network: Network, context: TrainingContext, early: Future | N
         CollectiveError: On all ranks, if it does not fit on one.
     """
     plan, group, reporter = context.plan, context.group, reporter or ProgressReporter("loading", context.emit)
+    directory = CheckpointDir(context.resources.storage, plan.choice.root)
     what = plan.request.path if plan.weights_only else ""
-    target, deduplicated = run_on_all(group, partial(_target_of_files, network, context, what), auto_transform.OPENING)
+    target, deduplicated = run_on_all(group, partial(_target_of_files, network, context, directory, what), auto_transform.OPENING)
     names = target.shapes if plan.weights_only else None
-    read = early.result if early else partial(read_shard, CheckpointDir(context.resources.storage, plan.choice.root),
-                                              context.shard,
-                                              reporter, names)
+    read = early.result if early else partial(read_shard, directory, context.shard, reporter, names)
     arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
     restore(network, arrays, target, context, what, None, deduplicated)
 
 
-def _target_of_files(network: Network, context: TrainingContext, what: str) -> tuple[LoadTarget, bool]:
+def _target_of_files(network: Network, context: TrainingContext, directory: CheckpointDir, what: str
+                     ) -> tuple[LoadTarget, bool]:
     """Returns what this rank takes of the files that it verified, and whether missing tensors come from other ranks.
 
     Raises:
         LoadError: The files do not fit.
     """
     choice, shard = context.plan.choice, context.shard
-    headers = {source: header_of(CheckpointDir(context.resources.storage, choice.root), source.file) for source in shard.sources}
+    headers = {source: header_of(directory, source.file) for source in shard.sources}
     stored = {name: header.tensors[name] for source, header in headers.items() for name in source.names or header.tensors}
     deduplicated = any(header.metadata.get("remove_redundancy") == "True" for header in headers.values())
     target = network.target(stored, what)
