@@ -139,17 +139,16 @@ def _file_fits(rank: int, size: int, weights: CheckpointView, regions: Mapping[s
     """Returns whether the file of ``rank`` holds exactly ``regions``."""
     path = weights.path_of(rank, next(iter(regions), ""))
     header = weights.header(path) if path and size == weights.world_size else None
-    return header is not None and all(name in header.tensors and _held_by(rank, weights, name) == region
-                                      for name, region in regions.items())
-
-
-def _held_by(rank: int, weights: CheckpointView, name: str) -> Region | None:
-    """Returns the region of a tensor that ``rank`` stores, or None."""
-    tensor = weights.tensors[name]
-    if tensor.layout is None:
-        return whole(tensor.shape)
-    local = rank - tensor.first
-    return held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
+    if header is None:
+        return False
+    for name, region in regions.items():
+        tensor = weights.tensors[name]
+        local, stored = rank - tensor.first, whole(tensor.shape)
+        if tensor.layout is not None:
+            stored = held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
+        if name not in header.tensors or stored != region:
+            return False
+    return True
 
 
 def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
