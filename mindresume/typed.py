@@ -179,11 +179,16 @@ class _Decoder:
         if self.origin is tuple:
             inner = self.inner * len(value) if self.is_any_length else self.inner
             return tuple([inner[index].decode(row, (at, index)) for index, row in enumerate(value)])
+        given: dict[Any, Any] = {}
         if self.origin is Mapping:
-            return {self._key(key, at): self.inner[1].decode(row, (at, key)) for key, row in value.items()}
+            of_key, of_value = self.inner
+            for key, row in value.items():
+                if of_key.origin is int and not re.fullmatch("[0-9]{1,18}", key):
+                    raise RecordError(f"{_place(at)} has the key {key!r}"[:300] + ", expected a whole number")
+                given[of_key.origin(key)] = of_value.decode(row, (at, key))
+            return given
         if not self.is_object:
             return float(value) if self.origin is float else value
-        given = {}
         for key, field, decoder in self.fields:
             if key in value:
                 given[field.name] = decoder.decode(value[key], (at, key))
@@ -192,13 +197,6 @@ class _Decoder:
                     raise RecordError(f"{_place((at, key))} is missing"[:300])
                 given[field.name] = None
         return self.origin(**given)
-
-    def _key(self, key: str, at: tuple[Any, ...]) -> str | int:
-        if self.inner[0].origin is str:
-            return key
-        if not re.fullmatch("[0-9]{1,18}", key):
-            raise RecordError(f"{_place(at)} has the key {key!r}"[:300] + ", expected a whole number")
-        return int(key)
 
     def _expected(self) -> str:
         if self.limits and self.limits.what:

@@ -93,16 +93,13 @@ def _limits(attempts: Sequence[RunAttempt]) -> list[float]:
     """
     limits, limit = [0.0] * len(attempts), math.inf
     last = len(attempts) - 1
-    index = next((index for index in range(last, -1, -1) if _is_link(attempts[index], index == last)), None)
+    will_step = bool(attempts) and (attempts[-1].origin.is_fresh or attempts[-1].origin.step is not None)
+    index = next((index for index in range(last, -1, -1)
+                  if attempts[index].first_step is not None or index == last and will_step), None)
     while index is not None:
         limits[index] = limit
         index, limit = _parent(attempts, index)
     return limits
-
-
-def _is_link(attempt: RunAttempt, is_last: bool) -> bool:
-    """Returns whether the attempt did steps, or as the last one will."""
-    return attempt.first_step is not None or is_last and (attempt.origin.is_fresh or attempt.origin.step is not None)
 
 
 def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, float]:
@@ -138,7 +135,8 @@ def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> Att
     seconds = {span.kind: max(span.end - span.begin, 0.0) for span in spans}
     saving = 0.0
     for save in attempt.saves.disk:
-        kind = "unknown" if "unknown" in seconds else _kind_at(save.time, begin, kept, last)
+        kind = "unknown" if "unknown" in seconds else "lost" if kept < save.time <= last else (
+            "productive" if begin < save.time <= kept else "shutdown")
         stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
         seconds[kind] -= stalled
         saving += stalled
@@ -149,11 +147,6 @@ def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> Att
         saving += stalled
     return AttemptAccount(attempt, min(limit, attempt.last_step or 0), done, lost, Seconds(**seconds, saving=saving),
                           tuple(span for span in spans if span.end > span.begin))
-
-
-def _kind_at(at: float, begin: float, kept: float, last: float) -> str:
-    """Returns the kind of span that contains a save that ended at ``at``."""
-    return "lost" if kept < at <= last else "productive" if begin < at <= kept else "shutdown"
 
 
 def _edges(attempt: RunAttempt, limit: float) -> tuple[float, float, float]:

@@ -198,7 +198,7 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
     read = [piece for log in found if log in own or log.rank in others for piece in log.pieces]
     read += [log.path for log in (*recorded, *supervisors)]
     return Report(output, folders, tuple(read), rank, max(others, default=None), accounts_of(attempts), disk,
-                  (*_notes(attempts, rank, others), *_time_notes(utc_offsets), *_thinned_notes(recorded)), supervised)
+                  tuple(_notes(attempts, rank, others, utc_offsets, recorded)), supervised)
 
 
 def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile], rank: int | None, utc_offset: int | None
@@ -220,7 +220,8 @@ def _with_true_losses(attempts: tuple[RunAttempt, ...], found: Iterable[LogFile]
     return attempts, used
 
 
-def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[int]) -> Iterable[str]:
+def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[int], utc_offsets: Sequence[int],
+           recorded: Sequence[EventLog]) -> Iterable[str]:
     """Yields what a reader must know about missing or inferred data."""
     unrecorded = [attempt.number for attempt in attempts if not attempt.has_events]
     if unrecorded:
@@ -244,14 +245,8 @@ def _notes(attempts: Sequence[RunAttempt], rank: int | None, others: Sequence[in
         yield phrase("note.not_finite", steps=bad)
     if any(attempt.origin.step_scale != 1 for attempt in attempts):
         yield phrase("note.renumbered")
-
-
-def _time_notes(utc_offsets: Sequence[int]) -> Iterable[str]:
     if len(utc_offsets) > 1:
         yield phrase("note.offsets", offsets=", ".join(f"{offset / 3600:+g} h" for offset in utc_offsets))
-
-
-def _thinned_notes(recorded: Sequence[EventLog]) -> Iterable[str]:
     thinned = [os.path.basename(log.path) for log in recorded if log.rank == 0 and is_thinned(log)]
     if thinned:
         yield phrase("note.thinned", files=", ".join(thinned))

@@ -191,20 +191,12 @@ def _survivals(attempts: Sequence[RunAttempt]) -> tuple[int, int]:
         later = next((row for row in attempts[index + 1:] if row.origin.source or row.origin.is_fresh), None)
         if later is None:
             continue
-        if later.origin.source == MEMORY:
+        # The end of a step waits for a save of an earlier end; all ranks have begun a step that one of them has done.
+        sure = attempt.last_step - 2 * attempt.losses.interval
+        whole = next((save.step for save in reversed(attempt.saves.memory) if save.step <= sure), None)
+        origin = later.origin
+        if origin.source == MEMORY:
             intact += 1
-        elif (step := _whole_in_memory(attempt)) is not None and not _is_newer(later, attempt, step):
-            lost += 1
+        elif whole is not None and (origin.step is None or origin.step < whole or origin.run_id not in (None, attempt.run_id)):
+            lost += 1               # all ranks had a newer save in memory than the one from which the next attempt resumed
     return intact, lost
-
-
-def _whole_in_memory(attempt: RunAttempt) -> int | None:
-    """Returns the newest step that all ranks had in memory when the attempt failed; None if no one is known."""
-    # The end of a step waits for a save of an earlier end; all ranks have begun a step that one of them has done.
-    sure = (attempt.last_step or 0) - 2 * attempt.losses.interval
-    return next((save.step for save in reversed(attempt.saves.memory) if save.step <= sure), None)
-
-
-def _is_newer(later: RunAttempt, failed: RunAttempt, step: int) -> bool:
-    """Returns whether ``later`` resumed from ``step`` of ``failed``, or a newer one."""
-    return later.origin.step is not None and later.origin.run_id in (None, failed.run_id) and later.origin.step >= step
