@@ -1,31 +1,24 @@
-"""Our CheckpointMonitor with the real mindformers and a tiny real network, without its Trainer.
-
-``Job`` mimics the contract of mindspore.train.Model.train towards a callback: ``on_train_begin``, ``step_end`` with
-``cur_step_num`` counted from the start of the process (1, 2, ...) and ``cur_epoch_num``, ``end``. CPU, one process.
-"""
+"""Our CheckpointMonitor with the real mindformers and a tiny real network: arguments, records, emergencies, what others see."""
+# ruff: noqa: F811  fixtures are imported
 import inspect
 import json
-import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from senders import from_outside
 
 from mindresume.formats import CheckpointDir
 
 pytest.importorskip("mindformers.tools")
 
 import mindspore as ms  # noqa: E402
-from mindformers.core.callback.build_callback import build_callback  # noqa: E402
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn  # noqa: E402
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister  # noqa: E402
-from mindspore import nn  # noqa: E402
+from monitor_jobs import INJECTED, Job, Writer, build, calls, committed, emergency, files, own_context, resume  # noqa: E402, F401  two are fixtures
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
-from mindresume import runtime
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders  # noqa: E402
 from mindresume.errors import ConfigError, LeaseHeldError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
@@ -44,87 +37,6 @@ from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.settings import RetentionSettings, Settings  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
-
-PER_EPOCH = 10
-INJECTED = {"append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "loss_scale": 1}], "global_batch_size": 8,
-            "remove_redundancy": False, "checkpoint_format": "safetensors", "embedding_size": 64,
-            "embedding_local_norm_threshold": 1.0, "use_checkpoint_health_monitor": False, "use_legacy_format": True}
-
-
-UNFINISHED: list["Job"] = []
-
-
-def finish_all():
-    """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log that is closed."""
-    while UNFINISHED:
-        UNFINISHED.pop().monitor.finish_after_error()
-
-
-class Job:
-    """One run of a training process."""
-
-    def __init__(self, monitor, done=0, per_epoch=PER_EPOCH):
-        net = nn.Dense(3, 2)
-        self.optimizer = nn.Adam(net.trainable_params(), 0.1)
-        train = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), self.optimizer)
-        self.net, self.train = net, train
-        self.monitor, self.done = monitor, done
-        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, list_callback=[],
-                                      train_network=train, network=train, optimizer=self.optimizer,
-                                      net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
-        self.context = SimpleNamespace(original_args=lambda: self.params)
-        UNFINISHED.append(self)
-        monitor.on_train_begin(self.context)
-
-    def steps(self, count, stride=1):
-        for _ in range(count):
-            self.params.cur_step_num += stride
-            step = self.done + self.params.cur_step_num
-            self.params.cur_epoch_num = (step - 1) // self.params.batch_num + 1
-            self.optimizer.global_step.set_data(ms.Tensor([step], ms.int32))
-            self.net.weight.set_data(ms.Tensor(np.full((2, 3), step, np.float32)))
-            self.monitor.step_end(self.context)
-        return self
-
-    def end(self):
-        self.monitor.end(self.context)
-        return self
-
-
-def build(folder, done=0, **options):
-    """Builds the callback as base_trainer.py does: the YAML block and the injected arguments."""
-    injected = {**INJECTED, "health_ckpts_record_dir": str(folder)}
-    injected.update({key: options.pop(key) for key in list(options) if key in injected})
-    if done:
-        injected["append_info"] = [{"step_num": done, "epoch_num": done // PER_EPOCH, "loss_scale": 1}]
-    block = {"type": "CheckpointMonitor", "prefix": "net", "directory": str(folder), "save_checkpoint_steps": 5,
-             "keep_checkpoint_max": 99, **options}
-    return build_callback(dict(block), default_args=injected)
-
-
-def resume(root, step):
-    """Sets the state that the hooks leave before the training starts: step ``step`` is selected. Without it a training is a fresh
-    start."""
-    found = next(c for c in scan(CheckpointDir(PosixStorage(), str(root))).candidates if c.step == step)
-    training_context.current().plan = training_context.ResumePlan(choice=Choice(found, (), (), False, (), str(root)))
-
-
-def files(folder, kind="checkpoint", fmt="safetensors"):
-    path = folder / kind / "rank_0"
-    return sorted(name for name in os.listdir(path) if name.endswith(fmt)) if path.is_dir() else []
-
-
-def committed(folder):
-    return sorted(c.step for c in scan(CheckpointDir(PosixStorage(), str(folder / "checkpoint"))).candidates if c.committed)
-
-
-@pytest.fixture(autouse=True)
-def own_context():
-    before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext(Settings()))
-    finish_all()
-    training_context.set_current(before)
-
 
 # ---- the load attempt -------------------------------------------------------------------------------------------------
 
@@ -204,89 +116,6 @@ def test_build_callback_with_the_arguments_of_the_trainer(tmp_path):
 
 # ---- due steps and names --------------------------------------------------------------------------------------
 
-def test_names_meta_json_records_and_the_last_step_once(tmp_path):
-    Job(build(tmp_path)).steps(12).end()
-    assert files(tmp_path) == ["net_rank_0-1_10.safetensors", "net_rank_0-1_5.safetensors", "net_rank_0-2_2.safetensors"]
-    meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
-    assert meta == {"last_epoch": 2, "last_step": 2, "last_ckpt_file": "net_rank_0-2_2.safetensors"}
-    assert committed(tmp_path) == [5, 10, 12]
-
-
-def test_a_last_step_that_is_saved_already_is_not_saved_again(tmp_path):
-    Job(build(tmp_path)).steps(10).end()
-    assert len(files(tmp_path)) == 2 and committed(tmp_path) == [5, 10]
-
-
-@pytest.mark.parametrize("done, expected", [(7, [10, 15, 19]), (10, [15, 20, 22]), (13, [15, 20, 25])])
-def test_saves_fall_on_absolute_multiples_after_a_resume(tmp_path, done, expected):
-    Job(build(tmp_path, done=done), done).steps(12).end()
-    assert committed(tmp_path) == expected
-    last = expected[-1]
-    assert f"net_rank_0-{(last - 1) // 10 + 1}_{(last - 1) % 10 + 1}.safetensors" in files(tmp_path)
-
-
-def test_sinks_of_two_steps(tmp_path):
-    """An epoch is one sink: the first callback at or after a multiple saves."""
-    Job(build(tmp_path, save_checkpoint_steps=5), per_epoch=2).steps(8, stride=2).end()
-    assert committed(tmp_path) == [6, 10, 16]
-    assert files(tmp_path) == ["net_rank_0-3_2.safetensors", "net_rank_0-5_2.safetensors", "net_rank_0-8_2.safetensors"]
-
-
-def test_by_seconds(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
-    job = Job(build(tmp_path, save_checkpoint_steps=0, save_checkpoint_seconds=60))
-    for seconds, steps in ((61, [1]), (30, [1]), (31, [1, 3]), (59, [1, 3]), (2, [1, 3, 5])):
-        now[0] += seconds
-        job.steps(1)
-        assert committed(tmp_path) == steps
-
-
-@pytest.mark.parametrize("steps, seconds", [(0, 0), (None, None)])
-def test_neither_steps_nor_seconds_saves_the_end_only(tmp_path, steps, seconds):
-    Job(build(tmp_path, save_checkpoint_steps=steps, save_checkpoint_seconds=seconds)).steps(7).end()
-    assert committed(tmp_path) == [7]
-
-
-def test_the_suffix_grows_with_each_run_and_nothing_is_overwritten(tmp_path):
-    Job(build(tmp_path)).steps(5)
-    first = (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes()
-    Job(build(tmp_path)).steps(5)
-    Job(build(tmp_path)).steps(5)
-    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0_1-1_5.safetensors", "net_rank_0_2-1_5.safetensors"]
-    assert (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes() == first
-    runs = [c.run for c in scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates]
-    assert [run[:4] for run in runs] == ["0003", "0002", "0001"] and len(set(runs)) == 3
-
-
-def test_a_recorded_name_is_not_reused_after_its_file_is_lost(tmp_path):
-    Job(build(tmp_path)).steps(5)
-    for path in (tmp_path / "checkpoint" / "rank_0").iterdir():
-        path.unlink()
-    Job(build(tmp_path)).steps(5)
-    assert files(tmp_path) == ["net_rank_0_1-1_5.safetensors"]
-
-
-def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_path):
-    Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
-    assert committed(tmp_path) == [10, 15] and len(files(tmp_path)) == 2
-    resume(tmp_path / "checkpoint", 15)
-    Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5)
-    assert committed(tmp_path) == [15, 20]
-    assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
-
-
-def test_a_fresh_start_beside_another_training_keeps_its_checkpoints_with_a_warning(tmp_path, caplog):
-    Job(build(tmp_path, keep_checkpoint_max=2)).steps(15).end()
-    caplog.clear()
-    Job(build(tmp_path, keep_checkpoint_max=1)).steps(12).end()
-    assert "holds 2 checkpoints of another training, step 10, 15, which this run does not continue" in caplog.text
-    assert committed(tmp_path) == [10, 12, 15]
-    resume(tmp_path / "checkpoint", 12)
-    Job(build(tmp_path, done=12, keep_checkpoint_max=1), 12).steps(8).end()        # its own are counted over its runs
-    assert committed(tmp_path) == [10, 15, 20]
-
-
 @pytest.mark.parametrize("where", ["transformed", "elsewhere"])
 def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(10).end()
@@ -316,54 +145,11 @@ def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
     assert meta["last_ckpt_file"].endswith(f"-3_2.{fmt}")
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_context, kind):
-    own_context.settings = Settings(on_save_error="raise")
-    job = Job(build(tmp_path, async_save=kind))
-    (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
-    job.steps(5)
-    job.monitor._checkpoints._saver._wait_until_idle(600)         # until it has failed; the failure is not reported yet
-    with pytest.raises(SaveError, match="exists already"):
-        job.steps(1)
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
-    job = Job(build(tmp_path, async_save=kind)).steps(4)
-    way = tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors"
-    way.parent.mkdir(parents=True, exist_ok=True)
-    way.write_text("in the way")
-    job.steps(1)
-    for outcome in job.monitor._checkpoints._saver.wait(600):
-        job.monitor._checkpoints._handle([outcome])
-    way.unlink()
-    job.end()
-    assert committed(tmp_path) == [5]
-
-
 def test_a_copy_uses_at_most_the_memory_share_of_the_rank(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint_manager, "share_of_rank", lambda group: 64)
     Job(build(tmp_path, async_save=True)).steps(5).end()
     assert committed(tmp_path) == [5] and "step 5 is saved in the training thread" in caplog.text
     assert "the share of this rank" in caplog.text
-
-
-def test_a_save_due_during_another_is_skipped_if_configured(tmp_path, own_context, monkeypatch):
-    own_context.settings = Settings(async_when_busy="skip")
-    job = Job(build(tmp_path, async_save=True)).steps(5)
-    job.monitor._checkpoints._saver.wait(600)
-    monkeypatch.setattr(job.monitor._checkpoints._saver, "busy", lambda: True)
-    job.steps(5)
-    assert job.monitor._checkpoints.policy.skipped == 1
-    monkeypatch.undo()
-    job.steps(5).end()
-    assert committed(tmp_path) == [5, 15]
-
-
-def test_async_save_writes_weights_only_files(tmp_path):
-    Job(build(tmp_path, async_save=True, save_network_params=True)).steps(10).end()
-    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-1_5.safetensors"]
 
 
 # ---- other jobs in the folder --------------------------------------------------------------------------------------------
@@ -404,20 +190,6 @@ def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
 # ---- content ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
-def test_mindspore_loads_our_files_with_equal_values_and_counters(tmp_path, fmt):
-    job = Job(build(tmp_path, done=20, checkpoint_format=fmt), 20).steps(5)
-    name, = files(tmp_path, fmt=fmt)
-    assert name == f"net_rank_0-3_5.{fmt}"
-    found = ms.load_checkpoint(str(tmp_path / "checkpoint" / "rank_0" / name), format=fmt)
-    for parameter in job.train.get_parameters():
-        assert np.array_equal(found[parameter.name].asnumpy(), parameter.asnumpy()), parameter.name
-        assert found[parameter.name].dtype == parameter.dtype and found[parameter.name].shape == parameter.shape
-    counters = {name: found[name].asnumpy().reshape(-1)[0] for name in
-                ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")}
-    assert counters == {"epoch_num": 3, "step_num": 25, "global_step": 25, "loss_scale": 1024.0, "global_batch_size": 8}
-
-
-@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 def test_the_same_entries_as_the_built_in_writes(tmp_path, fmt):
     job = Job(build(tmp_path / "ours", checkpoint_format=fmt)).steps(5)
     theirs = BuiltIn(prefix="net", directory=str(tmp_path / "theirs"), save_checkpoint_steps=5,
@@ -441,12 +213,6 @@ def test_the_state_in_the_record(tmp_path):
             ) == (25, 10, 25, 8, 1024.0, 40)
 
 
-def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
-    Job(build(tmp_path, append_info=[{"epoch_num": 0, "step_num": 0}])).steps(5)
-    candidate = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0]
-    assert candidate.state.loss_scale is None
-
-
 def test_transient_parameters_are_not_saved(tmp_path):
     job = Job(build(tmp_path))
     job.train.insert_param_to_cell("accu_grads", ms.Parameter(ms.Tensor([1.0]), name="accu_grads.w"))
@@ -456,94 +222,7 @@ def test_transient_parameters_are_not_saved(tmp_path):
         assert "accu_grads.w" not in read_header(file, str(path)).tensors
 
 
-def test_weights_only_files_are_saved(tmp_path):
-    job = Job(build(tmp_path, save_network_params=True, save_trainable_params=True, keep_checkpoint_max=2))
-    job.net.bias.requires_grad = False
-    job.steps(15)
-    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-2_5.safetensors"]
-    assert files(tmp_path, "checkpoint_trainable") == ["net_rank_0-trainable_params-1_10.safetensors",
-                                                       "net_rank_0-trainable_params-2_5.safetensors"]
-    network = ms.load_checkpoint(str(tmp_path / "checkpoint_network/rank_0/net_rank_0-network-2_5.safetensors"),
-                                 format="safetensors")
-    assert set(network) == {"weight", "bias"} and float(network["weight"].asnumpy()[0, 0]) == 15.0
-    trainable = ms.load_checkpoint(str(tmp_path / "checkpoint_trainable/rank_0/net_rank_0-trainable_params-2_5.safetensors"),
-                                   format="safetensors")
-    assert set(trainable) == {"weight"}
-
-
-# ---- failures ---------------------------------------------------------------------------------------------------------
-
-def spoil(folder):
-    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by root."""
-    (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
-    (folder / "checkpoint" / "rank_0").write_text("in the way")
-
-
-def test_on_save_error_raise(tmp_path, own_context):
-    own_context.settings = Settings(on_save_error="raise")
-    job = Job(build(tmp_path)).steps(4)
-    spoil(tmp_path)
-    with pytest.raises(SaveError, match="step 5 was not saved on rank 0"):
-        job.steps(1)
-
-
-def test_the_hooks_finish_the_saves_of_a_failed_training(tmp_path, own_context, monkeypatch):
-    job = Job(build(tmp_path, async_save="thread")).steps(5)
-    assert own_context.monitor is job.monitor
-    job.monitor.finish_after_error()
-    assert committed(tmp_path) == [5]
-
-
-def test_after_its_end_a_training_has_no_monitor(tmp_path, own_context):
-    Job(build(tmp_path)).steps(5).end()
-    assert own_context.monitor is None
-
-
-def test_a_stop_of_all_ranks_ends_the_training(tmp_path, own_context):
-    job = Job(build(tmp_path)).steps(2)
-    stopped = []
-    job.context.request_stop = lambda: stopped.append(True)
-    from_outside()
-    job.steps(1)
-    assert (committed(tmp_path), own_context.progress.stop_reason, stopped) == ([3], "SIGTERM", [True])
-
-
-def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
-    """The steps of the first training counted as saved, so the second saved nothing."""
-    job = Job(build(tmp_path)).steps(10).end()
-    second = Job(job.monitor).steps(10).end()
-    assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
-    assert second.monitor._checkpoints.policy.saved == {5, 10}
-
-
 # ---- left to the built-in ------------------------------------------------------------------------------------
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Returns the names of the called methods of the built-in; they do nothing."""
-    called = []
-    for name in ("on_train_begin", "step_end", "end", "_save_ckpt", "save_checkpoint", "save_checkpoint_network"):
-        monkeypatch.setattr(BuiltIn, name, lambda self, *args, name=name: called.append(name), raising=False)
-    return called
-
-
-def test_encryption_is_left_to_the_built_in(tmp_path, calls):
-    Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(1).end()
-    assert calls == ["on_train_begin", "step_end", "end"]
-
-
-def test_an_encrypted_file_is_written_by_the_built_in(tmp_path):
-    Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(5)
-    assert files(tmp_path, fmt="ckpt") == ["net_rank_0-1_5.ckpt"] and not (tmp_path / "checkpoint" / ".mindresume").exists()
-
-
-def emergency(job, monitor=None):
-    """Saves as mindformers base_trainer.py, ckpt_save_func, with the arguments of MindIO TTP."""
-    monitor = monitor or job.monitor
-    monitor._append_dict.update({"__exception_save__": True})
-    monitor._save_ckpt(job.params, True)
-    assert "__exception_save__" not in monitor._append_dict
-
 
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("kind", [False, "thread"])
@@ -558,14 +237,6 @@ def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     newest = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0]
     assert (newest.step, newest.origin, newest.problem, newest.state.epoch) == (7, OURS, None, 1)
     assert (tmp_path / "checkpoint" / ".mindresume" / newest.name / "emergency").exists()
-
-
-def test_an_emergency_in_a_saved_step_writes_nothing_again(tmp_path):
-    job = Job(build(tmp_path)).steps(5)
-    emergency(job)
-    assert files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
-    job.steps(5).end()                                                  # MindIO repaired it, and the training went on
-    assert committed(tmp_path) == [5, 10]
 
 
 def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, calls, monkeypatch):
@@ -587,21 +258,6 @@ def test_an_emergency_save_that_needs_the_lost_ranks_is_an_error(tmp_path, calls
     assert calls == []
 
 
-def test_an_emergency_outside_any_training_is_left_to_the_built_in(tmp_path, calls):
-    job = Job(build(tmp_path)).steps(5).end()
-    job.monitor._append_dict["__exception_save__"] = True
-    job.monitor._save_ckpt(job.params, True)
-    assert "_save_ckpt" in calls
-
-
-def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_path):
-    job = Job(build(tmp_path / "other"))
-    monitor = build(tmp_path)                                           # as the second monitor for MindIO TTP
-    job.params.cur_step_num, job.params.cur_epoch_num = 3, 1
-    monitor._save_ckpt(job.params, True)
-    assert files(tmp_path) == ["net_rank_0-1_3.safetensors"] and committed(tmp_path) == []
-
-
 # ---- metrics, and retention by metrics ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("outputs, expected", [
@@ -611,21 +267,6 @@ def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_
     ((None, ms.Tensor(1.0)), {})])
 def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
     assert state_collector.loss_metric(outputs) == expected
-
-
-def test_the_loss_and_reported_metrics_are_recorded(tmp_path):
-    def newest():
-        return dict(scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0].metrics)
-    job = Job(build(tmp_path)).steps(5)
-    assert newest() == {"loss": 0.5}
-    mindresume.plugin.report_metric("eval_loss", ms.Tensor([2.5]))
-    mindresume.plugin.report_metric("bleu", ms.Tensor(30, ms.bfloat16))
-    job.steps(5)
-    assert newest() == {"loss": 0.5, "eval_loss": 2.5, "bleu": 30.0}
-    mindresume.plugin.report_metric("eval_loss", float("nan"))              # the older value would be wrong now
-    mindresume.plugin.report_metric("loss", 0.75)                           # the user knows better than the last batch
-    job.steps(5)
-    assert newest() == {"loss": 0.75, "bleu": 30.0}
 
 
 @pytest.mark.parametrize("name, value", [("", 1.0), (" ", 1.0), (None, 1.0), ("loss", "1.0"), ("loss", None), ("loss", True),
@@ -664,19 +305,6 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
     assert states == [1, 0]                                     # newest first
 
 
-def test_a_health_that_cannot_be_recorded_fails_the_save_to_disk_alone(tmp_path, monkeypatch):
-    monitor, given = build(tmp_path, use_checkpoint_health_monitor=True), []
-    monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: 0)
-
-    def fail(health, name):
-        raise SaveError("no space")
-    monkeypatch.setattr(monitor, "_record_health", fail)
-    job = Job(monitor)
-    monkeypatch.setattr(monitor._checkpoints, "_tier", SimpleNamespace(step_end=lambda state, collected: given.append(collected)))
-    job.steps(5)
-    assert given[-1].step == 5 and committed(tmp_path) == []
-
-
 # ---- visible output ----------------------------------------------------------------------------------------------
 
 class Seen:
@@ -690,26 +318,6 @@ class Seen:
 
     def close(self):
         pass
-
-
-class Writer:
-    def __init__(self):
-        self.rows = {}
-
-    def add_scalar(self, tag, value, global_step):
-        self.rows.setdefault(tag, {})[global_step] = value
-
-
-@pytest.mark.parametrize("kind", [False, "thread"])
-def test_saves_write_scalars_if_tensorboard_is_enabled(tmp_path, monkeypatch, kind):
-    writer = Writer()
-    monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
-    Job(build(tmp_path, async_save=kind)).steps(10).end()
-    for tag in ("save-seconds", "save-stall-seconds", "save-MiB"):
-        assert set(writer.rows[f"mindresume/{tag}"]) == {5, 10} and min(writer.rows[f"mindresume/{tag}"].values()) >= 0
-    assert writer.rows["mindresume/save-MiB"][5] * 2**20 == (
-        tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").stat().st_size
-    assert "mindresume/steps-lost" not in writer.rows                           # no job failed
 
 
 def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch, own_context):

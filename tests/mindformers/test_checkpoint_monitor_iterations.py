@@ -11,6 +11,8 @@ pytest.importorskip("mindformers.tools")
 
 import mindspore as ms  # noqa: E402
 from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
+from monitor_jobs import Job, own_context, resume  # noqa: E402, F401  the fixture applies to these tests too
+from monitor_jobs import build as build_any  # noqa: E402
 
 from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
@@ -22,8 +24,6 @@ from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.saving import save_session  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
-from tests.mindformers.test_checkpoint_monitor import Job, own_context, resume  # noqa: E402, F401  the fixture applies to these tests too
-from tests.mindformers.test_checkpoint_monitor import build as build_any  # noqa: E402
 
 FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-0000000-0000001.safetensors"]
 
