@@ -13,7 +13,7 @@ from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import JOB_FOLDERS, locate, scan
 from mindresume.resume.choice import read_size
-from mindresume.resume.memory_flush import DiskCopy
+from mindresume.resume.memory_source import DiskCopy
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
 from mindresume.storage.interface import Storage

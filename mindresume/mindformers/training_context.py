@@ -39,7 +39,7 @@ from mindresume.model.training_state import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.resume.job_selection import LostWork, own_shard
-from mindresume.resume.memory_flush import write_selected
+from mindresume.resume.memory_source import write_selected
 from mindresume.resume.progress import ResumeProgress, SummaryRow
 from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.completed_step import publish_completed, upload_completed

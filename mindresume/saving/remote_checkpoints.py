@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from mindresume.coordination.lease import next_run, record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
@@ -154,8 +154,7 @@ class RemoteCheckpoints:
 
     def publish_status(self, run: str, status: RunStatus) -> None:
         """Puts the status of a run, on rank 0. The other ranks, on any node, follow it, and other jobs see the run."""
-        text = json.dumps({"step": status.step, "ended": status.ended, "reason": status.reason})
-        self.store.put(self._status_url(run), text.encode())
+        self.store.put(self._status_url(run), json.dumps(asdict(status)).encode())
 
     def read_status(self, run: str) -> RunStatus | None:
         """Returns the status of a run; None: not published yet, or removed by a later run."""

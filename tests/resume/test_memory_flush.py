@@ -13,7 +13,7 @@ from mindresume.errors import CollectiveError
 from mindresume.formats.records import scan_records
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy, every_rank
-from mindresume.resume.memory_flush import DiskCopy, write_selected
+from mindresume.resume.memory_source import DiskCopy, write_selected
 from mindresume.resume.selection import select_checkpoint
 
 
