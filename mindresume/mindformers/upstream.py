@@ -37,6 +37,9 @@ class Kind(Enum):
     INTERNAL = "internal name used"             # called or read, though upstream does not publish it
 
 
+WRAPPED, REPLACED, OVERRIDDEN, CALLED, READ, INTERNAL = Kind
+
+
 @dataclass(frozen=True)
 class Feature:
     """Names what needs a symbol. ``without``: what is lost when the feature is switched off, because a symbol is absent or has
@@ -146,88 +149,87 @@ _MONITOR_ARGUMENTS = (
 
 MINDFORMERS: tuple[Symbol, ...] = (
     # ---- a training, an evaluation, a prediction begins and ends
-    *_rows(TRAINER, Kind.REPLACED, INSTALLATION,
+    *_rows(TRAINER, REPLACED, INSTALLATION,
            f"Trainer.train(self, train_checkpoint=False, {_TRAIN_ARGUMENTS})",
            f"Trainer.finetune(self, finetune_checkpoint=False, {_TRAIN_ARGUMENTS})",
            f"Trainer.evaluate(self, eval_dataset=None, eval_checkpoint=False, {_CHECKPOINT_ARGUMENTS}, **kwargs)",
            f"Trainer.predict(self, predict_checkpoint=None, {_CHECKPOINT_ARGUMENTS}, input_data=None, batch_size=None, "
            "**kwargs)"),
     # ---- the selection
-    *_rows(TRAINER, Kind.REPLACED, SELECTION, "Trainer._check_config_rules(self)"),
-    *_rows(TRAINER, Kind.REPLACED, SELECTION, "Trainer.get_last_checkpoint(self)"),
-    *_rows(TRAINER, Kind.CALLED, SELECTION, "Trainer._convert_health_checkpoint_config(self)", since="1.9.0"),
-    *_rows(TRAINER, Kind.WRAPPED, SELECTION,
+    *_rows(TRAINER, REPLACED, SELECTION, "Trainer._check_config_rules(self)", "Trainer.get_last_checkpoint(self)"),
+    *_rows(TRAINER, CALLED, SELECTION, "Trainer._convert_health_checkpoint_config(self)", since="1.9.0"),
+    *_rows(TRAINER, WRAPPED, SELECTION,
            "get_resume_checkpoint(checkpoint_dir, resume_training, resume_by_meta=True, ckpt_format='ckpt', "
            "use_checkpoint_health_monitor=False, health_ckpts_record_dir='./output')",
            "clear_auto_trans_output(load_checkpoint=None, src_strategy_path_or_dir=None, load_ckpt_format='ckpt')"),
-    *_rows(TRAINER, Kind.WRAPPED, SELECTION, "get_checkpoint_path(checkpoint)", until="2.0.0"),
-    *_rows(TRAINER, Kind.WRAPPED, SELECTION, "get_checkpoint_path(checkpoint, require_optimizer=True)", since="2.1.0"),
-    *_rows(BASE_TRAINER, Kind.WRAPPED, SELECTION, "get_healthy_checkpoint_path()", since="1.9.0"),
-    *_rows(BASE_TRAINER, Kind.REPLACED, SELECTION, "BaseTrainer.resume_ckpt_path_with_strategy(config)"),
-    *_rows(TRAINER_UTILS, Kind.WRAPPED, FILE_PATHS, "is_hf_checkpoint(checkpoint_path)", since="1.9.0"),
+    *_rows(TRAINER, WRAPPED, SELECTION, "get_checkpoint_path(checkpoint)", until="2.0.0"),
+    *_rows(TRAINER, WRAPPED, SELECTION, "get_checkpoint_path(checkpoint, require_optimizer=True)", since="2.1.0"),
+    *_rows(BASE_TRAINER, WRAPPED, SELECTION, "get_healthy_checkpoint_path()", since="1.9.0"),
+    *_rows(BASE_TRAINER, REPLACED, SELECTION, "BaseTrainer.resume_ckpt_path_with_strategy(config)"),
+    *_rows(TRAINER_UTILS, WRAPPED, FILE_PATHS, "is_hf_checkpoint(checkpoint_path)", since="1.9.0"),
     *(row for module in ACCESSIBLE_PATH_USERS
-      for row in _rows(module, Kind.WRAPPED, SHARED_PATHS, "is_publicly_accessible_path(path)")),
+      for row in _rows(module, WRAPPED, SHARED_PATHS, "is_publicly_accessible_path(path)")),
     # ---- counters and data
-    *_rows(REGISTER, Kind.REPLACED, DATA_KEYS, "MindFormerRegister.get_cls(cls, module_type, class_name=None)"),
-    *_rows(REGISTER, Kind.READ, DATA_KEYS, "MindFormerModuleType.TRAINER"),
-    *_rows(BASE_TRAINER, Kind.WRAPPED, PROGRESS, "load_resume_context_from_checkpoint(config, dataset)",
+    *_rows(REGISTER, REPLACED, DATA_KEYS, "MindFormerRegister.get_cls(cls, module_type, class_name=None)"),
+    *_rows(REGISTER, READ, DATA_KEYS, "MindFormerModuleType.TRAINER"),
+    *_rows(BASE_TRAINER, WRAPPED, PROGRESS, "load_resume_context_from_checkpoint(config, dataset)",
            "_resume_hf_iterable_dataset(dataset, step)", "check_runner_config(config, dataset)"),
-    *_rows(BASE_TRAINER, Kind.REPLACED, PROGRESS, "BaseTrainer._train_dataset_postprocess(self, dataset, config)",
+    *_rows(BASE_TRAINER, REPLACED, PROGRESS, "BaseTrainer._train_dataset_postprocess(self, dataset, config)",
            "CommonInfo.load_common(cls, common_filename)"),
-    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, f"CommonInfo({_COMMON})", until="1.8.0"),
-    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, f"CommonInfo({_COMMON}, ckpt_status=None)", since="1.9.0", until="2.0.0"),
-    *_rows(BASE_TRAINER, Kind.CALLED, PROGRESS, f"CommonInfo({_COMMON}, consumed_samples=None, ckpt_status=None)", since="2.1.0"),
-    *_rows("mindformers.dataset.dataloader.hf_dataloader", Kind.INTERNAL, PROGRESS, "HFIterableDataset._load_state",
+    *_rows(BASE_TRAINER, CALLED, PROGRESS, f"CommonInfo({_COMMON})", until="1.8.0"),
+    *_rows(BASE_TRAINER, CALLED, PROGRESS, f"CommonInfo({_COMMON}, ckpt_status=None)", since="1.9.0", until="2.0.0"),
+    *_rows(BASE_TRAINER, CALLED, PROGRESS, f"CommonInfo({_COMMON}, consumed_samples=None, ckpt_status=None)", since="2.1.0"),
+    *_rows("mindformers.dataset.dataloader.hf_dataloader", INTERNAL, PROGRESS, "HFIterableDataset._load_state",
            "HFIterableDataset.state_dir", "HFIterableDataset.resume_step", "HFIterableDataset.batch_size",
            "HFIterableDataset.local_rank", "HFIterableDataset.cur_epoch"),
     # ---- the load
-    *_rows(BASE_TRAINER, Kind.WRAPPED, LOAD, "preload_ckpt(config)", f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
-    *_rows(CAUSAL_TRAINER, Kind.WRAPPED, LOAD, f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
-    *_rows(TRAINER_UTILS, Kind.CALLED, LOAD, f"compile_model({_COMPILE_ARGUMENTS})"),
-    *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
+    *_rows(BASE_TRAINER, WRAPPED, LOAD, "preload_ckpt(config)", f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
+    *_rows(CAUSAL_TRAINER, WRAPPED, LOAD, f"transform_and_load_checkpoint({_LOAD_ARGUMENTS})"),
+    *_rows(TRAINER_UTILS, CALLED, LOAD, f"compile_model({_COMPILE_ARGUMENTS})"),
+    *_rows(BASE_TRAINER, WRAPPED, ITERATION_LOAD,
            "Model(network, loss_fn=None, optimizer=None, metrics=None, eval_network=None, eval_indexes=None, amp_level='O0', "
            "boost_level='O0', **kwargs)", f"compile_model({_COMPILE_ARGUMENTS})"),
-    *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
+    *_rows(BASE_TRAINER, WRAPPED, ITERATION_LOAD,
            "load_checkpoint(checkpoint, network, optimizer=None, global_step=None, balanced_load=False)", until="1.8.0"),
-    *_rows(BASE_TRAINER, Kind.WRAPPED, ITERATION_LOAD,
+    *_rows(BASE_TRAINER, WRAPPED, ITERATION_LOAD,
            "load_checkpoint(checkpoint, network, optimizer=None, global_step=None, balanced_load=False, reshard_worker_num=1)",
            since="1.9.0"),
-    *_rows(BASE_TRAINER, Kind.WRAPPED, PRETRAINED,
+    *_rows(BASE_TRAINER, WRAPPED, PRETRAINED,
            "load_hf_checkpoint(pretrained_model_dir, network, balanced_load=False, reshard_worker_num=1)", since="1.9.0"),
-    *_rows(TRAINER_UTILS, Kind.READ, CHECKPOINT_SECTION, "convert_checkpoint_config", since="1.9.0"),
-    *_rows("mindformers.checkpoint.checkpoint", Kind.CALLED, HUGGING_FACE, "get_core_network(network)"),
-    *_rows("mindformers.models.build_config", Kind.WRAPPED, PRETRAINED_CONFIG, "merge_model_config(pretrain_model_dir, config)"),
-    *_rows("mindformers.parallel_core.utils.model_mixin", Kind.CALLED, HUGGING_FACE,
+    *_rows(TRAINER_UTILS, READ, CHECKPOINT_SECTION, "convert_checkpoint_config", since="1.9.0"),
+    *_rows("mindformers.checkpoint.checkpoint", CALLED, HUGGING_FACE, "get_core_network(network)"),
+    *_rows("mindformers.models.build_config", WRAPPED, PRETRAINED_CONFIG, "merge_model_config(pretrain_model_dir, config)"),
+    *_rows("mindformers.parallel_core.utils.model_mixin", CALLED, HUGGING_FACE,
            "ModelMixin.get_gpt_transformer_config(self)"),
-    *_rows("mindformers.parallel_core.utils.model_mixin", Kind.READ, HUGGING_FACE, "TrainModelMixin.is_train_model"),
-    *_rows("mindformers.utils.load_checkpoint_utils", Kind.INTERNAL, HUGGING_FACE, "_get_origin_network(network)"),
+    *_rows("mindformers.parallel_core.utils.model_mixin", READ, HUGGING_FACE, "TrainModelMixin.is_train_model"),
+    *_rows("mindformers.utils.load_checkpoint_utils", INTERNAL, HUGGING_FACE, "_get_origin_network(network)"),
     # ---- the CheckpointMonitor
-    *_rows(REGISTER, Kind.CALLED, INSTALLATION,
+    *_rows(REGISTER, CALLED, INSTALLATION,
            "MindFormerRegister.register_cls(cls, register_class, module_type='tools', alias=None, legacy=True, "
            "search_names=None)"),
-    *_rows(REGISTER, Kind.READ, INSTALLATION, "MindFormerModuleType.CALLBACK"),
-    *_rows(MONITOR, Kind.CALLED, SAVE, "CheckpointMonitor"),
-    *_rows(MONITOR, Kind.OVERRIDDEN, SAVE, f"CheckpointMonitor.__init__({_MONITOR_ARGUMENTS})",
+    *_rows(REGISTER, READ, INSTALLATION, "MindFormerModuleType.CALLBACK"),
+    *_rows(MONITOR, CALLED, SAVE, "CheckpointMonitor"),
+    *_rows(MONITOR, OVERRIDDEN, SAVE, f"CheckpointMonitor.__init__({_MONITOR_ARGUMENTS})",
            "CheckpointMonitor.on_train_begin(self, run_context)", "CheckpointMonitor.on_train_step_begin(self, run_context)",
            "CheckpointMonitor.step_end(self, run_context)", "CheckpointMonitor.on_train_end(self, run_context)",
            "CheckpointMonitor.end(self, run_context)", "CheckpointMonitor._save_ckpt(self, cb_params, force_to_save=False)",
            "CheckpointMonitor.save_checkpoint(self, cb_params)"),
-    *_rows(MONITOR, Kind.CALLED, SAVE, "CheckpointMonitor.get_checkpoint_health_info(self, cb_params)"),
-    *_rows(MONITOR, Kind.READ, SAVE, *(f"CheckpointMonitor.{name}" for name in (
+    *_rows(MONITOR, CALLED, SAVE, "CheckpointMonitor.get_checkpoint_health_info(self, cb_params)"),
+    *_rows(MONITOR, READ, SAVE, *(f"CheckpointMonitor.{name}" for name in (
            "origin_prefix", "directory", "trainable_directory", "network_directory", "save_trainable_params",
            "save_network_params", "use_legacy_format", "save_optimizer", "global_batch_size", "use_checkpoint_health_monitor",
            "health_ckpts_record_dir"))),
-    *_rows(MONITOR, Kind.INTERNAL, SAVE, *(f"CheckpointMonitor.{name}" for name in (
+    *_rows(MONITOR, INTERNAL, SAVE, *(f"CheckpointMonitor.{name}" for name in (
            "_append_dict", "_append_step_num", "_config", "_directory", "_last_triggered_step", "_latest_ckpt_file_name",
            "_need_flush_from_cache", "_prefix", "_flush_from_cache(self, cb_params)"))),
-    *_rows("mindformers.tools.logger", Kind.READ, INSTALLATION, "logger"),
-    *_rows("mindformers.tools.utils", Kind.CALLED, SAVE, "get_output_root_path()", "is_last_pipeline_stage()"),
-    *_rows("mindformers.utils.tensorboard", Kind.CALLED, TENSORBOARD, "get_tensorboard_writer()"),
+    *_rows("mindformers.tools.logger", READ, INSTALLATION, "logger"),
+    *_rows("mindformers.tools.utils", CALLED, SAVE, "get_output_root_path()", "is_last_pipeline_stage()"),
+    *_rows("mindformers.utils.tensorboard", CALLED, TENSORBOARD, "get_tensorboard_writer()"),
     # ---- run_mindformer.py
-    *_rows(REGISTER, Kind.CALLED, LAUNCHER, "MindFormerConfig(*args, **kwargs)"),
-    *_rows("mindformers.core.context", Kind.CALLED, LAUNCHER, "build_context(config)"),
-    *_rows("mindformers.utils.file_utils", Kind.CALLED, LAUNCHER, "set_output_path(path)"),
-    *_rows("mindformers.trainer", Kind.CALLED, LAUNCHER, "Trainer"),
+    *_rows(REGISTER, CALLED, LAUNCHER, "MindFormerConfig(*args, **kwargs)"),
+    *_rows("mindformers.core.context", CALLED, LAUNCHER, "build_context(config)"),
+    *_rows("mindformers.utils.file_utils", CALLED, LAUNCHER, "set_output_path(path)"),
+    *_rows("mindformers.trainer", CALLED, LAUNCHER, "Trainer"),
 )
 
 _CALLBACK = ("self, save_path, save_max=3, save_interleaved_steps=1000, no_save_optim=False, async_save=False, "
@@ -237,79 +239,78 @@ _CALLBACKS = "mindformers.pynative.callback.checkpoint_callback"
 
 # The PyNative trainer; these rows are compared when it is imported.
 PYNATIVE: tuple[Symbol, ...] = (
-    *_rows("mindformers.pynative.trainer", Kind.CALLED, LAUNCHER, "Trainer"),
-    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, INSTALLATION, "Trainer.train(self, checkpoint_path=None, mode='pretrain')"),
-    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, SELECTION,
+    *_rows("mindformers.pynative.trainer", CALLED, LAUNCHER, "Trainer"),
+    *_rows(PYNATIVE_TRAINER, REPLACED, INSTALLATION, "Trainer.train(self, checkpoint_path=None, mode='pretrain')"),
+    *_rows(PYNATIVE_TRAINER, REPLACED, SELECTION,
            "Trainer._load_checkpoint(self, checkpoint_path, model, optimizer=None, global_step=None)"),
-    *_rows(PYNATIVE_TRAINER, Kind.REPLACED, PROGRESS, "Trainer._create_dataset_iterator(self, dataset)"),
-    *_rows("mindformers.pynative.callback.callback", Kind.REPLACED, ITERATION_LOAD,
+    *_rows(PYNATIVE_TRAINER, REPLACED, PROGRESS, "Trainer._create_dataset_iterator(self, dataset)"),
+    *_rows("mindformers.pynative.callback.callback", REPLACED, ITERATION_LOAD,
            "CallbackHandler.on_step_begin(self, args, state, **kwargs)"),
-    *_rows(PYNATIVE_TRAINER, Kind.WRAPPED, SAVE, "CheckpointCallback"),
-    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK})", since="1.9.0", until="1.9.0"),
-    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE})", since="2.0.0", until="2.0.0"),
-    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE}, save_trainable_only=False, "
+    *_rows(PYNATIVE_TRAINER, WRAPPED, SAVE, "CheckpointCallback"),
+    *_rows(_CALLBACKS, OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK})", since="1.9.0", until="1.9.0"),
+    *_rows(_CALLBACKS, OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE})", since="2.0.0", until="2.0.0"),
+    *_rows(_CALLBACKS, OVERRIDDEN, SAVE, f"CheckpointCallback.__init__({_CALLBACK}, {_MORE}, save_trainable_only=False, "
            "base_load_path='', lora_config=None)", since="2.1.0"),
-    *_rows(_CALLBACKS, Kind.OVERRIDDEN, SAVE, "CheckpointCallback.on_train_begin(self, args, state, **kwargs)",
+    *_rows(_CALLBACKS, OVERRIDDEN, SAVE, "CheckpointCallback.on_train_begin(self, args, state, **kwargs)",
            "CheckpointCallback.on_step_end(self, args, state, **kwargs)",
            "CheckpointCallback.on_train_end(self, args, state, **kwargs)"),
-    *_rows(PYNATIVE_TRAINER, Kind.READ, PROGRESS, "Trainer.config", "Trainer.state", "Trainer.model", "Trainer.optimizer",
+    *_rows(PYNATIVE_TRAINER, READ, PROGRESS, "Trainer.config", "Trainer.state", "Trainer.model", "Trainer.optimizer",
            "Trainer.train_dataset", "Trainer.train_epoch_step", "Trainer.global_batch_size"),
-    *_rows(PYNATIVE_TRAINER, Kind.READ, SAVE, "Trainer.callback_handler"),
-    *_rows(PYNATIVE_TRAINER, Kind.INTERNAL, PROGRESS, "Trainer._base_units", "Trainer._consumed_samples",
+    *_rows(PYNATIVE_TRAINER, READ, SAVE, "Trainer.callback_handler"),
+    *_rows(PYNATIVE_TRAINER, INTERNAL, PROGRESS, "Trainer._base_units", "Trainer._consumed_samples",
            "Trainer.dynamic_batch_enabled", "Trainer._balance_source", "Trainer._uses_data_balance(self)", since="2.1.0"),
-    *_rows("mindformers.checkpoint.layout_adapter", Kind.CALLED, SAVE, "LayoutAdapter.get_current_layout(network)",
+    *_rows("mindformers.checkpoint.layout_adapter", CALLED, SAVE, "LayoutAdapter.get_current_layout(network)",
            since="2.0.0"),
 )
 
 _GROUP = "group='hccl_world_group'"
 MINDSPORE: tuple[Symbol, ...] = (
     # ---- parallel modes, groups
-    *_rows("mindspore", Kind.CALLED, LOAD, "context.get_auto_parallel_context(attr_key)", "context.get_context(attr_key)",
+    *_rows("mindspore", CALLED, LOAD, "context.get_auto_parallel_context(attr_key)", "context.get_context(attr_key)",
            "get_context(attr_key)"),
-    *_rows("mindspore", Kind.READ, LOAD, "context.GRAPH_MODE"),
-    *_rows("mindspore.communication", Kind.READ, COLLECTIVES, "GlobalComm.INITED", "GlobalComm.WORLD_COMM_GROUP"),
-    *_rows("mindspore.communication", Kind.CALLED, COLLECTIVES, f"get_group_size({_GROUP})", f"get_rank({_GROUP})",
+    *_rows("mindspore", READ, LOAD, "context.GRAPH_MODE"),
+    *_rows("mindspore.communication", READ, COLLECTIVES, "GlobalComm.INITED", "GlobalComm.WORLD_COMM_GROUP"),
+    *_rows("mindspore.communication", CALLED, COLLECTIVES, f"get_group_size({_GROUP})", f"get_rank({_GROUP})",
            "create_group(group, rank_ids, options=None)", "destroy_group(group)"),
-    *_rows("mindspore", Kind.CALLED, COLLECTIVES, f"ops.Broadcast(root_rank, {_GROUP})", f"ops.AllGather({_GROUP})",
+    *_rows("mindspore", CALLED, COLLECTIVES, f"ops.Broadcast(root_rank, {_GROUP})", f"ops.AllGather({_GROUP})",
            f"ops.AllReduce(op='sum', {_GROUP})"),
-    *_rows("mindspore", Kind.READ, COLLECTIVES, "ops.ReduceOp.SUM"),
+    *_rows("mindspore", READ, COLLECTIVES, "ops.ReduceOp.SUM"),
     # ---- the network
-    *_rows("mindspore", Kind.CALLED, LOAD, "Tensor", "Tensor.from_numpy(array)", "Tensor.asnumpy(self)",
+    *_rows("mindspore", CALLED, LOAD, "Tensor", "Tensor.from_numpy(array)", "Tensor.asnumpy(self)",
            "Parameter(default_input, *args, **kwargs)", "Parameter.set_data(self, data, slice_shape=False)",
            "Parameter.init_data(self, layout=None, set_sliced=False)",
            "load_param_into_net(net, parameter_dict, strict_load=False, remove_redundancy=False)",
            "nn.Cell.compile(self, *args, **kwargs)", "nn.Cell.parameters_and_names(self, name_prefix='', expand=True)",
            "nn.Cell.parameters_dict(self, recurse=True)", "nn.Cell.trainable_params(self, recurse=True)",
            "nn.Cell.set_train(self, mode=True)"),
-    *_rows("mindspore", Kind.READ, LOAD, "Parameter.sliced", "Parameter.param_info", "nn.Cell.parameter_layout_dict"),
-    *_rows("mindspore", Kind.INTERNAL, LOAD, "Model._train_network"),
-    *_rows("mindspore", Kind.REPLACED, LOAD, "Model.train(self, epoch, train_dataset, callbacks=None, dataset_sink_mode=False, "
+    *_rows("mindspore", READ, LOAD, "Parameter.sliced", "Parameter.param_info", "nn.Cell.parameter_layout_dict"),
+    *_rows("mindspore", INTERNAL, LOAD, "Model._train_network"),
+    *_rows("mindspore", REPLACED, LOAD, "Model.train(self, epoch, train_dataset, callbacks=None, dataset_sink_mode=False, "
            "sink_size=-1, initial_epoch=0)"),
-    *_rows("mindspore.train", Kind.CALLED, LOAD, "Callback"),
-    *_rows("mindspore.common.np_dtype", Kind.READ, LOAD, "bfloat16"),
-    *_rows("mindspore.parallel.strategy", Kind.CALLED, ITERATION_LOAD, "get_current_strategy_metadata(network)"),
+    *_rows("mindspore.train", CALLED, LOAD, "Callback"),
+    *_rows("mindspore.common.np_dtype", READ, LOAD, "bfloat16"),
+    *_rows("mindspore.parallel.strategy", CALLED, ITERATION_LOAD, "get_current_strategy_metadata(network)"),
     # ---- the save
-    *_rows(SERIALIZATION, Kind.INTERNAL, SAVE,
-           "_convert_save_obj_to_param_list(save_obj, integrated_save, append_dict, choice_func)"),
-    *_rows(SERIALIZATION, Kind.INTERNAL, SAVE, "_get_parameter_layout()"),
-    *_rows("mindspore.train._utils", Kind.INTERNAL, REDUNDANCY, "get_parameter_redundancy(layout_obj, initial_rank=None)",
+    *_rows(SERIALIZATION, INTERNAL, SAVE,
+           "_convert_save_obj_to_param_list(save_obj, integrated_save, append_dict, choice_func)", "_get_parameter_layout()"),
+    *_rows("mindspore.train._utils", INTERNAL, REDUNDANCY, "get_parameter_redundancy(layout_obj, initial_rank=None)",
            "remove_param_redundancy(param_redundancy_dict, keep_redundancy=1)"),
-    *_rows("mindspore", Kind.CALLED, RANDOM, "get_seed()", "get_rng_state()", "set_rng_state(state)"),
-    *_rows(SERIALIZATION, Kind.INTERNAL, RESCUE, "_is_auto_parallel_mode(save_obj)",
+    *_rows("mindspore", CALLED, RANDOM, "get_seed()", "get_rng_state()", "set_rng_state(state)"),
+    *_rows(SERIALIZATION, INTERNAL, RESCUE, "_is_auto_parallel_mode(save_obj)",
            "_convert_cell_param_and_names_to_dict(save_obj, choice_func, is_parallel_mode)"),
-    *_rows("mindspore._c_expression", Kind.INTERNAL, RESCUE, "TensorPy.move_to"),
-    *_rows("mindspore", Kind.CALLED, RESCUE, "hal.Stream(priority=0, **kwargs)", "hal.StreamCtx(ctx_stream)",
+    *_rows("mindspore._c_expression", INTERNAL, RESCUE, "TensorPy.move_to"),
+    *_rows("mindspore", CALLED, RESCUE, "hal.Stream(priority=0, **kwargs)", "hal.StreamCtx(ctx_stream)",
            "Tensor.offload_file_path", "Tensor.move_to"),
     # ---- the processes of transform_engine: mindspore
-    *_rows("mindspore", Kind.CALLED, TRANSFORM,
+    *_rows("mindspore", CALLED, TRANSFORM,
            "rank_list_for_transform(rank_id, src_strategy_file=None, dst_strategy_file=None)",
            "transform_checkpoint_by_rank(rank_id, checkpoint_files_map, save_checkpoint_file_name, src_strategy_file=None, "
            "dst_strategy_file=None)",
            "transform_checkpoints(src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, src_strategy_file=None, "
            "dst_strategy_file=None, process_num=1, output_format='ckpt')"),
-    *_rows("mindspore.parallel", Kind.CALLED, TRANSFORM, "unified_safetensors(src_dir, src_strategy_file, dst_dir, "
+    *_rows("mindspore.parallel", CALLED, TRANSFORM, "unified_safetensors(src_dir, src_strategy_file, dst_dir, "
            "merge_with_redundancy=True, file_suffix=None, max_process_num=64, choice_func=None, split_dst_file=())"),
-    *_rows("mindspore.parallel", Kind.INTERNAL, TRANSFORM, "transform_safetensors.save_file", "transform_safetensors.psutil"),
+    *_rows("mindspore.parallel", INTERNAL, TRANSFORM, "transform_safetensors.save_file", "transform_safetensors.psutil"),
 )
 
 
