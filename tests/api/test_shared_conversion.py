@@ -8,14 +8,11 @@ import time
 import pytest
 from rank_folders import flip_bit, folder_contents
 from reshard.plans import MODEL, Plan, random_tensors, recorded
+from storages import Hooked
 
 import mindresume
 from mindresume.api import conversion
 from mindresume.errors import ConfigError, OutOfSpaceError, ProcessLostError, SaveError
-from mindresume.reshard import converter
-from mindresume.reshard.direct_engine import Engine
-from mindresume.storage.operations import TEMPORARY
-from mindresume.storage.posix import PosixStorage
 
 LOST, FAILED = 11, 12                           # exit statuses
 LONG = 60.0                                     # seconds: nothing waits so long
@@ -40,15 +37,15 @@ def merge(source, target, **share):
     return conversion.merge(source, target, part_size_bytes=2000, **share)
 
 
-def fork(number, count, source, target, work=convert, timeout=LONG, storage=None, before=lambda: None):
+def fork(number, count, source, target, work=convert, timeout=LONG, storage=None):
     """Starts one process. Returns its process id."""
     child = os.fork()
     if child:
         return child
     status = FAILED
     try:
-        before()
-        conversion.PosixStorage = lambda: storage or PosixStorage()
+        if storage:
+            conversion.PosixStorage = lambda: storage
         assert work(source, target, part=(number, count), timeout_seconds=timeout).finished
         status = 0
     except ProcessLostError:
@@ -111,26 +108,21 @@ def test_a_part_that_does_not_exist(source, tmp_path, part):
         convert(source, tmp_path / "new", part=part)
 
 
-class Together(PosixStorage):
-    """Lets no process begin to write before all have looked for room."""
-
-    def __init__(self, folder, count):
-        self.folder, self.count = folder, count
-
-    def free_space(self, path):
-        (self.folder / str(os.getpid())).touch()
-        until = time.monotonic() + LONG
-        while len(os.listdir(self.folder)) < self.count and time.monotonic() < until:
-            time.sleep(0.01)
-        return super().free_space(path)
+def together(folder, count):
+    """Returns a storage that lets no process begin to write before all have looked for room."""
+    def before(operation, path):
+        if operation == "free_space":
+            (folder / str(os.getpid())).touch()
+            wait_until(lambda: len(os.listdir(folder)) >= count)
+    return Hooked(before)
 
 
 def test_damage_leaves_nothing_behind_and_ends_all(tmp_path, tmp_path_factory):
     root, target = tmp_path / "source", tmp_path / "target"
     candidate = recorded(root, Plan.parse("tp4"), random_tensors(MODEL))
     flip_bit(root / candidate.files[2][0].path, -1)
-    together = Together(tmp_path_factory.mktemp("signs"), 3)
-    assert set(statuses([fork(number, 3, root, target, storage=together) for number in (1, 2, 3)])) <= {FAILED, LOST}
+    storage = together(tmp_path_factory.mktemp("signs"), 3)
+    assert set(statuses([fork(number, 3, root, target, storage=storage) for number in (1, 2, 3)])) <= {FAILED, LOST}
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -150,61 +142,50 @@ def content_of_one(source, tmp_path):
 
 
 def test_a_part_and_a_whole_conversion_keep_each_other_out(source, tmp_path, monkeypatch):
-    write = Engine.write
-    refused = []
+    refused, plain = [], conversion.PosixStorage
 
-    def meanwhile(self, *arguments):
+    def meanwhile(operation, path):
+        if operation != "create":
+            return
+        monkeypatch.setattr(conversion, "PosixStorage", plain)
+        storage.before = lambda operation, path: None
         for share in ({}, {"part": (2, 2)}):
             try:
-                monkeypatch.setattr(Engine, "write", write)
                 found = convert(source, tmp_path / "new", **share)
                 assert share and not found.finished
             except SaveError as error:
                 refused.append(str(error))
-        return write(self, *arguments)
-    monkeypatch.setattr(Engine, "write", meanwhile)
+    storage = Hooked(meanwhile)
+    monkeypatch.setattr(conversion, "PosixStorage", lambda: storage)
     assert convert(source, tmp_path / "new", part=(1, 2)).finished
     assert len(refused) == 1 and "is running in another process" in refused[0]
     assert os.listdir(tmp_path) == ["new"]
 
 
-class Killing(PosixStorage):
-    """Kills this process before operation ``at``, without a chance to clean up."""
-
-    def __init__(self, at):
-        self.left = at
-
-    def _operate(self):
-        self.left -= 1
-        if self.left < 0:
+def killing(at):
+    """Returns a storage that kills this process before operation ``at``, without a chance to clean up."""
+    def before(operation, path):
+        if len(storage.asked) > at:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
+    storage = Hooked(before)
+    return storage
 
 
-def _counted(name):
-    def method(self, *arguments):
-        self._operate()
-        return getattr(PosixStorage, name)(self, *arguments)
-    return method
-
-
-for _name in ("list", "status", "open", "write", "create", "rename", "sync", "remove", "make_folder", "free_space"):
-    setattr(Killing, _name, _counted(_name))
+def marks(operation, path):
+    """Whether this is the mark of a group whose files are written."""
+    return operation == "rename" and os.path.basename(os.path.dirname(path)) == "done"
 
 
 def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_path):
-    def die():
-        write = Engine.write
-
-        def once(self, *arguments):
-            write(self, *arguments)
+    def die(operation, path):
+        if marks(operation, path):
             os.kill(os.getpid(), signal.SIGKILL)
-        Engine.write = once
     target, expected = tmp_path / "many", content_of_one(source, tmp_path)
-    children = [fork(number, 3, source, target, timeout=2.0, before=die if number == 2 else lambda: None)
+    children = [fork(number, 3, source, target, timeout=2.0, storage=Hooked(die) if number == 2 else None)
                 for number in (1, 2, 3)]
     assert statuses(children) == [LOST, -signal.SIGKILL, LOST]
-    work, = tmp_path.glob(f".many*{TEMPORARY}")                     # what is finished stays
+    work, = tmp_path.glob(".many*.mindresume-tmp")                     # what is finished stays
     assert not target.exists()
     files = sorted(work.rglob("*.safetensors"))
     assert len(files) == 4
@@ -216,28 +197,27 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_p
     assert sorted(os.listdir(tmp_path)) == ["many", "one"]
 
 
-class Slow(PosixStorage):
-    """Says when its files are written, and waits before the mark of the group."""
-
-    def __init__(self, folder):
-        self.ready, self.go = folder / "ready", folder / "go"
-
-    def rename(self, source, target):
-        if os.path.basename(os.path.dirname(target)) == "done":
-            self.ready.touch()
-            wait_for(self.go)
-        super().rename(source, target)
+def slow(folder):
+    """Returns a storage that says when its files are written, and waits before the mark of the group."""
+    def before(operation, path):
+        if marks(operation, path):
+            (folder / "ready").touch()
+            wait_until((folder / "go").exists)
+    return Hooked(before)
 
 
-class DiesInAFile(PosixStorage):
-    def create(self, path, size):
-        super().create(path, size)              # it has its full size at once
-        os._exit(FAILED)
+def dies_in_a_file():
+    """Returns a storage that dies once a file has its full size."""
+    def before(operation, path):
+        if "create" in [name for name, _ in storage.asked[:-1]]:
+            os._exit(FAILED)
+    storage = Hooked(before)
+    return storage
 
 
-def wait_for(path):
+def wait_until(condition):
     until = time.monotonic() + LONG
-    while not path.exists() and time.monotonic() < until:
+    while not condition() and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -246,27 +226,17 @@ def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path):
     signs = tmp_path / "signs"
     signs.mkdir()
     convert(source, tmp_path / "one")
-    slow = fork(2, 2, source, tmp_path / "many", storage=Slow(signs))
-    wait_for(signs / "ready")
-    assert statuses([fork(2, 2, source, tmp_path / "many", storage=DiesInAFile())]) == [FAILED]
+    first = fork(2, 2, source, tmp_path / "many", storage=slow(signs))
+    wait_until((signs / "ready").exists)
+    assert statuses([fork(2, 2, source, tmp_path / "many", storage=dies_in_a_file())]) == [FAILED]
     (signs / "go").touch()
-    assert statuses([fork(1, 2, source, tmp_path / "many"), slow]) == [0, 0]
+    assert statuses([fork(1, 2, source, tmp_path / "many"), first]) == [0, 0]
     assert content(tmp_path / "many") == content(tmp_path / "one")
-
-
-@pytest.mark.parametrize("count", [1, 2, 99])
-def test_those_who_write_check_all_of_the_source(source, tmp_path, monkeypatch, count):
-    """Nobody waits for the check of a part without files."""
-    checked = []
-    monkeypatch.setattr(converter, "check_source", lambda weights, traffic, number, shares: checked.append((number, shares)))
-    found = [merge(source, tmp_path / "many", part=(number, count)) for number in range(1, count + 1)]
-    files = found[0].files
-    assert files > 1 and checked == [(number, min(count, files)) for number in range(min(count, files))]
 
 
 def test_the_first_part_asks_for_room_for_all(source, tmp_path, monkeypatch):
     size = convert(source, tmp_path / "one").bytes_written
-    monkeypatch.setattr(PosixStorage, "free_space", lambda storage, path: size)         # too little for the records
+    monkeypatch.setattr(conversion.PosixStorage, "free_space", lambda storage, path: size)         # too little for the records
     with pytest.raises(OutOfSpaceError, match="there is room for"):
         convert(source, tmp_path / "many", part=(2, 2))
     assert os.listdir(tmp_path) == ["one"]
@@ -274,7 +244,7 @@ def test_the_first_part_asks_for_room_for_all(source, tmp_path, monkeypatch):
 
 def test_a_part_that_changed_since_it_was_written_is_written_again(source, tmp_path):
     convert(source, tmp_path / "new", part=(1, 2))
-    work, = tmp_path.glob(f".new*{TEMPORARY}")
+    work, = tmp_path.glob(".new*.mindresume-tmp")
     flip_bit(sorted(work.rglob("*.safetensors"))[0], -1)
     found = convert(source, tmp_path / "new", part=(1, 2))
     assert "is not what was written; it is written again" in found.notes[0] and found.bytes_written
@@ -287,7 +257,7 @@ def test_a_process_may_die_before_any_operation(source, tmp_path, first):
     """Every twentieth operation; ``range(10_000)`` takes each, in two minutes."""
     target, expected = tmp_path / "many", content_of_one(source, tmp_path)
     for at in range(20 * first + 2, 10_000, 40):
-        children = [fork(number, 2, source, target, timeout=0.3, storage=Killing(at) if number == 1 else None)
+        children = [fork(number, 2, source, target, timeout=0.3, storage=killing(at) if number == 1 else None)
                     for number in (1, 2)]
         found = statuses(children)
         if found == [0, 0]:

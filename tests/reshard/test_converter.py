@@ -19,6 +19,7 @@ from reshard.plans import (
     recorded,
 )
 
+import mindresume
 from mindresume.errors import ConfigError, OutOfSpaceError, SaveError
 from mindresume.events import ignore
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage, Scheduler
@@ -415,3 +416,14 @@ def test_removal_does_not_follow_links(tmp_path):
     (tmp_path / "gone" / "dangling").symlink_to(tmp_path / "nowhere")
     remove_tree(STORAGE, str(tmp_path / "gone"))
     assert contents(tmp_path) == {"kept": None, "kept/file": b"precious"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 99])
+def test_those_who_write_check_all_of_the_source(root, tmp_path, monkeypatch, count):
+    """Nobody waits for the check of a part without files."""
+    checked = []
+    monkeypatch.setattr(module, "check_source", lambda weights, traffic, number, shares: checked.append((number, shares)))
+    found = [mindresume.merge(root, tmp_path / "many", part_size_bytes=32, part=(number, count))
+             for number in range(1, count + 1)]
+    files = found[0].files
+    assert files > 1 and checked == [(number, min(count, files)) for number in range(min(count, files))]
