@@ -31,7 +31,7 @@ from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.records import RecordFolder
 from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import FileRecord, TensorRecord, read_details, read_record, record_name, record_rank
-from mindresume.resume.replicas import copies_in, likely_holders
+from mindresume.resume.replicas import copies_elsewhere
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import error_text, publish, temporary_name
@@ -105,16 +105,12 @@ class Repair:
         with suppress(CorruptFileError):                        # its header is lost, or the file is missing
             sources = self._intact_in(file, recorded)
         wanted = {name: row for name, row in recorded.items() if name not in sources}
-        for other in likely_holders(wanted, rank, self.candidate):
-            if not wanted:
-                break
-            with suppress(RecordError, OSError):                # its record is damaged, too
-                theirs = RecordFolder(self.directory.storage, self.candidate.records_dir or "").details(other).tensors
-                for index, copy in enumerate(self.candidate.files[other]):
-                    same = copies_in(theirs, index, wanted)
-                    with suppress(CorruptFileError):
-                        sources |= self._intact_in(copy, same) if same else {}
-                wanted = {name: row for name, row in wanted.items() if name not in sources}
+        for other, copies in copies_elsewhere(self.directory, self.candidate, rank, wanted, is_repair=True):
+            with suppress(CorruptFileError, OSError):           # this copy is damaged, too
+                intact = self._intact_in(other, copies)
+                sources |= intact
+                for name in intact:
+                    del wanted[name]
         if wanted:
             raise _NoCopyError(f"no other rank holds an intact copy of {next(iter(wanted))}"
                                + (f" and {len(wanted) - 1} more tensors" if len(wanted) > 1 else ""))

@@ -10,7 +10,7 @@ belongs to the same job is not recorded, so tensors that are equal on two ranks 
 (``Verifier``). """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mindresume.errors import CorruptFileError, RecordError, StrategyError
@@ -142,15 +142,11 @@ def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> 
         wanted = {name: row for name, row in records.details(rank).tensors.items()
                   if row.file not in present}
         sources = []
-        for other in likely_holders(wanted, rank, candidate):
-            if not wanted:
-                break
-            theirs = records.details(other).tensors
-            for index, file in enumerate(candidate.files[other]):
-                names = tuple(copies_in(theirs, index, wanted))
-                if names and directory.storage.status(directory.path(file.path)) is not None:
-                    sources.append(ShardSource(file, names))
-                    wanted = {name: row for name, row in wanted.items() if name not in names}
+        for file, copies in copies_elsewhere(directory, candidate, rank, wanted):
+            if directory.storage.status(directory.path(file.path)) is not None:
+                sources.append(ShardSource(file, tuple(copies)))
+                for name in copies:
+                    del wanted[name]
     except (RecordError, OSError) as error:
         return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", missing.path, rank, error=error)
     if wanted:
@@ -159,14 +155,32 @@ def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> 
     return tuple(sources)
 
 
-def copies_in(theirs: Mapping[str, TensorRecord], index: int, wanted: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-    """Returns those of ``wanted`` that file number ``index`` of another rank holds, too. ``theirs``: the tensors in its record.
-    A replica is recorded with the same name, dtype, shape and checksum."""
-    return {name: row for name, row in wanted.items() if name in theirs and theirs[name].file == index and
-            (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) == (row.dtype, row.shape, row.checksum)}
+def copies_elsewhere(directory: CheckpointDir, candidate: Candidate, rank: int, wanted: dict[str, TensorRecord],
+                     is_repair: bool = False) -> Iterator[tuple[FileRecord, dict[str, TensorRecord]]]:
+    """Yields files of other ranks than ``rank``, each with those of ``wanted`` that it holds, too, by its record: with the same
+    name, dtype, shape and checksum. Ends when the receiver has removed all from ``wanted``.
+
+    Args:
+        is_repair: a record that cannot be read is passed over; else it raises RecordError or OSError.
+    """
+    records = RecordFolder(directory.storage, candidate.records_dir or "")
+    for other in _likely_holders(wanted, rank, candidate):
+        if not wanted:
+            return
+        try:
+            theirs = records.details(other).tensors
+        except (RecordError, OSError):
+            if not is_repair:
+                raise
+            continue
+        for index, file in enumerate(candidate.files[other]):
+            copies = {name: row for name, row in wanted.items() if name in theirs and theirs[name].file == index and
+                      (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) == (row.dtype, row.shape, row.checksum)}
+            if copies:
+                yield file, copies
 
 
-def likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
+def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
     """Returns all other ranks that have files. Ranks that hold the same slices, by the layout of one sharded tensor, come first:
     reading a record takes some milliseconds, and there may be thousands of ranks."""
     others = [other for other in candidate.files if other != rank]
