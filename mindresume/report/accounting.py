@@ -77,6 +77,11 @@ class AttemptAccount:
     seconds: Seconds
     timeline: tuple[Span, ...]
 
+    @property
+    def kept_losses(self) -> int:
+        """The number of its losses, from the first one, that the training contains."""
+        return int(np.searchsorted(self.attempt.losses.steps, self.kept, side="right"))
+
 
 def accounts_of(attempts: Sequence[RunAttempt]) -> tuple[AttemptAccount, ...]:
     """Returns one account for each attempt, in their order."""

@@ -91,7 +91,7 @@ def _losses(axes: Any, accounts: Sequence[AttemptAccount]) -> None:
     most = max(POINTS // 2 // max(sum(account.steps_lost > 0 for account in curves), 1), 8)       # most points of each lost part
     for account in curves:
         if account.steps_lost:
-            losses, first = account.attempt.losses, int(np.searchsorted(account.attempt.losses.steps, account.kept, side="right"))
+            losses, first = account.attempt.losses, account.kept_losses
             _line(axes, losses.steps[first:], losses.values[first:], most, color=LOST, linewidth=5, alpha=0.8,
                   solid_capstyle="butt", zorder=2)
             axes.axvspan(max(account.kept, account.attempt.origin.base_step), account.attempt.last_step, color=LOST, alpha=0.13,
@@ -114,7 +114,7 @@ def kept_curve(accounts: Sequence[AttemptAccount]) -> tuple[np.ndarray, np.ndarr
     steps, values = [np.empty(0)], [np.empty(0)]
     for account in accounts:
         losses = account.attempt.losses
-        count = int(np.searchsorted(losses.steps, account.kept, side="right"))
+        count = account.kept_losses
         if count and len(steps[-1]) and losses.steps[0] <= steps[-1][-1]:
             steps.append(steps[-1][-1:])
             values.append(np.array([np.nan]))
@@ -273,7 +273,7 @@ def chart_data(report: Report) -> dict[str, Any] | None:
 
 def _kept(rows: Sequence[AttemptAccount], origin: float) -> list[dict[str, Any]]:
     """Returns the losses that the training contains, a curve for each attempt, thinned together."""
-    counts = [int(np.searchsorted(row.attempt.losses.steps, row.kept, side="right")) for row in rows]
+    counts = [row.kept_losses for row in rows]
     if not sum(counts):
         return []
     values = np.concatenate([row.attempt.losses.values[:count] for row, count in zip(rows, counts, strict=True)])
@@ -288,8 +288,7 @@ def _kept(rows: Sequence[AttemptAccount], origin: float) -> list[dict[str, Any]]
 
 def _lost(rows: Sequence[AttemptAccount], origin: float) -> list[dict[str, Any]]:
     """Returns the lost losses, a curve for each attempt."""
-    parts = [(row.attempt, int(np.searchsorted(row.attempt.losses.steps, row.kept, side="right"))) for row in rows
-             if row.steps_lost and len(row.attempt.losses)][-PARTS:]
+    parts = [(row.attempt, row.kept_losses) for row in rows if row.steps_lost and len(row.attempt.losses)][-PARTS:]
     most = max(PAGE_POINTS // max(len(parts), 1), 4)
     return [_curve("lost", attempt, first + thinned(attempt.losses.values[first:], most), origin) for attempt, first in parts
             if first < len(attempt.losses)]

@@ -86,9 +86,10 @@ def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], rang
     if len(shape) > MAX_DIMENSIONS or math.prod(size for size in shape if size) * itemsize >= 2**63:
         raise CorruptFileError(path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name)
     expected = math.prod(shape) * itemsize
-    if entry.nbytes != expected:
-        raise CorruptFileError(path, f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has "
-                                     f"{entry.nbytes}", tensor=name)
+    found = sum(count for _, count in entry.ranges)
+    if found != expected:
+        raise CorruptFileError(path, f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has {found}",
+                               tensor=name)
     return entry
 
 
