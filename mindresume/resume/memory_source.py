@@ -83,15 +83,35 @@ class MemorySource:
 
     def newest(self) -> Choice | None:
         """Returns the newest save that all ranks have verified, unless a newer checkpoint lies elsewhere."""
-        names = self._common()
-        if not names:
+        rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
+        for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
+            self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
+        notes = [note for row in rows if row["note"] and (note := DiskNote.from_json(row["note"])) is not None]
+        self.note = max(notes, key=attrgetter("order"), default=None)
+        seen = {name for row in rows for name in row["offers"]}
+        if not seen:
+            self.refused += [Refusal(**row) for row in rows[0]["refused"]]
+            return None
+        nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
+        self.job.sources.memory[os.path.realpath(self.tier)] = nodes
+        common = []
+        for name in sorted(seen, key=order_of, reverse=True):
+            missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
+            if not missing:
+                common.append(name)
+            elif not common:
+                self.refused.append(Refusal(parse_attempt(name)[0],
+                                            f"{_IN_MEMORY} rank {listed(missing)} does not have it whole"))
+        newest = order_of(common[0])[1] if common else 0
+        self.refused += [Refusal(**row) for row in rows[0]["refused"] if (row["step"] or 0) > newest]
+        if not common:
             return None
         elsewhere = self._elsewhere()
         if elsewhere["reason"]:
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {elsewhere['reason']}"))
             return None
         self.least = tuple(elsewhere["order"] or (0, 0))
-        self.names = [name for name in names if self._is_allowed(name, elsewhere["run"])]
+        self.names = [name for name in common if self._is_allowed(name, elsewhere["run"])]
         return self._first_verified([name for name in self.names if order_of(name) >= self.least])
 
     def last_resort(self) -> Choice | None:
@@ -115,31 +135,6 @@ class MemorySource:
         return replace(elsewhere, refused=(*newer, *elsewhere.refused))
 
     # ---- what there is ---------------------------------------------------------------------------------------------
-
-    def _common(self) -> list[str]:
-        """Returns the names of the saves that all ranks have whole, newest first."""
-        rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
-        for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
-            self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
-        notes = [note for row in rows if row["note"] and (note := DiskNote.from_json(row["note"])) is not None]
-        self.note = max(notes, key=attrgetter("order"), default=None)
-        seen = {name for row in rows for name in row["offers"]}
-        if not seen:
-            self.refused += [Refusal(**row) for row in rows[0]["refused"]]
-            return []
-        nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
-        self.job.sources.memory[os.path.realpath(self.tier)] = nodes
-        common = []
-        for name in sorted(seen, key=order_of, reverse=True):
-            missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
-            if not missing:
-                common.append(name)
-            elif not common:
-                self.refused.append(Refusal(parse_attempt(name)[0],
-                                            f"{_IN_MEMORY} rank {listed(missing)} does not have it whole"))
-        newest = order_of(common[0])[1] if common else 0
-        self.refused += [Refusal(**row) for row in rows[0]["refused"] if (row["step"] or 0) > newest]
-        return common
 
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""

@@ -398,7 +398,7 @@ MUTANTS = [
             held[0] if len(held) >= count else None))],
         ("tier", "safetensors", ""), LOST, deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a save that all ranks have is not found", [
-        Edit(memory_source.MemorySource, "_common", "if not missing:", "if missing:")],
+        Edit(memory_source.MemorySource, "newest", "if not missing:", "if missing:")],
         ("tier", "safetensors", ""), f"{LOST} {STUCK}", deaths=False, first=395, within=10, draws=each("kill")),
     mutant("memory: a newer checkpoint on disk is missed", [
         Instead(memory_source.MemorySource, "_elsewhere", lambda right: lambda self: {**right(self), "order": None})],
