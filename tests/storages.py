@@ -71,3 +71,14 @@ class ListedLate(Hooked):
     def list(self, folder):
         found = super().list(folder)
         return [name for name in found if name not in self.names] if folder == self.folder else found
+
+
+class DiesInAFile(PosixStorage):
+    """Ends this process once a file has its full size, and none of its bytes."""
+
+    def __init__(self, status: int):
+        self.exit_status = status
+
+    def create(self, path, size):
+        super().create(path, size)
+        os._exit(self.exit_status)

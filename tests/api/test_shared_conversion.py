@@ -8,7 +8,7 @@ import time
 import pytest
 from rank_folders import flip_bit, folder_contents
 from reshard.plans import MODEL, Plan, random_tensors, recorded
-from storages import Hooked
+from storages import DiesInAFile, Hooked
 
 import mindresume
 from mindresume.api import conversion
@@ -206,15 +206,6 @@ def slow(folder):
     return Hooked(before)
 
 
-def dies_in_a_file():
-    """Returns a storage that dies once a file has its full size."""
-    def before(operation, path):
-        if "create" in [name for name, _ in storage.asked[:-1]]:
-            os._exit(FAILED)
-    storage = Hooked(before)
-    return storage
-
-
 def wait_until(condition):
     until = time.monotonic() + LONG
     while not condition() and time.monotonic() < until:
@@ -228,7 +219,7 @@ def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path):
     convert(source, tmp_path / "one")
     first = fork(2, 2, source, tmp_path / "many", storage=slow(signs))
     wait_until((signs / "ready").exists)
-    assert statuses([fork(2, 2, source, tmp_path / "many", storage=dies_in_a_file())]) == [FAILED]
+    assert statuses([fork(2, 2, source, tmp_path / "many", storage=DiesInAFile(FAILED))]) == [FAILED]
     (signs / "go").touch()
     assert statuses([fork(1, 2, source, tmp_path / "many"), first]) == [0, 0]
     assert content(tmp_path / "many") == content(tmp_path / "one")
