@@ -315,20 +315,21 @@ def test_verify_of_a_deleted_file_with_replicas(tmp_path, call):
 def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step)
-    look = surveys.list_checkpoints
+    look = surveys.Catalog._scan
 
     def late(*values):
-        monkeypatch.setattr(surveys, "list_checkpoints", look)
-        found = look(*values)
+        monkeypatch.setattr(surveys.Catalog, "_scan", look)
+        found, rows = look(*values)
+        rows = [*rows]
         for path in paths(tmp_path, 5):
             os.remove(path)
         shutil.rmtree(records_of(tmp_path, 5))
-        return found
-    monkeypatch.setattr(surveys, "list_checkpoints", late)
+        return found, iter(rows)
+    monkeypatch.setattr(surveys.Catalog, "_scan", late)
     status, found = read("verify", tmp_path)
     assert status == 0 and found["removed_steps"] == [5] and [row["step"] for row in found["checkpoints"]] == [10]
     save(tmp_path, 5)
-    monkeypatch.setattr(surveys, "list_checkpoints", late)
+    monkeypatch.setattr(surveys.Catalog, "_scan", late)
     assert "step 5: was removed while it was read" in call("verify", tmp_path)[1]
 
 
