@@ -29,7 +29,7 @@ from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, FaultInjector, Killed, Scheduler
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import META, FileName, folder_name, free_suffix, parse_name
-from mindresume.formats.records import scan_records
+from mindresume.formats.records import find_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.choice import Choice
@@ -148,7 +148,7 @@ class Training(RuleBasedStateMachine):
                 all(state in (GOOD, ALTERED) for state in entry.weights.values()) and GONE not in entry.records.values())
 
     def committed(self, entry: Entry) -> bool:
-        found, _, _ = scan_records(dir_at(self.root), [entry.attempt])
+        found, _, _ = scan_records(dir_at(self.root), find_attempts(dir_at(self.root), [entry.attempt]))
         return found[0].committed
 
     def living(self) -> list[Entry]:

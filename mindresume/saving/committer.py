@@ -109,7 +109,12 @@ class Committer:
         while self.poll() and self.time.monotonic() < until:
             self.time.sleep(pause)
         self.poll(by_name=True)
-        left = {step: self._missing(step) for step in self.pending}
+        left: dict[int, list[int]] = {}
+        for step in self.pending:
+            try:
+                left[step] = self._missing(step)
+            except OSError as error:
+                left[step], self._reasons[step] = [], str(error)
         for step, ranks in left.items():
             reason = f"no record of rank {listed(ranks)}" if ranks else self._reasons.get(step, "it was given up")
             self.emit(SaveAbandoned(step, f"{reason} within {timeout:.0f} s; a resume takes an older step", tuple(ranks)))

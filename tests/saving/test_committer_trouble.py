@@ -92,3 +92,15 @@ def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
     assert committer.poll() == list(range(1, 9)) and disk.opened == 2 * 8
     committer.target = replace(committer.target, storage=PosixStorage())
     assert committer.poll() == [] and sorted(committer.committed) == list(range(1, 9))
+
+
+def test_a_folder_that_cannot_be_read_at_the_end_is_the_reason_and_no_error(tmp_path):
+    class Gone(PosixStorage):
+        def list(self, folder):
+            raise OSError(errno.ESTALE, "Stale file handle", folder)
+    events, now = [], iter(range(100))
+    committer = Committer(replace(target_of(tmp_path, 0, 1), storage=Gone()), emit=events.append, time=SimpleNamespace(
+        monotonic=lambda: float(next(now)), sleep=lambda seconds: None))
+    committer.saved(5)
+    assert committer.finish(timeout=3.0) == {5: []}
+    assert isinstance(events[-1], SaveAbandoned) and "Stale file handle" in events[-1].reason
