@@ -17,6 +17,7 @@ from lease_holders import job_in
 from memory_tiers import make_owned_tier
 from rank_folders import damage, flip_bit, path_of, records_of, save, write_foreign, write_rank
 from saving.memory_tier.test_tier import Training
+from storages import Hooked
 
 import mindresume
 from mindresume.api import catalog as surveys
@@ -315,21 +316,16 @@ def test_verify_of_a_deleted_file_with_replicas(tmp_path, call):
 def test_verify_of_one_that_is_removed_while_it_is_read(tmp_path, read, call, monkeypatch):
     for step in (5, 10):
         save(tmp_path, step)
-    look = surveys.Catalog._scan
 
-    def late(*values):
-        monkeypatch.setattr(surveys.Catalog, "_scan", look)
-        found, rows = look(*values)
-        rows = [*rows]
-        for path in paths(tmp_path, 5):
-            os.remove(path)
-        shutil.rmtree(records_of(tmp_path, 5))
-        return found, iter(rows)
-    monkeypatch.setattr(surveys.Catalog, "_scan", late)
+    def late(operation, path):
+        if operation == "open" and path == str(path_of(tmp_path, 10, 0)) and path_of(tmp_path, 5, 0).exists():
+            for path in paths(tmp_path, 5):
+                os.remove(path)
+            shutil.rmtree(records_of(tmp_path, 5))
+    monkeypatch.setattr(surveys, "PosixStorage", lambda: Hooked(late))
     status, found = read("verify", tmp_path)
     assert status == 0 and found["removed_steps"] == [5] and [row["step"] for row in found["checkpoints"]] == [10]
     save(tmp_path, 5)
-    monkeypatch.setattr(surveys.Catalog, "_scan", late)
     assert "step 5: was removed while it was read" in call("verify", tmp_path)[1]
 
 
