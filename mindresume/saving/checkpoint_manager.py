@@ -177,12 +177,13 @@ class CheckpointManager:
             self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
         settings, kind = self.settings, self.options.async_save
         retention = self.options.retention if self.session.is_leader else None
-        self._saver = sync_saver(self.target, retention, self._emit_of_saver)
-        self._saver.begin()                             # commits what earlier runs completed
+        saver: SyncSaver | AsyncSaver = sync_saver(self.target, retention, self._emit_of_saver)
+        saver.begin()                                   # commits what earlier runs completed
         if kind:
-            self._saver = AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
-                                     StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
-                                     self._emit_of_saver, self.watcher)
+            saver = AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
+                               StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
+                               self._emit_of_saver, self.watcher)
+        self._saver = saver
         self._uploads = self.session.peer_state.uploads = self._start_uploader(remote).queue if remote is not None else None
 
     def _emit_of_saver(self, event: Event) -> None:
