@@ -53,6 +53,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0                            # seconds be
 _TRIES = 100                        # of a share, each after _FIRST_PAUSE, to begin; seconds while another one commits:
 _PATIENCE = 1800.0
 _FINAL = (ConfigError, CorruptFileError, LoadError, StrategyError)  # a second try would find the same
+# Folders for intermediate files, removed at the commit: of a process that works alone, and of shares.
+_SCRATCH = ("scratch-of-one", "scratch")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Conversion:
         self._base = os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}")
         self.work = f"{self._base}{TEMPORARY}"
         self._lock_path = f"{self.work}{LOCK}"
+        self._scratch = _SCRATCH[self.share.count > 1]
         self._claimed = f"{self._base}-commit{TEMPORARY}"       # the work folder while one of several processes commits it
 
     def run(self, engine: Engine, checks_source: bool = False) -> bool:
@@ -192,11 +195,8 @@ class Conversion:
             raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
         self.storage.make_folder(self.work)
         self._identity = self.storage.status(self.work).identity
-        scratch = os.path.join(self.work, "scratch")
-        is_first = self.storage.status(scratch) is None             # then there is room for all parts, or none begins
-        if alone and not is_first:
-            with suppress(OSError):         # left by a killed process, whose workers may still write
-                remove_tree(self.storage, scratch)
+        # The first share asks for room for all, so that there is enough or none begins.
+        is_first = self.storage.status(os.path.join(self.work, self._scratch)) is None
         numbers = range(len(self.plan.groups)) if is_first else self.share.groups(self.plan)
         missing = [self.plan.groups[number] for number in numbers if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
@@ -219,6 +219,9 @@ class Conversion:
                 remove_tree(self.storage, self._claimed)
         if self.plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(self.plan.source.state.step))):
             remove_tree(self.storage, self.work)    # its files have their final names already
+        for name in _SCRATCH[:1] if self.share.count > 1 else _SCRATCH:
+            with suppress(OSError):                 # left by a killed process, whose workers may still write
+                remove_tree(self.storage, os.path.join(self.work, name))
         if self.share.count > 1:
             with suppress(OSError):                 # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -276,7 +279,7 @@ class Conversion:
     def write(self, engine: Engine) -> None:
         """Writes those groups of the share that are not finished, or whose files are not what was written. Raises the errors of
         ``engine``."""
-        scratch = os.path.join(self.work, "scratch")            # for intermediate files, removed at the commit
+        scratch = os.path.join(self.work, self._scratch)
         for number in self.share.groups(self.plan):
             if self.done(number, reads=True) is not None:
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
@@ -291,6 +294,8 @@ class Conversion:
             for folder in (*folders, aside, os.path.dirname(mark)):
                 self.storage.make_folder(folder)
             self.storage.remove(mark)                   # first: nobody commits what is written again
+            for file in files if self.share.count == 1 else ():         # makes room; of shares, another try may have written them
+                self.storage.remove(os.path.join(self.work, file.path))
             begun = [replace(file, path=os.path.join(aside, f"{i}-{os.path.basename(file.path)}"))
                      for i, file in enumerate(files)]
             sums = engine.write(self.plan, self.storage, begun, scratch)
@@ -397,8 +402,9 @@ class Conversion:
                 value["arrangement"] = self.plan.source.arrangement
         publish(self.storage, os.path.join(self.work, CONVERSION), [encode_head(value, LIMIT)], self.plan.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
-        if self.storage.status(os.path.join(self.work, "scratch")) is not None:
-            remove_tree(self.storage, os.path.join(self.work, "scratch"))
+        for name in _SCRATCH:
+            if self.storage.status(os.path.join(self.work, name)) is not None:
+                remove_tree(self.storage, os.path.join(self.work, name))
         self.storage.sync(self.work)
         self.storage.rename(self.work, self.target)
         self._release()
