@@ -83,7 +83,6 @@ else:
         threading.Condition, threading.Event, threading.Lock, threading.RLock, threading.Thread, queue.SimpleQueue))
 current_thread = asks_machine(threading.current_thread)
 main_thread = asks_machine(threading.main_thread)
-thread_id = threading.get_native_id
 ThreadLocal, Empty = threading.local, queue.Empty
 
 # ---- this process and its host -------------------------------------------------------------------------------------

@@ -53,16 +53,6 @@ class MemoryTierSettings:
 
 
 @dataclass(frozen=True)
-class ScrubSettings:
-    """Holds the settings of the scrub in the background."""
-    every_hours: float = setting(0.0,
-        "a checkpoint is read so long after its save, or after its last scrub; 0: off", unit="hours")
-    rate_mb: float = setting(50.0, "limit of the read rate, of one node at a time; 0: no limit", unit="MB/s")
-    repair: int = setting(1,
-        "1: damaged files are replaced by intact copies, from replicas or the bucket; 0: damage is only reported", unit="0 or 1")
-
-
-@dataclass(frozen=True)
 class RetentionSettings:
     """Says which checkpoints stay besides those of ``keep_checkpoint_max``."""
     keep_every_steps: int = setting(0,
@@ -125,8 +115,6 @@ class Settings:
         "approximate time between the checks of all ranks for SIGTERM or graceful exit; 0: no checks", unit="seconds")
     memory_tier: MemoryTierSettings = setting(MemoryTierSettings(),
         "saves into memory of the node, which a restart on the same nodes loads ([memory tier](memory_tier.md))")
-    scrub: ScrubSettings = setting(ScrubSettings(),
-        "reads kept checkpoints again in the background, and repairs what rotted ([scrub](scrub.md))")
 
     def allows(self, name: str) -> bool:
         """Returns whether a checkpoint may lack this parameter."""
@@ -135,8 +123,14 @@ class Settings:
     @classmethod
     def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
         """Reads the settings from the YAML ``section``; ``environment`` (default: the process's) overrides it. Raises ConfigError
-        for an unknown key or an invalid value."""
-        settings: Settings = _section(cls, "mindresume", section, os.environ if environment is None else environment)
+        for an unknown key, one that no longer exists, or an invalid value."""
+        environment = os.environ if environment is None else environment
+        gone = ["mindresume.scrub"] if isinstance(section, Mapping) and "scrub" in section else []
+        gone += [name for name in sorted(environment) if name.startswith("MINDRESUME_SCRUB_")]
+        if gone:
+            raise ConfigError(f"{gone[0]} no longer exists: a training does not scrub. Remove it, and run mindresume scrub DIR "
+                              f"[--repair] [--rate MB/s] from cron or a Kubernetes CronJob (docs/scrub.md)")
+        settings: Settings = _section(cls, "mindresume", section, environment)
         return settings
 
 

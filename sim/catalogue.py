@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mindresume.fault_injection.journal import ITERATION
-from mindresume.settings import MemoryTierSettings, ScrubSettings
+from mindresume.settings import MemoryTierSettings
 from mindresume.supervisor.rendezvous import BackgroundStates
 from sim import commands, run_checks, supervisors, workloads
 from sim.bucket_oracle import check_bucket, check_faulty_bucket
@@ -36,7 +36,6 @@ URL = "obs://bucket/job/checkpoint"
 USUAL = Training().settings
 TIER = replace(USUAL, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
 SOON = replace(USUAL, heartbeat=2.0)                    # a second job must see the first one's heartbeat before it ends
-SCRUBBED = replace(USUAL, scrub=ScrubSettings(every_hours=0.005))
 IN_RANKS = FORMATS[:2]
 OUTAGES = (*KINDS, OUTAGE, OUTAGE)
 READING = (*KINDS, *PASSING * 6)                        # of scenarios in which somebody reads checkpoints
@@ -170,9 +169,6 @@ SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in (
     # ---- rot: some files have rotted before the job starts, as the seed says; the fault ROT lets others rot at any operation --
     Scenario("rot and scrub", "checkpoints rot, and are scrubbed and repaired beside a job on two hosts",
              workloads.rotten_and_scrubbed, REPLICAS, REPLICAS_PAST, kinds=ROTTING, check_run=run_checks.check_rotten),
-    Scenario("rot in training", "checkpoints rot, and a job on two hosts scrubs and repairs them in the background",
-             workloads.rotten, replace(REPLICAS, settings=SCRUBBED), REPLICAS_PAST, kinds=ROTTING,
-             check_run=run_checks.check_rotten),
     Scenario("unreadable", "files of intact checkpoints cannot be read for a while, beside a job on two hosts and a scrub that "
              "repairs", workloads.scrubbed, REPLICAS, REPLICAS_PAST, kinds=(*KINDS, *PASSING * 8)),
     Scenario("rot in memory", "saves in memory rot, and a job on two hosts is restarted on them", workloads.rotten_in_memory,

@@ -127,13 +127,10 @@ class Process:
         self.tokens = 0                                 # number of tokens that it has drawn
         self.own: Any = None                            # data of the program
         self.on_death: list[Callable[[Process], None]] = []
-        self.on_event: list[Callable[[Event], None]] = []
 
     def emit(self, event: Event) -> None:
         """Records ``event`` with the current simulated time."""
         self.events.append((self.cluster.scheduler.now, event))
-        for handle in self.on_event:
-            handle(event)
 
     @property
     def ending(self) -> str:

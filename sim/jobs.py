@@ -17,10 +17,8 @@ from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
 from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
-from mindresume.formats import CheckpointDir
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
-from mindresume.resume.scrub import BackgroundScrub
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.crash_loop import PendingLoadAttempt
@@ -39,7 +37,6 @@ from sim.schedule import ERRORS, PASSING, SILENT
 from sim.threads import Event
 
 NAMED = "sim", 100                                     # prefix of the names of files, steps of an epoch
-FIRST_SCRUB, NEXT_SCRUB = 0.5, 4.0                      # seconds before the first scrub in a training, and between two
 
 
 @dataclass(frozen=True)
@@ -280,7 +277,7 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     if hold is not None:
         hold.release()
     manager.begin(start, choice, remote)
-    scrub = _start_scrub(manager, process, manager.count_hosts())
+    manager.count_hosts()
     manager.handle_preemption()
     step, left = start, ""
     history.started_runs.add(manager.target.run)
@@ -298,8 +295,6 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
         left = manager.end_step(_StepState(step, manager, training, history))
         if left:
             break
-    if scrub is not None:
-        scrub.stop()
     manager.save_last(_StepState(step, manager, training, history))
     manager.end(step)
     if left:
@@ -354,17 +349,6 @@ def _train(group: Group, seconds: float) -> None:
     if current_process().hangs:
         current_cluster().scheduler.block(None, "waits for a data set that has failed")
     group.gather(b"")
-
-
-def _start_scrub(manager: CheckpointManager, process: Process, is_first_on_host: bool) -> BackgroundScrub | None:
-    """Starts the scrub in the background as ``mindresume.mindformers.training_saves`` does."""
-    settings = manager.settings.scrub
-    if not settings.every_hours or not is_first_on_host:
-        return None
-    scrub = BackgroundScrub(CheckpointDir(manager.storage, manager.target.root), settings, process.emit, first=FIRST_SCRUB,
-                            poll=NEXT_SCRUB)
-    process.on_event.append(lambda event: scrub.handle(event, 0.0))
-    return scrub.start()
 
 
 def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) -> int:

@@ -23,7 +23,6 @@ from mindresume import runtime
 from mindresume.coordination import host_memory, lease
 from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
 from mindresume.fault_injection.faults import Killed
-from mindresume.resume import scrub
 from mindresume.saving import background_writer, crash_loop, staging
 from mindresume.saving.background_writer import serve
 from mindresume.saving.memory_tier import directory, slots
@@ -313,7 +312,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     runtime.at_exit: _at_exit, runtime.not_at_exit: _not_at_exit,
     runtime.signal: _signal, runtime.set_wakeup_fd: lambda *_, **__: -1,
     SignalSenders.begin: _watch_signals, SignalSenders.close: _watch_no_signals, SignalSenders.look: _sender,
-    crash_loop.LoadAttempt._capture_signals: _nothing, scrub.lower_priority: _nothing,
+    crash_loop.LoadAttempt._capture_signals: _nothing,
     lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
     host_memory.levels: _memory_levels, mounts.is_local: lambda path, mounted=None: current_process().host.disk.local,
     staging.staging_buffer: _Staging, background_writer.WRITERS["process"]: WriterProcess,

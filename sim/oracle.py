@@ -34,7 +34,6 @@ from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import load_attempts, suspicion
 from mindresume.saving.memory_tier.directory import MARK
-from mindresume.settings import ScrubSettings
 from mindresume.storage.operations import read_json
 from sim.bit_rot import rotted_files, rotted_saves, unreadable_saves
 from sim.cluster import Cluster
@@ -277,7 +276,7 @@ def restart_and_check(disks: Mapping[str, Disk], training: Training, required: S
     # Where nodes share no disk, ``which`` does not show where the restart resumes.
     start = last if selected == UNKNOWN else selected[1] if selected is not None else 0
     again = replace(training, steps=(start // training.every + 1) * training.every, keep=1, fresh=False, async_save=False,
-                    rescue=False, unhealthy=(), settings=replace(training.settings, scrub=ScrubSettings()))
+                    rescue=False, unhealthy=())
     unreadable = unreadable_saves(disks.values())
     job, stuck = _run_again(disks, again)
     history = job.history

@@ -28,7 +28,6 @@ WAYS = ("", "thread", "process")            # ways of saving: synchronous, in a 
 LONGEST_EXCHANGE = 10.0         # seconds; ranks wait up to 20 s for records
 A_COMMIT = 200                  # operations of a commit and the removal after it
 SHORT_WORK = 2 * A_COMMIT        # rank 0 commits several steps at once if their records are listed late
-SCRUBS = 600                    # operations of scrubs in the training meanwhile
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ class Simulation:
         found += [Finding(STUCK, f"{job.name}: {job.communicator.mismatch}") for job in self.jobs if job.communicator.mismatch]
         found += [Finding(STUCK, f"{process.name}: {type(process.error).__name__}: {process.error}")
                   for process in self.cluster.processes if not _may_end_with(process.error)]
-        work = SHORT_WORK + (SCRUBS if self.training.settings.scrub.every_hours else 0)
-        limit = LONGEST_EXCHANGE + work * self.schedule.tick
+        limit = LONGEST_EXCHANGE + SHORT_WORK * self.schedule.tick
         if not (any(injected.fault.kind in ("slow", "pause") for injected in self.cluster.injected)
                 or any(process.hangs for process in self.cluster.processes)):
             found += [Finding(STUCK, f"{job.name}: a rank waited in a collective for {job.communicator.longest_wait:.0f} s while "

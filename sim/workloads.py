@@ -400,12 +400,6 @@ def scrubbed(sim: Simulation) -> None:
     sim.cluster.process(sim.cluster.host("desk"), "user", user)
 
 
-def rotten(sim: Simulation) -> None:
-    """Some files have rotted before a platform starts a job that scrubs in the background."""
-    _rot_some(sim, list(sim.cluster.disks.values()), random.Random(sim.schedule.seed))
-    restarted(sim)
-
-
 def rotten_in_memory(sim: Simulation) -> None:
     """A platform restarts the same command on the same hosts. Meanwhile some files in their memory have rotted."""
     hosts, rng = [sim.cluster.host("", node) for node in range(sim.training.hosts)], random.Random(sim.schedule.seed)

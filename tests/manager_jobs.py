@@ -62,7 +62,7 @@ class Job:
         self.manager.open(leases=leases)
         self.manager.begin(0)
         JOBS.append(self)
-        self.is_first_on_host = self.manager.count_hosts()
+        self.manager.count_hosts()
         self.manager.handle_preemption()
 
     def emitted(self, kind):

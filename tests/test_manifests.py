@@ -1,5 +1,5 @@
-"""The manifest of docs/kubernetes.md: it parses, its parts fit together, and its command is one that the launcher and
-``mindresume run`` accept."""
+"""The manifests of docs/kubernetes.md and docs/scrub.md: they parse, their parts fit together, and their commands are accepted by
+the launcher and the commands of mindresume."""
 import importlib
 import os
 import re
@@ -16,11 +16,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / name for name in ("kubernetes.md", "kubernetes.zh.md")]
 
 
+def documents(page):
+    """Returns {kind: document} of the block after the marker."""
+    block = re.search(r"<!-- needs: Kubernetes -->\n```yaml\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    return {document["kind"]: document for document in yaml.safe_load_all(block)}
+
+
 @pytest.fixture(params=PAGES, ids=lambda page: page.name)
 def manifest(request):
-    """Returns {kind: document} of the block after the marker."""
-    block = re.search(r"<!-- needs: Kubernetes -->\n```yaml\n(.*?)```", request.param.read_text(), re.DOTALL)[1]
-    return {document["kind"]: document for document in yaml.safe_load_all(block)}
+    return documents(request.param)
 
 
 def pod(manifest):
@@ -67,12 +71,30 @@ def test_the_command_is_accepted(manifest, tmp_path):
         assert words[:3] == ["-m", "mindresume", "run"] and words[11] == "--"
         assert options == {"--max-restarts": "5", "--nodes": str(manifest["Job"]["spec"]["completions"]),
                            "--node-rank": str(index), "--rendezvous": environment(container)["MSRUN_RENDEZVOUS"]}
-        parsed = parse(words[3:])
+        parsed = parse(words[2:])
         assert parsed["nodes"] == manifest["Job"]["spec"]["completions"] and parsed["node_rank"] == index
 
 
 def parse(words):
-    """Returns what ``mindresume run`` understands, without starting anything."""
-    importlib.import_module("mindresume.cli.run")
-    found = typer.main.get_command(app)         # of the commands that are imported
-    return getattr(found, "commands", {"run": found})["run"].make_context("run", words).params
+    """Returns what a command of mindresume understands, without starting anything."""
+    for module in ("run", "verify"):
+        importlib.import_module(f"mindresume.cli.{module}")
+    command = typer.main.get_command(app).commands[words[0]]
+    return command.make_context(words[0], words[1:]).params
+
+
+@pytest.mark.parametrize("name", ["scrub.md", "scrub.zh.md"])
+def test_the_scrub_at_regular_times(name, manifest):
+    """It mounts what the training mounts, and its command and that of crontab are accepted and mean the same."""
+    page = ROOT / "docs" / name
+    (found,) = documents(page).values()
+    assert (found["apiVersion"], found["kind"], found["spec"]["concurrencyPolicy"]) == ("batch/v1", "CronJob", "Forbid")
+    job = found["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,), training = job["containers"], pod(manifest)
+    assert job["restartPolicy"] == "Never" and container["image"] == training["containers"][0]["image"]
+    assert all(mount in training["containers"][0]["volumeMounts"] for mount in container["volumeMounts"])
+    assert all(volume in training["volumes"] for volume in job["volumes"])
+    line = re.search(r"^(\S+ \S+ \* \* \*)  nice -n 19 ionice -c 3 (mindresume .*)$", page.read_text(), re.MULTILINE)
+    assert line[1] == found["spec"]["schedule"] and line[2].split() == container["command"]
+    parsed = parse(container["command"][1:])
+    assert parsed["repair"] and (parsed["rate"], parsed["older_than"]) == (50, 20)

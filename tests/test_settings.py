@@ -33,6 +33,15 @@ def test_wrong_settings_are_named(section, word):
         Settings.load(section, {})
 
 
+@pytest.mark.parametrize("section, variables, name", [
+    ({"scrub": {"every_hours": 24}}, {}, r"mindresume\.scrub"), ({"scrub": None}, {}, r"mindresume\.scrub"),
+    ({}, {"MINDRESUME_SCRUB_EVERY_HOURS": "24"}, "MINDRESUME_SCRUB_EVERY_HOURS"),
+    (None, {"MINDRESUME_SCRUB_REPAIR": "0"}, "MINDRESUME_SCRUB_REPAIR")])
+def test_a_setting_that_no_longer_exists_is_refused_with_what_to_do_instead(section, variables, name):
+    with pytest.raises(ConfigError, match=rf"{name} no longer exists.* mindresume scrub DIR .* cron or .*docs/scrub\.md"):
+        Settings.load(section, variables)
+
+
 def test_a_fraction_is_not_rounded():
     with pytest.raises(ConfigError, match=r"max_failed_saves is 2\.5; expected a whole number"):
         Settings.load({"max_failed_saves": 2.5}, {})

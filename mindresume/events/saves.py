@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from mindresume.events.base import (
     ERROR,
-    INFO,
     WARNING,
     Event,
     numbers_text,
@@ -181,34 +180,6 @@ class RemovalPostponed(Event):
     step: int | None = None
 
     template = "{path} is not removed now: {reason}"
-
-
-@dataclass(frozen=True)
-class CheckpointScrubbed(Event):
-    """The scrub in the background has read a checkpoint again.
-
-    Attributes:
-        state: "intact", "repaired", "damaged" (it is refused from now on) or "removed".
-        size_bytes: read from the disk.
-        files: those that were damaged or missing, relative to the checkpoint directory.
-        reason: what is damaged, and why it was not repaired; empty if nothing is.
-    """
-    step: int
-    state: str
-    size_bytes: int
-    seconds: float
-    files: tuple[str, ...] = ()
-    reason: str = ""
-
-    @property
-    def log_level(self) -> str:
-        return INFO if self.state in ("intact", "removed") else WARNING
-
-    def line(self) -> str:
-        text = {"intact": "every byte is as it was written", "removed": "it was removed meanwhile",
-                "repaired": f"{', '.join(self.files)} had rotted, and is repaired",
-                "damaged": f"{self.reason}; it is refused from now on"}.get(self.state, self.state)
-        return f"scrubbed step {self.step}, {size_text(self.size_bytes)} in {self.seconds:.1f} s: {text}"
 
 
 @dataclass(frozen=True)

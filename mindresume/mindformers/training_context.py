@@ -41,7 +41,6 @@ from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.resume.job_selection import LostWork, own_shard
 from mindresume.resume.memory_source import write_selected
 from mindresume.resume.progress import ResumeProgress, SummaryRow
-from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
@@ -160,7 +159,6 @@ class Resources:
         pending_load: the load attempt, until the first step after the load is done.
         remote: checkpoints in the object store that this run uploads to; None: no uploads.
         loaded: what was loaded, until the first step has been compared with it; None: nothing, or it was.
-        scrub: re-reads checkpoints in the background, until the training ends; None: it is off, or another rank does it.
     """
     group: Group = field(default_factory=SingleProcess)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
@@ -170,7 +168,6 @@ class Resources:
     pending_load: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
     loaded: LoadedWeights | None = None
-    scrub: BackgroundScrub | None = None
 
     def check_loaded(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object], resumes: bool) -> None:
         """Compares the parameters with what was loaded, on all ranks, at the first call after a load. If one has others, a resume
@@ -185,11 +182,6 @@ class Resources:
             raise AlteredWeightsError(problem)
         if problem and self.group.rank == 0:
             self.emit(warning(problem))
-
-    def stop_scrub(self) -> None:
-        """Ends the scrub in the background. Idempotent."""
-        if self.scrub is not None:
-            self.scrub.stop()
 
     def drop_verified_bytes(self) -> None:
         """Frees the verified bytes that were kept in memory for the load."""
@@ -283,7 +275,6 @@ def training(config: Any) -> Iterator[TrainingContext]:
         end.callback(lambda: emit(ended))
         end.callback(_settle_monitor, context)
         end.callback(context.resources.release)
-        end.callback(context.resources.stop_scrub)
         set_current(context)
         try:
             emit(TrainingStarted(runtime.gethostname(), os.getpid(), group.size, mindresume.__version__,

@@ -19,7 +19,6 @@ from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.training_context import TrainingContext
 from mindresume.resume.progress import random_state_row, source_rows
-from mindresume.resume.scrub import BackgroundScrub
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import StepState
@@ -49,18 +48,9 @@ def begin_saving(manager: CheckpointManager, context: TrainingContext, step: int
     plan = context.plan
     manager.begin(step, plan.choice if plan.resumes else None, context.resources.remote)
     context.monitor = monitor
-    start_scrub(manager, context, manager.count_hosts())
+    manager.count_hosts()
     if plan.resumes:
         restore_random(context, step)
-
-
-def start_scrub(manager: CheckpointManager, context: TrainingContext, is_first_on_host: bool) -> None:
-    """Starts the scrub in the background, on the first rank of each host, if it is configured."""
-    if context.settings.scrub.every_hours and is_first_on_host:
-        scrub = BackgroundScrub(manager.target, context.settings.scrub, context.emit,
-                                context.resources.remote)
-        context.emit.add(scrub)
-        context.resources.scrub = scrub.start()
 
 
 def restore_random(context: TrainingContext, step: int) -> None:
@@ -90,7 +80,6 @@ def end_step(manager: CheckpointManager, context: TrainingContext, state: StepSt
 def end_training(manager: CheckpointManager, context: TrainingContext, state: StepState) -> None:
     """Saves the last step, and waits until everything is committed."""
     heartbeat.enter(ENDING)
-    context.resources.stop_scrub()
     manager.save_last(state)
     context.monitor = None                          # no save is possible any more
     manager.end(state.step)

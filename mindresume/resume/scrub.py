@@ -10,20 +10,10 @@ repairs what has an intact copy.
 The lock keeps retention from removing what is being read, and keeps a second scrub of the folder out: one at a time, on
 whatever node. Checkpoints without checksums (mindformers alone) and saves that are not complete are left out: nothing can be
 compared, or a running job is writing them. A checkpoint that is gone when its turn comes, or after its reading, is no damage.
-
-    scrub = BackgroundScrub(directory, settings.scrub, emit)        # on one rank of each node of a training
-    emit.add(scrub);  scrub.start();  scrub.stop()                  # mindresume: {scrub: {every_hours: 24}}
-
-There a thread of idle priority reads what was neither saved nor scrubbed for ``every_hours``, at ``rate_mb``. While this rank
-saves, it waits. Of several nodes that see one directory one scrubs at a time, by the lock of each checkpoint; where nodes share
-no disk each scrubs its own. The thread takes part in no collective, and no error of it reaches the training: it is a warning in
-the log.
 """
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,18 +31,15 @@ from mindresume.coordination.lease import (
     lease_path,
 )
 from mindresume.coordination.read_locks import acquire_read_lock
-from mindresume.events import CheckpointScrubbed, Emit, Event, SaveBegun, SaveFailed, SaveWritten, warning
 from mindresume.formats import Candidate, CheckpointDir, Refusal
-from mindresume.formats.weight_files import can_be_scrubbed, known_damage, publish_result, read_result
-from mindresume.resume.candidates import CheckpointStatus, damaged_metadata_files, list_checkpoints
+from mindresume.formats.weight_files import can_be_scrubbed, publish_result, read_result
+from mindresume.resume.candidates import CheckpointStatus, damaged_metadata_files
 from mindresume.resume.repair import Repair
-from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.verifier import Verifier, ignore_bytes
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.settings import ScrubSettings
 from mindresume.storage.interface import Status
-from mindresume.storage.operations import error_text, leads_through_a_link
-from mindresume.storage.throttled_reads import ReadStoppedError, ThrottledReads, TokenBucket
+from mindresume.storage.operations import leads_through_a_link
+from mindresume.storage.throttled_reads import ThrottledReads
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
 UNREADABLE = "unreadable"
@@ -68,15 +55,11 @@ class ScrubOptions:
         repairs: damaged files are replaced by intact copies.
         bucket: the object store to which checkpoints were uploaded.
         older_than: seconds; a checkpoint that was saved, or read by a scrub, since then is left out. 0: every one is read.
-        rereads_damage: a checkpoint in which a scrub found damage is read again, although its files are the same.
-        stopped: returns whether to stop now.
     """
     rate: float = 0.0
     repairs: bool = False
     bucket: RemoteCheckpoints | None = None
     older_than: float = 0.0
-    rereads_damage: bool = True
-    stopped: Callable[[], bool] = bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,6 @@ class CheckpointScrub:
         state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), UNREADABLE (no damage is known, and some files cannot be
             read), REMOVED (by a job, meanwhile) or SKIPPED.
         reason: why it was skipped; empty otherwise.
-        is_elsewhere: it was skipped because another process scrubs the folder.
         damaged: what is left, by file and tensor; or what cannot be read.
         repaired: what was damaged or missing, and is as it was committed again.
         notes: sentences on defects that do not prevent its use, and on repairs that failed.
@@ -102,7 +84,6 @@ class CheckpointScrub:
     notes: tuple[str, ...] = ()
     bytes_read: int = 0
     cached_bytes: int = 0
-    is_elsewhere: bool = False
 
 
 @dataclass
@@ -126,7 +107,6 @@ class Scrubber:
         """Yields a result for each of ``rows`` in the order of the last scrub of each, those without one first.
 
         Raises:
-            ReadStoppedError: ``options.stopped`` returned True. The checkpoint that was being read has no result.
             OSError: a lock or a result cannot be written.
         """
         for row in sorted(rows, key=lambda row: self._read_at(row.candidate)):
@@ -140,15 +120,13 @@ class Scrubber:
             return "it is not complete"
         if leads_through_a_link(self.directory.storage, self.directory.root, candidate.records_dir):
             return "its folder of records is, or is in, a symbolic link: what a scrub writes would go elsewhere"
-        if not self.options.rereads_damage and known_damage(self.directory, candidate) is not None:
-            return "a scrub found it damaged, and its files are the same"
         if self.options.older_than and self._known_at(candidate) > self.clock() - self.options.older_than:
             return "it was saved, or read by a scrub, recently"
         return ""
 
     def _known_at(self, candidate: Candidate) -> float:
-        """Returns when all of it was known to be right: when a scrub has read it, else when it was saved. 0: what was damaged was
-        replaced since, and nobody has read it."""
+        """Returns when all of it was known to be right: when a scrub has read it, else when it was saved. 0: the last scrub
+        found damage."""
         found, saved = read_result(self.directory.storage, candidate), candidate.saved_at or 0.0
         if found is not None and found.damaged:
             return 0.0
@@ -163,15 +141,14 @@ class Scrubber:
         reason = self.due(candidate)
         if reason:
             return CheckpointScrub(candidate, SKIPPED, reason)
-        lock = acquire_read_lock(self.directory, candidate.name, candidate.commit_dir, sleep=self._pause,
+        lock = acquire_read_lock(self.directory, candidate.name, candidate.commit_dir, sleep=self.wait,
                                  purpose=SCRUBBING, outwaited=self._outwaited)
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:
             other = self.other_scrub(lock)
             if other is not None:
-                return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder",
-                                       is_elsewhere=True)
+                return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder")
             self._remove_temporary_files(candidate)
             return self._read(candidate, lock)
         finally:
@@ -187,15 +164,8 @@ class Scrubber:
                     if not is_job_lease(run) and storage.status(lease_path(root, run)) is None:
                         storage.remove(os.path.join(folder, name))
 
-    def _pause(self, seconds: float) -> None:
-        """Waits. Raises ReadStoppedError if the scrub is to stop: ``wait`` has then returned too early for any conclusion."""
-        self.wait(seconds)
-        if self.options.stopped():
-            raise ReadStoppedError
-
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
-        storage = ThrottledReads(self.directory.storage, TokenBucket(self.options.rate, self.monotonic, self.wait),
-                                 self.options.stopped)
+        storage = ThrottledReads(self.directory.storage, self.options.rate, self.monotonic, self.wait)
         throttled = CheckpointDir(storage, self.directory.root)
         verifier = Verifier(throttled, candidate, self.progress)
         seen = [row for rank in candidate.files for row in verifier.damaged_files(rank)]
@@ -266,7 +236,7 @@ class Scrubber:
         gone = [holder for holder in found if is_alive(holder) is False]
         remote = {holder.run: holder.beat for holder in found if is_alive(holder) is None}
         if remote:
-            self._pause(WATCHED * max(holder.every or BEAT for holder in found))
+            self.wait(WATCHED * max(holder.every or BEAT for holder in found))
             found = self._others(own)
             gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
         for holder in gone:
@@ -286,110 +256,3 @@ class Scrubber:
 def rotten(damage: Iterable[Refusal]) -> list[Refusal]:
     """Returns the damage that is recorded. An error of reading is none: it may pass until the next scrub or start."""
     return [row for row in damage if not row.is_unreadable]
-
-
-# ---- in the background of a training ------------------------------------------------------------------------------------
-
-FIRST, POLL = 60.0, 600.0       # seconds before the first look at the directory, and between two
-LONGEST_SAVE = 1800.0           # seconds; the scrub goes on if no event says that a save ended
-PAUSE = 0.2                     # seconds between two looks while a save is written
-ENDING = 5.0                    # seconds that ``stop`` waits for a read in progress; a hanging file system is not waited for
-NICEST = 19
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}            # numbers of the system call
-_IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13          # linux/ioprio.h
-
-
-class BackgroundScrub:
-    """Scrubs a directory until it is stopped. It is a handler of events: it sees when this rank saves.
-
-    Args:
-        bucket: the object store to which checkpoints are uploaded; None: none.
-        first, poll: seconds before the first look at the directory, and between two.
-    """
-
-    def __init__(self, directory: CheckpointDir, settings: ScrubSettings, emit: Emit, bucket: RemoteCheckpoints | None = None,
-                 first: float = FIRST, poll: float = POLL, time: runtime.Clock = runtime):
-        self.directory, self.settings, self.emit, self.bucket = directory, settings, emit, bucket
-        self._first, self._poll, self._time = first, poll, time
-        self._stop, self._thread = runtime.Event(), None
-        self._saving_since: float | None = None
-        self._problem = ""
-
-    def start(self) -> BackgroundScrub:
-        """Starts the thread."""
-        self._thread = runtime.Thread(target=self._work, name="mindresume-scrub", daemon=True)
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Ends the thread at its next read. Idempotent."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(ENDING)
-
-    # ---- as a handler of events
-
-    def handle(self, event: Event, time_s: float) -> None:
-        """Notes when this rank begins to save, and when its part is written."""
-        if isinstance(event, SaveBegun):
-            self._saving_since = self._time.monotonic()
-        elif isinstance(event, (SaveWritten, SaveFailed)):
-            self._saving_since = None
-
-    def close(self) -> None:
-        self.stop()
-
-    # ---- the thread
-
-    def _work(self) -> None:
-        lower_priority()
-        self._stop.wait(self._first)
-        while not self._stop.is_set():
-            try:
-                self._scrub_once()
-            except ReadStoppedError:
-                return
-            except Exception as error:
-                if error_text(error) != self._problem:                  # the same one is said once
-                    self._problem = error_text(error)
-                    self.emit(warning(f"the scrub of {self.directory.root} failed and is tried again later: {self._problem}"))
-            self._stop.wait(self._poll)
-
-    def _scrub_once(self) -> None:
-        """Scrubs every checkpoint that is due."""
-        options = ScrubOptions(self.settings.rate_mb * 1e6, bool(self.settings.repair), self.bucket,
-                               self.settings.every_hours * 3600, False, self._is_stopped)
-        found, rows = list_checkpoints(self.directory.storage, self.directory.root, unknown_strategy)
-        scrubber, started = Scrubber(found.directory, options, wait=self._stop.wait), self._time.monotonic()
-        for result in scrubber.scrub(rows):
-            if result.is_elsewhere:
-                return                                                  # another node does it
-            if result.state != SKIPPED:
-                self.emit(_event(result, self._time.monotonic() - started))
-            started = self._time.monotonic()
-
-    def _is_stopped(self) -> bool:
-        """Returns whether to stop; waits while this rank saves."""
-        while not self._stop.is_set():
-            since = self._saving_since
-            if since is None or self._time.monotonic() - since > LONGEST_SAVE:
-                return False
-            self._stop.wait(PAUSE)
-        return True
-
-
-def _event(result: CheckpointScrub, seconds: float) -> CheckpointScrubbed:
-    files = tuple(row.file or "" for row in (*result.damaged, *result.repaired))
-    reason = "; ".join([*(row.reason for row in result.damaged), *result.notes])
-    return CheckpointScrubbed(result.candidate.step or 0, result.state, result.bytes_read, seconds, files, reason)
-
-
-@runtime.asks_machine
-def lower_priority() -> None:
-    """Gives this thread the lowest priority for the processor and, where the scheduler of the device has it, for the disk."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, runtime.thread_id(), NICEST)      # Linux: of the thread
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).syscall(number, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)

@@ -40,7 +40,6 @@ from mindresume.coordination.collectives import (
 from mindresume.coordination.host_memory import UNKNOWN, share_of_rank
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.preemption import PreemptionHandler, Version
-from mindresume.coordination.process_identity import host_identity
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import LeaseHeldError, MindResumeError, SaveError
 from mindresume.events import (
@@ -200,15 +199,11 @@ class CheckpointManager:
         runtime.at_exit(uploader.queue.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
         return uploader
 
-    def count_hosts(self) -> bool:
-        """Returns whether this rank is the first one of its host, on all ranks together; and counts the host names for the load
-        attempt, which tells hosts apart by name."""
-        rows = gather_values(self.group, [host_identity(), runtime.gethostname()])
-        hosts = [host for host, _ in rows]
-        load_attempt = self.pending.attempt
+    def count_hosts(self) -> None:
+        """Counts the host names of all ranks together, for the load attempt."""
+        names, load_attempt = set(gather_values(self.group, runtime.gethostname())), self.pending.attempt
         if load_attempt is not None:
-            load_attempt.run, load_attempt.hosts = self.target.run, len({name for _, name in rows})
-        return hosts.index(hosts[self.group.rank]) == self.group.rank
+            load_attempt.run, load_attempt.hosts = self.target.run, len(names)
 
     def handle_preemption(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
         """Handles requests to stop the training from here on. Arguments: see ``PreemptionHandler``."""

@@ -1,7 +1,7 @@
-"""Reads a storage at a bounded rate, from the device where the kernel allows it, and stops at any moment.
+"""Reads a storage at a bounded rate, from the device where the kernel allows it.
 
-    storage = ThrottledReads(PosixStorage(), TokenBucket(50e6), stopped=stop.is_set)
-    Verifier(storage, root, candidate).verify(rank)     # any code that reads: 50 MB/s, and ReadStoppedError once ``stop`` is set
+    storage = ThrottledReads(PosixStorage(), 50e6)
+    Verifier(storage, root, candidate).verify(rank)     # any code that reads: 50 MB/s
     storage.cached                                      # bytes of ``read`` that the cache of the kernel may have answered
 
 Before a file is read the kernel is asked to drop it from its cache (posix_fadvise), and each piece again after it was read: the
@@ -20,53 +20,39 @@ from mindresume import runtime
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.read_cache import WrappedFile
 
-PIECE = 1 << 20                 # bytes of one read, so that the rate is even and a stop takes effect soon
-BURST = 0.25                    # seconds of the rate that an idle bucket collects
+PIECE = 1 << 20                 # bytes of one read, so that the rate is even
+BURST = 0.25                    # seconds of the rate that may be read at once after a pause
 SAMPLES = 16                    # pages of a file that are probed in the cache
-
-
-class ReadStoppedError(Exception):
-    """The reading was stopped. No OSError, which would be taken for damage of the file."""
-
-
-class TokenBucket:
-    """Limits a rate: ``take`` waits until its bytes may be read.
-
-    Args:
-        rate: bytes a second; 0 or infinite: no limit.
-        clock: seconds, monotonic.
-        wait: waits so many seconds; it may return earlier, if the reading is stopped.
-    """
-
-    def __init__(self, rate: float = 0.0, clock: Callable[[], float] = runtime.monotonic,
-                 wait: Callable[[float], object] = runtime.sleep):
-        self.rate, self._clock, self._wait = rate if rate > 0 else math.inf, clock, wait
-        self._tokens, self._at = self.rate * BURST, clock()
-
-    def take(self, count: int) -> None:
-        """Takes ``count`` tokens. More than a burst is taken at once, and then waited for."""
-        if self.rate == math.inf:
-            return
-        now = self._clock()
-        self._tokens = min(self._tokens + (now - self._at) * self.rate, self.rate * BURST) - count
-        self._at = now
-        if self._tokens < 0:
-            self._wait(-self._tokens / self.rate)
 
 
 class ThrottledReads:
     """Adds a limit of the rate to a ``Storage``; other operations than reading are those of ``inner``.
 
     Args:
-        stopped: returns whether the reading is to end; then a read raises ReadStoppedError.
+        rate: bytes a second; 0 or infinite: no limit.
+        clock: seconds, monotonic.
+        wait: waits so many seconds.
     Attributes:
         absent: paths that did not exist when they were looked for.
     """
 
-    def __init__(self, inner: Storage, bucket: TokenBucket | None = None, stopped: Callable[[], bool] = bool):
-        self.inner, self.bucket, self.stopped = inner, bucket or TokenBucket(), stopped
+    def __init__(self, inner: Storage, rate: float = 0.0, clock: Callable[[], float] = runtime.monotonic,
+                 wait: Callable[[float], object] = runtime.sleep):
+        self.inner, self.rate = inner, rate if rate > 0 else math.inf
+        self._clock, self._wait = clock, wait
+        self._allowed, self._at = self.rate * BURST, clock()         # bytes that may be read at once; when that was counted
         self.cached = self.read = 0
         self.absent: set[str] = set()
+
+    def admit(self, count: int) -> None:
+        """Waits until ``count`` bytes may be read. More than a burst is read at once, and then waited for."""
+        if self.rate == math.inf:
+            return
+        now = self._clock()
+        self._allowed = min(self._allowed + (now - self._at) * self.rate, self.rate * BURST) - count
+        self._at = now
+        if self._allowed < 0:
+            self._wait(-self._allowed / self.rate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -100,7 +86,7 @@ class _ThrottledFile(WrappedFile):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[:PIECE]
-        self._admit(len(view))
+        self._owner.admit(len(view))
         start = self._file.tell()
         found: int = self._file.readinto(view) or 0             # type: ignore[attr-defined]  # BinaryIO lacks it
         self._count(found)
@@ -109,7 +95,7 @@ class _ThrottledFile(WrappedFile):
 
     def read(self, count: int = -1) -> bytes:
         if 0 <= count <= PIECE:
-            self._admit(count)
+            self._owner.admit(count)
             found = self._file.read(count)
             self._count(len(found))
             return found
@@ -125,12 +111,6 @@ class _ThrottledFile(WrappedFile):
     def _count(self, count: int) -> None:
         self._owner.read += count
         self._owner.cached += round(count * self._cached)
-
-    def _admit(self, count: int) -> None:
-        if not self._owner.stopped():
-            self._owner.bucket.take(count)
-        if self._owner.stopped():
-            raise ReadStoppedError
 
     def _drop(self, start: int, count: int) -> None:
         if self._handle is not None:

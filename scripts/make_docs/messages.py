@@ -9,7 +9,6 @@ SOURCE = "the raise statements in mindresume/"
 INTERNAL = {                    # {exception that no user meets: why it is not on the page}
     "_Gone": "the checkpoint is opened again, or a MissingCheckpointError is raised",
     "_NoCopyError": "becomes a note of the scrub",
-    "ReadStoppedError": "stops the thread of a scrub at the end of the training",
     "UnknownOutcomeError": "an OSError inside a save, which looks what became of its file",
     "Stopped": "ends a command after a signal, with the exit status of that signal",
     "Killed": "a process of a drill that was killed on purpose",

@@ -50,8 +50,6 @@ EXAMPLES = (
     ev.TierRefused(None, "rank 0: its slots need 10240 MiB; each of 8 ranks has in /dev/shm 8 MiB"),
     ev.CheckpointsRemoved((100, 200), "/data/output/checkpoint", "the newest 3"),
     ev.CheckpointsRemoved((300, 350), "/data/output/checkpoint", is_incomplete=True),
-    ev.CheckpointScrubbed(500, "intact", 40 << 30, 860.0),
-    ev.CheckpointScrubbed(400, "repaired", 45 << 30, 980.0, ("rank_3/qwen3_rank_3-400_1.safetensors",)),
     ev.RemovalPostponed("/data/output/checkpoint/.mindresume/step-0000000300-run-2-5f0c21aa",
                         "loading by process 7 on host node-0", 300),
     ev.UploadFinished(500, "s3://bucket/run/checkpoint", 5 << 30, 31.0),

@@ -32,7 +32,6 @@ from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
 from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
-from mindresume.storage.throttled_reads import ReadStoppedError
 from mindresume.tensor_files import read_header
 
 
@@ -162,7 +161,6 @@ def test_damage_is_refused_without_a_new_reading(tmp_path):
         def open(self, name):
             assert not name.endswith("1_10.safetensors"), "a weight file of step 10 is read"
             return super().open(name)
-    assert scrubbed(tmp_path, Unread(), rereads_damage=False)[10].state == SKIPPED
     assert list_checkpoints(Unread(), str(tmp_path), unknown_strategy)[1][0].problem.rank == 3
 
 
@@ -347,19 +345,20 @@ def test_what_is_removed_by_hand_is_not_brought_back_from_the_bucket(tmp_path):
     assert found.state == REMOVED and not base.exists()
 
 
-def test_a_stop_leaves_no_result_and_no_lock(tmp_path):
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_signal_leaves_no_result_and_no_lock(tmp_path, count):
+    """The command ends with an exception at any moment (``stopped_by_signals``)."""
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 1))
-    before = folder_contents(tmp_path)
-    for count in (1, 5, 20):
-        left = [count]
+    before, left = folder_contents(tmp_path), [count]
 
-        def stopped(left=left):
-            left[0] -= 1
-            return left[0] < 0
-        with pytest.raises(ReadStoppedError):
-            scrubbed(tmp_path, stopped=stopped, repairs=True)
-        assert folder_contents(tmp_path) == before
+    def read(size):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        scrubbed(tmp_path, progress=read, repairs=True)
+    assert folder_contents(tmp_path) == before
 
 
 def test_a_full_disk_is_an_error_of_the_scrub_and_no_damage(tmp_path, monkeypatch):
@@ -431,15 +430,6 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
         lock.release()
 
 
-def test_a_stop_while_another_machine_is_watched_removes_nothing(tmp_path):
-    save(tmp_path, 5)
-    path, stop = other_lock(tmp_path, 5, machine="another", beat=4), []
-    scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(stopped=lambda: bool(stop)), wait=stop.append)
-    with pytest.raises(ReadStoppedError):
-        list(scrubber.scrub(rows_of(tmp_path)))
-    assert path.exists() and [holder.beat for holder in lease_holders(dir_at(tmp_path))] == [4]
-
-
 def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
     save(tmp_path, 5)                                           # at 1005 s
     for now, state in ((2000.0, SKIPPED), (9000.0, INTACT), (9100.0, SKIPPED)):
@@ -474,8 +464,8 @@ def test_a_replaced_file_is_read_soon(tmp_path):
     path = path_of(tmp_path, 5, 0)
     good = path.read_bytes()
     flip_bit(path)
-    options = {"older_than": 1e6, "rereads_damage": False}
-    assert states(tmp_path) == {5: DAMAGED} and states(tmp_path, **options) == {5: SKIPPED}
+    options = {"older_than": 1e6}
+    assert states(tmp_path) == {5: DAMAGED} and states(tmp_path, **options) == {5: DAMAGED}
     path.with_name("new").write_bytes(good)
     os.replace(path.with_name("new"), path)
     assert states(tmp_path, **options) == {5: INTACT} and states(tmp_path, **options) == {5: SKIPPED}

@@ -3,11 +3,8 @@ import errno
 from dataclasses import replace
 from types import SimpleNamespace
 
-from manager_jobs import Job, end_jobs
 from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
 
-from mindresume import runtime
-from mindresume.coordination import process_identity
 from mindresume.coordination.storage_topology import (
     COMMON,
     PeerState,
@@ -20,10 +17,7 @@ from mindresume.events import ignore
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import run_sequence
 from mindresume.saving.save_session import SaveSession, open_save_session
-from mindresume.settings import Settings
 from mindresume.storage.posix import PosixStorage
-from sim import machine
-from sim.cluster import current_process
 
 
 class Stuck(PosixStorage):
@@ -72,13 +66,3 @@ def test_a_bucket_that_one_node_alone_knows_numbers_the_run_of_all(tmp_path):
         return session.target.run
     first, second = Ranks(2).run(opened)
     assert first == second and run_sequence(first) == 8
-
-
-def test_each_node_has_a_first_rank_also_if_all_have_one_host_name(tmp_path, monkeypatch):
-    monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
-    monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
-
-    def work(group):
-        return Job(tmp_path, group=group, leases={}, settings=Settings(heartbeat=0)).is_first_on_host
-    assert Ranks(4, ["a", "a", "b", "b"]).run(work) == [True, False, True, False]
-    end_jobs()
