@@ -9,5 +9,5 @@
           eligible             the one rule by which a candidate is refused; its files: names and sizes
           verifier             every byte of one rank's files; replicas
     progress                   where the training continues; what was restored
-    scrub, repair              damage of what is kept, in the background too
+    scrub, repair              damage of what is kept
 """
