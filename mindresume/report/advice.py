@@ -221,7 +221,7 @@ def _with_interval(tier: TierAdvice, tiers: Sequence[TierAdvice], rate: float, s
     def steps(failures: float) -> int:
         """Returns the best interval if this tier had served so many failures."""
         best = math.sqrt(2 * tier.stall_seconds * count / (rate * failures)) / step
-        return max(int(float(f"{best:.2g}")), least)
+        return max(round(float(f"{best:.2g}")), least)
     low, high = count_range(count)
     return replace(tier, seconds_between_failures=1 / rate, steps_advised=steps(count), steps_low=steps(high),
                    steps_high=steps(low) if low else None, is_limited_by_write=1 < least == steps(count))

@@ -41,7 +41,7 @@ def test_one_tier(advice):
     assert replace(tier, seconds_between_failures=None, steps_advised=None, steps_low=None, steps_high=None) == TierAdvice(
         DISK, 35, 0.5, 5.5, pytest.approx(70.0), 6, 20)     # 40 s, then 30 s to the begin of the first step
     assert tier.seconds_between_failures == found.seconds_between_failures == pytest.approx(found.training_seconds / 6)
-    assert (tier.steps_advised, tier.steps_low, tier.steps_high) == (8, 5, 12)
+    assert (tier.steps_advised, tier.steps_low, tier.steps_high) == (8, 6, 12)
     assert found.seconds_between_failures_low < found.seconds_between_failures < found.seconds_between_failures_high
     assert found.change == "Set save_checkpoint_steps: 8 in the CheckpointMonitor of callbacks; it is 20."
     assert advice(history(attempts=7, every=10)).change == "save_checkpoint_steps: 10 stays; it lies in the 90 % range."
@@ -62,7 +62,7 @@ def test_each_tier_serves_its_share_of_the_failures(advice, sources, served):
     for tier in found.tiers:
         assert tier.seconds_between_failures == pytest.approx(found.seconds_between_failures * 7 / (tier.failures + 0.5))
         young = math.sqrt(2 * tier.stall_seconds * tier.seconds_between_failures) / 2
-        assert tier.steps_advised == max(float(f"{young:.2g}") // 1, 1)
+        assert tier.steps_advised == max(round(float(f"{young:.2g}")), 1)
         assert tier.steps_low <= tier.steps_advised <= (tier.steps_high or math.inf)
         assert (tier.steps_high is None) == (tier.failures == 0) == (tier.restart_seconds is None)
 
@@ -104,7 +104,8 @@ def test_the_present_interval_is_the_configured_one(advice, saved, configured, n
 
 @pytest.mark.parametrize("training, words", [
     (Training(), "no logs"), (Training().start(0).fresh(1).run(2, RUNS[0]), "no time of a step"),
-    (Training().start(0).steps(10, 1, 9), "at least one save")])
+    (Training().start(0).steps(10, 1, 9), "at least one save"),
+    (Training().start(12).run(12, RUNS[0]).loss(12, 1).save(12.5, 1), "two logged steps")])
 def test_too_little_is_refused(advice, tmp_path, training, words):
     with pytest.raises(TooLittleMeasuredError, match=words):
         advice(training)
