@@ -155,7 +155,7 @@ class Candidate(SavedStep):
         manifest_unreadable: the reason is an error of the file system, which may pass.
         listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
             and it prevents a fresh start.
-        has_scrub_result: there is a file ``scrub.json`` beside its records (``scrub_result``).
+        has_scrub_result: there is a file ``scrub.json`` beside its records (``formats.weight_files``).
     """
     order: tuple[float, ...] = (0.0,)
     committed: bool = False

@@ -233,8 +233,8 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
     problem, last = None, EMERGENCY in content
-    named = sorted({rank for rank in map(record_rank, content) if rank is not None})
-    for rank, found in _read_heads(storage, path, named, brief and not last):
+    named = {rank for rank in map(record_rank, content) if rank is not None}
+    for rank, found in _read_heads(storage, path, sorted(named), brief and not last):
         if isinstance(found, Exception):
             problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank,
                                          is_unreadable=may_pass(found))
@@ -242,7 +242,7 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
         records[rank], checksums[rank] = found
         if (records[rank].run, records[rank].state.step, records[rank].rank) != (run, step, rank):
             problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
-        lowest = records[min(records)]
+        lowest = next(iter(records.values()))           # they are read in order of rank
         if records[rank].world_size != lowest.world_size:
             problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
                                                f"of rank {lowest.rank} of {lowest.world_size}", rank=rank)

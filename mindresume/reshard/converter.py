@@ -53,6 +53,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0                            # seconds be
 _TRIES = 100                        # of a share, each after _FIRST_PAUSE, to begin; seconds while another one commits:
 _PATIENCE = 1800.0
 _FINAL = (ConfigError, CorruptFileError, LoadError, StrategyError)  # a second try would find the same
+# Folders for intermediate files, removed at the commit: of a process that works alone, and of shares.
+_SCRATCH = ("scratch-of-one", "scratch")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Conversion:
         self._base = os.path.join(folder, f".{name}.{self.plan.fingerprint[:16]}")
         self.work = f"{self._base}{TEMPORARY}"
         self._lock_path = f"{self.work}{LOCK}"
+        self._scratch = _SCRATCH[self.share.count > 1]
         self._claimed = f"{self._base}-commit{TEMPORARY}"       # the work folder while one of several processes commits it
 
     def run(self, engine: Engine, checks_source: bool = False) -> bool:
@@ -109,7 +112,7 @@ class Conversion:
             checks_source: what the engine cannot compare while it copies is read and compared before (``check_source``).
         """
         try:
-            if not self.prepare():
+            if not self.prepare():                      # locks the work folder beside the target, where everything is written
                 return True
             sharers = min(self.share.count, len(self.plan.groups))      # nobody waits for the check of one that writes nothing
             if checks_source and self.share.number <= sharers:
@@ -124,6 +127,7 @@ class Conversion:
             if self.share.count == 1 or isinstance(error, _FINAL):
                 self.abandon()
             self._release()
+            # Another share has removed the work folder below this one: that is the error to tell.
             if (self.share.count > 1 and isinstance(error, (OSError, SaveError)) and self._identity and not self._is_there()
                     and self.storage.status(self.target) is None):
                 raise self._lost_work() from error
@@ -192,11 +196,8 @@ class Conversion:
             raise SaveError(f"the same conversion to {self.target} was just finished by another process; nothing is left to do")
         self.storage.make_folder(self.work)
         self._identity = self.storage.status(self.work).identity
-        scratch = os.path.join(self.work, "scratch")
-        is_first = self.storage.status(scratch) is None             # then there is room for all parts, or none begins
-        if alone and not is_first:
-            with suppress(OSError):         # left by a killed process, whose workers may still write
-                remove_tree(self.storage, scratch)
+        # The first share asks for room for all, so that there is enough or none begins.
+        is_first = self.storage.status(os.path.join(self.work, self._scratch)) is None
         numbers = range(len(self.plan.groups)) if is_first else self.share.groups(self.plan)
         missing = [self.plan.groups[number] for number in numbers if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
@@ -219,6 +220,9 @@ class Conversion:
                 remove_tree(self.storage, self._claimed)
         if self.plan.iteration_dir and self.storage.status(os.path.join(self.work, iteration_name(self.plan.source.state.step))):
             remove_tree(self.storage, self.work)    # its files have their final names already
+        for name in _SCRATCH[:1] if self.share.count > 1 else _SCRATCH:
+            with suppress(OSError):                 # left by a killed process, whose workers may still write
+                remove_tree(self.storage, os.path.join(self.work, name))
         if self.share.count > 1:
             with suppress(OSError):                 # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -276,7 +280,7 @@ class Conversion:
     def write(self, engine: Engine) -> None:
         """Writes those groups of the share that are not finished, or whose files are not what was written. Raises the errors of
         ``engine``."""
-        scratch = os.path.join(self.work, "scratch")            # for intermediate files, removed at the commit
+        scratch = os.path.join(self.work, self._scratch)
         for number in self.share.groups(self.plan):
             if self.done(number, reads=True) is not None:
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
@@ -291,6 +295,8 @@ class Conversion:
             for folder in (*folders, aside, os.path.dirname(mark)):
                 self.storage.make_folder(folder)
             self.storage.remove(mark)                   # first: nobody commits what is written again
+            for file in files if self.share.count == 1 else ():         # makes room; of shares, another try may have written them
+                self.storage.remove(os.path.join(self.work, file.path))
             begun = [replace(file, path=os.path.join(aside, f"{i}-{os.path.basename(file.path)}"))
                      for i, file in enumerate(files)]
             sums = engine.write(self.plan, self.storage, begun, scratch)
@@ -397,8 +403,9 @@ class Conversion:
                 value["arrangement"] = self.plan.source.arrangement
         publish(self.storage, os.path.join(self.work, CONVERSION), [encode_head(value, LIMIT)], self.plan.run)
         remove_tree(self.storage, os.path.join(self.work, "done"))
-        if self.storage.status(os.path.join(self.work, "scratch")) is not None:
-            remove_tree(self.storage, os.path.join(self.work, "scratch"))
+        for name in _SCRATCH:
+            if self.storage.status(os.path.join(self.work, name)) is not None:
+                remove_tree(self.storage, os.path.join(self.work, name))
         self.storage.sync(self.work)
         self.storage.rename(self.work, self.target)
         self._release()

@@ -186,9 +186,9 @@ def unhealthy_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]
     """Returns the names whose newest entry in the list of ``folder`` is unhealthy, and a problem. If the list cannot be used,
     there are no names and the problem says why; else the problem is empty."""
     path = os.path.join(folder, LIST)
-    if storage.status(path) is None:
-        return frozenset(), ""
     try:
+        if storage.status(path) is None:
+            return frozenset(), ""
         newest = {row["ckpt_name"]: row["is_health"] for row in read_list(storage, folder)}
         return frozenset(os.path.basename(name) for name, health in newest.items() if health != 0), ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -2,7 +2,7 @@
 
     choice = SharedDisk(job).select()           # of all ranks together; raises if there are checkpoints, and none can be used
 
-``bucket_source`` and ``memory_source`` are the other sources; ``job_start`` tells in which order they are asked. All exchanges go
+``bucket_source`` and ``memory_source`` are the other sources; ``selection`` tells in which order they are asked. All exchanges go
 through ``mindresume.coordination.collectives``: an error on one rank is raised on all of them.
 """
 from __future__ import annotations

@@ -104,20 +104,28 @@ class Committer:
         return self.pending
 
     def finish(self, timeout: float, pause: float = 0.2) -> dict[int, list[int]]:
-        """Waits until every pending step is committed, at most ``timeout`` seconds. Returns {step: missing ranks}."""
+        """Waits until every pending step is committed, at most ``timeout`` seconds. Returns {step: missing ranks}.
+
+        Raises OSError, after the events, if it is not known which ranks have recorded a step: all may have, so the training ends
+        with an error, and the next start commits it."""
         until = self.time.monotonic() + timeout
         while self.poll() and self.time.monotonic() < until:
             self.time.sleep(pause)
         self.poll(by_name=True)
         left: dict[int, list[int]] = {}
+        unknown: OSError | None = None
         for step in self.pending:
             try:
-                left[step] = self._missing(step)
+                ranks = left[step] = self._missing(step)
             except OSError as error:
-                left[step], self._reasons[step] = [], str(error)
-        for step, ranks in left.items():
+                unknown = error
+                self.emit(SaveAbandoned(step, f"{error}, after {timeout:.0f} s; the next start commits it if all ranks have "
+                                              f"saved it"))
+                continue
             reason = f"no record of rank {listed(ranks)}" if ranks else self._reasons.get(step, "it was given up")
             self.emit(SaveAbandoned(step, f"{reason} within {timeout:.0f} s; a resume takes an older step", tuple(ranks)))
+        if unknown is not None:
+            raise unknown
         return left
 
     def _missing(self, step: int, by_name: bool = False) -> list[int]:

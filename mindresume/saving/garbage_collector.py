@@ -84,8 +84,10 @@ def free_names(directory: CheckpointDir, paths: Collection[str], run: str, emit:
     incomplete = [c.name for c in scan_records(directory, brief=True)[0]
                   if not (c.maybe_completed or c.iteration_dir or c.run == run)]
     going = [name for name in directory.storage.list(folder) if name.startswith(TRASH)]         # already being removed
-    in_the_way = {name for name in (*incomplete, *going)
-                  if not set(paths).isdisjoint(weights_of(directory, os.path.join(folder, name)))}
+    in_the_way: set[str] = set()
+    for names in (incomplete, going):
+        if not in_the_way:
+            in_the_way = {name for name in names if not set(paths).isdisjoint(weights_of(directory, os.path.join(folder, name)))}
     if in_the_way:
         check_no_live_job(directory, emit)
         read_locks = ReadLocks(directory)

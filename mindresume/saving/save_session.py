@@ -152,8 +152,8 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
         raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
                           f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
                           f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
-    if remote is not None or in_memory:
-        run_on_rank0(group, partial(number_runs, directory, remote, in_memory, emit), Watchdog("numbering the run"))
+    # By all ranks: whether one has a ``remote`` follows from the environment of its node, which can differ.
+    run_on_rank0(group, partial(number_runs, directory, remote, in_memory, emit), Watchdog("numbering the run"))
     # Without a common run the lease finds the next one.
     common_run = next_common_run(directory, group) if shared.is_split else ""
     holder = replace(holder_of_this_process(SAVING, group.size), run=common_run)
@@ -164,7 +164,8 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
                           if is_leader else _nothing, Watchdog("acquiring the directory"))
     if shared.is_split:                                    # if they do share it, two of them have now acquired one directory
         gather_results(group, partial(check_not_shared, memory[root]) if is_leader else _nothing)
-    suffixes = gather_results(group, partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations))
+    suffixes = gather_results(group, partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations),
+                              Watchdog("looking for unused names"))
     run, part = runs[0], shared.ranks(group.rank) if shared.is_split else ()
     lineage = run if origin is None else continued(
         origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))      # on all ranks the same choice

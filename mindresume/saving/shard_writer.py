@@ -360,11 +360,13 @@ def clean_own_folder(target: SaveTarget) -> list[str]:
     folders = [folder_name(target.rank)]
     if target.iterations and target.rank == target.ranks[0]:
         folders += [name for name in storage.list(root) if parse_iteration(name) is not None]
-    left = [(folder, name) for folder in folders for name, run in half_written(storage.list(target.path(folder)))
-            if run_sequence(run) < run_sequence(target.run)]
-    for folder, name in left:
-        storage.remove(target.path(folder, name))
-    return [name for _, name in left]
+    removed = []
+    for folder in folders:                              # one after the other: the own one is cleaned whatever the others are
+        for name, run in half_written(storage.list(target.path(folder))):
+            if run_sequence(run) < run_sequence(target.run):
+                storage.remove(target.path(folder, name))
+                removed.append(name)
+    return removed
 
 
 # ---- weights for inference --------------------------------------------------------------------------------------------

@@ -233,6 +233,37 @@ def test_the_first_part_asks_for_room_for_all(source, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["one"]
 
 
+def test_parts_after_a_process_that_worked_alone_and_died_ask_for_room_for_all(source, tmp_path, monkeypatch):
+    size = convert(source, tmp_path / "one").bytes_written
+    assert statuses([fork(1, 1, source, tmp_path / "many", storage=DiesInAFile(FAILED))]) == [FAILED]
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion.PosixStorage, "free_space", lambda storage, path: size)
+        with pytest.raises(OutOfSpaceError, match="there is room for"):
+            convert(source, tmp_path / "many", part=(2, 2))
+    work, = tmp_path.glob(".many*.mindresume-tmp")
+    assert not list(work.rglob("*.safetensors"))                    # what the first one had begun took room
+    assert statuses([fork(number, 2, source, tmp_path / "many") for number in (1, 2)]) == [0, 0]
+    assert content(tmp_path / "many") == content(tmp_path / "one")
+
+
+def test_a_damaged_part_of_a_process_that_works_alone_is_written_again_without_room_for_both(source, tmp_path, monkeypatch):
+    """A process that dies before the commit leaves all groups; one of them is damaged then."""
+    convert(source, tmp_path / "one")
+    dies = Hooked(lambda operation, path: operation == "write" and "conversion.json" in path and os._exit(FAILED))
+    assert statuses([fork(1, 1, source, tmp_path / "new", storage=dies)]) == [FAILED]
+    work, = tmp_path.glob(".new*.mindresume-tmp")
+    damaged = sorted(work.rglob("*.safetensors"))[0]
+    flip_bit(damaged, -1)
+    create, seen = conversion.PosixStorage.create, []
+
+    def created(storage, path, size):
+        seen.append(damaged.exists())
+        return create(storage, path, size)
+    monkeypatch.setattr(conversion.PosixStorage, "create", created)
+    assert convert(source, tmp_path / "new").finished
+    assert seen and not any(seen) and content(tmp_path / "new") == content(tmp_path / "one")
+
+
 def test_a_part_that_changed_since_it_was_written_is_written_again(source, tmp_path):
     convert(source, tmp_path / "new", part=(1, 2))
     work, = tmp_path.glob(".new*.mindresume-tmp")

@@ -18,7 +18,7 @@ def failed_cells(setup, scenarios, every=1, **how):
                                         ("pointers", "iteration")])
 def test_every_fault(folder, scenario, fmt, soak):
     cells, found = failed_cells(Setup(folder), [scenario], every=5 if soak else 10, formats=[fmt])
-    assert found == [] and cells > 20
+    assert found == [] and cells > 15
 
 
 @pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])

@@ -62,18 +62,18 @@ def value_of(value: Any, key: str = "") -> Any:
 def json_of(value: Any, folder: Path, recorded: bool = False) -> str:
     """Returns a JSON value as text, several lines only where one would be too long. ``recorded``: its times are the same each
     time."""
-    return text_of(_lines(value if recorded else value_of(value), ""), folder)
+    return text_of(_lines(value if recorded else value_of(value), "", folder), folder)
 
 
-def _lines(value: Any, indent: str) -> str:
+def _lines(value: Any, indent: str, folder: Path) -> str:
     flat = json.dumps(value)
-    if len(indent) + len(flat) <= WIDTH or not isinstance(value, (dict, list)) or not value:
+    if len(indent) + len(text_of(flat, folder)) <= WIDTH or not isinstance(value, (dict, list)) or not value:
         return flat
     inner = indent + " "
     if isinstance(value, dict):
-        rows = [f"{inner}{json.dumps(name)}: {_lines(item, inner)}" for name, item in value.items()]
+        rows = [f"{inner}{json.dumps(name)}: {_lines(item, inner, folder)}" for name, item in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
-    return "[\n" + ",\n".join(inner + _lines(item, inner) for item in value) + f"\n{indent}]"
+    return "[\n" + ",\n".join(inner + _lines(item, inner, folder) for item in value) + f"\n{indent}]"
 
 
 def content_of(content: bytes) -> bytes:

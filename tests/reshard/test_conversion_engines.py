@@ -94,7 +94,7 @@ def test_every_source_byte_is_read_once_for_consolidated_weights(tmp_path, made)
 def test_leftovers_in_the_scratch_folder_are_ignored(made, monkeypatch, still_writing):
     """MindSpore's engine refuses folders that exist; and workers of the process that was killed may still write into theirs."""
     from mindresume.reshard import converter, mindspore_engine
-    scratch = os.path.join(made.work, "scratch")
+    scratch = os.path.join(made.work, "scratch-of-one")
     made.prepare()
     STORAGE.make_folder(os.path.join(scratch, "mindspore-1-0000aaaa", "out"))
     made._release()

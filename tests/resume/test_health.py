@@ -1,4 +1,5 @@
 """The results of mindformers' health monitor decide which checkpoints can be selected."""
+import errno
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.resume.eligible import LIST, SelectionPolicy, every_rank, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
+from mindresume.storage.posix import PosixStorage
 
 
 def listed(folder, *rows):
@@ -79,6 +81,15 @@ def test_a_damaged_list_is_reported_and_ignored(tmp_path, content):
 
 def test_a_missing_list_is_no_error(tmp_path):
     assert unhealthy_files(STORAGE, str(tmp_path)) == (frozenset(), "")
+
+
+def test_a_list_that_cannot_be_looked_up_is_reported_and_ignored(tmp_path):
+    """Rank 0 alone reads it: an error would leave the others in the exchange that follows."""
+    class Stale(PosixStorage):
+        def status(self, path):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+    names, trouble = unhealthy_files(Stale(), str(tmp_path))
+    assert names == frozenset() and "cannot be used (OSError: [Errno 116] Stale file handle" in trouble
 
 
 def test_our_records_store_their_health(tmp_path):

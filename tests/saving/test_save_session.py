@@ -1,6 +1,7 @@
 """A training acquires its folder."""
 import errno
 from dataclasses import replace
+from types import SimpleNamespace
 
 from manager_jobs import Job, end_jobs
 from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
@@ -54,6 +55,19 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
         session = open_save_session(dir_at(root), "sim", group, ignore, 0.0, shared_groups={root: SharedGroups((0, 1))},
                                     in_memory="0007-1111aaaa",
                                     leases={})
+        session.release()
+        return session.target.run
+    first, second = Ranks(2).run(opened)
+    assert first == second and run_sequence(first) == 8
+
+
+def test_a_bucket_that_one_node_alone_knows_numbers_the_run_of_all(tmp_path):
+    """The environment of a node decides whether its ranks have a bucket; all ranks exchange the same messages."""
+    remote = SimpleNamespace(scan=lambda: SimpleNamespace(runs=lambda: ["0007-1111aaaa"]))
+
+    def opened(group):
+        session = open_save_session(dir_at(tmp_path), "sim", group, ignore, 0.0, shared_groups={str(tmp_path): single_group(2)},
+                                    remote=remote if group.rank == 0 else None, leases={})
         session.release()
         return session.target.run
     first, second = Ranks(2).run(opened)

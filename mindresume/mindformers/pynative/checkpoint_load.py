@@ -194,7 +194,7 @@ class PyNativeNetwork:
         return self.run.trainer.optimizer if self.run.context.plan.request.resume else None
 
     def target(self, stored: Mapping[str, Any], what: str) -> LoadTarget:
-        """Returns all  The step counter of the optimizer, which is set separately, is int32 in 1.9.0 and int64 later;
+        """Returns all parameters. The step counter of the optimizer, set separately, is int32 in 1.9.0 and int64 later;
         float32 copies may all be missing."""
         model = self.run.trainer.model
         shapes = shapes_of(all_parameters(model, self.optimizer))
