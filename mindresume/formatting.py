@@ -64,3 +64,8 @@ def span_text(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def stall_text(seconds: float) -> str:
+    """Returns how long a save stops the training: '0.39 s', or '4.2 ms'."""
+    return span_text(seconds) if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"

@@ -33,7 +33,7 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. The page says what is missing. Only the page
     and the figure are written.
     """
-    from mindresume.report.advice import advice_of
+    from mindresume.report.advice import advice_of, sentence_of
     from mindresume.report.builder import build_report, folders_of, to_json
     output, root = folders_of(folder)
     check_folders(logs or ())
@@ -51,7 +51,6 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
         advice = advice_of(built)
         print_json({**to_json(built), "advice": advice.to_json() if advice else None, "files": files})
         return
-    from mindresume.report.advice import sentence_of
     from mindresume.report.page import recovery_summary, summary
     say(summary(built))
     if recovered := recovery_summary(built):
@@ -88,17 +87,17 @@ def write(report: Report, target: Path) -> list[str]:
 def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
     """Advises how often to save: the interval between saves that loses the least time, by what the training has measured.
 
-    It reads what `report` reads: how long the training stopped for a save, how long a save took, the steps, the failures and the
-    restarts. The interval is that of Young and Daly; with few failures its range is wide, and without any it is a bound. Nothing
-    is written. docs/advice.md explains the numbers.
+    It reads what `report` reads: how long the training stopped for a save, how long a save took, the steps and the failures. The
+    interval is that of Young and Daly; below five failures nothing is proposed. Nothing is written. docs/advice.md explains the
+    numbers.
     Exit status: 0; 2 if too little was measured.
     """
     from mindresume.report.advice import advise as advise_on
+    from mindresume.report.advice import lines_of
     check_folders(logs or ())
     found = advise_on(folder, logs=logs or ())
     if json:
         print_json(found.to_json())
         return
-    from mindresume.report.advice import lines_of
     for name, text in lines_of(found):
         say(f"{name:9}  {text}")

@@ -19,9 +19,8 @@ import numpy as np
 
 from mindresume.errors import ConfigError
 from mindresume.events import DISK, FAILED, MEMORY
-from mindresume.formatting import shortened, size_text, span_text
+from mindresume.formatting import shortened, size_text, span_text, stall_text
 from mindresume.report.accounting import AttemptAccount
-from mindresume.report.advice import stop_text
 from mindresume.report.builder import Report
 from mindresume.report.phrases import as_json, phrase
 from mindresume.report.runs import RunAttempt
@@ -327,11 +326,11 @@ def _page_marks(rows: Sequence[AttemptAccount], origin: float) -> tuple[list[dic
             if kind == "memory":
                 mark(kind, save.step, None, None, phrase(
                     "tip.memory", step=save.step, attempt=row.attempt.number, size=size_text(save.size_bytes),
-                    stall=stop_text(save.stall_seconds)))
+                    stall=stall_text(save.stall_seconds)))
             else:
                 mark(kind, save.step, save.time, None, phrase(
                     "tip.save", step=save.step, at=moment(save.time), state=phrase(f"tip.{kind}"),
-                    size=size_text(save.size_bytes), stall=stop_text(save.stall_seconds), write=_span(save.write_seconds)))
+                    size=size_text(save.size_bytes), stall=stall_text(save.stall_seconds), write=_span(save.write_seconds)))
     for row in rows:
         attempt = row.attempt
         if attempt.origin.base_step and attempt.last_step is not None:

@@ -18,7 +18,7 @@ from typing import Any
 from mindresume.events import FAILED
 from mindresume.formatting import shortened, shown, size_text, span_text
 from mindresume.report import tables
-from mindresume.report.advice import advice_of, interval_rows, memory_text, sentence_of
+from mindresume.report.advice import advice_of, sentence_of
 from mindresume.report.builder import Report, looked_for
 from mindresume.report.chart import chart_data
 from mindresume.report.phrases import LANGUAGES, TEXTS, Phrase, as_json, counted, joined, phrase
@@ -83,7 +83,6 @@ def html(report: Report, figure: str) -> str:
         shown_rows=SHOWN, problems=tables.problems(report.attempts)[:SHOWN], spent=tables.spent(report),
         checkpoints=report.disk.checkpoints[:SHOWN], usable=(COMPLETE, NODE_LOCAL), notes=[*report.notes, *report.disk.notes],
         read=report.read[:SHOWN], looked_for=looked_for(report), advice=sentence_of(advice) if advice else "",
-        with_memory=memory_text(advice) if advice else None, intervals=interval_rows(advice) if advice else [],
         recoveries=tables.recovery_rows(report, SHOWN), recovered=recovery_summary(report), phases=tables.phase_rows(report))
 
 

@@ -112,7 +112,7 @@ class Conversion:
             checks_source: what the engine cannot compare while it copies is read and compared before (``check_source``).
         """
         try:
-            if not self.prepare():
+            if not self.prepare():                      # locks the work folder beside the target, where everything is written
                 return True
             sharers = min(self.share.count, len(self.plan.groups))      # nobody waits for the check of one that writes nothing
             if checks_source and self.share.number <= sharers:
@@ -127,6 +127,7 @@ class Conversion:
             if self.share.count == 1 or isinstance(error, _FINAL):
                 self.abandon()
             self._release()
+            # Another share has removed the work folder below this one: that is the error to tell.
             if (self.share.count > 1 and isinstance(error, (OSError, SaveError)) and self._identity and not self._is_there()
                     and self.storage.status(self.target) is None):
                 raise self._lost_work() from error

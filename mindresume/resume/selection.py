@@ -61,6 +61,10 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     Args:
         storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
         path: the folder or file in which the checkpoints lie (``formats.scan.locate``).
+        group: the ranks of the job; all call it together.
+        policy: which checkpoints may be taken (``eligible``).
+        sources: where else they may lie.
+        emit: receives events.
         progress: receives the bytes that are verified.
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``sources``.
@@ -74,7 +78,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         return replace(sources.consolidated.choose(storage, path), consolidated=True)
     memory = bucket = None
     if sources.memory is not None and root is not None and policy.requested is None:
-        memory = MemorySource(job, root)
+        memory = MemorySource(job, root)    # decides by names; what is newer on disk or in the bucket may prove unusable below
         if (newest := memory.newest()) is not None:
             return newest
     if job.is_split:                        # each rank loads its own file, and a load that fails is counted on one node only
@@ -91,7 +95,7 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
                 choice, failure = (NodeDisks(job) if job.is_split else SharedDisk(job)).select(), None
             except UnusableCheckpointError as error:
                 choice, failure = Choice(None, tuple(error.refused), (), False), error
-            if bucket is None or not bucket.fetch_newer(choice.chosen, choice.refused):
+            if bucket is None or not bucket.fetch_newer(choice.chosen, choice.refused):     # a step is tried once
                 break
         if failure is not None:
             raise failure

@@ -239,12 +239,20 @@ class CheckpointManager:
     # ---- each step -------------------------------------------------------------------------------------------------
 
     def end_step(self, state: StepState) -> str:
-        """Handles what happened to earlier saves and uploads, and saves the step where it is due: on disk, and in memory from
-        what was collected for the disk, if anything was. Returns why the training is to stop after this step, on all ranks if
-        any rank was asked to; then the step is saved. Empty: go on."""
+        """Ends a step; all ranks call it together.
+
+        A step that is due, the same on all ranks, is collected and given to the saver: ``SyncSaver`` writes it in this thread,
+        ``AsyncSaver`` copies it now and writes it in the background. Each rank records what it wrote. Rank 0 commits a step once
+        the records of all ranks are there: right after its own, when ``poll`` looks again at a later step, or in ``end``. No rank
+        waits for another one. Then the tier in memory saves the step, from what was collected for the disk, if anything was.
+
+        Returns:
+            Why the training is to stop after this step, on all ranks if any rank was asked to; then the step is saved, too.
+            Empty: go on.
+        """
         step = state.step
         self._collected = None          # an error, or a save between two steps, may have left that of an earlier step
-        if self.pending.attempt is not None:
+        if self.pending.attempt is not None:                # to load the checkpoint: the first step has proved it
             self.pending.end()
         if self.policy.last_step is None:
             self.emit(FirstStepDone(step))

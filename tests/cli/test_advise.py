@@ -1,28 +1,21 @@
 """``mindresume advise``: its lines, its JSON, and what it refuses."""
 from training_logs import Training, history
 
+import mindresume
+
 COMMAND = "advise"
 
 
-def test_lines(call, tmp_path):
-    history().write_all(tmp_path / "output")
+def test_lines_and_json(call, read, tmp_path):
+    history(attempts=7, memory=3, sources="mmmmmd").write_all(tmp_path / "output")
     status, out, err = call(tmp_path / "output")
-    assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines()][:5] == [
-        "save", "failure", "now", "advised", "goodput"]
-    assert "Nothing to change yet: 2 of at least 5 failures" in out
+    assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == [
+        "memory", "disk", "failure", "now", "advised", "now", "advised", "change"]
+    assert read(tmp_path) == (0, mindresume.advise(tmp_path).to_json())
 
 
-def test_json(read, tmp_path):
-    history().write_all(tmp_path / "output")
-    status, found = read(tmp_path / "output")
-    assert (status, found["failures"], found["tiers"][0]["steps_now"]) == (0, 2, 20)
-
-
-def test_too_little(call, tmp_path):
+def test_what_is_refused(call, tmp_path):
+    assert call(tmp_path, "--logs", tmp_path / "gone")[0] == call(tmp_path / "gone")[0] == 2
     Training().start(0).steps(10, 1, 9).write_all(tmp_path / "output")
     status, out, err = call(tmp_path / "output")
     assert (status, out) == (2, "") and str(tmp_path / "output") in err
-
-
-def test_a_wrong_folder_of_logs(call, tmp_path):
-    assert call(tmp_path, "--logs", tmp_path / "gone")[0] == 2

@@ -94,10 +94,10 @@ def lease(to: str, purpose: str = "saving", run: str = "0007-0000abcd", **change
                  f"of a job on another host, {purpose}")
 
 
-def uploads(bucket: str, steps: tuple[int, ...] = (5, 10, 15)) -> tuple[dict, ...]:
-    """The steps after a save wait until it is in the bucket, so that none is skipped."""
-    return tuple({"step": step + 1, "do": "wait", "path": f"{bucket}/checkpoint/step-{step:010d}-*/.mindresume/*/manifest.json"}
-                 for step in steps)
+def uploads(bucket: str, steps: tuple[int, ...] = (5, 10, 15), run: str = "") -> tuple[dict, ...]:
+    """The steps after a save wait until it is in the bucket, so that none is skipped. ``run``: how the name of the run begins."""
+    return tuple({"step": step + 1, "do": "wait",
+                  "path": f"{bucket}/checkpoint/step-{step:010d}-{run}*/.mindresume/*/manifest.json"} for step in steps)
 
 
 TRAININGS = {

@@ -1,204 +1,124 @@
-"""The advice on the intervals between saves: what it says of each tier, also with few failures."""
+"""The advice on the intervals between saves: what is measured of a training, and the interval of each tier."""
 import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_logs import history
+from rank_folders import STORAGE
+from training_logs import RUNS, Training, history
 
 import mindresume
+from mindresume import events as ev
 from mindresume.events import DISK, MEMORY
-from mindresume.report.advice import advice_from, failures_text, interval_rows, lines_of, sentence_of, steps_of, stop_text
-from mindresume.report.measurement import Measured, TierCosts
-from mindresume.report.save_interval import FailureRate, Tier
-
-DISK_TIER = Tier(DISK, 0.5, 20.0, 100.0)
+from mindresume.report.advice import TierAdvice, TooLittleMeasuredError, advice_of, count_range, lines_of, sentence_of
+from mindresume.report.builder import build_report
 
 
-def measured(failures=10, now=100, tier=DISK_TIER, **more):
-    return Measured(2.0, TierCosts(tier, 9, failures, 5.0, now), **{"is_background": True,
-                                                                    "rate": FailureRate(failures, 86400.0), **more})
+@pytest.fixture
+def advice(tmp_path):
+    """Returns the advice on a training."""
+    return lambda training: training.write_all(tmp_path / "output") and mindresume.advise(tmp_path)
 
 
-def with_memory(intact, lost, failures=None, every=10, **more):
-    """The same with a tier in memory, after so many failures that left it intact or did not."""
-    found = measured(intact + lost if failures is None else failures, intact=intact, lost=lost, **more)
-    tier = Tier(MEMORY, 0.1, 0.3, 30.0, found.rate_of_memory.share)
-    return replace(found, memory=TierCosts(tier, 50, intact, 1.0, every))
+def with_costs(training, **costs):
+    """Returns the training with other fields of its events."""
+    for recorded in training.recorded:
+        recorded[:] = [row._replace(event=replace(row.event, **costs.get(type(row.event).__name__, {}))) for row in recorded]
+    return training
 
 
-def test_the_advice():
-    found = advice_from(measured())
-    tier = found.tiers[0]
-    young = math.sqrt(2 * 0.5 * found.seconds_between_failures)
-    assert tier.seconds_advised == pytest.approx(young, rel=0.1) and tier.steps_low < tier.steps_advised < tier.steps_high
+@pytest.mark.parametrize("count, low, high", [(0, 0, 2.996), (0.5, 0, 3.907), (2, 0.355, 6.296), (5, 1.970, 10.513),
+                                              (100, 84.14, 118.08)])
+def test_the_range_of_a_count_is_that_of_the_chi_squared_quantiles(count, low, high):
+    assert count_range(count) == pytest.approx((low, high), rel=0.03)
+
+
+def test_one_tier(advice):
+    found = advice(history(attempts=7))
+    (tier,) = found.tiers
+    assert (found.step_seconds, found.failures, found.training_seconds) == (2.0, 6, pytest.approx(7 * 222.5, rel=1e-3))
+    assert replace(tier, seconds_between_failures=None, steps_advised=None, steps_low=None, steps_high=None) == TierAdvice(
+        DISK, 35, 0.5, 5.5, pytest.approx(70.0), 6, 20)     # 40 s, then 30 s to the begin of the first step
+    assert tier.seconds_between_failures == found.seconds_between_failures == pytest.approx(found.training_seconds / 6)
+    assert (tier.steps_advised, tier.steps_low, tier.steps_high) == (8, 6, 12)
     assert found.seconds_between_failures_low < found.seconds_between_failures < found.seconds_between_failures_high
-    assert found.goodput_now < found.goodput_advised and found.goodput_advised_low < found.goodput_advised
-    assert f"save_checkpoint_steps: {tier.steps_advised}" in found.change and "it is 100" in found.change
+    assert found.change == "Set save_checkpoint_steps: 8 in the CheckpointMonitor of callbacks; it is 20."
+    assert advice(history(attempts=7, every=10)).change == "save_checkpoint_steps: 10 stays; it lies in the 90 % range."
 
 
-def test_what_is_nearly_best_is_not_changed():
-    best = advice_from(measured()).tiers[0].steps_advised
-    for now in (best, round(best * 1.1)):
-        found = advice_from(measured(now=now))
-        assert "Nothing to change" in found.change and found.goodput_now == pytest.approx(found.goodput_advised, abs=1e-3)
+@pytest.mark.parametrize("attempts, finished, failures, words", [
+    (1, False, 0, "no estimate"), (2, False, 1, "1 of at least 5"), (5, False, 4, "4 of at least 5"), (6, True, 5, "Set")])
+def test_too_few_failures_propose_nothing(advice, attempts, finished, failures, words):
+    found = advice(history(attempts=attempts, finished=finished, background=False))
+    assert found.failures == failures and words in found.change and found.tiers[0].write_seconds == 0
+    assert (found.tiers[0].steps_advised is None) == (failures < 5) and (found.seconds_between_failures is None) == (not failures)
 
 
-def test_the_write_bounds_the_interval():
-    found = advice_from(measured(tier=Tier(DISK, 0.5, 1001.0, 100.0)))
-    assert found.tiers[0].steps_advised == 510 and found.tiers[0].is_limited_by_write       # 501 steps, rounded up
-    assert any("faster disk" in note for note in found.notes)
+@pytest.mark.parametrize("sources, served", [("mmmdmm", (5, 1)), ("mmmmmm", (6, 0)), ("dddddd", (0, 6))])
+def test_each_tier_serves_its_share_of_the_failures(advice, sources, served):
+    found = advice(history(attempts=7, memory=3, sources=sources))
+    assert [(tier.name, tier.failures) for tier in found.tiers] == [(MEMORY, served[0]), (DISK, served[1])]
+    for tier in found.tiers:
+        assert tier.seconds_between_failures == pytest.approx(found.seconds_between_failures * 7 / (tier.failures + 0.5))
+        young = math.sqrt(2 * tier.stall_seconds * tier.seconds_between_failures) / 2
+        assert tier.steps_advised == max(round(float(f"{young:.2g}")), 1)
+        assert tier.steps_low <= tier.steps_advised <= (tier.steps_high or math.inf)
+        assert (tier.steps_high is None) == (tier.failures == 0) == (tier.restart_seconds is None)
 
 
-def test_without_a_failure_there_is_a_bound_and_no_goodput():
-    found = advice_from(measured(failures=0))
-    tier = found.tiers[0]
-    assert (tier.steps_advised, tier.steps_high, found.goodput_now, found.goodput_advised) == (None,) * 4
-    assert found.seconds_between_failures is None and found.seconds_between_failures_low == pytest.approx(86400 / 3, rel=0.01)
-    assert tier.steps_low == pytest.approx(math.sqrt(2 * 0.5 * 28800) / 2, rel=0.1) and "nothing to change" in found.change
-    frequent = advice_from(measured(failures=0, now=10))
-    assert f"{frequent.tiers[0].steps_low}" in frequent.change and "Keep 10" in frequent.change
+@pytest.mark.parametrize("training, served", [
+    (history(attempts=2, memory=54, sources="d"), (0, 1)),      # 108 is whole in memory, the disk has 100
+    (history(attempts=2, memory=55, sources="d"), (0, 0)),      # 110 is not surely whole, 55 is older
+    (history(attempts=2, memory=109, sources="d"), (0, 0)), (history(attempts=2, memory=100, sources="d"), (0, 0)),
+    (history(attempts=1, memory=3).start(300).fresh(301).run(302, RUNS[1]).steps(310, 1, 9, 2.0), (0, 1)),
+    (history(attempts=2, memory=3, sources="m").start(1100).resume(1101, 200, RUNS[1]).run(1102, RUNS[2]).steps(
+        1110, 201, 260, 2.0).save(1231, 260), (2,))])           # the tier is off by now
+def test_a_resume_from_the_disk_tells_only_if_memory_had_a_newer_save(advice, training, served):
+    assert tuple(tier.failures for tier in advice(training).tiers) == served
 
 
-def test_two_tiers_are_advised_apart():
-    found = advice_from(with_memory(8, 2, now=400))
-    memory, disk = found.tiers
-    assert (memory.name, memory.failures, disk.name, disk.failures) == (MEMORY, 8, DISK, 2)
-    assert memory.steps_advised < disk.steps_advised and found.goodput_advised > found.goodput_now
-    assert found.goodput_advised > advice_from(measured()).goodput_advised
-    for tier, failures in ((memory, 8.5), (disk, 2.5)):
-        assert tier.seconds_between_failures == pytest.approx(86400 / failures * 11 / 10.5)
-        assert tier.seconds_advised == pytest.approx(math.sqrt(2 * tier.stall_seconds * tier.seconds_between_failures), rel=0.1)
-        assert tier.steps_low < tier.steps_advised < tier.steps_high
-        assert tier.seconds_between_failures_low < tier.seconds_between_failures < tier.seconds_between_failures_high
-    assert f"every_steps: {memory.steps_advised}" in found.change and f"_steps: {disk.steps_advised}" in found.change
-    assert found.goodput_with_memory is None and found.tiers_with_memory == ()
+def test_the_write_bounds_the_interval_and_checksums_stop_the_next_step(advice):
+    memory, disk = advice(with_costs(history(attempts=7, memory=3, sources="mmmmmd"), TierSaved={"background_seconds": 12.5},
+                                     SaveWritten={"write_seconds": 1001})).tiers
+    assert (memory.stall_seconds, memory.write_seconds) == (pytest.approx(0.1 + 10.5), 12.5) and not memory.is_limited_by_write
+    assert (disk.steps_low, disk.steps_advised, disk.is_limited_by_write) == (501, 501, True)
 
 
-def test_a_tier_that_served_no_failure_has_half_a_failure_and_a_wide_range():
-    for found, quiet in ((advice_from(with_memory(10, 0)), 1), (advice_from(with_memory(0, 10)), 0)):
-        tier, other = found.tiers[quiet], found.tiers[1 - quiet]
-        assert tier.failures == 0 and tier.seconds_between_failures == pytest.approx(86400 / 0.5 * 11 / 10.5)
-        assert tier.steps_high / tier.steps_low > 10 > 3 > other.steps_high / other.steps_low
-        assert any("half a failure" in note for note in found.notes)
+def test_a_start_that_fails_lengthens_the_restart_and_is_no_failure_of_the_training(advice):
+    training = history(attempts=1).start(300).event(301, ev.TrainingEnded(ev.FAILED, "no such file"))
+    found = advice(training.start(400).resume(401, 100, RUNS[0]).run(402, RUNS[1]).steps(430, 101, 140, 2.0).save(520, 140))
+    assert found.failures == 1 and found.tiers[0].restart_seconds > 400 - 300
 
 
-def test_a_tier_that_costs_more_than_it_saves_is_better_off():
-    found, alone = advice_from(with_memory(0, 200)), advice_from(measured(200))
-    assert (found.tiers[0].steps_advised, found.tiers[0].seconds_advised) == (0, None)
-    assert found.tiers[1] == alone.tiers[0] and found.goodput_advised == alone.goodput_advised > found.goodput_now
-    assert "every_steps: 0" in found.change and "no saves to memory" in str(list(lines_of(found)))
-    assert interval_rows(found)[0][2:4] == ("none", "") and sentence_of(found)
-    assert advice_from(with_memory(0, 2)).tiers[0].steps_advised > 0                    # too few to say so
+@pytest.mark.parametrize("saved, configured, now", [
+    ([7, 8], 7, 7), ([7, 8], None, 1), ([7, 14, 15], None, 7), ([7], 7, 7), ([7, 14, 28], 7, 7), ([10, 20, 23], 4, 10),
+    ([7], None, None)], ids=["preempted", "earlier version", "earlier version, 3", "one", "one failed", "sink of 10", "unknown"])
+def test_the_present_interval_is_the_configured_one(advice, saved, configured, now):
+    training = Training().start(0).fresh(1).run(2, RUNS[0], configured, configured).steps(10, 1, max(saved))
+    for step in saved:
+        training.save(10.5 + step, step).event(10.5 + step, ev.TierSaved(step, 13_000_000, 0.1, 0.3))
+    found = advice(training.event(90, ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", max(saved))))
+    assert [tier.steps_now for tier in found.tiers] == [now, now]
 
 
-def test_a_tier_that_survived_every_failure_stays_on():
-    found = with_memory(20, 0)
-    dear = replace(found, memory=replace(found.memory, tier=replace(found.memory.tier, stall_seconds=30.0)))
-    assert advice_from(dear).tiers[0].steps_advised > 0 and "every_steps: 0" not in advice_from(dear).change
-    assert advice_from(replace(dear, intact=19, lost=1)).tiers[0].steps_advised == 0
+@pytest.mark.parametrize("training, words", [
+    (Training(), "no logs"), (Training().start(0).fresh(1).run(2, RUNS[0]), "no time of a step"),
+    (Training().start(0).steps(10, 1, 9), "at least one save"),
+    (Training().start(12).run(12, RUNS[0]).loss(12, 1).save(12.5, 1), "two logged steps")])
+def test_too_little_is_refused(advice, tmp_path, training, words):
+    with pytest.raises(TooLittleMeasuredError, match=words):
+        advice(training)
+    assert advice_of(build_report(STORAGE, str(tmp_path / "output"), str(tmp_path))) is None
 
 
-def test_failures_that_do_not_tell_count_for_the_rate_alone():
-    found = advice_from(with_memory(3, 1, failures=40))
-    rates = [1 / tier.seconds_between_failures for tier in found.tiers]
-    assert sum(rates) == pytest.approx(1 / found.seconds_between_failures) and rates[0] / sum(rates) == pytest.approx(3.5 / 5)
-    assert any("36 of 40" in note for note in found.notes)
-
-
-def test_without_a_failure_each_tier_has_the_bound_of_all():
-    found = advice_from(with_memory(0, 0))
-    assert [tier.steps_advised for tier in found.tiers] == [None, None]
-    assert {tier.seconds_between_failures_low for tier in found.tiers} == {found.seconds_between_failures_low}
-
-
-def test_what_a_tier_would_bring():
-    possible = TierCosts(Tier(MEMORY, 0.1, 0.1, 100.0, 0.5), 0)
-    found = advice_from(measured(possible=possible, assumed=("A.", "B.")))
-    assert [tier.name for tier in found.tiers_with_memory] == [MEMORY, DISK] and found.assumed == ("A.", "B.")
-    assert found.goodput_with_memory > found.goodput_advised and found.tiers_with_memory[0].saves == 0
-    assert found.tiers_with_memory[1].steps_advised > found.tiers[0].steps_advised
-    text = dict(lines_of(found))["memory"]
-    assert f"every_steps: {found.tiers_with_memory[0].steps_advised}" in text and text.endswith("A. B.")
-    slow = replace(possible, tier=replace(possible.tier, stall_seconds=50.0))
-    assert "nothing" in dict(lines_of(advice_from(measured(possible=slow))))["memory"]
-    assert advice_from(measured(failures=0, possible=possible)).tiers_with_memory == ()
-
-
-def test_two_tiers_that_are_nearly_best_are_not_changed():
-    found = advice_from(with_memory(8, 2))
-    memory, disk = (tier.steps_advised for tier in found.tiers)
-    same = advice_from(with_memory(8, 2, every=memory, now=disk))
-    assert same.change.startswith("Nothing to change") and f"every_steps: {memory}" in same.change
-    half = advice_from(with_memory(8, 2, every=memory, now=4 * disk))
-    assert f"every_steps: {memory}" in half.change and f"Set save_checkpoint_steps: {disk}" in half.change
-
-
-def test_an_unknown_interval_is_said():
-    found = advice_from(measured(now=None))
-    assert found.goodput_now is None and found.tiers[0].steps_now is None and any("unknown" in note for note in found.notes)
-
-
-@pytest.mark.parametrize("seconds, least, steps", [(100.0, 0.0, 50), (2468.0, 0.0, 1200), (1.0, 0.0, 1), (2468.0, 2468.0, 1300),
-                                                   (0.0, 0.0, 1), (3.0, 3.0, 2)])
-def test_intervals_have_two_digits(seconds, least, steps):
-    assert steps_of(seconds, 2.0, least) == steps
-
-
-@pytest.mark.parametrize("failures", [1, 4, 5])
-def test_a_few_failures_change_nothing(failures):
-    """A change after one failure in 13 s would be made on chance."""
-    change = advice_from(measured(failures=failures, now=10000)).change
-    assert change.startswith("Nothing to change yet") == (failures < 5)
-    assert ("Set save_checkpoint_steps" in change) == (failures >= 5)
-
-
-@pytest.mark.parametrize("failures", [0, 1, 10])
-def test_the_lines_for_people(failures):
-    found = advice_from(measured(failures=failures))
-    names = [name for name, _ in lines_of(found)]
-    goodput = ["goodput"] if failures else []
-    assert [name for name in names if name != "note"] == ["save", "failure", "now", "advised", *goodput, "change"]
-    assert found.change in sentence_of(found) and failures_text(found) in sentence_of(found)
-
-
-@pytest.mark.parametrize("intact, lost", [(0, 0), (1, 0), (8, 2)])
-def test_the_lines_of_two_tiers(intact, lost):
-    found = advice_from(with_memory(intact, lost))
-    names = [name for name, _ in lines_of(found) if name != "note"]
-    assert names == ["save", "save", "failure", *(["served"] if intact else []), "now", "advised", "advised",
-                     *(["goodput"] if intact else []), "change"]
-    assert found.change in sentence_of(found)
-
-
-def test_the_api_reads_a_folder(tmp_path):
-    history().write_all(tmp_path / "output")
-    found = mindresume.advise(tmp_path)
-    assert found.output == str(tmp_path / "output") and found.failures == 2 and found.tiers[0].steps_now == 20
-    assert mindresume.advise(tmp_path / "output").to_json() == found.to_json()
-    assert found.to_json()["tiers"][0]["name"] == "disk"
-    with pytest.raises(FileNotFoundError):
-        mindresume.advise(tmp_path / "gone")
-
-
-NUMBERS = st.floats(0, 1e18) | st.sampled_from([0.0, 1e-300, 1e18])
-
-
-@settings(deadline=None, max_examples=60)
-@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(1, 1 << 59), st.integers(0, 40), st.integers(0, 40),
-       st.integers(0, 3))
-def test_any_numbers_of_an_event_file_have_an_advice(stall, write, restart, copy, behind, every, intact, lost, unknown):
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(0, 1e18) | st.sampled_from([1e-300, 1e18]), min_size=4, max_size=4), st.integers(0, 1 << 59))
+def test_any_numbers_of_an_event_file_have_an_advice(tmp_path_factory, numbers, every):
     """Events are not trusted: a report of them must not fail."""
-    memory = TierCosts(Tier(MEMORY, copy, behind, restart, 0.5), 3, steps_now=every)
-    for more in ({"memory": memory}, {"possible": memory}):
-        found = measured(intact + lost + unknown, every, Tier(DISK, stall, write, restart), intact=intact, lost=lost, **more)
-        advice = advice_from(found)
-        assert list(lines_of(advice)) and sentence_of(advice) and interval_rows(advice)
-        for goodput in (advice.goodput_now, advice.goodput_advised, advice.goodput_with_memory):
-            assert goodput is None or 0 <= goodput <= 1
-
-
-@pytest.mark.parametrize("seconds, text", [(0.391, "0.39 s"), (0.1, "0.10 s"), (0.0042, "4.2 ms"), (75.0, "1 min 15 s")])
-def test_short_stops_are_in_milliseconds(seconds, text):
-    assert stop_text(seconds) == text
+    training = with_costs(history(attempts=6, steps=25, memory=3, sources="mmdmm"), SaveStaged={"stall_seconds": numbers[0]},
+                          SaveWritten={"write_seconds": numbers[1]}, RunOpened={"save_steps": every, "memory_steps": every},
+                          TierSaved={"stall_seconds": numbers[2], "background_seconds": numbers[3]})
+    training.write_all(folder := tmp_path_factory.mktemp("hostile"))
+    found = advice_of(build_report(STORAGE, str(folder), str(folder)))
+    assert list(lines_of(found)) and sentence_of(found)

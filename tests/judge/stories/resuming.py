@@ -23,7 +23,7 @@ KILLED = (*({"step": step + 1, "do": "wait", "path": f"memory/**/step-{step:010d
             for step in (6, 12, 18)), {"step": 19, "do": "kill"})
 BUCKET = {"remote_save_url": "file://TMP/output/bucket"}
 SLOW = uploads("output/bucket", (25,))
-OLDER = uploads("output/bucket", (20, 25))
+OLDER = uploads("output/bucket", (20, 25), "run-0002-")
 
 CASES = [
     # ---- the shared disk
