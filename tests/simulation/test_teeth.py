@@ -261,7 +261,7 @@ MUTANTS = [
         Edit(committer.Committer, "_publish", "step), target.ranks)",
              "step), [r for r in target.ranks if r not in self._missing(step)])"),
         Edit(committer.Committer, "_publish", "zip(target.ranks, records, strict=True)", "zip(target.ranks, records)")],
-        ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}"),
+        ("prune", "safetensors", ""), f"{LOST} {STUCK} {WRONG}", deaths=False, first=1),
     mutant("files are published without a flush of their folder", [
         Instead(operations, "publish", lambda right: lambda storage, *more, **how: (
             right(wrong.NoSync(storage), *more, **how)))], ("save", "ckpt", ""), LOST, first=2),
