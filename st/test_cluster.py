@@ -176,7 +176,9 @@ def test_verify_names_the_flipped_bit(chain):
 def test_every_step_of_every_attempt_is_that_of_the_uninterrupted_run(chain, whole_several):
     assert [not_identical(whole_several, attempt.steps) for attempt in chain.attempts] == [[], [], [], []]
     assert differences(whole_several.steps(), chain.attempts[-1].steps) == []
-    assert {step for attempt in chain.attempts for step in attempt.trained()} == set(range(1, STEPS + 1))
+    # A step is recorded after its save: of the last one before a kill there may be the checkpoint alone.
+    done = {step for attempt in chain.attempts for step in (*attempt.trained(), *attempt.selected)} - {None}
+    assert done == set(range(1, STEPS + 1))
     assert chain.attempts[-1].status == 0
 
 
