@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 from rank_folders import MANIFEST, RECORDS, flip_bit, folder_contents, leaves_nothing, path_of, state_of, tensors_at, tensors_in
 from reshard.plans import (
+    ALL,
     COUNTERS,
     MODEL,
+    SOLID,
     STEP,
+    TENSORS,
+    TINY,
     Plan,
     Spec,
     check_slices,
@@ -27,11 +31,6 @@ from reshard.plans import (
 
 import mindresume
 from mindresume.errors import ConfigError
-
-TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}
-TENSORS = random_tensors(TINY)
-ALL = random_tensors(MODEL)
-SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}          # without the empty one
 
 
 @pytest.fixture(scope="module")

@@ -282,3 +282,11 @@ def newest(root: Path) -> Candidate:
 def lose(root: Path, candidate: Candidate, ranks: Iterable[int]) -> None:
     for rank in ranks:
         os.remove(root / candidate.files[rank][0].path)
+
+
+# ---- samples ----------------------------------------------------------------------------------------------------------
+
+TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}
+TENSORS = random_tensors(TINY)
+ALL = random_tensors(MODEL)
+SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}          # without the empty one

@@ -12,10 +12,9 @@ import pytest
 from rank_folders import STORAGE, flip_bit, open_below
 from reshard.plans import (
     COUNTERS,
-    MODEL,
+    TENSORS,
+    TINY,
     Plan,
-    Spec,
-    random_tensors,
     recorded,
 )
 
@@ -31,10 +30,6 @@ from mindresume.reshard.converter import LOCK, Conversion, Share, remove_tree
 from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 
-TINY = {"embedding.weight": Spec((4, 2), 0, "first"), "layers.1.weight": Spec((2, 4), 1, "last", "bfloat16")}
-TENSORS = random_tensors(TINY)
-ALL = random_tensors(MODEL)
-SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}          # without the empty one
 STEP_NUM = {"step_num": COUNTERS["step_num"]}
 
 
