@@ -184,7 +184,7 @@ def test_without_scripts_there_are_a_figure_and_tables(pages):
 
         def count(selector: str) -> int:
             return len(browser.command("DOM.querySelectorAll", nodeId=root, selector=selector)["nodeIds"])
-        assert count("#static:not([hidden]) svg[aria-label] path") > 20 and count("table") == 7
+        assert count("#static:not([hidden]) svg[aria-label] path") > 20 and count("table") == 6
         assert count("#charts[hidden]:empty") == count("#switches[hidden]:empty") == 1 and count(".tip") == 0
         assert browser.logged() == []
     finally:
