@@ -1,15 +1,21 @@
 """Runs MindSpore Transformers with mindresume: ``python run_mindformer.py --help``.
 
-It takes the command line of the script of the same name in MindSpore Transformers. It imports mindformers only after the
-arguments are checked.
+It takes the command line of the script of the same name in MindSpore Transformers. It imports
+mindformers only after the arguments are checked.
 """
+
 from __future__ import annotations
 
 import os
 import sys
 import traceback
 
-from mindresume.errors import AlteredWeightsError, ConfigError, MindResumeError, TrainingCompleteError
+from mindresume.errors import (
+    AlteredWeightsError,
+    ConfigError,
+    MindResumeError,
+    TrainingCompleteError,
+)
 from mindresume.launch.arguments import Launch, parse
 from mindresume.launch.overrides import PREDICT_MODES, apply
 
@@ -21,13 +27,15 @@ def run_pynative(launch: Launch) -> None:
     if launch.mindresume:
         import mindresume.plugin  # noqa: F401  (its import installs everything)
         from mindresume.mindformers.upstream_check import require_import
+
         require_import("mindformers.pynative.trainer")
     unused = launch.without_effect_in_pynative()
     if unused:
         say(f"--mode 1 reads the configuration file alone; without effect: {', '.join(unused)}")
     from mindformers.pynative.trainer import Trainer
+
     trainer = Trainer(launch.config)
-    if getattr(trainer, "is_inference", False):      # releases after 1.9.0
+    if getattr(trainer, "is_inference", False):  # releases after 1.9.0
         trainer.inference()
     else:
         trainer.train()
@@ -51,8 +59,12 @@ def run_graph(launch: Launch) -> None:
     build_context(config)
     trainer = Trainer(config)
     if config.run_mode in PREDICT_MODES:
-        trainer.predict(predict_checkpoint=config.load_checkpoint, input_data=config.input_data,
-                        batch_size=config.predict_batch_size, adapter_id=config.adapter_id)
+        trainer.predict(
+            predict_checkpoint=config.load_checkpoint,
+            input_data=config.input_data,
+            batch_size=config.predict_batch_size,
+            adapter_id=config.adapter_id,
+        )
     elif config.run_mode == "eval":
         trainer.evaluate(eval_checkpoint=config.load_checkpoint)
     else:
@@ -72,8 +84,8 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 finished (also: nothing left to train), 1 the run failed, 2 a wrong argument or setting, 65 the
-    network got other weights than those that were loaded."""
+    """Returns the exit status: 0 finished (also: nothing left to train), 1 the run failed, 2 a
+    wrong argument or setting, 65 the network got other weights than those that were loaded."""
     launch = parse(argv, os.path.dirname(os.path.abspath(__file__)))
     if "register_path" in launch.flags:
         set_register_path(launch.flags["register_path"])
@@ -89,7 +101,7 @@ def main(argv: list[str]) -> int:
     except AlteredWeightsError as error:
         say(f"failed{where}: {error}")
         return 65
-    except MindResumeError as error:        # the message is complete; a traceback would hide it
+    except MindResumeError as error:  # the message is complete; a traceback would hide it
         say(f"failed{where}: {type(error).__name__}: {error}")
         return 1
     except Exception as error:

@@ -1,10 +1,12 @@
-"""Parts of ``background.py`` that need a process of their own: memory (nothing else may live there) and speed (one BLAS thread).
+"""Parts of ``background.py`` that need a process of their own: memory (nothing else may live there)
+and speed (one BLAS thread).
 
     python _background_job.py memory thread|process|"mindspore thread"|"mindspore process" FOLDER MIB FORMAT SAVES ROUNDS
     python _background_job.py speed all FOLDER MIB FORMAT SAVES ROUNDS
 
 The last line of the output is JSON.
-"""
+"""  # noqa: E501
+
 from __future__ import annotations
 
 import gc
@@ -32,7 +34,7 @@ from mindresume.storage.posix import PosixStorage
 
 KINDS = ("thread", "process")
 PATIENCE = 600.0
-STEP, QUIET = 0.01, 1.0         # seconds
+STEP, QUIET = 0.01, 1.0  # seconds
 
 
 def place_in(root: str) -> SaveTarget:
@@ -41,12 +43,19 @@ def place_in(root: str) -> SaveTarget:
 
 
 def save_of(tensors: Mapping[str, Any], step: int, fmt: str) -> Save:
-    return Save(rank_shard(FileName("bench", 0, 0, 1, step, fmt), TrainingState(step, 1_000_000, step), tensors))
+    return Save(
+        rank_shard(
+            FileName("bench", 0, 0, 1, step, fmt), TrainingState(step, 1_000_000, step), tensors
+        )
+    )
 
 
 def built_in(live: list[tuple[str, Any]], path: str, kind: str | bool, fmt: str) -> None:
     import mindspore as ms
-    ms.save_checkpoint([{"name": name, "data": value} for name, value in live], path, async_save=kind, format=fmt)
+
+    ms.save_checkpoint(
+        [{"name": name, "data": value} for name, value in live], path, async_save=kind, format=fmt
+    )
 
 
 def wait_for_built_in() -> None:
@@ -55,14 +64,16 @@ def wait_for_built_in() -> None:
             writer.join()
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
+
 
 def memory(kind: str, root: str, mib: int, fmt: str, saves: int) -> dict[str, Any]:
     live = measure.parameters(measure.arrays(mib))
     size = sum(tensor.nbytes for tensor in deferred(live).values())
     measure.warm_memory(3 * size)
     saver = AsyncSaver(place_in(f"{root}/saves"), KeepLast(1), kind) if kind in KINDS else None
-    if saver is None:                       # what it allocates and frees at its first save, whatever the kind, is not asked for
+    # what it allocates and frees at its first save, whatever the kind, is not asked for
+    if saver is None:
         built_in(live, f"{root}/built_in.{fmt}", False, fmt)
     gc.collect()
     before, after, stops = sum(footprint().values()), [], []
@@ -82,7 +93,14 @@ def memory(kind: str, root: str, mib: int, fmt: str, saves: int) -> dict[str, An
     peak, own = seen.stop()
     if saver is not None:
         saver.finish(PATIENCE)
-    return {"bytes": size, "before": before, "after": after, "peak": peak, "writer": own, "stops": stops}
+    return {
+        "bytes": size,
+        "before": before,
+        "after": after,
+        "peak": peak,
+        "writer": own,
+        "stops": stops,
+    }
 
 
 class Peak:
@@ -108,8 +126,9 @@ class Peak:
 
 
 def footprint() -> dict[int, int]:
-    """Returns anonymous and shared memory of this process and its children in bytes: the proportional set size, so that a shared
-    page counts once in the sum, without that of files (libraries), which other processes of the machine change."""
+    """Returns anonymous and shared memory of this process and its children in bytes: the
+    proportional set size, so that a shared page counts once in the sum, without that of files
+    (libraries), which other processes of the machine change."""
     return {pid: anonymous(pid) + _rollup(pid, "Pss_Shmem:") for pid in (os.getpid(), *_children())}
 
 
@@ -118,7 +137,8 @@ def anonymous(pid: int) -> int:
 
 
 def _rollup(pid: int, field: str) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/smaps_rollup") as file:     # it may just have ended
+    # it may just have ended
+    with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/smaps_rollup") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith(field))
     return 0
 
@@ -126,12 +146,16 @@ def _rollup(pid: int, field: str) -> int:
 def _children() -> list[int]:
     found = []
     for task in os.listdir("/proc/self/task"):
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/children") as file:
+        with (
+            suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/self/task/{task}/children") as file,
+        ):
             found += map(int, file.read().split())
     return found
 
 
-# ---- speed ---------------------------------------------------------------------------------------------------------
+# ---- speed ---------------------------------------------------------------------------------------
+
 
 def speed(root: str, mib: int, fmt: str, rounds: int) -> dict[str, Any]:
     table = measure.arrays(mib)
@@ -141,7 +165,11 @@ def speed(root: str, mib: int, fmt: str, rounds: int) -> dict[str, Any]:
     found: dict[str, list[tuple[float, float, float, float]]] = {}
     step = 0
     for number in measure.Rounds().numbers(rounds):
-        works = [(writer, loop) for writer in ("nothing", *KINDS, *(f"mindspore {kind}" for kind in KINDS)) for loop in loops]
+        works = [
+            (writer, loop)
+            for writer in ("nothing", *KINDS, *(f"mindspore {kind}" for kind in KINDS))
+            for loop in loops
+        ]
         for writer, loop in measure.shuffled(works, number):
             os.sync()
             measure.warm_memory(3 * size)
@@ -154,20 +182,39 @@ def speed(root: str, mib: int, fmt: str, rounds: int) -> dict[str, Any]:
                 saver.wait(PATIENCE)
             wait_for_built_in()
             if number:
-                found.setdefault(f"{writer}, {loop}", []).append((with_save[0] / quiet[0], quiet[1], with_save[1], with_save[2]))
+                found.setdefault(f"{writer}, {loop}", []).append(
+                    (with_save[0] / quiet[0], quiet[1], with_save[1], with_save[2])
+                )
     for saver in savers.values():
         saver.finish(PATIENCE)
-    return {"step": STEP, "rates": {name: summary(values) for name, values in sorted(found.items())}}
+    return {
+        "step": STEP,
+        "rates": {name: summary(values) for name, values in sorted(found.items())},
+    }
 
 
 def summary(values: list[tuple[float, float, float, float]]) -> dict[str, Any]:
     ratios, quiet_longest, longest, seconds = zip(*values, strict=True)
-    return {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios), "seconds": statistics.median(seconds),
-            "quiet_longest": statistics.median(quiet_longest), "longest": statistics.median(longest), "ratios": ratios}
+    return {
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "seconds": statistics.median(seconds),
+        "quiet_longest": statistics.median(quiet_longest),
+        "longest": statistics.median(longest),
+        "ratios": ratios,
+    }
 
 
-def begin(writer: str, savers: Mapping[str, AsyncSaver], live: list[tuple[str, Any]], table: Mapping[str, np.ndarray], path: str,
-          fmt: str, step: int) -> Callable[[], bool]:
+def begin(
+    writer: str,
+    savers: Mapping[str, AsyncSaver],
+    live: list[tuple[str, Any]],
+    table: Mapping[str, np.ndarray],
+    path: str,
+    fmt: str,
+    step: int,
+) -> Callable[[], bool]:
     """Starts a save; the answer is whether it is still being written."""
     if writer == "nothing":
         until = time.perf_counter() + QUIET
@@ -176,12 +223,15 @@ def begin(writer: str, savers: Mapping[str, AsyncSaver], live: list[tuple[str, A
         savers[writer].save(save_of(table, step, fmt))
         return savers[writer].busy
     built_in(live, path, writer.removeprefix("mindspore "), fmt)
-    return lambda: any(one.name == "asyn_save_ckpt" and one.is_alive()
-                       for one in (*threading.enumerate(), *multiprocessing.active_children()))
+    return lambda: any(
+        one.name == "asyn_save_ckpt" and one.is_alive()
+        for one in (*threading.enumerate(), *multiprocessing.active_children())
+    )
 
 
 def run(work: Callable[[], None], goes_on: Callable[[], bool]) -> tuple[float, float, float]:
-    """Steps a second, the longest step and all of the time in seconds. ``goes_on`` is asked after each step, as a callback is."""
+    """Steps a second, the longest step and all of the time in seconds. ``goes_on`` is asked after
+    each step, as a callback is."""
     count, longest, begun = 0, 0.0, time.perf_counter()
     last = begun
     while True:
@@ -199,7 +249,9 @@ def python_step() -> Callable[[], None]:
 
 def matmul_step() -> Callable[[], None]:
     """Gives Python's lock away while it multiplies."""
-    left, right = (np.random.default_rng(seed).standard_normal((256, 256), np.float32) for seed in (1, 2))
+    left, right = (
+        np.random.default_rng(seed).standard_normal((256, 256), np.float32) for seed in (1, 2)
+    )
     out = np.empty_like(left)
     return _of_length(lambda: np.matmul(left, right, out=out))
 
@@ -217,12 +269,17 @@ def _of_length(work: Callable[[], Any]) -> Callable[[], None]:
     def repeated() -> None:
         for _ in range(repetitions):
             work()
+
     return repeated
 
 
 def main() -> None:
     part, kind, root, mib, fmt, saves, rounds = sys.argv[1:]
-    found = memory(kind, root, int(mib), fmt, int(saves)) if part == "memory" else speed(root, int(mib), fmt, int(rounds))
+    found = (
+        memory(kind, root, int(mib), fmt, int(saves))
+        if part == "memory"
+        else speed(root, int(mib), fmt, int(rounds))
+    )
     print(json.dumps(found))
 
 

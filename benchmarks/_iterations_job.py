@@ -1,6 +1,8 @@
-"""Parts of ``iterations.py``: the model, its layouts, and the parameters of one rank in live cells, as MindSpore and mindformers
-see them. mindformers' own functions are unchanged; replaced are their sources of the graph's cuts (no network is compiled here),
-and the collectives for which MindSpore has no CPU kernel."""
+"""Parts of ``iterations.py``: the model, its layouts, and the parameters of one rank in live cells,
+as MindSpore and mindformers see them. mindformers' own functions are unchanged; replaced are their
+sources of the graph's cuts (no network is compiled here), and the collectives for which MindSpore
+has no CPU kernel."""
+
 from __future__ import annotations
 
 import contextlib
@@ -27,8 +29,9 @@ Model = dict[str, tuple[tuple[int, ...], TensorLayout]]
 
 
 def model(mib: int, data: int, tensor: int) -> Model:
-    """Returns {name: (global shape, layout)} of ``mib`` MiB of float32: 20 weights and two moments of each, over ``data`` x
-    ``tensor`` ranks. Half of the matrices are cut by rows, half by columns; two weights are uncut vectors."""
+    """Returns {name: (global shape, layout)} of ``mib`` MiB of float32: 20 weights and two moments
+    of each, over ``data`` x ``tensor`` ranks. Half of the matrices are cut by rows, half by
+    columns; two weights are uncut vectors."""
     matrix = (data, tensor)
     rows = max(round(mib * 2**20 / 3 / MATRICES / 4 / WIDTH / 16), 1) * 16
     weights: Model = {}
@@ -37,7 +40,9 @@ def model(mib: int, data: int, tensor: int) -> Model:
         weights[f"layers.{number}.weight"] = ((rows, WIDTH), TensorLayout(matrix, cut))
     for number in range(NORMS):
         weights[f"norms.{number}.weight"] = ((WIDTH,), TensorLayout(matrix, (-1,)))
-    return {kind + name: row for kind in ("", "adam_m.", "adam_v.") for name, row in weights.items()}
+    return {
+        kind + name: row for kind in ("", "adam_m.", "adam_v.") for name, row in weights.items()
+    }
 
 
 def size_of(tensors: Model) -> int:
@@ -63,40 +68,58 @@ def part(tensors: Model, name: str, rank: int) -> np.ndarray:
 def spec_of(tensors: Model) -> dict[str, dict[str, Any]]:
     """layouts.json of st/programs/builtin_20_read.py, with the optimizer's counter."""
     from st.builtin_versions import table
+
     shapes = {name: np.broadcast_to(np.float32(0), shape) for name, (shape, _) in tensors.items()}
-    return table({**shapes, "global_step": np.zeros(1, np.int32)}, {name: layout for name, (_, layout) in tensors.items()})
+    return table(
+        {**shapes, "global_step": np.zeros(1, np.int32)},
+        {name: layout for name, (_, layout) in tensors.items()},
+    )
 
 
 def cells_of(spec: Mapping[str, Any], tensors: Model, rank: int, values: bool) -> tuple[Any, Any]:
     """(network, optimizer with all parameters) of a rank; without ``values`` ones are in them."""
     import builtin_20_read as builtin
     import mindspore as ms
-    arrays = {name: part(tensors, name, rank) if values else np.ones(layout.local_shape(shape), np.float32)
-              for name, (shape, layout) in tensors.items()}
+
+    arrays = {
+        name: part(tensors, name, rank)
+        if values
+        else np.ones(layout.local_shape(shape), np.float32)
+        for name, (shape, layout) in tensors.items()
+    }
     arrays["global_step"] = np.full(1, 77, np.int32)
-    network, optimizer = builtin.cells(spec, {name: ms.Tensor(array) for name, array in arrays.items()})
+    network, optimizer = builtin.cells(
+        spec, {name: ms.Tensor(array) for name, array in arrays.items()}
+    )
     for parameter in optimizer.get_parameters():
-        parameter.asnumpy()                     # the first access moves the bytes; training has done so long before
+        # the first access moves the bytes; training has done so long before
+        parameter.asnumpy()
     return network, optimizer
 
 
 class Strategies:
-    """The strategy that MindSpore would return for the compiled network of a job, computed once: it costs the built-in nothing
-    here."""
+    """The strategy that MindSpore would return for the compiled network of a job, computed once: it
+    costs the built-in nothing here."""
 
     def __init__(self, spec: Mapping[str, Any], ranks: int):
         import builtin_20_read as builtin
+
         self.of_rank = {rank: builtin.strategy_of(spec, rank) for rank in range(ranks)}
 
     @contextlib.contextmanager
     def patched(self, rank: int) -> Iterator[None]:
         """Makes all modules of mindformers use it, with a silent log."""
         import builtin_20_read as builtin
+
         logging.disable(logging.WARNING)
-        answers = {"get_strategy_metadata": lambda *_, **__: self.of_rank,
-                   "get_current_strategy_metadata": lambda *_, **__: [self.of_rank[rank]]}
+        answers = {
+            "get_strategy_metadata": lambda *_, **__: self.of_rank,
+            "get_current_strategy_metadata": lambda *_, **__: [self.of_rank[rank]],
+        }
         with contextlib.ExitStack() as patches:
-            for module in map(importlib.import_module, (f"mindformers.{name}" for name in builtin.MODULES)):
+            for module in map(
+                importlib.import_module, (f"mindformers.{name}" for name in builtin.MODULES)
+            ):
                 for name, answer in answers.items():
                     if hasattr(module, name):
                         patches.enter_context(mock.patch.object(module, name, answer))
@@ -104,13 +127,16 @@ class Strategies:
 
 
 def install_collectives() -> None:
-    """Before mindformers is imported. Both are AllReduce of float32, which is what MindSpore's library on CPU has."""
+    """Before mindformers is imported. Both are AllReduce of float32, which is what MindSpore's
+    library on CPU has."""
     import mindspore.communication.comm_func as comm_func
     from mindspore import Tensor, ops
 
     from st.cpu_cluster import collectives
+
     collectives.install_barrier()
 
     def all_reduce(tensor: Any, *_: Any, **__: Any) -> tuple[Any, None]:
         return ops.AllReduce()(Tensor(tensor.asnumpy().astype(np.float32))), None
+
     comm_func.all_reduce = functools.wraps(comm_func.all_reduce)(all_reduce)

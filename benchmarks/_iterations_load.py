@@ -1,13 +1,16 @@
-"""One rank of the loading part of ``iterations.py``: it loads a checkpoint of eight ranks as one of a job of four.
+"""One rank of the loading part of ``iterations.py``: it loads a checkpoint of eight ranks as one of
+a job of four.
 
     python _iterations_load.py built-in|ours RANK MIB
 
-One JSON line per task on standard input, {"root", "first", "prove", "plain"}. It answers "ready", waits for a line, loads, and
-answers with one JSON line: {"seconds", "anonymous": peak MiB
-above that before, "read": bytes, "parameters": bytes of this rank}. ``first``: what arrived is compared, and with the built-in,
-which maps its files, the pages that it touched are counted; that takes time. ``prove``: ours also proves its share of the
-files, as a resume does when it chooses; "proof" are the seconds of that alone. ``plain`` (ours): nothing but reading.
+One JSON line per task on standard input, {"root", "first", "prove", "plain"}. It answers "ready",
+waits for a line, loads, and answers with one JSON line: {"seconds", "anonymous": peak MiB above
+that before, "read": bytes, "parameters": bytes of this rank}. ``first``: what arrived is compared,
+and with the built-in, which maps its files, the pages that it touched are counted; that takes time.
+``prove``: ours also proves its share of the files, as a resume does when it chooses; "proof" are
+the seconds of that alone. ``plain`` (ours): nothing but reading.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -28,7 +31,7 @@ from _reshard_job import Peak
 
 from mindresume.formats import CheckpointDir
 
-SOURCE, TARGET = (2, 4), (2, 2)             # data x tensor
+SOURCE, TARGET = (2, 4), (2, 2)  # data x tensor
 RANKS = TARGET[0] * TARGET[1]
 
 
@@ -46,12 +49,19 @@ class Ours:
         from mindresume.reshard.iteration_view import view_of_iteration
         from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
         from mindresume.storage.posix import PosixStorage
+
         storage, traffic = PosixStorage(), Traffic()
-        weights = view_of_iteration(CheckpointDir(storage, root), scan(CheckpointDir(storage, root)).candidates[0])
+        weights = view_of_iteration(
+            CheckpointDir(storage, root), scan(CheckpointDir(storage, root)).candidates[0]
+        )
         wanted = adapter.parameters_to_load(self.optimizer)
         shapes = {name: shape for name, (shape, _) in wanted.items()}
         layouts = strategy_layouts(self.strategies.of_rank[self.rank], shapes, print)
-        arrays = read_regions(weights, wanted_regions(weights, LoadTarget(wanted, layouts), self.rank), traffic=traffic)
+        arrays = read_regions(
+            weights,
+            wanted_regions(weights, LoadTarget(wanted, layouts), self.rank),
+            traffic=traffic,
+        )
         left = adapter.load_into(self.optimizer, arrays, False)
         if left:
             raise SystemExit(f"{len(left)} parameters got no value, for example {left[0]}")
@@ -62,7 +72,11 @@ class Ours:
         import numpy as np
 
         from mindresume.mindformers import adapter
-        path = max((os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names), key=os.path.getsize)
+
+        path = max(
+            (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names),
+            key=os.path.getsize,
+        )
         total, size, position = 0, os.path.getsize(path), 0
         with open(path, "rb", buffering=0) as file:
             arrays = []
@@ -81,6 +95,7 @@ class Ours:
         from mindresume.resume.choice import VerifiedShard
         from mindresume.resume.verifier import Verifier
         from mindresume.storage.posix import PosixStorage
+
         storage = PosixStorage()
         candidate = scan(CheckpointDir(storage, root)).candidates[0]
         for source in range(self.rank, candidate.world_size, RANKS):
@@ -95,6 +110,7 @@ class BuiltIn:
 
     def load(self, root: str) -> int:
         from mindformers.checkpoint.checkpoint import load_checkpoint
+
         load_checkpoint(root, self.network, self.optimizer)
         return 0
 
@@ -103,6 +119,7 @@ class BuiltIn:
 def mapped_counted() -> Iterator[list[int]]:
     """[bytes of the pages touched in the files that MindSpore maps], right after the block."""
     from mindspore.parallel import data_access_adapter
+
     found = [0]
 
     class Counted(mmap.mmap):
@@ -115,7 +132,10 @@ def mapped_counted() -> Iterator[list[int]]:
 
         def __del__(self) -> None:
             found[0] += touched(self.path)
-    with mock.patch.object(data_access_adapter, "mmap", SimpleNamespace(mmap=Counted, ACCESS_COPY=mmap.ACCESS_COPY)):
+
+    with mock.patch.object(
+        data_access_adapter, "mmap", SimpleNamespace(mmap=Counted, ACCESS_COPY=mmap.ACCESS_COPY)
+    ):
         yield found
     gc.collect()
     found[0] += touched(".safetensors")
@@ -141,8 +161,9 @@ def characters_read() -> int:
 def main() -> None:
     kind, rank, mib = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                               # MindSpore prints
+    os.dup2(2, 1)  # MindSpore prints
     import builtin_20_read as builtin
+
     tensors = job.model(mib, *TARGET)
     spec = job.spec_of(tensors)
     strategies = job.Strategies(spec, RANKS)
@@ -150,11 +171,21 @@ def main() -> None:
     work = Ours(optimizer, strategies, rank) if kind == "ours" else BuiltIn(network, optimizer)
     with builtin.as_rank(rank, RANKS, spec), strategies.patched(rank):
         for line in iter(sys.stdin.readline, ""):
-            print(json.dumps(one(work, json.loads(line), tensors, optimizer, rank, answers)), file=answers, flush=True)
+            print(
+                json.dumps(one(work, json.loads(line), tensors, optimizer, rank, answers)),
+                file=answers,
+                flush=True,
+            )
 
 
-def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimizer: Any, rank: int,
-        answers: TextIO) -> dict[str, Any]:
+def one(
+    work: Ours | BuiltIn,
+    task: dict[str, Any],
+    tensors: job.Model,
+    optimizer: Any,
+    rank: int,
+    answers: TextIO,
+) -> dict[str, Any]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     proof = 0.0
@@ -162,7 +193,8 @@ def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimize
         started = time.perf_counter()
         work.prove(task["root"])
         proof = time.perf_counter() - started
-    print("ready", file=answers, flush=True)    # no rank collects garbage, or proves, while another one loads
+    # no rank collects garbage, or proves, while another one loads
+    print("ready", file=answers, flush=True)
     sys.stdin.readline()
     before = characters_read()
     if task["first"] and isinstance(work, BuiltIn):
@@ -174,7 +206,13 @@ def one(work: Ours | BuiltIn, task: dict[str, Any], tensors: job.Model, optimize
             started = time.perf_counter()
             read = (work.plain if task["plain"] else work.load)(task["root"])
             seconds = time.perf_counter() - started
-        measured = {"seconds": seconds, "anonymous": peak.mib, "read": read, "rchar": characters_read() - before, "proof": proof}
+        measured = {
+            "seconds": seconds,
+            "anonymous": peak.mib,
+            "read": read,
+            "rchar": characters_read() - before,
+            "proof": proof,
+        }
     if task["first"] and not task["plain"]:
         check(tensors, optimizer, rank)
     return {**measured, "parameters": job.held(tensors), "mapped": touched(".safetensors")}

@@ -4,10 +4,12 @@
     for number in rounds.numbers(7):                    # one more that does not count, to warm up
         rounds.timed("plain", lambda: write(...))       # seconds
         rounds.timed("ours", lambda: save(...))
-    rounds.median("ours"); rounds.ratio("ours", "plain")        # the median of the ratios within the rounds
+    # the median of the ratios within the rounds
+    rounds.median("ours"); rounds.ratio("ours", "plain")
 
 Ratios are taken within a round, because a shared machine drifts. Nothing is kept between two runs.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -61,7 +63,9 @@ class Rounds:
         return statistics.median(self.ratios(name, base))
 
     def ratios(self, name: str, base: str) -> list[float]:
-        return [value / other for value, other in zip(self.values[name], self.values[base], strict=True)]
+        return [
+            value / other for value, other in zip(self.values[name], self.values[base], strict=True)
+        ]
 
     def spread(self, name: str, base: str) -> str:
         """Smallest and largest ratio of a round."""
@@ -78,8 +82,9 @@ def shuffled(works: list[Callable[[], Any]], number: int) -> list[Callable[[], A
 
 
 def warm_memory(size: int) -> None:
-    """Makes the kernel's free memory fast again. The first touch of a page that a virtual machine has given back to its host
-    costs several times what writing a file costs, and would hit whichever candidate comes along."""
+    """Makes the kernel's free memory fast again. The first touch of a page that a virtual machine
+    has given back to its host costs several times what writing a file costs, and would hit
+    whichever candidate comes along."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     view = np.frombuffer(memory, np.uint8)
@@ -89,25 +94,37 @@ def warm_memory(size: int) -> None:
 
 
 def arrays(mib: int, tensor_mib: int = 16) -> dict[str, np.ndarray]:
-    """``mib`` MiB of weights, half float32 and half bfloat16 by bytes, in tensors of ``tensor_mib``, with random values."""
+    """``mib`` MiB of weights, half float32 and half bfloat16 by bytes, in tensors of
+    ``tensor_mib``, with random values."""
     import ml_dtypes
+
     generator, found = np.random.default_rng(0), {}
     for index in range(max(2, mib // tensor_mib)):
         values = generator.standard_normal((tensor_mib << 20) // 4, np.float32).reshape(-1, 2048)
         name = f"model.layers.{index}.weight"
         # the upper half of a float32 is a bfloat16: no conversion needed
-        found[name] = values if index % 2 == 0 else values.view(np.uint16)[:, 1::2].repeat(2, axis=0).view(ml_dtypes.bfloat16)
+        found[name] = (
+            values
+            if index % 2 == 0
+            else values.view(np.uint16)[:, 1::2].repeat(2, axis=0).view(ml_dtypes.bfloat16)
+        )
     return found
 
 
 def parameters(table: dict[str, np.ndarray]) -> list[tuple[str, Any]]:
     """The same values as live MindSpore parameters on the CPU."""
     import mindspore as ms
+
     found = []
     for name, array in table.items():
-        value = ms.Parameter(ms.Tensor(array.view(np.int16)).view(ms.bfloat16) if array.dtype.itemsize == 2 else ms.Tensor(array),
-                             name=name)
-        value.asnumpy()                     # the first access moves the bytes; training has done so long before it saves
+        value = ms.Parameter(
+            ms.Tensor(array.view(np.int16)).view(ms.bfloat16)
+            if array.dtype.itemsize == 2
+            else ms.Tensor(array),
+            name=name,
+        )
+        # the first access moves the bytes; training has done so long before it saves
+        value.asnumpy()
         found.append((name, value))
     return found
 
@@ -116,19 +133,27 @@ def size_of(table: dict[str, np.ndarray]) -> int:
     return sum(array.nbytes for array in table.values())
 
 
-# ---- the machine and the output ------------------------------------------------------------------------------------
+# ---- the machine and the output ------------------------------------------------------------------
+
 
 def machine(folder: str) -> dict[str, str]:
-    return {"cores": f"{os.cpu_count()} x {_field('/proc/cpuinfo', 'model name') or platform.machine()}",
-            "memory": f"{int((_field('/proc/meminfo', 'MemTotal') or '0').split()[0]) / 2**20:.0f} GiB",
-            "file system": _file_system(folder), "kernel": platform.release(), "python": platform.python_version(),
-            **{name: found for name in PACKAGES if (found := _version(name))}}
+    return {
+        "cores": f"{os.cpu_count()} x "
+        f"{_field('/proc/cpuinfo', 'model name') or platform.machine()}",
+        "memory": f"{int((_field('/proc/meminfo', 'MemTotal') or '0').split()[0]) / 2**20:.0f} GiB",
+        "file system": _file_system(folder),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: found for name in PACKAGES if (found := _version(name))},
+    }
 
 
 def _field(path: str, name: str) -> str:
     try:
         with open(path) as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith(name)), "")
+            return next(
+                (line.partition(":")[2].strip() for line in file if line.startswith(name)), ""
+            )
     except OSError:
         return ""
 
@@ -146,7 +171,9 @@ def _file_system(folder: str) -> str:
     with open("/proc/mounts") as file:
         for line in file:
             _, point, kind, options, *_ = line.split()
-            if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(
+                best
+            ):
                 best, found = point, f"{kind} ({options})"
     return found
 
@@ -158,13 +185,33 @@ def heading(folder: str, load: str) -> str:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows]) + "\n"
+    return (
+        "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
+        + "\n"
+    )
 
 
-def finish(title: str, folder: str, rounds: Rounds, text: str, path: str | None, more: dict[str, Any] | None = None) -> None:
+def finish(
+    title: str,
+    folder: str,
+    rounds: Rounds,
+    text: str,
+    path: str | None,
+    more: dict[str, Any] | None = None,
+) -> None:
     """Prints everything; ``path``: also the single measurements, as JSON."""
     print(f"## {title}\n\n{heading(folder, rounds.load())}\n{text}")
     if path:
         with open(path, "w") as file:
-            json.dump({"title": title, "command": sys.argv, "machine": machine(folder), "loads": rounds.loads,
-                       "rounds": rounds.values, **(more or {})}, file, indent=1)
+            json.dump(
+                {
+                    "title": title,
+                    "command": sys.argv,
+                    "machine": machine(folder),
+                    "loads": rounds.loads,
+                    "rounds": rounds.values,
+                    **(more or {}),
+                },
+                file,
+                indent=1,
+            )

@@ -1,8 +1,10 @@
-"""One candidate of ``reshard.py`` in a process of its own, so that its memory can be measured: reads one JSON line per task from
-standard input, answers with one line: {"seconds", "anonymous": peak MiB above that before, "read"}.
+"""One candidate of ``reshard.py`` in a process of its own, so that its memory can be measured:
+reads one JSON line per task from standard input, answers with one line: {"seconds", "anonymous":
+peak MiB above that before, "read"}.
 
     python _reshard_job.py direct|transform|unified|copy
 """
+
 from __future__ import annotations
 
 import json
@@ -20,7 +22,7 @@ from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.storage import posix
 from mindresume.storage.posix import PosixStorage
 
-STEP = 0.005                    # seconds between two looks at the memory
+STEP = 0.005  # seconds between two looks at the memory
 COPY = 4 << 20
 
 
@@ -31,7 +33,9 @@ def anonymous() -> int:
         pid = todo.pop()
         try:
             with open(f"/proc/{pid}/status") as file:
-                total += next((int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon")), 0)
+                total += next(
+                    (int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon")), 0
+                )
             for task in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{task}/children") as file:
                     todo += map(int, file.read().split())
@@ -59,13 +63,18 @@ class Peak:
 
 
 def direct(task: dict[str, Any]) -> dict[str, Any]:
-    """Everything from opening the source to the target. ``flush`` False: the disk is not asked to write, as with MindSpore."""
+    """Everything from opening the source to the target. ``flush`` False: the disk is not asked to
+    write, as with MindSpore."""
     storage, traffic = PosixStorage(), Traffic()
     if not task["flush"]:
         os.fsync = lambda handle: None
         posix._begin_flush = lambda *rest: None
     source = open_checkpoint(storage, task["source"], strategy=task["from"])
-    job = to_ranks(source, read_strategy(task["to"]), "safetensors") if task["to"] else to_consolidated(source, "mindspore")
+    job = (
+        to_ranks(source, read_strategy(task["to"]), "safetensors")
+        if task["to"]
+        else to_consolidated(source, "mindspore")
+    )
     conversion = Conversion(storage, job, task["target"])
     conversion.run(Engine(workers=task["workers"], traffic=traffic))
     return {"read": traffic.read}
@@ -73,24 +82,38 @@ def direct(task: dict[str, Any]) -> dict[str, Any]:
 
 def transform(task: dict[str, Any]) -> dict[str, Any]:
     import mindspore as ms
+
     os.makedirs(task["target"])
-    ms.transform_checkpoints(task["source"], task["target"], "net", task["merged_from"], task["merged_to"],
-                             output_format="safetensors")
+    ms.transform_checkpoints(
+        task["source"],
+        task["target"],
+        "net",
+        task["merged_from"],
+        task["merged_to"],
+        output_format="safetensors",
+    )
     return {}
 
 
 def unified(task: dict[str, Any]) -> dict[str, Any]:
     import mindspore as ms
+
     middle = task["target"] + "-unified"
     ms.unified_safetensors(task["source"], task["merged_from"], middle)
     if task["to"]:
-        ms.load_distributed_checkpoint(network=None, predict_strategy=task["merged_to"], format="safetensors",
-                                       unified_safetensors_dir=middle, dst_safetensors_dir=task["target"])
+        ms.load_distributed_checkpoint(
+            network=None,
+            predict_strategy=task["merged_to"],
+            format="safetensors",
+            unified_safetensors_dir=middle,
+            dst_safetensors_dir=task["target"],
+        )
     return {}
 
 
 def copy(task: dict[str, Any]) -> dict[str, Any]:
-    """The bytes of the target, from the source to new files: reads and writes of 4 MiB in one thread."""
+    """The bytes of the target, from the source to new files: reads and writes of 4 MiB in one
+    thread."""
     buffer = memoryview(bytearray(COPY))
     for folder, _, names in os.walk(task["source"]):
         for name in names:
@@ -111,7 +134,7 @@ def main() -> None:
         import mindspore  # noqa: F401  not part of what is measured
     print("ready", file=sys.stderr, flush=True)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                               # MindSpore prints
+    os.dup2(2, 1)  # MindSpore prints
     for line in sys.stdin:
         task = json.loads(line)
         with Peak() as peak:

@@ -1,8 +1,11 @@
-"""The step time of the quickstart's training with a save in memory at each step, against the same training without one.
+"""The step time of the quickstart's training with a save in memory at each step, against the same
+training without one.
 
-Both trainings are started by the real Trainer and then run in turns: while one runs, all processes of the other are stopped
-(SIGSTOP). So both see the same machine, and neither takes a core from the other.
+Both trainings are started by the real Trainer and then run in turns: while one runs, all processes
+of the other are stopped (SIGSTOP). So both see the same machine, and neither takes a core from the
+other.
 """
+
 from __future__ import annotations
 
 import json
@@ -18,32 +21,48 @@ import _measure as measure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-_WARM_UP = 20               # steps of each training before the first turn
-_AFTER_CONT = 3             # steps at the beginning of a turn that do not count
+_WARM_UP = 20  # steps of each training before the first turn
+_AFTER_CONT = 3  # steps at the beginning of a turn that do not count
 WITHOUT, WITH = "no tier", "every_steps: 1"
 
 
-def measure_steps(folder: str, memory: str, ranks: int, rounds: int, seconds: float) -> measure.Rounds:
-    """Returns the seconds a step of both trainings, the median and the mean of each turn, and of the tier the copy.
+def measure_steps(
+    folder: str, memory: str, ranks: int, rounds: int, seconds: float
+) -> measure.Rounds:
+    """Returns the seconds a step of both trainings, the median and the mean of each turn, and of
+    the tier the copy.
 
     Args:
         ranks: 1, 2 (data parallel) or 4.
         seconds: of one turn.
     """
     from st.training_run import Run
+
     data = Path(folder) / "data"
-    subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(data)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(data)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     config = "quickstart_qwen3.yaml" if ranks == 1 else "quickstart_qwen3_dp2tp2.yaml"
     options = "--runner_config.epochs 2000 --callbacks.1.save_checkpoint_steps 1000000" + (
-        " --parallel_config.model_parallel 1" if ranks == 2 else "")
+        " --parallel_config.model_parallel 1" if ranks == 2 else ""
+    )
     runs, result = {}, measure.Rounds()
     try:
         for name, every in ((WITHOUT, 0), (WITH, 1)):
-            run = runs[name] = Run(Path(folder) / f"every_{every}", config, data, ranks, options=options)
-            run.start(MINDRESUME_MEMORY_TIER_EVERY_STEPS=str(every), MINDRESUME_MEMORY_TIER_DIR=memory).wait_for_step(_WARM_UP)
+            run = runs[name] = Run(
+                Path(folder) / f"every_{every}", config, data, ranks, options=options
+            )
+            run.start(
+                MINDRESUME_MEMORY_TIER_EVERY_STEPS=str(every), MINDRESUME_MEMORY_TIER_DIR=memory
+            ).wait_for_step(_WARM_UP)
             run.signal_all(signal.SIGSTOP)
         for number in result.numbers(rounds):
-            for work in measure.shuffled([lambda name=name: _turn(result, name, runs[name], seconds) for name in runs], number):
+            for work in measure.shuffled(
+                [lambda name=name: _turn(result, name, runs[name], seconds) for name in runs],
+                number,
+            ):
                 work()
     finally:
         for run in runs.values():
@@ -65,18 +84,42 @@ def _turn(result: measure.Rounds, name: str, run, seconds: float) -> None:
     run.signal_all(signal.SIGSTOP)
     if run.process.poll() is not None:
         raise SystemExit(f"{run.folder}: the training ended:\n{run.log()[-3000:]}")
-    times = [row["time"] for row in run.steps()[done + _AFTER_CONT:]]
-    result.add(name, statistics.median(after - before for before, after in zip(times, times[1:], strict=False)))
+    times = [row["time"] for row in run.steps()[done + _AFTER_CONT :]]
+    result.add(
+        name,
+        statistics.median(after - before for before, after in zip(times, times[1:], strict=False)),
+    )
     result.add(f"{name}, mean", (times[-1] - times[0]) / (len(times) - 1))
 
 
 def text(result: measure.Rounds) -> str:
     rows = []
-    for what, without, name in (("median of a turn", WITHOUT, WITH), ("mean of a turn", f"{WITHOUT}, mean", f"{WITH}, mean")):
+    for what, without, name in (
+        ("median of a turn", WITHOUT, WITH),
+        ("mean of a turn", f"{WITHOUT}, mean", f"{WITH}, mean"),
+    ):
         growth = 100 * (result.ratio(name, without) - 1)
-        rows.append([what, f"{result.median(without) * 1000:.2f}", f"{result.median(name) * 1000:.2f}", f"{growth:+.1f} %",
-                     result.spread(name, without), f"10 %: {'met' if growth <= 10 else 'missed'}"])
+        rows.append(
+            [
+                what,
+                f"{result.median(without) * 1000:.2f}",
+                f"{result.median(name) * 1000:.2f}",
+                f"{growth:+.1f} %",
+                result.spread(name, without),
+                f"10 %: {'met' if growth <= 10 else 'missed'}",
+            ]
+        )
     copy, size = statistics.median(result.values["copy"]), max(result.values["size"])
-    columns = ["step time", f"{WITHOUT}, ms", f"{WITH}, ms", "growth", "ratios of the rounds", "target"]
-    return (f"{measure.table(columns, rows)}\nA save of {size / 2**20:.1f} MiB stops the training for {copy * 1000:.2f} ms "
-            f"(median of {len(result.values['copy'])})\n")
+    columns = [
+        "step time",
+        f"{WITHOUT}, ms",
+        f"{WITH}, ms",
+        "growth",
+        "ratios of the rounds",
+        "target",
+    ]
+    return (
+        f"{measure.table(columns, rows)}\nA save of {size / 2**20:.1f} MiB stops the training for "
+        f"{copy * 1000:.2f} ms "
+        f"(median of {len(result.values['copy'])})\n"
+    )

@@ -1,17 +1,20 @@
-"""What rank 0 does alone for thousands of ranks: operations of the file system, and seconds, also on one that is slow to answer.
+"""What rank 0 does alone for thousands of ranks: operations of the file system, and seconds, also
+on one that is slow to answer.
 
     python benchmarks/many_ranks.py [--ranks 8192] [--delay 0.002] [--format safetensors iteration] [--json FILE]
 
 commit      the records of all ranks are there: check them, manifest, pointers; nothing is removed
 prune       the next commit, with which the step before is removed
-choice      a resume of as many ranks: rank 0's part, and the proof of its own file
-mindformers the same of a folder that mindformers wrote: no records, a meta.json in every rank folder
+choice      a resume of as many ranks: rank 0's part, and the proof of its own file mindformers the
+            same of a folder that mindformers wrote: no records, a meta.json in every rank folder
 clean-up    the next run removes a save that died with all its weights and none of its records
 
-The disk is the one of ``sim`` (in memory), so that all seconds are ours but ``delay``, which every operation
-really waits in its thread, as for a metadata server; as many wait side by side as the seam says (``width``). Bars: a commit of
-8,192 ranks within 5 s, a choice within 3 s, with 2 ms an operation.
-"""
+The disk is the one of ``sim`` (in memory), so that all seconds are ours but ``delay``, which every
+operation really waits in its thread, as for a metadata server; as many wait side by side as the
+seam says (``width``). Bars: a commit of 8,192 ranks within 5 s, a choice within 3 s, with 2 ms an
+operation.
+"""  # noqa: E501
+
 from __future__ import annotations
 
 import argparse
@@ -36,12 +39,18 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard, write_shard
+from mindresume.saving.shard_writer import (
+    SaveTarget,
+    Shard,
+    iteration_shard,
+    rank_shard,
+    write_shard,
+)
 from mindresume.storage.interface import UNKNOWN_SPACE, Status
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))     # sim is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # sim is not installed
 from sim.disk import Disk, File, Folder
 
 ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000
@@ -50,6 +59,7 @@ ACTIONS = ("commit", "prune", "choice", "mindformers", "clean-up")
 
 class Slow:
     """A ``Storage`` on a disk in memory that counts, and answers after ``delay`` seconds."""
+
     width = PosixStorage.width
 
     def __init__(self, disk: Disk, delay: float = 0.0):
@@ -68,6 +78,7 @@ class Slow:
         def act() -> list[str]:
             node = self.disk.find(folder)
             return sorted(node.entries) if isinstance(node, Folder) else []
+
         return self._do("list", act)
 
     def status(self, path: str) -> Status | None:
@@ -75,7 +86,12 @@ class Slow:
             node = self.disk.find(path)
             if node is None:
                 return None
-            return Status(len(node.data), node.mtime, False) if isinstance(node, File) else Status(0, node.mtime, True)
+            return (
+                Status(len(node.data), node.mtime, False)
+                if isinstance(node, File)
+                else Status(0, node.mtime, True)
+            )
+
         return self._do("status", act)
 
     def open(self, path: str) -> BinaryIO:
@@ -84,6 +100,7 @@ class Slow:
             if not isinstance(node, File):
                 raise FileNotFoundError(2, "No such file", path)
             return io.BytesIO(node.data)
+
         return self._do("open", act)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
@@ -101,6 +118,7 @@ class Slow:
         def act() -> None:
             with suppress(FileNotFoundError):
                 self.disk.remove(path)
+
         self._do("remove", act)
 
     def make_folder(self, path: str) -> None:
@@ -109,6 +127,7 @@ class Slow:
             for name in path.split("/")[1:]:
                 at = f"{at}/{name}"
                 self.disk.make_folder(at)
+
         self._do("make_folder", act)
 
     def free_space(self, folder: str) -> int:
@@ -117,6 +136,7 @@ class Slow:
 
 class First:
     """Rank 0 of a group whose other ranks agree with it."""
+
     rank = 0
 
     def __init__(self, size: int):
@@ -130,11 +150,22 @@ class First:
 
 
 def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
-    state, arrays = TrainingState(step, PER_EPOCH, step, 8), {"w": np.full((1, 4), step, np.float32)}
+    state, arrays = (
+        TrainingState(step, PER_EPOCH, step, 8),
+        {"w": np.full((1, 4), step, np.float32)},
+    )
     if not target.iterations:
-        return rank_shard(FileName("net", target.rank, 0, 1, step, fmt), state, arrays, random={}, metadata={"format": "ms"})
+        return rank_shard(
+            FileName("net", target.rank, 0, 1, step, fmt),
+            state,
+            arrays,
+            random={},
+            metadata={"format": "ms"},
+        )
     cut = TensorLayout((target.world_size,), (0, -1)), (target.world_size, 4)
-    return iteration_shard("net", target, state, arrays, {"adam_m.w": arrays["w"]}, {"w": cut, "adam_m.w": cut}, {})
+    return iteration_shard(
+        "net", target, state, arrays, {"adam_m.w": arrays["w"]}, {"w": cut, "adam_m.w": cut}, {}
+    )
 
 
 class Bench:
@@ -158,8 +189,15 @@ class Bench:
         started = time.perf_counter()
         getattr(self, "_" + action.replace("-", "_"))(storage)
         seconds = time.perf_counter() - started
-        return {"action": action, "format": self.format, "ranks": self.ranks, "delay": self.delay, "seconds": seconds,
-                "operations": sum(storage.done.values()), "of": dict(storage.done)}
+        return {
+            "action": action,
+            "format": self.format,
+            "ranks": self.ranks,
+            "delay": self.delay,
+            "seconds": seconds,
+            "operations": sum(storage.done.values()),
+            "of": dict(storage.done),
+        }
 
     def _commit(self, storage: Slow) -> None:
         committer = Committer(self.target(storage, 0), KEEP_ALL, print)
@@ -168,9 +206,12 @@ class Bench:
 
     def _prune(self, storage: Slow) -> None:
         committer = Committer(self.target(storage, 0), KeepLast(1), lambda text: None)
-        committer._has_single_meta = True                                 # behind the first commit of a run
+        # behind the first commit of a run
+        committer._has_single_meta = True
         committer.saved(20)
-        assert committer.committed == [20] and not self.disk.find(f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}")
+        assert committer.committed == [20] and not self.disk.find(
+            f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}"
+        )
 
     def _choice(self, storage: Slow) -> None:
         choice = select_checkpoint(storage, ROOT, First(self.ranks), SelectionPolicy(self.ranks))
@@ -185,16 +226,24 @@ class Bench:
 
     def as_mindformers_writes(self) -> None:
         """Weights and a meta.json in every rank folder, and no records."""
-        state = {"step_num": np.array(20, np.int64), "epoch_num": np.array(1, np.int64), "w": np.ones((1, 4), np.float32)}
+        state = {
+            "step_num": np.array(20, np.int64),
+            "epoch_num": np.array(1, np.int64),
+            "w": np.ones((1, 4), np.float32),
+        }
         data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))
         for rank in range(self.ranks):
-            name, folder = FileName("net", rank, 0, 1, 20, "safetensors"), f"{ROOT}/{folder_name(rank)}"
+            name, folder = (
+                FileName("net", rank, 0, 1, 20, "safetensors"),
+                f"{ROOT}/{folder_name(rank)}",
+            )
             self.disk.make_folder(folder)
             self.disk.create(f"{folder}/{name}", data)
             self.disk.create(f"{folder}/{META}", json.dumps(meta_json(name)).encode())
 
     def without_records(self) -> None:
-        """A removal of step 20 was begun, and its records are damaged: only the names of its files tell which they are."""
+        """A removal of step 20 was begun, and its records are damaged: only the names of its files
+        tell which they are."""
         records = f"{ROOT}/{FOLDER}/{attempt_name(20, RUN)}"
         node = self.disk.folder(records)
         for name in list(node.entries):
@@ -218,23 +267,40 @@ def measured(ranks: int, fmt: str, delay: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8192)
     parser.add_argument("--delay", type=float, default=0.002, help="seconds an operation")
     parser.add_argument("--format", nargs="+", default=["safetensors", "iteration"])
     parser.add_argument("--json")
     asked = parser.parse_args()
     delays = dict.fromkeys((0.0, asked.delay))
-    rows = [row for fmt in asked.format for delay in delays for row in measured(asked.ranks, fmt, delay)]
+    rows = [
+        row for fmt in asked.format for delay in delays for row in measured(asked.ranks, fmt, delay)
+    ]
     if asked.json:
         with open(asked.json, "w") as file:
             json.dump(rows, file)
-    print(f"| format | rank 0's part | operations | seconds | with {asked.delay * 1000:g} ms an operation |")
+    print(
+        f"| format | rank 0's part | operations | seconds | with {asked.delay * 1000:g} ms an "
+        "operation |"
+    )
     print("|---|---|---|---|---|")
     for row in [row for row in rows if not row["delay"]]:
-        slow = next((other for other in rows if other["delay"] and (other["format"], other["action"]) == (
-            row["format"], row["action"])), row)
-        print(f"| {row['format']} | {row['action']} | {row['operations']} | {row['seconds']:.1f} | {slow['seconds']:.1f} |")
+        slow = next(
+            (
+                other
+                for other in rows
+                if other["delay"]
+                and (other["format"], other["action"]) == (row["format"], row["action"])
+            ),
+            row,
+        )
+        print(
+            f"| {row['format']} | {row['action']} | {row['operations']} | {row['seconds']:.1f} | "
+            f"{slow['seconds']:.1f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -3,16 +3,21 @@
     python benchmarks/memory_tier.py [--mib 512] [--rounds 7] [--dir FOLDER] [--json FILE]
     python benchmarks/memory_tier.py --steps [--ranks 1] [--rounds 20] [--seconds 3]
 
-copy          one copy of the same bytes into memory that was touched before: the lower limit of a stop; target 1.2
+copy          one copy of the same bytes into memory that was touched before: the lower limit of a
+              stop; target 1.2
 stop          mindresume.saving.memory_tier of the same bytes: until the training goes on
 background    its checksums and record, while the training goes on
 fresh copy    one copy into new memory: the lower limit of a load; target 1.5
-memory        verify and load from the tier;   disk: from a file that the page cache does not hold; target 0.25 of it
+memory        verify and load from the tier;   disk: from a file that the page cache does not hold;
+              target 0.25 of it
 
-Half of the bytes are float32, half bfloat16. Everything is measured once a round, in changing order.
+Half of the bytes are float32, half bfloat16. Everything is measured once a round, in changing
+order.
 
---steps: how much longer a step of the quickstart's training takes if each step is saved in memory; target 10 % (_tier_steps.py)
+--steps: how much longer a step of the quickstart's training takes if each step is saved in memory;
+target 10 % (_tier_steps.py)
 """
+
 from __future__ import annotations
 
 import argparse
@@ -44,7 +49,9 @@ STORAGE, RUN, MEMORY = PosixStorage(), "0001-00000000", "/dev/shm"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", default=None)
@@ -53,12 +60,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
-    folder, memory = (tempfile.mkdtemp(prefix="bench-tier-", dir=where) for where in (options.dir, MEMORY))
+    folder, memory = (
+        tempfile.mkdtemp(prefix="bench-tier-", dir=where) for where in (options.dir, MEMORY)
+    )
     try:
         if options.steps:
-            found = _tier_steps.measure_steps(folder, memory, options.ranks, options.rounds, options.seconds)
-            measure.finish(f"Step time of the quickstart with a tier in memory, {options.ranks} ranks, {options.rounds} rounds",
-                           folder, found, _tier_steps.text(found), options.json)
+            found = _tier_steps.measure_steps(
+                folder, memory, options.ranks, options.rounds, options.seconds
+            )
+            measure.finish(
+                f"Step time of the quickstart with a tier in memory, {options.ranks} ranks, "
+                f"{options.rounds} rounds",
+                folder,
+                found,
+                _tier_steps.text(found),
+                options.json,
+            )
         else:
             Bench(folder, memory, options.mib).run(options.rounds, options.json)
     finally:
@@ -72,7 +89,13 @@ class Request:
 
     def collect(self) -> Save:
         state = TrainingState(self.step, 1000, self.step)
-        return Save(rank_shard(FileName("net", 0, 0, state.epoch, state.step_in_epoch, "safetensors"), state, self.arrays))
+        return Save(
+            rank_shard(
+                FileName("net", 0, 0, state.epoch, state.step_in_epoch, "safetensors"),
+                state,
+                self.arrays,
+            )
+        )
 
 
 class Bench:
@@ -83,11 +106,19 @@ class Bench:
         self.buffers = {name: np.empty_like(array) for name, array in self.arrays.items()}
         target = SaveTarget(STORAGE, memory, RUN, 0, 1, lineage=RUN)
         self.events: list[Any] = []
-        self.tier = MemoryTier(target, SingleProcess(), Settings(memory_tier=MemoryTierSettings(2, memory)), self.events.append)
+        self.tier = MemoryTier(
+            target,
+            SingleProcess(),
+            Settings(memory_tier=MemoryTierSettings(2, memory)),
+            self.events.append,
+        )
         self.step = 0
         self.next()
         self.next()
-        write_shard(SaveTarget(STORAGE, folder, RUN, 0, 1, lineage=RUN), Request(self.arrays, 2).collect().shard)
+        write_shard(
+            SaveTarget(STORAGE, folder, RUN, 0, 1, lineage=RUN),
+            Request(self.arrays, 2).collect().shard,
+        )
 
     def next(self) -> None:
         """Passes one end of a step, and waits for the background work."""
@@ -98,25 +129,39 @@ class Bench:
 
     def run(self, rounds: int, path: str | None) -> None:
         for number in self.rounds.numbers(rounds):
-            works: list[Callable[[], Any]] = [self.copy, self.stop, self.fresh, self.from_memory, self.from_disk]
+            works: list[Callable[[], Any]] = [
+                self.copy,
+                self.stop,
+                self.fresh,
+                self.from_memory,
+                self.from_disk,
+            ]
             for work in measure.shuffled(works, number):
                 work()
         self.tier.stop()
-        measure.finish(f"A tier in memory, {self.size / 2**20:.0f} MiB in {len(self.arrays)} tensors, {rounds} rounds",
-                       self.folder, self.rounds, self.text(), path, {"bytes": self.size})
+        measure.finish(
+            f"A tier in memory, {self.size / 2**20:.0f} MiB in {len(self.arrays)} tensors, "
+            f"{rounds} rounds",
+            self.folder,
+            self.rounds,
+            self.text(),
+            path,
+            {"bytes": self.size},
+        )
 
     def copy(self) -> None:
         def work() -> None:
             for name, array in self.arrays.items():
                 np.copyto(self.buffers[name], array)
+
         self.rounds.timed("copy", work)
 
     def stop(self) -> None:
-        self.next()                                     # no save
+        self.next()  # no save
         self.events.clear()
         self.next()
         self.tier._emit_done()
-        event, = self.events
+        (event,) = self.events
         self.rounds.add("stop", event.stall_seconds)
         self.rounds.add("background", event.background_seconds)
 
@@ -145,18 +190,36 @@ class Bench:
             shard = Verifier(place, candidate, keep=storage if keeps else None).verify(0)
             assert isinstance(shard, VerifiedShard), shard
             read_shard(CheckpointDir(storage, root), shard)
+
         self.rounds.timed(name, work)
         storage.clear()
 
     def text(self) -> str:
         rows = []
-        for name, base, target in (("copy", "copy", 0), ("stop", "copy", 1.2), ("background", "copy", 0),
-                                   ("fresh copy", "fresh copy", 0), ("memory", "fresh copy", 1.5), ("memory", "disk", 0.25),
-                                   ("disk", "fresh copy", 0)):
+        for name, base, target in (
+            ("copy", "copy", 0),
+            ("stop", "copy", 1.2),
+            ("background", "copy", 0),
+            ("fresh copy", "fresh copy", 0),
+            ("memory", "fresh copy", 1.5),
+            ("memory", "disk", 0.25),
+            ("disk", "fresh copy", 0),
+        ):
             ratio = self.rounds.ratio(name, base)
             verdict = f"{target}: {'met' if ratio <= target else 'missed'}" if target else ""
-            rows.append([name, f"{self.rounds.median(name):.4f}", base, f"{ratio:.2f}", self.rounds.spread(name, base), verdict])
-        return measure.table(["what", "median s", "compared with", "ratio", "ratios of the rounds", "target"], rows)
+            rows.append(
+                [
+                    name,
+                    f"{self.rounds.median(name):.4f}",
+                    base,
+                    f"{ratio:.2f}",
+                    self.rounds.spread(name, base),
+                    verdict,
+                ]
+            )
+        return measure.table(
+            ["what", "median s", "compared with", "ratio", "ratios of the rounds", "target"], rows
+        )
 
 
 if __name__ == "__main__":

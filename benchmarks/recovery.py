@@ -1,16 +1,21 @@
-"""From the death of a rank to the next step: ``mindresume run`` with the tier in memory, beside msrun and a start by hand.
+"""From the death of a rank to the next step: ``mindresume run`` with the tier in memory, beside
+msrun and a start by hand.
 
     python benchmarks/recovery.py [--rounds 3] [--folder FOLDER] [--json FILE]
 
-by hand       msrun as it is; the same command is started again in the moment in which msrun has ended
+by hand       msrun as it is; the same command is started again in the moment in which msrun has
+              ended
 supervisor    mindresume run around scripts/msrun_launcher.sh, memory_tier: {every_steps: 1}
 
-Both train the quickstart's model on four processes (data parallel 2 x model parallel 2) with mindformers' real Trainer, with
-mindresume, and with compiled graphs kept (MS_COMPILER_CACHE_ENABLE), and save to disk every 5 steps. One rank gets SIGKILL
-between two saves. msrun's scheduler ends by itself, which the test bed otherwise hastens. The phases are those of ``mindresume
-report``; "notice" and "end" need no report here: they are the time from the kill until no process was left. "redone" are steps
-that the dead job had done already. Changing order within a round; the first round compiles the graphs and does not count.
+Both train the quickstart's model on four processes (data parallel 2 x model parallel 2) with
+mindformers' real Trainer, with mindresume, and with compiled graphs kept
+(MS_COMPILER_CACHE_ENABLE), and save to disk every 5 steps. One rank gets SIGKILL between two saves.
+msrun's scheduler ends by itself, which the test bed otherwise hastens. The phases are those of
+``mindresume report``; "notice" and "end" need no report here: they are the time from the kill until
+no process was left. "redone" are steps that the dead job had done already. Changing order within a
+round; the first round compiles the graphs and does not count.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -39,11 +44,13 @@ from st.run_attempts import LIMIT, assert_no_process_left, committed_steps  # no
 from st.supervised_run import number_of_starts, supervised, supervisor_events  # noqa: E402
 from st.training_run import Run  # noqa: E402
 
-RANKS, KILL_AFTER = 4, 8                        # step; the newest save on disk is that of step 5
+RANKS, KILL_AFTER = 4, 8  # step; the newest save on disk is that of step 5
 RESUME = "--load_checkpoint ./output/checkpoint --resume_training True"
 WAYS = ("by hand", "supervisor")
-OWN_END = {"CPU_CLUSTER_AFTER_LAST": "600"}     # seconds: msrun's scheduler is not ended by st/cpu_cluster before it ends itself
-TARGET_END = 3.0                                # seconds from the kill until the last process has ended
+# seconds: msrun's scheduler is not ended by st/cpu_cluster before it ends itself
+OWN_END = {"CPU_CLUSTER_AFTER_LAST": "600"}
+# seconds from the kill until the last process has ended
+TARGET_END = 3.0
 AFTER_END = [phase for phase in PHASES.values() if phase not in ("notice", "end")]
 
 
@@ -52,8 +59,16 @@ class PlainRun(Run):
 
     def command(self, extra: str = "") -> list[str]:
         _, _, inner, workers, port, logs, _, timeout = super().command(extra)
-        return ["msrun", f"--worker_num={workers}", f"--local_worker_num={workers}", f"--master_port={port}", f"--log_dir={logs}",
-                "--join=True", f"--cluster_time_out={timeout}", *shlex.split(inner)]
+        return [
+            "msrun",
+            f"--worker_num={workers}",
+            f"--local_worker_num={workers}",
+            f"--master_port={port}",
+            f"--log_dir={logs}",
+            "--join=True",
+            f"--cluster_time_out={timeout}",
+            *shlex.split(inner),
+        ]
 
 
 class Bench:
@@ -61,8 +76,11 @@ class Bench:
         self.folder, self.rounds, self.chance = folder, measure.Rounds(), random.Random(0)
         self.memory = Path(tempfile.mkdtemp(prefix="bench-recovery-", dir="/dev/shm"))
         self.data = folder / "data"
-        subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(self.data)], check=True,
-                       stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(self.data)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
 
     def run(self, rounds: int) -> None:
         for number in self.rounds.numbers(rounds):
@@ -71,9 +89,16 @@ class Bench:
 
     def recover(self, way: str, folder: Path) -> None:
         kind = Run if way == "supervisor" else PlainRun
-        run = kind(folder, "quickstart_qwen3_dp2tp2.yaml", self.data, RANKS, graphs=self.folder / "graphs")
+        run = kind(
+            folder, "quickstart_qwen3_dp2tp2.yaml", self.data, RANKS, graphs=self.folder / "graphs"
+        )
         if way == "supervisor":
-            supervised(run, extra=RESUME, MINDRESUME_MEMORY_TIER_EVERY_STEPS="1", MINDRESUME_MEMORY_TIER_DIR=str(self.memory))
+            supervised(
+                run,
+                extra=RESUME,
+                MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",
+                MINDRESUME_MEMORY_TIER_DIR=str(self.memory),
+            )
         else:
             run.start(RESUME, **OWN_END)
         run.wait_for_step(KILL_AFTER)
@@ -101,7 +126,7 @@ class Bench:
 
     def _add(self, way: str, run: Run, killed: float, gone: float) -> None:
         output = str(run.folder / "output")
-        recovery, = build_report(PosixStorage(), output, str(run.checkpoints)).recoveries
+        (recovery,) = build_report(PosixStorage(), output, str(run.checkpoints)).recoveries
         times: dict[int, list[float]] = {}
         for row in run.steps():
             times.setdefault(row["step"], []).append(row["time"])
@@ -120,39 +145,63 @@ class Bench:
 
     def text(self) -> str:
         rows = []
-        for name in ("kill to no process left", *dict.fromkeys(
-                key.partition(": ")[2] for key in self.rounds.values if key.partition(": ")[2] in AFTER_END),
-                "kill to first step", "steps redone", "kill to a new step"):
+        for name in (
+            "kill to no process left",
+            *dict.fromkeys(
+                key.partition(": ")[2]
+                for key in self.rounds.values
+                if key.partition(": ")[2] in AFTER_END
+            ),
+            "kill to first step",
+            "steps redone",
+            "kill to a new step",
+        ):
             plain, ours = (self.median(way, name) for way in WAYS)
-            rows.append([name, f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}" if plain else ""])
+            rows.append(
+                [name, f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}" if plain else ""]
+            )
         ended = self.median("supervisor", "kill to no process left")
-        note = (f"Notice and end with the supervisor: {ended:.2f} s (noticed after {self.median('supervisor', 'notice'):.2f} s); "
-                f"target {TARGET_END:.0f} s: {'met' if ended <= TARGET_END else 'missed'}.\n")
+        note = (
+            f"Notice and end with the supervisor: {ended:.2f} s (noticed after "
+            f"{self.median('supervisor', 'notice'):.2f} s); "
+            f"target {TARGET_END:.0f} s: {'met' if ended <= TARGET_END else 'missed'}.\n"
+        )
         return measure.table(["seconds, medians", *WAYS, "ratio"], rows) + "\n" + note
 
 
 def parts(recovery: Recovery, gone: float) -> dict[str, float]:
-    """Returns the seconds of each phase after the end of the dead job. A phase whose end nothing recorded is in the next one."""
+    """Returns the seconds of each phase after the end of the dead job. A phase whose end nothing
+    recorded is in the next one."""
     found: dict[str, float] = {}
     for phase in recovery.phases:
         if phase.end > gone:
-            found[phase.names[-1]] = found.get(phase.names[-1], 0.0) + phase.end - max(phase.begin, gone)
+            found[phase.names[-1]] = (
+                found.get(phase.names[-1], 0.0) + phase.end - max(phase.begin, gone)
+            )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"          # msrun starts "python"
+    # msrun starts "python"
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     folder = Path(tempfile.mkdtemp(prefix="bench-recovery-", dir=options.folder))
     bench = Bench(folder)
     try:
         bench.run(options.rounds)
-        measure.finish(f"From SIGKILL of one of {RANKS} ranks to the next step, {options.rounds} rounds", str(folder),
-                       bench.rounds, bench.text(), options.json)
+        measure.finish(
+            f"From SIGKILL of one of {RANKS} ranks to the next step, {options.rounds} rounds",
+            str(folder),
+            bench.rounds,
+            bench.text(),
+            options.json,
+        )
     finally:
         shutil.rmtree(folder)
         shutil.rmtree(bench.memory)

@@ -1,12 +1,16 @@
-"""Another layout: the direct engine beside MindSpore's two and beside a plain copy of the same bytes.
+"""Another layout: the direct engine beside MindSpore's two and beside a plain copy of the same
+bytes.
 
     python benchmarks/reshard.py --size 1 --rounds 5            # GB of float32, from 8 ranks
-    python benchmarks/reshard.py --size 4 --rounds 1 --only direct --case "tp=8 > tp=4"         # memory stays flat
-    python benchmarks/reshard.py --plan-only                    # 1,024 ranks x 2,000 parameters -> 768 ranks
+    # memory stays flat
+    python benchmarks/reshard.py --size 4 --rounds 1 --only direct --case "tp=8 > tp=4"
+    python benchmarks/reshard.py --plan-only  # 1,024 ranks x 2,000 parameters -> 768 ranks
 
-All candidates of a case run in every round, in changing order, each after a ``sync``, with the sources in the page cache. Each
-has a process of its own, with its imports done before. In the last round every tensor of every target is compared bit for bit.
+All candidates of a case run in every round, in changing order, each after a ``sync``, with the
+sources in the page cache. Each has a process of its own, with its imports done before. In the last
+round every tensor of every target is compared bit for bit.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,21 +36,32 @@ from mindresume.tensor_files import encode
 
 CASES = ("tp=8 > tp=4", "dp=2,tp=2,pp=2,opt=2 > tp=4", "tp=4,dp=2,opt=2 > tp=8", "tp=8 > merged")
 CANDIDATES = ("copy", "direct", "transform", "unified")
-ROW, COLUMN, WHOLE = TensorLayout((2,), (0, -1)), TensorLayout((2,), (-1, 0)), TensorLayout((2,), (-1,))
+ROW, COLUMN, WHOLE = (
+    TensorLayout((2,), (0, -1)),
+    TensorLayout((2,), (-1, 0)),
+    TensorLayout((2,), (-1,)),
+)
 
 
 def model(size: float) -> dict[str, tuple[tuple[int, ...], TensorLayout, tuple[int, ...]]]:
-    """{name: (shape, how tensor parallelism cuts it, ())} of a decoder with Adam moments, about ``size`` GB of float32."""
+    """{name: (shape, how tensor parallelism cuts it, ())} of a decoder with Adam moments, about
+    ``size`` GB of float32."""
     hidden, vocabulary = 1024, 16000
     layers = max(round((size * 1e9 / 12 - 2 * hidden * vocabulary) / (12 * hidden * hidden)), 2)
     found: dict[str, Any] = {"embedding.weight": ((vocabulary, hidden), ROW, ())}
     for i in range(layers):
-        for name, shape, layout in (("qkv", (3 * hidden, hidden), ROW), ("proj", (hidden, hidden), COLUMN),
-                                    ("norm", (hidden,), WHOLE), ("up", (4 * hidden, hidden), ROW),
-                                    ("down", (hidden, 4 * hidden), COLUMN)):
+        for name, shape, layout in (
+            ("qkv", (3 * hidden, hidden), ROW),
+            ("proj", (hidden, hidden), COLUMN),
+            ("norm", (hidden,), WHOLE),
+            ("up", (4 * hidden, hidden), ROW),
+            ("down", (hidden, 4 * hidden), COLUMN),
+        ):
             found[f"layers.{i}.{name}.weight"] = (shape, layout, ())
     found["head.weight"] = ((vocabulary, hidden), ROW, ())
-    return {prefix + name: row for prefix in ("", "adam_m.", "adam_v.") for name, row in found.items()}
+    return {
+        prefix + name: row for prefix in ("", "adam_m.", "adam_v.") for name, row in found.items()
+    }
 
 
 @functools.cache
@@ -57,9 +72,14 @@ def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def write_source(folder: Path, strategy: Strategy, tensors: dict[str, Any]) -> None:
     for rank in range(strategy.world_size):
         layouts = strategy.of_rank(rank)
-        arrays = {name: np.ascontiguousarray(values(name, tensors[name][0])[layout.slices(rank % strategy.stage_size,
-                                                                                          tensors[name][0])])
-                  for name, layout in layouts.items()}
+        arrays = {
+            name: np.ascontiguousarray(
+                values(name, tensors[name][0])[
+                    layout.slices(rank % strategy.stage_size, tensors[name][0])
+                ]
+            )
+            for name, layout in layouts.items()
+        }
         path = folder / f"rank_{rank}" / f"net_rank_{rank}-1_1.safetensors"
         path.parent.mkdir(parents=True)
         with open(path, "wb") as file:
@@ -72,7 +92,9 @@ def write_strategies(folder: Path, strategy: Strategy) -> tuple[str, str]:
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
     for rank in range(strategy.world_size):
         stage = rank // strategy.stage_size
-        (folder / "ranks" / f"ckpt_strategy_rank_{rank}.ckpt").write_bytes(encode_strategy({stage: strategy.stages[stage]}))
+        (folder / "ranks" / f"ckpt_strategy_rank_{rank}.ckpt").write_bytes(
+            encode_strategy({stage: strategy.stages[stage]})
+        )
     merged = folder / "merged.ckpt"
     merged.write_bytes(encode_strategy(dict(enumerate(strategy.stages))))
     return str(folder / "ranks"), str(merged)
@@ -81,9 +103,14 @@ def write_strategies(folder: Path, strategy: Strategy) -> tuple[str, str]:
 class Child:
     def __init__(self, name: str):
         self.name = name
-        self.process = subprocess.Popen([sys.executable, str(Path(__file__).parent / "_reshard_job.py"), name], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                        env={**os.environ, "GLOG_v": "4"})
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "_reshard_job.py"), name],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "GLOG_v": "4"},
+        )
 
     def do(self, task: dict[str, Any]) -> dict[str, Any]:
         self.process.stdin.write(json.dumps(task) + "\n")
@@ -97,8 +124,10 @@ class Child:
 def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[str]]:
     tensors = model(options.size)
     before, after = (text.strip() for text in case.split(">"))
-    source, target = (None if text == "merged" else strategy_from_plan(ParallelPlan.parse(text), tensors)
-                      for text in (before, after))
+    source, target = (
+        None if text == "merged" else strategy_from_plan(ParallelPlan.parse(text), tensors)
+        for text in (before, after)
+    )
     home = base / "case"
     shutil.rmtree(home, ignore_errors=True)
     write_source(home / "source", source, tensors)
@@ -106,7 +135,9 @@ def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[st
     new, merged_new = write_strategies(home / "to", target) if target else (None, None)
     size = sum(int(np.prod(shape)) * 4 for shape, _, _ in tensors.values())
     names = [name for name in CANDIDATES if name in options.only]
-    kinds = [(name, True) for name in names] + [(name, False) for name in names if name in ("copy", "direct")]
+    kinds = [(name, True) for name in names] + [
+        (name, False) for name in names if name in ("copy", "direct")
+    ]
     children = {kind: Child(kind[0]) for kind in kinds}
     rounds, last = measure.Rounds(), {}
     for number in rounds.numbers(options.rounds):
@@ -117,9 +148,18 @@ def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[st
             subprocess.run(["sync"], check=True)
             if not options.cold:
                 measure.warm_memory(int(2.5 * size))
-            result = children[name, flush].do({"source": str(home / "source"), "target": str(out), "from": old, "to": new,
-                                               "merged_from": merged_old, "merged_to": merged_new, "flush": flush,
-                                               "workers": options.workers})
+            result = children[name, flush].do(
+                {
+                    "source": str(home / "source"),
+                    "target": str(out),
+                    "from": old,
+                    "to": new,
+                    "merged_from": merged_old,
+                    "merged_to": merged_new,
+                    "flush": flush,
+                    "workers": options.workers,
+                }
+            )
             label = _label(name, flush)
             rounds.add(label, result["seconds"])
             rounds.add(f"{label} MiB", result["anonymous"])
@@ -135,11 +175,22 @@ def run_case(case: str, options: argparse.Namespace, base: Path) -> list[list[st
         label = _label(name, flush)
         base_label = _label("copy", flush if name in ("copy", "direct") else False)
         read = last[label].get("read")
-        rows.append([case, label, f"{rounds.median(label):.2f}",
-                     f"{rounds.ratio(label, base_label):.2f}" if base_label in rounds.values else "",
-                     f"{rounds.ratio(label, _label('direct', True)):.1f}" if name in ("transform", "unified") else "",
-                     f"{rounds.ratio(label, _label('direct', False)):.1f}" if name in ("transform", "unified") else "",
-                     f"{max(rounds.values[label + ' MiB']):.0f}", f"{read / size:.3f}" if read else ""])
+        rows.append(
+            [
+                case,
+                label,
+                f"{rounds.median(label):.2f}",
+                f"{rounds.ratio(label, base_label):.2f}" if base_label in rounds.values else "",
+                f"{rounds.ratio(label, _label('direct', True)):.1f}"
+                if name in ("transform", "unified")
+                else "",
+                f"{rounds.ratio(label, _label('direct', False)):.1f}"
+                if name in ("transform", "unified")
+                else "",
+                f"{max(rounds.values[label + ' MiB']):.0f}",
+                f"{read / size:.3f}" if read else "",
+            ]
+        )
     return rows
 
 
@@ -150,13 +201,18 @@ def _label(name: str, flush: bool) -> str:
 def check(folder: Path, strategy: Strategy | None, tensors: dict[str, Any]) -> None:
     """Every tensor of every target file, against the values it was made from."""
     from safetensors.numpy import load_file
+
     found: set[str] = set()
     for path in sorted(folder.rglob("*.safetensors")):
         rank = int(path.parent.name.removeprefix("rank_")) if strategy else 0
         arrays = load_file(path)
         for name, array in arrays.items():
             shape = tensors[name][0]
-            part = strategy.of_rank(rank)[name].slices(rank % strategy.stage_size, shape) if strategy else ...
+            part = (
+                strategy.of_rank(rank)[name].slices(rank % strategy.stage_size, shape)
+                if strategy
+                else ...
+            )
             if values(name, shape)[part].tobytes() != array.tobytes():
                 raise SystemExit(f"{path}: {name} is wrong")
         found |= set(arrays)
@@ -167,14 +223,26 @@ def check(folder: Path, strategy: Strategy | None, tensors: dict[str, Any]) -> N
 
 
 def planning() -> str:
-    """Plans 1,024 source ranks x 2,000 parameters -> 768 ranks: which slice of which rank each target rank reads."""
-    kinds = {"row": ((12288, 6144), (0, -1)), "column": ((6144, 12288), (-1, 0)), "norm": ((12288,), (-1,)),
-             "table": ((49152, 6144), (0, -1))}
-    names = {f"layers.{i // 20}.{kind}{i}": kind for i, kind in zip(range(2000), (list(kinds) * 500), strict=True)}
+    """Plans 1,024 source ranks x 2,000 parameters -> 768 ranks: which slice of which rank each
+    target rank reads."""
+    kinds = {
+        "row": ((12288, 6144), (0, -1)),
+        "column": ((6144, 12288), (-1, 0)),
+        "norm": ((12288,), (-1,)),
+        "table": ((49152, 6144), (0, -1)),
+    }
+    names = {
+        f"layers.{i // 20}.{kind}{i}": kind
+        for i, kind in zip(range(2000), (list(kinds) * 500), strict=True)
+    }
     stages = {name: int(name.split(".")[1]) * 8 // 100 for name in names}
 
     def layouts(matrix: tuple[int, int], shards: int) -> dict[str, TensorLayout]:
-        return {kind: TensorLayout(matrix, tensor_map, shards) for kind, (_, tensor_map) in kinds.items()}
+        return {
+            kind: TensorLayout(matrix, tensor_map, shards)
+            for kind, (_, tensor_map) in kinds.items()
+        }
+
     old, new = layouts((16, 8), 16), layouts((24, 4), 12)
     first_of = {name: stage * 128 for name, stage in stages.items()}
 
@@ -186,25 +254,55 @@ def planning() -> str:
                 for cut in cuts(old[kind], shape, held(new[kind], local, shape)):
                     count += first_of[name] + cut.holders[0] >= 0
         return count
+
     started = time.perf_counter()
     plan(0)
     one = time.perf_counter() - started
     pieces = sum(map(plan, range(768)))
     whole = time.perf_counter() - started
-    return measure.table(["ranks", "parameters", "target ranks", "pieces to read", "all ranks, s", "target 5", "one rank, ms",
-                          "target 50"], [["1024", "2000", "768", str(pieces), f"{whole:.2f}", "met" if whole <= 5 else "missed",
-                                          f"{one * 1e3:.1f}", "met" if one <= 0.05 else "missed"]])
+    return measure.table(
+        [
+            "ranks",
+            "parameters",
+            "target ranks",
+            "pieces to read",
+            "all ranks, s",
+            "target 5",
+            "one rank, ms",
+            "target 50",
+        ],
+        [
+            [
+                "1024",
+                "2000",
+                "768",
+                str(pieces),
+                f"{whole:.2f}",
+                "met" if whole <= 5 else "missed",
+                f"{one * 1e3:.1f}",
+                "met" if one <= 0.05 else "missed",
+            ]
+        ],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=float, default=1.0, help="GB of float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--dir", help="where the files go; default the temporary folder")
-    parser.add_argument("--case", action="append", help=f"one of: {'; '.join(CASES)}; or any two plans")
+    parser.add_argument(
+        "--case", action="append", help=f"one of: {'; '.join(CASES)}; or any two plans"
+    )
     parser.add_argument("--only", action="append", choices=CANDIDATES)
-    parser.add_argument("--cold", action="store_true", help="memory as the kernel has it: its first touch can be slow")
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="memory as the kernel has it: its first touch can be slow",
+    )
     parser.add_argument("--plan-only", action="store_true")
     options = parser.parse_args()
     options.only = options.only or list(CANDIDATES)
@@ -213,10 +311,24 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         rows = sum((run_case(case, options, Path(folder)) for case in options.case or CASES), [])
-        text = measure.table(["layouts", "what", "median s", "ratio to the copy", "times direct, flushed", "times direct",
-                              "anonymous memory MiB", "bytes read / needed"], rows)
+        text = measure.table(
+            [
+                "layouts",
+                "what",
+                "median s",
+                "ratio to the copy",
+                "times direct, flushed",
+                "times direct",
+                "anonymous memory MiB",
+                "bytes read / needed",
+            ],
+            rows,
+        )
         load = f"{os.getloadavg()[0]:.1f} at the end"
-        print(f"## Another layout: {options.size:g} GB of float32 from 8 ranks\n\n{measure.heading(folder, load)}\n{text}")
+        print(
+            f"## Another layout: {options.size:g} GB of float32 from 8 "
+            f"ranks\n\n{measure.heading(folder, load)}\n{text}"
+        )
 
 
 if __name__ == "__main__":

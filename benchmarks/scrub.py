@@ -2,11 +2,13 @@
 
     python benchmarks/scrub.py [--only steps rate bits] [--mib 512] [--rounds 7] [--seconds 4] [--dir FOLDER] [--json FILE]
 
-steps       steps of a training (matrix products of numpy in one process) with and without a process that scrubs beside them, in
+steps       steps of a training (matrix products of numpy in one process) with and without a process
+            that scrubs beside them, in
             turns, at 50 MB/s and without a limit; a ratio is that of the median steps of a round
 rate        one checkpoint of so many MiB at 50 and 200 MB/s, and without a limit
 bits        one random bit in each of 200 files of weights; each must be found, and nothing else
-"""
+"""  # noqa: E501
+
 from __future__ import annotations
 
 import argparse
@@ -42,15 +44,26 @@ while True:
 
 
 def save(root: Path, step: int, count: int, world: int = WORLD) -> list[Path]:
-    """Writes a checkpoint with ``count`` float32 values on each rank; all ranks hold other values. Returns its files."""
+    """Writes a checkpoint with ``count`` float32 values on each rank; all ranks hold other values.
+    Returns its files."""
     files = []
     for rank in range(world):
         state = TrainingState(step, 1000, step, 8, 1.0, None, 1000)
-        tensors = {"weight": np.random.default_rng([rank, step]).random(count, np.float32), "bias": np.ones(5, np.float32),
-                   "step_num": np.array(step, np.int64)}
+        tensors = {
+            "weight": np.random.default_rng([rank, step]).random(count, np.float32),
+            "bias": np.ones(5, np.float32),
+            "step_num": np.array(step, np.int64),
+        }
         target = SaveTarget(PosixStorage(), str(root), RUN, rank, world)
-        written = write_shard(target, rank_shard(FileName("net", rank, 0, state.epoch, state.step_in_epoch, "safetensors"), state,
-                                                 tensors, metadata={"format": "ms", "remove_redundancy": "False"}))
+        written = write_shard(
+            target,
+            rank_shard(
+                FileName("net", rank, 0, state.epoch, state.step_in_epoch, "safetensors"),
+                state,
+                tensors,
+                metadata={"format": "ms", "remove_redundancy": "False"},
+            ),
+        )
         files += [root / file.path for file in written.record.files]
     Committer(SaveTarget(PosixStorage(), str(root), RUN, 0, world)).saved(step)
     return files
@@ -69,7 +82,12 @@ def bits(root: Path, seed: int) -> dict[str, Any]:
         flipped.add(str(path))
     report = mindresume.scrub(root)
     found = {problem.file for row in report.checkpoints for problem in row.damaged}
-    return {"files": len(files), "flipped": len(flipped), "found": len(found & flipped), "false alarms": len(found - flipped)}
+    return {
+        "files": len(files),
+        "flipped": len(flipped),
+        "found": len(found & flipped),
+        "false alarms": len(found - flipped),
+    }
 
 
 def rate(root: Path, mib: int) -> list[dict[str, float]]:
@@ -77,8 +95,15 @@ def rate(root: Path, mib: int) -> list[dict[str, float]]:
     rows = []
     for limit in (50, 200, 0):
         report = mindresume.scrub(root, rate_mb=limit)
-        rows.append({"limit MB/s": limit, "MB/s": report.bytes_read / report.seconds / 1e6, "read MiB": report.bytes_read / 2**20,
-                     "stayed in cache": sum(row.cached_bytes for row in report.checkpoints) / report.bytes_read})
+        rows.append(
+            {
+                "limit MB/s": limit,
+                "MB/s": report.bytes_read / report.seconds / 1e6,
+                "read MiB": report.bytes_read / 2**20,
+                "stayed in cache": sum(row.cached_bytes for row in report.checkpoints)
+                / report.bytes_read,
+            }
+        )
     return rows
 
 
@@ -91,10 +116,16 @@ def steps(root: Path, mib: int, rounds: int, seconds: float) -> measure.Rounds:
         kinds = ["no scrub", "50 MB/s", "no limit"]
         random.Random(number).shuffle(kinds)
         for kind in kinds:
-            running = None if kind == "no scrub" else subprocess.Popen(
-                [sys.executable, "-c", AGAIN, str(root), "50" if kind == "50 MB/s" else "0"], stdout=subprocess.PIPE)
+            running = (
+                None
+                if kind == "no scrub"
+                else subprocess.Popen(
+                    [sys.executable, "-c", AGAIN, str(root), "50" if kind == "50 MB/s" else "0"],
+                    stdout=subprocess.PIPE,
+                )
+            )
             if running is not None:
-                running.stdout.read(1)          # it begins to read
+                running.stdout.read(1)  # it begins to read
             times, until = [], time.perf_counter() + seconds
             while time.perf_counter() < until:
                 started = time.perf_counter()
@@ -122,18 +153,29 @@ def main() -> int:
     try:
         if "steps" in asked.only:
             found = steps(folder / "steps", asked.mib, asked.rounds, asked.seconds)
-            print("| steps beside | median ms | ratio | ratios of the rounds | mean, ratio |\n| --- | --- | --- | --- | --- |")
+            print(
+                "| steps beside | median ms | ratio | ratios of the rounds | mean, ratio |\n| --- "
+                "| --- | --- | --- | --- |"
+            )
             for kind in ("no scrub", "50 MB/s", "no limit"):
-                each = [a / b for a, b in zip(found.values[kind], found.values["no scrub"], strict=True)]
+                each = [
+                    a / b for a, b in zip(found.values[kind], found.values["no scrub"], strict=True)
+                ]
                 mean = found.ratio(f"{kind}, mean", "no scrub, mean")
-                print(f"| {kind} | {found.median(kind) * 1000:.2f} | {statistics.median(each):.3f} | {min(each):.2f} to "
-                      f"{max(each):.2f} | {mean:.3f} |")
+                print(
+                    f"| {kind} | {found.median(kind) * 1000:.2f} | {statistics.median(each):.3f} | "
+                    f"{min(each):.2f} to "
+                    f"{max(each):.2f} | {mean:.3f} |"
+                )
             result["steps"] = found.values
         if "rate" in asked.only:
             rows = rate(folder / "rate", asked.mib)
             print("\n| limit MB/s | MB/s | stayed in the kernel's cache |\n| --- | --- | --- |")
             for row in rows:
-                print(f"| {row['limit MB/s'] or 'none'} | {row['MB/s']:.0f} | {row['stayed in cache']:.0%} |")
+                print(
+                    f"| {row['limit MB/s'] or 'none'} | {row['MB/s']:.0f} | "
+                    f"{row['stayed in cache']:.0%} |"
+                )
             result["rate"] = rows
         if "bits" in asked.only:
             result["bits"] = bits(folder / "bits", 1)

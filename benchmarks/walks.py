@@ -7,9 +7,10 @@ which    the choice of a resume in a folder of one checkpoint of two ranks
 load     the regions of rank 1 of tp4 from a checkpoint of tp2
 convert  the same checkpoint from tp2 to tp4
 
-Each story runs once before, so that imports and caches do not count. Only the calling thread is followed. A climb is a call
-from a room to one above it (``[tool.importlinter]`` in pyproject.toml).
+Each story runs once before, so that imports and caches do not count. Only the calling thread is
+followed. A climb is a call from a room to one above it (``[tool.importlinter]`` in pyproject.toml).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,14 +24,32 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]           # not this folder: it has a reshard.py, too
+# not this folder: it has a reshard.py, too
+sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]
 
 import mindresume  # noqa: E402
 
 BASE = os.path.dirname(mindresume.__file__) + os.sep
-ROOMS = ("cli", "report", "launch", "supervisor", "fault_injection", "api", "mindformers", "reshard", "resume", "saving",
-         "coordination", "formats", "tensor_files", "storage", "model", "settings.py", "events")
-Function = tuple[str, str]                      # (file, qualified name)
+ROOMS = (
+    "cli",
+    "report",
+    "launch",
+    "supervisor",
+    "fault_injection",
+    "api",
+    "mindformers",
+    "reshard",
+    "resume",
+    "saving",
+    "coordination",
+    "formats",
+    "tensor_files",
+    "storage",
+    "model",
+    "settings.py",
+    "events",
+)
+Function = tuple[str, str]  # (file, qualified name)
 
 
 class Walk:
@@ -53,7 +72,7 @@ class Walk:
         path = frame.f_code.co_filename
         if event not in ("call", "return") or not path.startswith(BASE):
             return
-        here = path[len(BASE):], getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        here = path[len(BASE) :], getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         if event == "return":
             while here in self.stack and self.stack.pop() != here:
                 pass
@@ -80,6 +99,7 @@ def _floor(function: Function) -> int:
 
 def save(folder: Path) -> Callable[[], object]:
     from manager_jobs import Job
+
     job = Job(folder / "checkpoint")
     job.steps(9)
     return lambda: job.steps(1)
@@ -87,6 +107,7 @@ def save(folder: Path) -> Callable[[], object]:
 
 def which(folder: Path) -> Callable[[], object]:
     import rank_folders
+
     rank_folders.save(folder, 5, world=2)
     with mindresume.open(folder) as catalog:
         catalog.select()
@@ -94,6 +115,7 @@ def which(folder: Path) -> Callable[[], object]:
     def select() -> None:
         with mindresume.open(folder) as catalog:
             catalog.select()
+
     return select
 
 
@@ -103,22 +125,31 @@ def load(folder: Path) -> Callable[[], object]:
     from mindresume.reshard.open_checkpoint import open_checkpoint
     from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
     from mindresume.storage.posix import PosixStorage
-    network = {name: spec for name, spec in MODEL.items() if not name.startswith("accu_grads") and 0 not in spec.shape}
+
+    network = {
+        name: spec
+        for name, spec in MODEL.items()
+        if not name.startswith("accu_grads") and 0 not in spec.shape
+    }
     tensors = random_tensors(network)
     recorded(folder, Plan.parse("tp2", network), tensors)
     plan = Plan.parse("tp4", network)
-    shapes = {name: (array.shape, str(array.dtype)) for name, array in plan.shard(tensors, 1).items()}
+    shapes = {
+        name: (array.shape, str(array.dtype)) for name, array in plan.shard(tensors, 1).items()
+    }
     layouts = {name: (layout, tensors[name].shape) for name, layout in plan.layouts(1).items()}
 
     def regions() -> None:
         source = open_checkpoint(PosixStorage(), str(folder))
         read_regions(source.weights, wanted_regions(source.weights, LoadTarget(shapes, layouts), 1))
+
     regions()
     return regions
 
 
 def convert(folder: Path) -> Callable[[], object]:
     from reshard.plans import MODEL, Plan, random_tensors, recorded
+
     recorded(folder / "source", Plan.parse("tp2"), random_tensors(MODEL))
     mindresume.convert(folder / "source", folder / "before", to="tp=4", workers=1)
     return lambda: mindresume.convert(folder / "source", folder / "target", to="tp=4", workers=1)
@@ -128,20 +159,31 @@ STORIES = {story.__name__: story for story in (save, which, load, convert)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stories", nargs="*", metavar="STORY", help=f"{', '.join(STORIES)}; default: all")
-    parser.add_argument("--verbose", action="store_true", help="name the functions of each file, and the climbs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "stories", nargs="*", metavar="STORY", help=f"{', '.join(STORIES)}; default: all"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="name the functions of each file, and the climbs"
+    )
     options = parser.parse_args()
     if unknown := set(options.stories) - set(STORIES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(STORIES)}")
+        parser.error(
+            f"unknown: {', '.join(sorted(unknown))}; expected some of {', '.join(STORIES)}"
+        )
     for name in options.stories or STORIES:
         with tempfile.TemporaryDirectory() as folder:
             story = STORIES[name](Path(folder))
             with Walk() as walk:
                 story()
         found = walk.functions()
-        print(f"{name:8} {sum(map(len, found.values())):4} functions {len(found):3} files, depth {walk.depth}, "
-              f"{len(walk.climbs)} kinds of climbs")
+        print(
+            f"{name:8} {sum(map(len, found.values())):4} functions {len(found):3} files, depth "
+            f"{walk.depth}, "
+            f"{len(walk.climbs)} kinds of climbs"
+        )
         if options.verbose:
             for file, names in sorted(found.items()):
                 print(f"    {len(names):3} {file}: {', '.join(names)}")

@@ -1,16 +1,17 @@
 """Saves and resumes trainings of MindSpore Transformers (``mindformers``).
 
-A training installs it with ``import mindresume.plugin`` (or with the repository's ``run_mindformer.py``). ``mindresume`` is the
-command line. docs/api.md describes the Python API:
+A training installs it with ``import mindresume.plugin`` (or with the repository's
+``run_mindformer.py``). ``mindresume`` is the command line. docs/api.md describes the Python API:
 
     catalog = mindresume.open("output/checkpoint")
     catalog.steps(), catalog.latest(), catalog.select(world_size=8).chosen, catalog.verify().damaged
     catalog[500].tensors["embedding.weight"].shape, catalog[500].read("embedding.weight")
     mindresume.convert("output/checkpoint", "new", to="dp=4,tp=2")
 
-Importing this package, like the command line, imports neither mindspore nor mindformers. A name of the API imports its module
-when it is first used.
+Importing this package, like the command line, imports neither mindspore nor mindformers. A name of
+the API imports its module when it is first used.
 """
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -35,18 +36,32 @@ if TYPE_CHECKING:
     from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
     from mindresume.report.advice import Advice, TierAdvice, advise
-    from mindresume.saving.retention import KeepAny, KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes
+    from mindresume.saving.retention import (
+        KeepAny,
+        KeepBest,
+        KeepEverySteps,
+        KeepLast,
+        KeepPerMinutes,
+    )
 
 __version__ = "0.1.0"
 
-_MODULES = {                    # {module: names of the API that are imported from it at their first use}
+# {module: names of the API that are imported from it at their first use}
+_MODULES = {
     "api.catalog": ("Catalog", "Selection", "open"),
     "api.checkpoint": ("Checkpoint",),
     "api.comparison": ("Comparison", "TensorDifference", "compare"),
     "api.conversion": ("ConversionResult", "convert", "export_hf", "merge"),
     "api.inspection": ("Inspection", "inspect"),
     "api.pruning": ("PruneResult", "prune"),
-    "api.results": ("CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "VerificationReport"),
+    "api.results": (
+        "CheckpointInfo",
+        "CheckpointVerification",
+        "DirectoryUser",
+        "Listing",
+        "Problem",
+        "VerificationReport",
+    ),
     "api.scrubbing": ("ScrubReport", "ScrubbedCheckpoint", "scrub"),
     "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
@@ -56,14 +71,47 @@ _MODULES = {                    # {module: names of the API that are imported fr
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Advice", "Catalog", "Checkpoint", "CheckpointInfo", "CheckpointVerification", "Comparison", "ConversionResult",
-    "DirectoryUser", "Inspection", "KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes", "Listing",
-    "MindResumeError", "Problem", "PruneResult", "ScrubReport", "ScrubbedCheckpoint", "Selection", "TensorDifference",
-    "TensorInfo", "TensorSlice", "TierAdvice", "VerificationReport", "advise", "compare", "convert", "export_hf", "inspect",
-    "merge", "open", "prune", "scrub"]
+    "Advice",
+    "Catalog",
+    "Checkpoint",
+    "CheckpointInfo",
+    "CheckpointVerification",
+    "Comparison",
+    "ConversionResult",
+    "DirectoryUser",
+    "Inspection",
+    "KeepAny",
+    "KeepBest",
+    "KeepEverySteps",
+    "KeepLast",
+    "KeepPerMinutes",
+    "Listing",
+    "MindResumeError",
+    "Problem",
+    "PruneResult",
+    "ScrubReport",
+    "ScrubbedCheckpoint",
+    "Selection",
+    "TensorDifference",
+    "TensorInfo",
+    "TensorSlice",
+    "TierAdvice",
+    "VerificationReport",
+    "advise",
+    "compare",
+    "convert",
+    "export_hf",
+    "inspect",
+    "merge",
+    "open",
+    "prune",
+    "scrub",
+]
 
 
-if not TYPE_CHECKING:           # a type checker would take any name of this module for one that exists
+# a type checker would take any name of this module for one that exists
+if not TYPE_CHECKING:
+
     def __getattr__(name: str) -> Any:
         module = _MODULE_OF.get(name)
         if module is None:

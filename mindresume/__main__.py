@@ -1,4 +1,5 @@
 """``python -m mindresume``: the command line."""
+
 from mindresume.cli import main
 
 main()

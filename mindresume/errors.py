@@ -1,5 +1,6 @@
-"""Defines the errors that a caller may want to tell apart. Each message says what happened, where, what was expected and
-found, and what to do."""
+"""Defines the errors that a caller may want to tell apart. Each message says what happened, where,
+what was expected and found, and what to do."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,11 +29,13 @@ class CorruptFileError(MindResumeError):
 
 
 class UnreadableFileError(CorruptFileError):
-    """A file exists and could not be read: the file system reported an error. Nothing is known of its content."""
+    """A file exists and could not be read: the file system reported an error. Nothing is known of
+    its content."""
 
 
 class RecordError(MindResumeError):
-    """A record or manifest cannot be read: it is not JSON, has an unknown version, or lacks a field."""
+    """A record or manifest cannot be read: it is not JSON, has an unknown version, or lacks a
+    field."""
 
 
 class UnusableCheckpointError(MindResumeError):
@@ -68,27 +71,33 @@ class LeaseHeldError(SaveError):
 
 
 class RemoteError(MindResumeError):
-    """An operation on the object store (remote_save_url) failed, or the checkpoints there belong to a later run."""
+    """An operation on the object store (remote_save_url) failed, or the checkpoints there belong to
+    a later run."""
 
 
 class LoadError(MindResumeError):
-    """The selected checkpoint does not fit the network: a tensor is missing, or its shape or dtype differs."""
+    """The selected checkpoint does not fit the network: a tensor is missing, or its shape or dtype
+    differs."""
 
 
 class AlteredWeightsError(MindResumeError):
-    """Parameters changed between the load and the first step: a callback, or another loader, has put other weights there."""
+    """Parameters changed between the load and the first step: a callback, or another loader, has
+    put other weights there."""
 
 
 class StrategyError(MindResumeError, ValueError):
-    """A strategy file is damaged, contradicts itself or the files beside it, or a strategy cannot be written to a file."""
+    """A strategy file is damaged, contradicts itself or the files beside it, or a strategy cannot
+    be written to a file."""
 
 
 class EngineError(MindResumeError):
-    """MindSpore's checkpoint transform failed, wrote an unexpected result, or does not support the conversion."""
+    """MindSpore's checkpoint transform failed, wrote an unexpected result, or does not support the
+    conversion."""
 
 
 class CollectiveError(MindResumeError):
-    """A collective operation failed: the ranks could not agree, or one of them reported an error."""
+    """A collective operation failed: the ranks could not agree, or one of them reported an
+    error."""
 
 
 class ProcessLostError(CollectiveError):
@@ -100,4 +109,5 @@ class ProgressError(MindResumeError, ValueError):
 
 
 class TrainingCompleteError(MindResumeError):
-    """The checkpoint to resume from is already at the end of the training; nothing is left to train."""
+    """The checkpoint to resume from is already at the end of the training; nothing is left to
+    train."""

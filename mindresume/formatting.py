@@ -1,22 +1,28 @@
 """Formats numbers, lists and names for people."""
+
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# Control characters, marks that change the direction of text or have no width, and lone surrogates (Python keeps bytes of a name
-# that are not UTF-8 as U+DC80 to U+DCFF).
-_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+# Control characters, marks that change the direction of text or have no width, and lone surrogates
+# (Python keeps bytes of a name that are not UTF-8 as U+DC80 to U+DCFF).
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
 
 
 def shown(text: object, keep: str = "") -> str:
-    r"""Returns ``text`` in a form that is safe to print: hidden characters, except those in ``keep``, become escapes such as
-    ``\x1b``. Names and file contents are untrusted: they must neither control a terminal nor cause an encoding error."""
-    return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), str(text))
+    r"""Returns ``text`` in a form that is safe to print: hidden characters, except those in
+    ``keep``, become escapes such as ``\x1b``. Names and file contents are untrusted: they must
+    neither control a terminal nor cause an encoding error."""
+    return _HIDDEN.sub(
+        lambda found: found[0] if found[0] in keep else _escape(ord(found[0])), str(text)
+    )
 
 
 def _escape(code: int) -> str:
-    byte = code - 0xdc00 if 0xdc80 <= code <= 0xdcff else code
+    byte = code - 0xDC00 if 0xDC80 <= code <= 0xDCFF else code
     return f"\\x{byte:02x}" if byte < 0x100 else f"\\u{byte:04x}"
 
 

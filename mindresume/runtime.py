@@ -1,16 +1,20 @@
-"""Time, threads, signals, random names and the host: everything that the package asks of the machine, beside its files.
+"""Time, threads, signals, random names and the host: everything that the package asks of the
+machine, beside its files.
 
     from mindresume import runtime
 
     runtime.sleep(1)
     def watch(clock: Callable[[], float] = runtime.monotonic): ...
 
-No other module of the package imports ``time``, ``threading``, ``queue``, ``secrets``, ``socket`` or ``atexit``, or calls
-``signal.signal`` (ruff, TID251). A function elsewhere that asks the kernel, such as whether a process lives, is marked with
-``asks_machine``. A simulated cluster answers all of them in the place of the machine:
+No other module of the package imports ``time``, ``threading``, ``queue``, ``secrets``, ``socket``
+or ``atexit``, or calls ``signal.signal`` (ruff, TID251). A function elsewhere that asks the kernel,
+such as whether a process lives, is marked with ``asks_machine``. A simulated cluster answers all of
+them in the place of the machine:
 
-    with runtime.answers({runtime.monotonic: clock_of_the_cluster, lease.is_alive: process_table_of_the_cluster, ...}):
+    with runtime.answers({runtime.monotonic: clock_of_the_cluster, lease.is_alive:
+    process_table_of_the_cluster, ...}):
 """
+
 from __future__ import annotations
 
 import atexit
@@ -26,22 +30,28 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
-questions: list[Callable[..., Any]] = []                            # all that ``asks_machine`` has returned
-_answers: list[Mapping[Any, Callable[..., Any]]] = [{}]             # of the innermost call of ``answers``
+# all that ``asks_machine`` has returned
+questions: list[Callable[..., Any]] = []
+# of the innermost call of ``answers``
+_answers: list[Mapping[Any, Callable[..., Any]]] = [{}]
 
 
 def asks_machine(real: F) -> F:
-    """Returns ``real`` as a function that ``answers`` can replace, also where it is a default or was imported by its name."""
+    """Returns ``real`` as a function that ``answers`` can replace, also where it is a default or
+    was imported by its name."""
+
     @functools.wraps(real, updated=())
     def ask(*values: Any, **named: Any) -> Any:
         return _answers[-1].get(ask, real)(*values, **named)
+
     questions.append(ask)
     return cast(F, ask)
 
 
 @contextmanager
 def answers(table: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Lets ``table``, {function marked with ``asks_machine``: its replacement}, answer in this process. One table at a time."""
+    """Lets ``table``, {function marked with ``asks_machine``: its replacement}, answer in this
+    process. One table at a time."""
     _answers.append(table)
     try:
         yield
@@ -49,7 +59,7 @@ def answers(table: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
         _answers.remove(table)
 
 
-# ---- time ----------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 monotonic = asks_machine(_time.monotonic)
 process_time = asks_machine(_time.process_time)
@@ -58,7 +68,8 @@ sleep = asks_machine(_time.sleep)
 localtime = asks_machine(_time.localtime)
 gmtime = asks_machine(_time.gmtime)
 strftime, strptime, mktime = _time.strftime, _time.strptime, _time.mktime
-timestamp = asks_machine(_time.time)            # for records that only people read: a cluster may give one that is less exact
+# for records that only people read: a cluster may give one that is less exact
+timestamp = asks_machine(_time.time)
 
 
 class Clock(Protocol):
@@ -69,7 +80,7 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
 
-# ---- threads -------------------------------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from queue import SimpleQueue as SimpleQueue
@@ -79,13 +90,22 @@ if TYPE_CHECKING:
     from threading import RLock as RLock
     from threading import Thread as Thread
 else:
-    Condition, Event, Lock, RLock, Thread, SimpleQueue = map(asks_machine, (
-        threading.Condition, threading.Event, threading.Lock, threading.RLock, threading.Thread, queue.SimpleQueue))
+    Condition, Event, Lock, RLock, Thread, SimpleQueue = map(
+        asks_machine,
+        (
+            threading.Condition,
+            threading.Event,
+            threading.Lock,
+            threading.RLock,
+            threading.Thread,
+            queue.SimpleQueue,
+        ),
+    )
 current_thread = asks_machine(threading.current_thread)
 main_thread = asks_machine(threading.main_thread)
 ThreadLocal, Empty = threading.local, queue.Empty
 
-# ---- this process and its host -------------------------------------------------------------------------------------
+# ---- this process and its host -------------------------------------------------------------------
 
 token_hex = asks_machine(secrets.token_hex)
 gethostname = asks_machine(socket.gethostname)

@@ -1,14 +1,17 @@
-"""Reads the settings that mindformers has no key for: the YAML's top-level ``mindresume:`` section, or environment variables.
+"""Reads the settings that mindformers has no key for: the YAML's top-level ``mindresume:`` section,
+or environment variables.
 
     mindresume:
       on_save_error: raise
       memory_tier:
         every_steps: 10
 
-``MINDRESUME_ON_SAVE_ERROR`` and so on override the file. A setting that is a frozen dataclass is a section of its own below
-``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys. docs/settings.md lists all settings; its tables are made of
-the dataclasses below by ``python -m scripts.make_docs``.
+``MINDRESUME_ON_SAVE_ERROR`` and so on override the file. A setting that is a frozen dataclass is a
+section of its own below ``mindresume:``; ``MINDRESUME_SECTION_KEY`` overrides one of its keys.
+docs/settings.md lists all settings; its tables are made of the dataclasses below by ``python -m
+scripts.make_docs``.
 """
+
 from __future__ import annotations
 
 import os
@@ -20,14 +23,16 @@ from typing import Any
 
 from mindresume.errors import ConfigError
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")             # a number between the dots of a parameter name
+# a number between the dots of a parameter name
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
     """Returns a field of a dataclass of settings.
 
     Args:
-        default: the value without configuration; its type is that of the setting. A dataclass of settings makes a section.
+        default: the value without configuration; its type is that of the setting. A dataclass of
+            settings makes a section.
         meaning: what the setting does, for docs/settings.md, in Markdown.
         unit: the unit of a number, or another word for the values that are accepted.
         choices: the only values that are accepted; empty: any of the type.
@@ -36,120 +41,216 @@ def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, .
 
 
 def group(default: Any) -> Any:
-    """Returns a field for settings that belong together, whose keys stand in the section of the others."""
+    """Returns a field for settings that belong together, whose keys stand in the section of the
+    others."""
     return field(default=default, metadata={"group": True})
 
 
 @dataclass(frozen=True)
 class MemoryTierSettings:
     """Holds the settings of the tier in memory."""
-    every_steps: int = setting(0, "saves into memory fall on absolute multiples of it; 0: off", unit="steps")
+
+    every_steps: int = setting(
+        0, "saves into memory fall on absolute multiples of it; 0: off", unit="steps"
+    )
     dir: str = setting("/dev/shm", "the tmpfs that holds these saves", unit="path")
-    limit_gib: float = setting(0.0, "limit of the memory for each rank; 0: the rank's share of the free memory", unit="GiB")
-    keep_days: float = setting(7.0,
-        "a later job removes what a dead job left here, if nothing was saved there for so long", unit="days")
-    write_after_error: int = setting(1,
-        "1: a training that ends with an error first writes the newest of these saves to disk; 0: it does not", unit="0 or 1")
+    limit_gib: float = setting(
+        0.0, "limit of the memory for each rank; 0: the rank's share of the free memory", unit="GiB"
+    )
+    keep_days: float = setting(
+        7.0,
+        "a later job removes what a dead job left here, if nothing was saved there for so long",
+        unit="days",
+    )
+    write_after_error: int = setting(
+        1,
+        "1: a training that ends with an error first writes the newest of these saves to disk; 0: "
+        "it does not",
+        unit="0 or 1",
+    )
 
 
 @dataclass(frozen=True)
 class RetentionSettings:
     """Says which checkpoints stay besides those of ``keep_checkpoint_max``."""
-    keep_every_steps: int = setting(0,
-        "besides `keep_checkpoint_max`: keeps the first checkpoint at or after each multiple of it; 0: off", unit="steps")
-    keep_best: int = setting(0,
-        "besides `keep_checkpoint_max`: keeps so many of the best checkpoints by `keep_best_metric`; 0: off", unit="checkpoints")
-    keep_best_metric: str = setting("loss",
-        "`loss`: the loss of the saved step; or a name that your code passes to `mindresume.plugin.report_metric(\"eval_loss\", "
-        "2.31)`", unit="name")
-    keep_best_mode: str = setting("min",
-        "which values of `keep_best_metric` are best: the smallest or the largest", choices=("min", "max"))
+
+    keep_every_steps: int = setting(
+        0,
+        "besides `keep_checkpoint_max`: keeps the first checkpoint at or after each multiple of "
+        "it; 0: off",
+        unit="steps",
+    )
+    keep_best: int = setting(
+        0,
+        "besides `keep_checkpoint_max`: keeps so many of the best checkpoints by "
+        "`keep_best_metric`; 0: off",
+        unit="checkpoints",
+    )
+    keep_best_metric: str = setting(
+        "loss",
+        "`loss`: the loss of the saved step; or a name that your code passes to "
+        '`mindresume.plugin.report_metric("eval_loss", '
+        "2.31)`",
+        unit="name",
+    )
+    keep_best_mode: str = setting(
+        "min",
+        "which values of `keep_best_metric` are best: the smallest or the largest",
+        choices=("min", "max"),
+    )
 
 
 @dataclass(frozen=True)
 class ConversionSettings:
     """Says how ``auto_trans_ckpt`` converts."""
-    transform_engine: str = setting("auto",
-        "what converts a checkpoint for `auto_trans_ckpt`: `direct` (mindresume), `mindspore` (which first merges safetensors "
+
+    transform_engine: str = setting(
+        "auto",
+        "what converts a checkpoint for `auto_trans_ckpt`: `direct` (mindresume), `mindspore` "
+        "(which first merges safetensors "
         "to output/unified_checkpoint), or `auto`: `mindspore` for ckpt, `direct` for safetensors",
-        choices=("auto", "direct", "mindspore"))
-    unified_checkpoint: int = setting(0,
-        "1: `auto_trans_ckpt` also writes the merged weights to output/unified_checkpoint", unit="0 or 1")
+        choices=("auto", "direct", "mindspore"),
+    )
+    unified_checkpoint: int = setting(
+        0,
+        "1: `auto_trans_ckpt` also writes the merged weights to output/unified_checkpoint",
+        unit="0 or 1",
+    )
 
 
 @dataclass(frozen=True)
 class Settings:
     """Holds the settings of a run."""
-    on_save_error: str = setting("warn",
-        "a failed save (full disk, quota, I/O error): `warn` logs an error and the training continues; `raise` ends the "
-        "training", choices=("warn", "raise"))
-    max_failed_saves: int = setting(3,
-        "so many failed saves in a row end the training also with `on_save_error: warn`; 0: no limit", unit="saves")
-    commit_timeout: float = setting(600.0,
-        "longest wait of the end of the training for the records of slow ranks, and of a save for the previous one",
-        unit="seconds")
-    verify: str = setting("full",
-        "what a start checks before it loads a checkpoint: `full` reads every byte; `quick` checks sizes and headers only",
-        choices=("full", "quick"))
-    async_when_busy: str = setting("wait",
-        "a background save is due while the previous one is being written: `wait` for it; or `skip` the new one, on all ranks",
-        choices=("wait", "skip"))
-    staging_gib: float = setting(0.0,
-        "limit of the host memory of a rank for the copy that a background save writes from, and for verified files until they "
-        "are loaded; 0: as much as they need, within the rank's share of the free memory", unit="GiB")
-    heartbeat: float = setting(15.0,
-        "time between two heartbeats of a job in its checkpoint folder, by which other hosts see that it is alive; 0: none",
-        unit="seconds")
+
+    on_save_error: str = setting(
+        "warn",
+        "a failed save (full disk, quota, I/O error): `warn` logs an error and the training "
+        "continues; `raise` ends the "
+        "training",
+        choices=("warn", "raise"),
+    )
+    max_failed_saves: int = setting(
+        3,
+        "so many failed saves in a row end the training also with `on_save_error: warn`; 0: no "
+        "limit",
+        unit="saves",
+    )
+    commit_timeout: float = setting(
+        600.0,
+        "longest wait of the end of the training for the records of slow ranks, and of a save for "
+        "the previous one",
+        unit="seconds",
+    )
+    verify: str = setting(
+        "full",
+        "what a start checks before it loads a checkpoint: `full` reads every byte; `quick` checks "
+        "sizes and headers only",
+        choices=("full", "quick"),
+    )
+    async_when_busy: str = setting(
+        "wait",
+        "a background save is due while the previous one is being written: `wait` for it; or "
+        "`skip` the new one, on all ranks",
+        choices=("wait", "skip"),
+    )
+    staging_gib: float = setting(
+        0.0,
+        "limit of the host memory of a rank for the copy that a background save writes from, and "
+        "for verified files until they "
+        "are loaded; 0: as much as they need, within the rank's share of the free memory",
+        unit="GiB",
+    )
+    heartbeat: float = setting(
+        15.0,
+        "time between two heartbeats of a job in its checkpoint folder, by which other hosts see "
+        "that it is alive; 0: none",
+        unit="seconds",
+    )
     retention: RetentionSettings = group(RetentionSettings())
     conversion: ConversionSettings = group(ConversionSettings())
-    allow_missing: tuple[str, ...] = setting((),
-        "patterns (`lora_*`) of parameters that a checkpoint may lack when weights alone are loaded, and in Checkpoint 2.0; "
-        "they keep their initial values. Separated by commas in the environment", unit="list of patterns")
-    on_dataset_change: str = setting("warn",
-        "the data set differs from that of the checkpoint, and the configuration does not declare it: `warn`, or stop with an "
-        "`error`", choices=("warn", "error"))
-    max_failed_loads: int = setting(2,
-        "a checkpoint after whose loading so many jobs in a row died before their first step is suspected: it is taken only if "
-        "no other can be; 0: no checkpoint is suspected ([jobs](jobs.md#crash-loops))", unit="jobs")
-    preemption_check_interval: float = setting(5.0,
-        "approximate time between the checks of all ranks for SIGTERM or graceful exit; 0: no checks", unit="seconds")
-    memory_tier: MemoryTierSettings = setting(MemoryTierSettings(),
-        "saves into memory of the node, which a restart on the same nodes loads ([memory tier](memory_tier.md))")
+    allow_missing: tuple[str, ...] = setting(
+        (),
+        "patterns (`lora_*`) of parameters that a checkpoint may lack when weights alone are "
+        "loaded, and in Checkpoint 2.0; "
+        "they keep their initial values. Separated by commas in the environment",
+        unit="list of patterns",
+    )
+    on_dataset_change: str = setting(
+        "warn",
+        "the data set differs from that of the checkpoint, and the configuration does not declare "
+        "it: `warn`, or stop with an "
+        "`error`",
+        choices=("warn", "error"),
+    )
+    max_failed_loads: int = setting(
+        2,
+        "a checkpoint after whose loading so many jobs in a row died before their first step is "
+        "suspected: it is taken only if "
+        "no other can be; 0: no checkpoint is suspected ([jobs](jobs.md#crash-loops))",
+        unit="jobs",
+    )
+    preemption_check_interval: float = setting(
+        5.0,
+        "approximate time between the checks of all ranks for SIGTERM or graceful exit; 0: no "
+        "checks",
+        unit="seconds",
+    )
+    memory_tier: MemoryTierSettings = setting(
+        MemoryTierSettings(),
+        "saves into memory of the node, which a restart on the same nodes loads ([memory "
+        "tier](memory_tier.md))",
+    )
 
     def allows(self, name: str) -> bool:
         """Returns whether a checkpoint may lack this parameter."""
         return any(fnmatchcase(name, pattern) for pattern in self.allow_missing)
 
     @classmethod
-    def load(cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-        """Reads the settings from the YAML ``section``; ``environment`` (default: the process's) overrides it. Raises ConfigError
-        for an unknown key, one that no longer exists, or an invalid value."""
+    def load(
+        cls, section: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    ) -> Settings:
+        """Reads the settings from the YAML ``section``; ``environment`` (default: the process's)
+        overrides it. Raises ConfigError for an unknown key, one that no longer exists, or an
+        invalid value."""
         environment = os.environ if environment is None else environment
         gone = ["mindresume.scrub"] if isinstance(section, Mapping) and "scrub" in section else []
         gone += [name for name in sorted(environment) if name.startswith("MINDRESUME_SCRUB_")]
         if gone:
-            raise ConfigError(f"{gone[0]} no longer exists: a training does not scrub. Remove it, and run mindresume scrub DIR "
-                              f"[--repair] [--rate MB/s] from cron or a Kubernetes CronJob (docs/scrub.md)")
+            raise ConfigError(
+                f"{gone[0]} no longer exists: a training does not scrub. Remove it, and run "
+                "mindresume scrub DIR "
+                f"[--repair] [--rate MB/s] from cron or a Kubernetes CronJob (docs/scrub.md)"
+            )
         settings: Settings = _section(cls, "mindresume", section, environment)
         return settings
 
 
 def allow_text(missing: Iterable[str], most: int = 6) -> str:
-    """Returns a sentence that tells how to load without the ``missing`` parameters. Names that differ only in numbers become one
-    pattern; at most ``most`` patterns are listed."""
+    """Returns a sentence that tells how to load without the ``missing`` parameters. Names that
+    differ only in numbers become one pattern; at most ``most`` patterns are listed."""
     patterns = list(dict.fromkeys(_NUMBER.sub("*", name) for name in missing))
-    quoted = ", ".join(f'"{pattern}"' for pattern in patterns[:most]) + (", ..." if len(patterns) > most else "")
-    return f" To leave what is missing as it is initialised, set mindresume: {{allow_missing: [{quoted}]}}"
+    quoted = ", ".join(f'"{pattern}"' for pattern in patterns[:most]) + (
+        ", ..." if len(patterns) > most else ""
+    )
+    return (
+        f" To leave what is missing as it is initialised, set mindresume: {{allow_missing: "
+        f"[{quoted}]}}"
+    )
 
 
 def _section(kind: type, where: str, section: Any, environment: Mapping[str, str]) -> Any:
-    """Returns a ``kind``, a dataclass of settings. ``where``: the keys that lead to its YAML section, with dots between them."""
+    """Returns a ``kind``, a dataclass of settings. ``where``: the keys that lead to its YAML
+    section, with dots between them."""
     names = [known.name for known in settings_of(kind)]
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"{where} is {section!r}; expected a section with the keys {', '.join(names)}")
+        raise ConfigError(
+            f"{where} is {section!r}; expected a section with the keys {', '.join(names)}"
+        )
     unknown = [key for key in section or () if key not in names]
     if unknown:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(names)}")
+        raise ConfigError(
+            f"{where}: unknown key {unknown[0]!r} in the YAML section; known: {', '.join(names)}"
+        )
     return _made(kind, where, section or {}, environment)
 
 
@@ -162,14 +263,19 @@ def _made(kind: type, where: str, values: Mapping[str, Any], environment: Mappin
         if known.metadata.get("group"):
             found[known.name] = _made(type(known.default), where, values, environment)
         elif is_dataclass(known.default):
-            found[known.name] = _section(type(known.default), name, values.get(known.name), environment)
+            found[known.name] = _section(
+                type(known.default), name, values.get(known.name), environment
+            )
         elif variable in environment or known.name in values:
-            found[known.name] = _value(name, known, environment.get(variable, values.get(known.name)))
+            found[known.name] = _value(
+                name, known, environment.get(variable, values.get(known.name))
+            )
     return kind(**found)
 
 
 def variable_of(name: str) -> str:
-    """Returns the environment variable of a setting; ``name``: its keys with dots between them, such as mindresume.verify."""
+    """Returns the environment variable of a setting; ``name``: its keys with dots between them,
+    such as mindresume.verify."""
     return name.replace(".", "_").upper()
 
 
@@ -183,7 +289,8 @@ def settings_of(kind: type) -> Iterator[Field[Any]]:
 
 
 def _value(where: str, known: Field[Any], value: Any) -> Any:
-    """Returns a setting converted to the type of its default. Raises ConfigError for an invalid value."""
+    """Returns a setting converted to the type of its default. Raises ConfigError for an invalid
+    value."""
     kind: type[Any] = type(known.default)
     choices = known.metadata.get("choices")
     if choices:
@@ -192,8 +299,12 @@ def _value(where: str, known: Field[Any], value: Any) -> Any:
         return value
     if kind is tuple:
         rows = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-        if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) and row.strip() for row in rows):
-            raise ConfigError(f"{where} is {value!r}; expected a list of patterns such as ['lora_*']")
+        if not isinstance(rows, (list, tuple)) or not all(
+            isinstance(row, str) and row.strip() for row in rows
+        ):
+            raise ConfigError(
+                f"{where} is {value!r}; expected a list of patterns such as ['lora_*']"
+            )
         return tuple(rows)
     if kind is str:
         if not isinstance(value, str) or not value.strip():
@@ -203,6 +314,13 @@ def _value(where: str, known: Field[Any], value: Any) -> Any:
         number = kind(value)
     except (TypeError, ValueError):
         number = -1
-    if isinstance(value, bool) or not number >= 0 or (kind is int and isinstance(value, float) and number != value):
-        raise ConfigError(f"{where} is {value!r}; expected a {'whole ' if kind is int else ''}number of at least 0")
+    if (
+        isinstance(value, bool)
+        or not number >= 0
+        or (kind is int and isinstance(value, float) and number != value)
+    ):
+        raise ConfigError(
+            f"{where} is {value!r}; expected a {'whole ' if kind is int else ''}number of at least "
+            "0"
+        )
     return number

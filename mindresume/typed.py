@@ -1,11 +1,15 @@
-"""Turns untrusted JSON into typed values: text into JSON values with bounded memory, and JSON values into dataclasses.
+"""Turns untrusted JSON into typed values: text into JSON values with bounded memory, and JSON
+values into dataclasses.
 
-    record = decode(DamagedFile, parse_json(data), "scrub")     # RecordError: "scrub: size is -1, expected ..."
+    # RecordError: "scrub: size is -1, expected ..."
+    record = decode(DamagedFile, parse_json(data), "scrub")
 
-The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). ``parse_json`` limits the number of values
-and of keys, since two bytes of text can become a hundred bytes of memory, and the nesting depth, since printing or comparing a
-nested value recurses. ``decode`` checks each value against the annotation of its field.
+The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). ``parse_json``
+limits the number of values and of keys, since two bytes of text can become a hundred bytes of
+memory, and the nesting depth, since printing or comparing a nested value recurses. ``decode``
+checks each value against the annotation of its field.
 """
+
 from __future__ import annotations
 
 import functools
@@ -17,16 +21,31 @@ import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from mindresume.errors import RecordError
 
-MAX_DEPTH = 64              # files of mindresume nest 6 deep; those of mindformers, MindSpore and Hugging Face less than 10
-MAX_TENSORS = 1 << 19       # of one file. Kimi K2 has 139,000 in all of its files, quantized 207,000, with Adam's moments 417,000
-MAX_KEYS = 4 * MAX_TENSORS  # a header has four for each tensor; an index, a record and a manifest have fewer
-MAX_VALUES = 16 * MAX_TENSORS       # a record has 13 for each tensor, a header 8
+# files of mindresume nest 6 deep; those of mindformers, MindSpore and Hugging Face less than 10
+MAX_DEPTH = 64
+# of one file. Kimi K2 has 139,000 in all of its files, quantized 207,000, with Adam's moments
+# 417,000
+MAX_TENSORS = 1 << 19
+# a header has four for each tensor; an index, a record and a manifest have fewer
+MAX_KEYS = 4 * MAX_TENSORS
+MAX_VALUES = 16 * MAX_TENSORS  # a record has 13 for each tensor, a header 8
 
-MAX_COUNT = 2**63 - 1       # steps, samples, bytes: the largest number that a file system, MindSpore and a message can hold
+# steps, samples, bytes: the largest number that a file system, MindSpore and a message can hold
+MAX_COUNT = 2**63 - 1
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 Pairs = list[tuple[str, Any]]
@@ -34,18 +53,23 @@ Value = TypeVar("Value")
 
 
 def unique(pairs: Pairs) -> dict[str, Any]:
-    """Makes an object of ``pairs``. Raises ValueError if a key occurs twice, or UTF-8 cannot encode it."""
+    """Makes an object of ``pairs``. Raises ValueError if a key occurs twice, or UTF-8 cannot encode
+    it."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen = Counter(name for name, _ in pairs)
         raise ValueError(f"the key {seen.most_common(1)[0][0]!r} occurs twice"[:200])
     for name in found:
-        name.encode()           # JSON text can hold a lone surrogate
+        name.encode()  # JSON text can hold a lone surrogate
     return found
 
 
-def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], dict[str, Any]] = unique, keys: int = MAX_KEYS
-               ) -> Any:
+def parse_json(
+    data: bytes,
+    values: int = MAX_VALUES,
+    pairs: Callable[[Pairs], dict[str, Any]] = unique,
+    keys: int = MAX_KEYS,
+) -> Any:
     """Parses the JSON document in ``data``.
 
     Args:
@@ -55,10 +79,14 @@ def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], d
         keys: upper limit for the number of keys, which need more memory than other values.
 
     Raises:
-        ValueError: ``data`` is not JSON, has more than ``values`` values or ``keys`` keys, or is nested deeper than MAX_DEPTH.
+        ValueError: ``data`` is not JSON, has more than ``values`` values or ``keys`` keys, or is
+            nested deeper than MAX_DEPTH.
     """
     # upper bounds: the signs within strings are counted too
-    for found, most, what in ((sum(map(data.count, (b",", b"[", b"{"))), values, "values"), (data.count(b":"), keys, "keys")):
+    for found, most, what in (
+        (sum(map(data.count, (b",", b"[", b"{"))), values, "values"),
+        (data.count(b":"), keys, "keys"),
+    ):
         if found > most:
             raise ValueError(f"it has some {found} {what}, expected at most {most}")
     try:
@@ -67,16 +95,21 @@ def parse_json(data: bytes, values: int = MAX_VALUES, pairs: Callable[[Pairs], d
         raise ValueError(_TOO_DEEP) from None
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level if isinstance(outer, (dict, list))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, (dict, list))]
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
         if not level:
             return value
     raise ValueError(_TOO_DEEP)
 
 
 def json_value(value: Any, is_text: bool = False) -> Any:
-    """Returns ``value`` as plain JSON values. A number that is nan or infinite, which JSON does not have, becomes null; or with
-    ``is_text`` its name."""
+    """Returns ``value`` as plain JSON values. A number that is nan or infinite, which JSON does not
+    have, becomes null; or with ``is_text`` its name."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if isinstance(value, Mapping):
@@ -88,12 +121,15 @@ def json_value(value: Any, is_text: bool = False) -> Any:
     return value
 
 
-# ---- values of a type ------------------------------------------------------------------------------------------------
+# ---- values of a type ----------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds a value, in an annotation: ``Annotated[int, Limits(1, 8)]``. ``least``, ``most``: of a number, of the length of
-    anything else. ``pattern``: of a whole text. ``what``: describes what is allowed, for people."""
+    """Bounds a value, in an annotation: ``Annotated[int, Limits(1, 8)]``. ``least``, ``most``: of a
+    number, of the length of anything else. ``pattern``: of a whole text. ``what``: describes what
+    is allowed, for people."""
+
     least: float = 0
     most: float = math.inf
     pattern: str = ""
@@ -102,12 +138,29 @@ class Limits:
 
 Count = Annotated[int, Limits(0, MAX_COUNT)]
 Number = Annotated[float, Limits(-sys.float_info.max, sys.float_info.max)]
-Time = Annotated[float, Limits(0, 10**11, what="seconds since 1970")]       # until 5138: later times cannot be formatted
-Checksum = Annotated[str, Limits(pattern="[0-9a-f]{32}", what="32 hex digits")]       # xxh3_128
-RelativePath = Annotated[str, Limits(pattern=r"(?s)(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\0]+", what="a path below the folder")]
+# until 5138: later times cannot be formatted
+Time = Annotated[float, Limits(0, 10**11, what="seconds since 1970")]
+Checksum = Annotated[str, Limits(pattern="[0-9a-f]{32}", what="32 hex digits")]  # xxh3_128
+RelativePath = Annotated[
+    str, Limits(pattern=r"(?s)(?!/)(?!(?:.*/)?\.\.(?:/|\Z))[^\0]+", what="a path below the folder")
+]
 _NUMBERS = {int: Limits(-MAX_COUNT, MAX_COUNT), float: Limits(-1e18, 1e18)}
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", tuple: "a list"}
-_JSON = {int: (int,), float: (int, float), str: (str,), bool: (bool,), tuple: (list,), Literal: (str,)}     # else an object
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    tuple: "a list",
+}
+# else an object
+_JSON = {
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    bool: (bool,),
+    tuple: (list,),
+    Literal: (str,),
+}
 
 
 def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> TypeGuard[int]:
@@ -116,16 +169,17 @@ def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> TypeGuard[int
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor infinite, nor 400 digits
-    long."""
+    """Returns whether a JSON value is a number (not true) that a float can hold: neither NaN nor
+    infinite, nor 400 digits long."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def decode(kind: type[Value], value: Any, where: str) -> Value:
-    """Returns the JSON ``value`` as a ``kind``: int, float, str, bool, Any, Literal, ``X | None``, ``tuple[X, ...]``,
-    ``tuple[X, Y]``, ``Mapping[str, X]``, ``Mapping[int, X]`` (whose keys are digits), or a dataclass with such fields, whose
-    value is an object. A field that is absent has its default, or is None; unknown keys are ignored.
-    ``field(metadata={"key": "..."})`` names another key than that of the field.
+    """Returns the JSON ``value`` as a ``kind``: int, float, str, bool, Any, Literal, ``X | None``,
+    ``tuple[X, ...]``, ``tuple[X, Y]``, ``Mapping[str, X]``, ``Mapping[int, X]`` (whose keys are
+    digits), or a dataclass with such fields, whose value is an object. A field that is absent has
+    its default, or is None; unknown keys are ignored. ``field(metadata={"key": "..."})`` names
+    another key than that of the field.
 
     Args:
         kind: a type, or ``Annotated[type, Limits(...)]``.
@@ -133,7 +187,8 @@ def decode(kind: type[Value], value: Any, where: str) -> Value:
         where: names the value in an error.
 
     Raises:
-        RecordError: ``value`` has another type, is out of range, or lacks a field: says where, what was found and expected.
+        RecordError: ``value`` has another type, is out of range, or lacks a field: says where, what
+            was found and expected.
     """
     annotation: Any = kind
     decoded: Value = _decoder(annotation).decode(value, (where,))
@@ -151,20 +206,27 @@ class _Decoder:
         if get_origin(annotation) is Annotated:
             annotation, limits = get_args(annotation)
         origin, inner = get_origin(annotation) or annotation, get_args(annotation)
-        self.origin: Any = Mapping if isinstance(origin, type) and issubclass(origin, Mapping) else origin
+        self.origin: Any = (
+            Mapping if isinstance(origin, type) and issubclass(origin, Mapping) else origin
+        )
         self.choices = inner if origin is Literal else ()
         self.is_any_length = origin is tuple and inner[-1] is ...
-        self.inner = () if self.choices else tuple(_Decoder(each) for each in inner if each is not ...)
+        self.inner = (
+            () if self.choices else tuple(_Decoder(each) for each in inner if each is not ...)
+        )
         is_pair = origin is tuple and not self.is_any_length
         self.limits = Limits(len(inner), len(inner)) if is_pair else limits or _NUMBERS.get(origin)
         self.match = re.compile(limits.pattern).fullmatch if limits and limits.pattern else None
         self.types = None if origin is Any else _JSON.get(origin, (dict,))
-        self.fields: list[tuple[str, Field[Any], _Decoder]] = []          # of a dataclass: (key, field, decoder)
+        # of a dataclass: (key, field, decoder)
+        self.fields: list[tuple[str, Field[Any], _Decoder]] = []
         self.is_object = is_dataclass(origin)
         if self.is_object:
             hints = get_type_hints(origin, include_extras=True)
-            self.fields = [(field.metadata.get("key", field.name), field, _Decoder(hints[field.name]))
-                           for field in fields(origin)]
+            self.fields = [
+                (field.metadata.get("key", field.name), field, _Decoder(hints[field.name]))
+                for field in fields(origin)
+            ]
 
     def decode(self, value: Any, at: tuple[Any, ...]) -> Any:
         """Returns ``value``. ``at``: the keys that lead to it, as (..., key)."""
@@ -173,7 +235,9 @@ class _Decoder:
         allowed = self.types is None or type(value) in self.types
         if allowed and self.limits is not None:
             size = value if self.origin in _NUMBERS else len(value)
-            allowed = self.limits.least <= size <= self.limits.most and (self.match is None or self.match(value) is not None)
+            allowed = self.limits.least <= size <= self.limits.most and (
+                self.match is None or self.match(value) is not None
+            )
         if not allowed or self.choices and value not in self.choices:
             raise RecordError(f"{_place(at)} is {value!r}"[:300] + f", expected {self._expected()}")
         if self.origin is tuple:
@@ -184,7 +248,9 @@ class _Decoder:
             of_key, of_value = self.inner
             for key, row in value.items():
                 if of_key.origin is int and not re.fullmatch("[0-9]{1,18}", key):
-                    raise RecordError(f"{_place(at)} has the key {key!r}"[:300] + ", expected a whole number")
+                    raise RecordError(
+                        f"{_place(at)} has the key {key!r}"[:300] + ", expected a whole number"
+                    )
                 given[of_key.origin(key)] = of_value.decode(row, (at, key))
             return given
         if not self.is_object:
@@ -208,8 +274,11 @@ class _Decoder:
             return f"{text} of {len(self.inner)} values"
         if not self.limits or self.limits.most == math.inf:
             return text
-        return (f"{text} from {self.limits.least} to {self.limits.most}" if self.origin in _NUMBERS else
-                f"{text} of at most {self.limits.most}")
+        return (
+            f"{text} from {self.limits.least} to {self.limits.most}"
+            if self.origin in _NUMBERS
+            else f"{text} of at most {self.limits.most}"
+        )
 
 
 def _place(at: tuple[Any, ...]) -> str:

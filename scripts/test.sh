@@ -17,6 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 echo "== ruff"
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check -q .
 echo "== layers"
 "$VENV/bin/lint-imports" --no-cache
 echo "== types"

@@ -1,12 +1,15 @@
 """An in-memory object store: its content, and an ``ObjectStore`` as one process of a pod sees it.
 
     cluster.disks[BUCKET] = Bucket()
-    store = PodStore(cluster, process)          # mindresume.saving.remote_checkpoints.RemoteCheckpoints(store, url)
+    # mindresume.saving.remote_checkpoints.RemoteCheckpoints(store, url)
+    store = PodStore(cluster, process)
 
-The contract is that of ``mindresume.storage.object_store``: a PUT is atomic and visible by its url at once; listings lag behind
-PUT and DELETE, each name by a random time. Each call is an operation of the scheduler where the schedule may inject a fault (an
-upload or a download is two: its beginning and its end). Every error is a RemoteError, before or after the effect.
+The contract is that of ``mindresume.storage.object_store``: a PUT is atomic and visible by its url
+at once; listings lag behind PUT and DELETE, each name by a random time. Each call is an operation
+of the scheduler where the schedule may inject a fault (an upload or a download is two: its
+beginning and its end). Every error is a RemoteError, before or after the effect.
 """
+
 from __future__ import annotations
 
 import os
@@ -22,17 +25,20 @@ from sim.disk import Disk, File
 from sim.mount import Mount
 
 BUCKET = "bucket"
-LISTING_LAG_RATIO = 0.1         # longest lag of a listing of the bucket, as a fraction of ``cluster.lag``
+# longest lag of a listing of the bucket, as a fraction of ``cluster.lag``
+LISTING_LAG_RATIO = 0.1
 
 
 class Bucket(Disk):
-    """The objects of a store. It is one of the disks of a cluster and is copied and compared with them. Objects are durable: no
-    loss of power, host or pod changes them. ``seconds``: duration of an upload."""
+    """The objects of a store. It is one of the disks of a cluster and is copied and compared with
+    them. Objects are durable: no loss of power, host or pod changes them. ``seconds``: duration of
+    an upload."""
 
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, File] = {}
-        self.unreadable: set[str] = set()                   # urls that are listed with their sizes, but every GET fails
+        # urls that are listed with their sizes, but every GET fails
+        self.unreadable: set[str] = set()
         self.seconds = 0.0
         # url -> (time until which listings show the previous state, whether it existed then)
         self._lagging: dict[str, tuple[float, bool]] = {}
@@ -53,7 +59,8 @@ class Bucket(Disk):
             self.changed += 1
 
     def make_unreadable(self, number: int) -> None:
-        """Makes the object with this ``number`` (by name) unreadable until another one is stored under its name."""
+        """Makes the object with this ``number`` (by name) unreadable until another one is stored
+        under its name."""
         if self.objects:
             self.unreadable.add(sorted(self.objects)[number % len(self.objects)])
             self.changed += 1
@@ -61,22 +68,29 @@ class Bucket(Disk):
     def list(self, prefix: str, now: float = float("inf")) -> list[str]:
         """Returns the sorted names below ``prefix``/ that a listing shows at ``now``."""
         late = {url: shown for url, (until, shown) in self._lagging.items() if now < until}
-        urls = {url for url in self.objects if late.get(url, True)} | {url for url, shown in late.items() if shown}
-        return sorted(url[len(prefix) + 1:] for url in urls if url.startswith(f"{prefix}/"))
+        urls = {url for url in self.objects if late.get(url, True)} | {
+            url for url, shown in late.items() if shown
+        }
+        return sorted(url[len(prefix) + 1 :] for url in urls if url.startswith(f"{prefix}/"))
 
-    # ---- the interface of a disk -----------------------------------------------------------------------------------
+    # ---- the interface of a disk -----------------------------------------------------------------
 
     def walk(self, path: str = "") -> Iterator[tuple[str, File]]:
         return iter([(url, file) for url, file in self.objects.items() if url.startswith(path)])
 
     def signature(self, power: bool = True, unread: str = "/") -> int:
-        rows = (f"{url}={file.key}{'?' if url in self.unreadable else ''}" for url, file in sorted(self.objects.items()))
+        rows = (
+            f"{url}={file.key}{'?' if url in self.unreadable else ''}"
+            for url, file in sorted(self.objects.items())
+        )
         return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 
     def pending(self) -> bool:
         return False
 
-    def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
+    def lose_power(
+        self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b""
+    ) -> None:
         """Does nothing: objects are durable."""
 
     def copy(self) -> Bucket:
@@ -88,19 +102,23 @@ class Bucket(Disk):
 
 
 class PodStore:
-    """Implements ``ObjectStore`` on the bucket of the cluster. Local files are those of the host of ``process``."""
+    """Implements ``ObjectStore`` on the bucket of the cluster. Local files are those of the host of
+    ``process``."""
 
     def __init__(self, cluster: Cluster, process: Process):
         self.cluster, self.process, self.disk = cluster, process, Mount(cluster, process)
-        self.bucket: Bucket = cluster.disks[BUCKET]         # type: ignore[assignment]
+        self.bucket: Bucket = cluster.disks[BUCKET]  # type: ignore[assignment]
 
     def list(self, prefix: str) -> list[str]:
-        return self._do("list objects", prefix, lambda: self.bucket.list(prefix, self.cluster.scheduler.now))
+        return self._do(
+            "list objects", prefix, lambda: self.bucket.list(prefix, self.cluster.scheduler.now)
+        )
 
     def size(self, url: str) -> int | None:
         def act() -> int | None:
             found = self.bucket.objects.get(url)
             return None if found is None else len(found.data)
+
         return self._do("size", url, act)
 
     def read(self, url: str) -> bytes:

@@ -1,4 +1,5 @@
 """Hosts, processes, signals and clocks of a simulated cluster."""
+
 from __future__ import annotations
 
 import errno
@@ -31,8 +32,8 @@ from sim.schedule import (
 from sim.scheduler import Scheduler, Task
 
 SHARED = "shared"
-SHM = "/dev/shm/"               # paths below it lie in memory of the host
-EPOCH = 1_700_000_000.0         # start of every schedule, in seconds since 1970
+SHM = "/dev/shm/"  # paths below it lie in memory of the host
+EPOCH = 1_700_000_000.0  # start of every schedule, in seconds since 1970
 
 
 class Host:
@@ -42,25 +43,27 @@ class Host:
         disk: the disk that it has mounted.
         offset: seconds by which its clock is wrong.
 
-    The NFS client of the host caches listings of a shared disk, and names that it did not find (negative entries), for
-    ``cluster.lag`` seconds.
+    The NFS client of the host caches listings of a shared disk, and names that it did not find
+    (negative entries), for ``cluster.lag`` seconds.
     """
 
     def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
         self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
-        self.memory = 1 << 40                           # memory limit of its container in bytes
-        self.shm = Disk(local=True)                     # files in its memory
-        self.operations = 0                             # number of operations of its processes
-        self.hides_processes = False                    # nobody can find out whether a process of others runs
+        self.memory = 1 << 40  # memory limit of its container in bytes
+        self.shm = Disk(local=True)  # files in its memory
+        self.operations = 0  # number of operations of its processes
+        # nobody can find out whether a process of others runs
+        self.hides_processes = False
         self._listing_cache: dict[str, tuple[float, list[str]]] = {}
-        self._negative_cache: dict[str, float] = {}     # name -> when a lookup did not find it
+        self._negative_cache: dict[str, float] = {}  # name -> when a lookup did not find it
 
     def disk_of(self, path: str) -> Disk:
         """Returns what ``path`` lies on: the disk, or memory of this host."""
         return self.shm if path.startswith(SHM) else self.disk
 
     def names(self, disk: Disk, folder: str) -> list[str]:
-        """Returns the names in ``folder`` as this host lists it: from its cache while that is valid."""
+        """Returns the names in ``folder`` as this host lists it: from its cache while that is
+        valid."""
         now, lag = self.cluster.scheduler.now, 0 if disk.local else self.cluster.lag
         if lag:
             known = self._listing_cache.get(folder)
@@ -75,8 +78,9 @@ class Host:
         return names
 
     def look(self, disk: Disk, path: str) -> File | Folder | None:
-        """Returns what this host finds under ``path``, or None. A name that it did not find stays absent for ``lag`` seconds; a
-        name that it has not looked up yet is asked of the server, whatever a cached listing says."""
+        """Returns what this host finds under ``path``, or None. A name that it did not find stays
+        absent for ``lag`` seconds; a name that it has not looked up yet is asked of the server,
+        whatever a cached listing says."""
         if not self.cluster.lag or disk.local:
             return disk.find(path)
         now, part = self.cluster.scheduler.now, ""
@@ -100,16 +104,25 @@ class Host:
         self._negative_cache.pop(path, None)
 
     def moves(self, disk: Disk, old: str, new: str) -> None:
-        """Drops the cached state of ``old``, ``new`` and everything below: this host renames one to the other."""
+        """Drops the cached state of ``old``, ``new`` and everything below: this host renames one to
+        the other."""
         for path in (old, new):
             self.changes(disk, path)
-            self._listing_cache = {name: row for name, row in self._listing_cache.items() if not name.startswith(f"{path}/")}
-            self._negative_cache = {name: since for name, since in self._negative_cache.items()
-                                    if not name.startswith(f"{path}/")}
+            self._listing_cache = {
+                name: row
+                for name, row in self._listing_cache.items()
+                if not name.startswith(f"{path}/")
+            }
+            self._negative_cache = {
+                name: since
+                for name, since in self._negative_cache.items()
+                if not name.startswith(f"{path}/")
+            }
 
 
 class Process:
-    """A simulated process. ``exit``: its exit status; None while it runs. ``own``: data of the program that it runs."""
+    """A simulated process. ``exit``: its exit status; None while it runs. ``own``: data of the
+    program that it runs."""
 
     def __init__(self, cluster: Cluster, host: Host, name: str, pid: int):
         self.cluster, self.host, self.name, self.pid = cluster, host, name, pid
@@ -118,14 +131,17 @@ class Process:
         self.exit: int | None = None
         self.error: BaseException | None = None
         self.sigterm_handler: Callable[[], None] | None = None
-        self.own_signals: list[bool] = []               # of each SIGTERM that it got, whether it came from this process
-        self.on_signal: Callable[[], object] | None = None      # what a thread does that learns of each
-        self.hangs = False                              # its main thread waits for ever in the next step of the training
+        # of each SIGTERM that it got, whether it came from this process
+        self.own_signals: list[bool] = []
+        # what a thread does that learns of each
+        self.on_signal: Callable[[], object] | None = None
+        # its main thread waits for ever in the next step of the training
+        self.hangs = False
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.main: Task | None = None
-        self.events: list[tuple[float, Event]] = []     # (simulated time in seconds, event)
-        self.tokens = 0                                 # number of tokens that it has drawn
-        self.own: Any = None                            # data of the program
+        self.events: list[tuple[float, Event]] = []  # (simulated time in seconds, event)
+        self.tokens = 0  # number of tokens that it has drawn
+        self.own: Any = None  # data of the program
         self.on_death: list[Callable[[Process], None]] = []
 
     def emit(self, event: Event) -> None:
@@ -143,6 +159,7 @@ class Process:
 @dataclass
 class InjectedFault:
     """A fault that was injected, and the operation at which it was."""
+
     fault: Fault
     number: int
     process: str
@@ -152,7 +169,9 @@ class InjectedFault:
 
 @dataclass
 class Trace:
-    """The operations of a run. ``wanted``: record them. ``rows``: (number, process, operation, path)."""
+    """The operations of a run. ``wanted``: record them. ``rows``: (number, process, operation,
+    path)."""
+
     wanted: bool = False
     rows: list[tuple[int, str, str, str]] = field(default_factory=list)
 
@@ -167,7 +186,9 @@ class Cluster:
     ``observe(process, name, path)`` is called before every operation; it may copy the disks.
     """
 
-    def __init__(self, schedule: Schedule, disks: Mapping[str, Disk] | None = None, most: int = 20_000):
+    def __init__(
+        self, schedule: Schedule, disks: Mapping[str, Disk] | None = None, most: int = 20_000
+    ):
         self.schedule = schedule
         self.scheduler = Scheduler(schedule.chooser(), most, schedule.tick)
         self.disks = dict(disks) if disks is not None else {SHARED: Disk()}
@@ -176,28 +197,41 @@ class Cluster:
         self.lag = schedule.lag
         self.random = random.Random(schedule.seed)
         self.trace = Trace()
-        self.at = 0                                     # number of the current operation; higher ones may have ended before it
+        # number of the current operation; higher ones may have ended before it
+        self.at = 0
         self.injected: list[InjectedFault] = []
-        self.rots: list[Rot] = []                       # what has rotted, in this order
-        self.shared_pid_namespace = False               # every host can see whether any process is alive
+        self.rots: list[Rot] = []  # what has rotted, in this order
+        # every host can see whether any process is alive
+        self.shared_pid_namespace = False
         self.observe: Callable[[Process, str, str], None] | None = None
-        self.cleanups: list[Callable[[], None]] = []    # called when no process runs any more
+        self.cleanups: list[Callable[[], None]] = []  # called when no process runs any more
         self.on_rename: Callable[[Process, str, str], None] | None = None
         self._pids = 100
         self._tokens = 0
         self._faults = {fault.at: fault for fault in schedule.faults}
         self._full_until = self._out_until = 0
-        self._quotas: dict[str, int] = {}               # name of a rank or a host -> its quota is exhausted until this operation
-        self._unreadable: dict[str, int] = {}           # path, "" for the file that is opened next, or name of a host -> the same
+        # name of a rank or a host -> its quota is exhausted until this operation
+        self._quotas: dict[str, int] = {}
+        # path, "" for the file that is opened next, or name of a host -> the same
+        self._unreadable: dict[str, int] = {}
         self.scheduler.ended.append(self._on_task_end)
 
-    # ---- hosts and processes ---------------------------------------------------------------------------------------
+    # ---- hosts and processes ---------------------------------------------------------------------
 
     def host(self, name: str = "", node: int = 0) -> Host:
         """Adds a host. ``node``: the number of its disk, for hosts that share none."""
         number = len(self.hosts)
-        offset = self.schedule.clocks[number % len(self.schedule.clocks)] if self.schedule.clocks else 0.0
-        made = Host(self, name or f"host{number}", self.disks.get(SHARED) or self.disks[f"node{node}"], offset)
+        offset = (
+            self.schedule.clocks[number % len(self.schedule.clocks)]
+            if self.schedule.clocks
+            else 0.0
+        )
+        made = Host(
+            self,
+            name or f"host{number}",
+            self.disks.get(SHARED) or self.disks[f"node{node}"],
+            offset,
+        )
         self.hosts.append(made)
         return made
 
@@ -210,21 +244,24 @@ class Cluster:
         return made
 
     def _on_task_end(self, task: Task) -> None:
-        """Ends the process of a main task that has ended: its atexit functions run first, then all its threads are gone."""
+        """Ends the process of a main task that has ended: its atexit functions run first, then all
+        its threads are gone."""
         process = task.process
         if process.dead:
-            return                                      # killed: its atexit functions do not run
+            return  # killed: its atexit functions do not run
         if task is not process.main:
             if task.error is not None and not isinstance(task.error, (Killed, Exception)):
                 process.error = task.error
             return
-        if process.dead:                                # killed: its exit status is set
+        if process.dead:  # killed: its exit status is set
             return
         if task.error is not None:
             process.error = process.error or task.error
         if process.at_exit:
             function, values, named = process.at_exit.pop()
-            process.main = self.scheduler.start(process, lambda: function(*values, **named), f"{process.name} at exit")
+            process.main = self.scheduler.start(
+                process, lambda: function(*values, **named), f"{process.name} at exit"
+            )
             return
         process.exit = 1 if process.error is not None else 0
         self._mark_dead(process)
@@ -241,7 +278,8 @@ class Cluster:
             self._mark_dead(process)
 
     def terminate(self, process: Process, own: bool = False) -> None:
-        """Sends SIGTERM to ``process``: runs its handler, or ends it if it has none. ``own``: the process sends it."""
+        """Sends SIGTERM to ``process``: runs its handler, or ends it if it has none. ``own``: the
+        process sends it."""
         if process.dead:
             return
         process.own_signals.append(own)
@@ -253,34 +291,46 @@ class Cluster:
             process.exit = -15
             self._mark_dead(process)
 
-    # ---- one operation ---------------------------------------------------------------------------------------------
+    # ---- one operation ---------------------------------------------------------------------------
 
     def operate(self, process: Process, name: str, path: str, also: str = "") -> tuple[int, bool]:
-        """Counts one operation of ``process``, before which other tasks may run, and injects the fault that the schedule has
-        there. Returns (errno that the operation must report, 0 for none; whether it takes effect all the same). Raises Killed if
-        the fault kills the process."""
+        """Counts one operation of ``process``, before which other tasks may run, and injects the
+        fault that the schedule has there. Returns (errno that the operation must report, 0 for
+        none; whether it takes effect all the same). Raises Killed if the fault kills the
+        process."""
         number = self.at = self.scheduler.operation()
         process.host.operations += 1
         if process.dead:
             raise Killed
         if self.trace.wanted:
-            self.trace.rows.append((number, process.name, name, f"{also} -> {path}" if also else path))
+            self.trace.rows.append(
+                (number, process.name, name, f"{also} -> {path}" if also else path)
+            )
         if self.observe is not None:
             self.observe(process, name, path)
         fault = self._faults.get(number)
-        if fault is None or fault.kind in ERRORS:           # other faults are injected even if the operation fails anyway
+        # other faults are injected even if the operation fails anyway
+        if fault is None or fault.kind in ERRORS:
             if self._full_until >= number and name in ERRORS["ENOSPC"][1]:
                 return errno.ENOSPC, False
             if self._out_until >= number and name in OF_A_STORE:
                 return errno.ENETUNREACH, False
-            if self._quotas and name in ERRORS["EDQUOT"][1] and any(
-                    self._quotas.get(whose, 0) >= number for whose in (_rank_name(process), process.host.name)):
+            if (
+                self._quotas
+                and name in ERRORS["EDQUOT"][1]
+                and any(
+                    self._quotas.get(whose, 0) >= number
+                    for whose in (_rank_name(process), process.host.name)
+                )
+            ):
                 return errno.EDQUOT, False
         if fault is not None:
             code, after = self._inject(fault, number, process, name, path)
             if code:
                 return code, after
-        return errno.ESTALE if name in READS and self._unreadable.get(process.host.name, 0) >= number else 0, False
+        return errno.ESTALE if name in READS and self._unreadable.get(
+            process.host.name, 0
+        ) >= number else 0, False
 
     def is_unreadable(self, path: str) -> bool:
         """Returns whether the file at ``path``, which was opened right now, cannot be read."""
@@ -288,7 +338,9 @@ class Cluster:
             self._unreadable[path] = self._unreadable.pop("")
         return self._unreadable.get(path, 0) >= self.at
 
-    def _inject(self, fault: Fault, number: int, process: Process, name: str, path: str) -> tuple[int, bool]:
+    def _inject(
+        self, fault: Fault, number: int, process: Process, name: str, path: str
+    ) -> tuple[int, bool]:
         kind = fault.kind
         if kind in ERRORS:
             code, hits = ERRORS[kind]
@@ -331,11 +383,15 @@ class Cluster:
         elif kind == "clock":
             process.host.offset += fault.amount
         elif kind in (QUOTA, QUOTA_OF_HOST):
-            self._quotas[_rank_name(process) if kind == QUOTA else process.host.name] = number + fault.amount
+            self._quotas[_rank_name(process) if kind == QUOTA else process.host.name] = (
+                number + fault.amount
+            )
         elif kind == MEMORY:
             process.host.memory = fault.amount
         elif kind in (UNREADABLE_FILE, UNREADABLE_DISK):
-            self._unreadable["" if kind == UNREADABLE_FILE else process.host.name] = number + fault.amount
+            self._unreadable["" if kind == UNREADABLE_FILE else process.host.name] = (
+                number + fault.amount
+            )
         elif kind == KILL_LAUNCHER:
             for other in self.processes:
                 if other.name == f"{process.name.partition('.')[0]}.launcher":
@@ -355,15 +411,15 @@ class Cluster:
         if self.on_rename is not None:
             self.on_rename(process, old, new)
 
-    # ---- time and names --------------------------------------------------------------------------------------------
+    # ---- time and names --------------------------------------------------------------------------
 
     def server_time(self) -> float:
         """Returns the seconds since 1970 by the clock of the file server."""
         return EPOCH + self.scheduler.now
 
     def token(self, count: int) -> str:
-        """Returns a unique name of 2 x ``count`` hexadecimal digits. It depends only on the history of the process: disks stay
-        equal when independent processes run in another order."""
+        """Returns a unique name of 2 x ``count`` hexadecimal digits. It depends only on the history
+        of the process: disks stay equal when independent processes run in another order."""
         process, number = self.current_process, self._tokens
         if process is not None:
             process.tokens += 1
@@ -378,7 +434,7 @@ class Cluster:
         return task.process if task is not None else None
 
 
-active_clusters: list[Cluster] = []       # the last one runs; those below wait until it has ended
+active_clusters: list[Cluster] = []  # the last one runs; those below wait until it has ended
 
 
 def current_cluster() -> Cluster:
@@ -400,13 +456,14 @@ def _rank_name(process: Process) -> str:
 
 
 def lose_power(disks: Mapping[str, Disk], seed: int) -> None:
-    """Applies a power loss to ``disks``. ``seed`` 0: nothing unflushed is left; otherwise any part of it, where the rest of a
-    torn file may be zeros."""
+    """Applies a power loss to ``disks``. ``seed`` 0: nothing unflushed is left; otherwise any part
+    of it, where the rest of a torn file may be zeros."""
     rng = random.Random(seed)
 
     def torn(data: bytes) -> bytes:
-        left = data[:rng.randrange(len(data) + 1)]
+        left = data[: rng.randrange(len(data) + 1)]
         return left + bytes(len(data) - len(left)) if rng.random() < 0.5 else left
+
     for disk in disks.values():
         if seed:
             disk.lose_power(lambda: rng.random() < 0.5, torn)

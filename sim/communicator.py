@@ -1,8 +1,11 @@
-"""The collectives of a simulated job: a ``mindresume.coordination.collectives.Group`` whose ranks are tasks.
+"""The collectives of a simulated job: a ``mindresume.coordination.collectives.Group`` whose ranks
+are tasks.
 
-All ranks must make the same calls in the same order. A call fails after ``LIMIT`` seconds, as HCCL's timeout does: when it waits
-for a rank that has died, or for one that is alive but does not call, which no correct program does.
+All ranks must make the same calls in the same order. A call fails after ``LIMIT`` seconds, as
+HCCL's timeout does: when it waits for a rank that has died, or for one that is alive but does not
+call, which no correct program does.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ from dataclasses import dataclass, field
 from sim.cluster import Host, Process, current_cluster
 from sim.threads import WaitQueue
 
-LIMIT = 600.0                   # seconds; HCCL_EXEC_TIMEOUT is 1836 by default
+LIMIT = 600.0  # seconds; HCCL_EXEC_TIMEOUT is 1836 by default
 
 
 class ExchangeError(RuntimeError):
@@ -35,7 +38,8 @@ class Communicator:
         size: number of ranks.
         limit: seconds after which a call fails.
 
-    ``longest_wait``: the longest time in seconds that a rank waited for ranks that were alive or had ended well, without the
+    ``longest_wait``: the longest time in seconds that a rank waited for ranks that were alive or
+        had ended well, without the
     operations of hosts that run other jobs: those take simulated time one after the other.
     """
 
@@ -48,10 +52,12 @@ class Communicator:
         self.mismatch = ""
 
     def waited(self, since: float, before: dict[Host, int]) -> float:
-        """Returns the seconds since ``since``, less the operations of hosts on which this job does not run. ``before``: the
-        number of operations of each host at ``since``."""
+        """Returns the seconds since ``since``, less the operations of hosts on which this job does
+        not run. ``before``: the number of operations of each host at ``since``."""
         cluster, own = current_cluster(), {process.host for process in self.processes.values()}
-        elsewhere = sum(host.operations - before.get(host, 0) for host in cluster.hosts if host not in own)
+        elsewhere = sum(
+            host.operations - before.get(host, 0) for host in cluster.hosts if host not in own
+        )
         return cluster.scheduler.now - since - cluster.scheduler.tick * elsewhere
 
     def member(self, rank: int, process: Process) -> RankGroup:
@@ -80,7 +86,9 @@ class RankGroup:
         self._number += 1
         current = shared.rounds.setdefault(self._number, _Round(kind))
         if current.kind != kind:
-            shared.mismatch = f"call {self._number}: rank {self.rank} calls {kind}, others {current.kind}"
+            shared.mismatch = (
+                f"call {self._number}: rank {self.rank} calls {kind}, others {current.kind}"
+            )
             raise MismatchError(shared.mismatch)
         current.messages[self.rank] = message
         began, before = scheduler.now, {host: host.operations for host in current_cluster().hosts}
@@ -90,12 +98,20 @@ class RankGroup:
         while len(current.messages) < self.size:
             if scheduler.now >= until:
                 missing = [rank for rank in range(self.size) if rank not in current.messages]
-                gone = [process for rank in missing if (process := shared.processes.get(rank)) is not None and process.dead]
+                gone = [
+                    process
+                    for rank in missing
+                    if (process := shared.processes.get(rank)) is not None and process.dead
+                ]
                 if all(process.exit == 0 for process in gone):
                     shared.longest_wait = max(shared.longest_wait, scheduler.now - began)
-                raise ExchangeError(f"rank {self.rank}: {kind}: rank {missing} did not call within {shared.limit:.0f} s")
+                raise ExchangeError(
+                    f"rank {self.rank}: {kind}: rank {missing} did not call within "
+                    f"{shared.limit:.0f} s"
+                )
             shared.waiters.wait(until - scheduler.now, f"in {kind} {self._number}")
-        if not any(process.dead and process.exit for process in shared.processes.values()):    # all alive, or ended well
+        # all alive, or ended well
+        if not any(process.dead and process.exit for process in shared.processes.values()):
             shared.longest_wait = max(shared.longest_wait, shared.waited(began, before))
         current.left += 1
         found = current.messages

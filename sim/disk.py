@@ -4,11 +4,13 @@
     disk.create("/c/.a.tmp", b"bytes"); disk.rename("/c/.a.tmp", "/c/a"); disk.sync("/c")
     disk.lose_power(lambda: False)              # undoes every change of a name that was not flushed
 
-What survives follows the contract of ``mindresume.storage.interface.Storage``, which is that of POSIX and NFS: the bytes of a
-file once its flush returned, a name once its folder was flushed after the change. Until then each change of a name survives or
-not, independently of the others; but changes of one file or one name keep their order, as journals and servers guarantee. A
-rename changes two names atomically.
+What survives follows the contract of ``mindresume.storage.interface.Storage``, which is that of
+POSIX and NFS: the bytes of a file once its flush returned, a name once its folder was flushed after
+the change. Until then each change of a name survives or not, independently of the others; but
+changes of one file or one name keep their order, as journals and servers guarantee. A rename
+changes two names atomically.
 """
+
 from __future__ import annotations
 
 import errno
@@ -22,13 +24,14 @@ UNLIMITED = 1 << 60
 
 
 class File:
-    """``whole``: all bytes were flushed. Unflushed content may be lost or torn. ``written``: its bytes before they rotted; None:
-    they did not. ``inode``: its number on its disk."""
+    """``whole``: all bytes were flushed. Unflushed content may be lost or torn. ``written``: its
+    bytes before they rotted; None: they did not. ``inode``: its number on its disk."""
+
     __slots__ = ("data", "mtime", "whole", "inode", "moved", "written", "_key")
 
     def __init__(self, data: bytes, mtime: float, whole: bool, inode: int = 0):
         self.data, self.mtime, self.whole, self.inode = data, mtime, whole, inode
-        self.moved: Change | None = None            # the last change of its name
+        self.moved: Change | None = None  # the last change of its name
         self.written: bytes | None = None
         self._key: int | None = None
 
@@ -47,16 +50,17 @@ class File:
 
 
 class Change:
-    """One atomic operation on names. ``number``: position in the history of the disk. ``after``: earlier changes without which it
-    cannot survive; empty once it is durable."""
+    """One atomic operation on names. ``number``: position in the history of the disk. ``after``:
+    earlier changes without which it cannot survive; empty once it is durable."""
+
     __slots__ = ("number", "after", "durable")
 
     def __init__(self, number: int, after: tuple[Change, ...] = ()):
         self.number, self.after, self.durable = number, after, False
 
     def make_durable(self) -> None:
-        """Marks this change and all changes that it depends on as durable: no journal holds a rename of a file that has no name.
-        """
+        """Marks this change and all changes that it depends on as durable: no journal holds a
+        rename of a file that has no name."""
         stack = [self]
         while stack:
             change = stack.pop()
@@ -65,9 +69,10 @@ class Change:
 
 
 class Folder:
-    """``entries``: the visible names. ``base``: the durable state of the names that changed since the last flush. ``changes``:
-    those changes, oldest first, each with the name it changed. ``latest``: the last change of each name. ``inode``: its number on
-    its disk."""
+    """``entries``: the visible names. ``base``: the durable state of the names that changed since
+    the last flush. ``changes``: those changes, oldest first, each with the name it changed.
+    ``latest``: the last change of each name. ``inode``: its number on its disk."""
+
     __slots__ = ("entries", "base", "changes", "latest", "moved", "mtime", "inode", "version")
 
     def __init__(self, mtime: float = 0.0, inode: int = 0):
@@ -78,7 +83,7 @@ class Folder:
         self.latest: dict[str, Change] = {}
         self.moved: Change | None = None
         self.mtime = mtime
-        self.version = 0                            # number of changes
+        self.version = 0  # number of changes
 
 
 Node = File | Folder
@@ -89,18 +94,19 @@ def fail(code: int, path: str) -> NoReturn:
 
 
 class Disk:
-    """The disk of a file server, or of one host (``local``: it sees every change at once). ``room``: bytes that can still be
-    written. Paths are absolute and normalised. Methods raise OSError as the system calls do."""
+    """The disk of a file server, or of one host (``local``: it sees every change at once).
+    ``room``: bytes that can still be written. Paths are absolute and normalised. Methods raise
+    OSError as the system calls do."""
 
     def __init__(self, room: int = UNLIMITED, local: bool = False):
         self.root = Folder()
         self.room, self.local = room, local
-        self.now = 0.0                              # seconds since 1970, by the clock of the server
-        self.changed = 0                            # number of visible changes
-        self.rots = 0                               # number of times that a bit rotted
+        self.now = 0.0  # seconds since 1970, by the clock of the server
+        self.changed = 0  # number of visible changes
+        self.rots = 0  # number of times that a bit rotted
         self._changes = self._inodes = 0
 
-    # ---- reading ---------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def find(self, path: str) -> Node | None:
         """Returns the file or folder at ``path``, or None."""
@@ -109,7 +115,7 @@ class Disk:
             for name in path.split("/"):
                 if name:
                     node = node.entries[name]
-        except (KeyError, AttributeError):              # no such name, or a file among the parents
+        except (KeyError, AttributeError):  # no such name, or a file among the parents
             return None
         return node
 
@@ -147,9 +153,10 @@ class Disk:
                     yield f"{where}/{name}", child
 
     def signature(self, power: bool = True, unread: str = "/") -> int:
-        """Returns a hash that is equal only for disks with the same visible content and, with ``power``, the same possible states
-        after a power loss. Modification times do not count: no decision about our own checkpoints may depend on them. ``unread``:
-        suffix of files whose content does not count either."""
+        """Returns a hash that is equal only for disks with the same visible content and, with
+        ``power``, the same possible states after a power loss. Modification times do not count: no
+        decision about our own checkpoints may depend on them. ``unread``: suffix of files whose
+        content does not count either."""
         rows: list[str] = []
         seen: dict[int, int] = {id(self.root): 0}
         changes: dict[Change, int] = {}
@@ -159,27 +166,37 @@ class Disk:
             if node is None:
                 return "-"
             if isinstance(node, File):
-                return (f"{'' if name.endswith(unread) else node.key}{'' if node.whole or not power else '?'}"
-                        f"{'' if node.written is None else '~'}")
+                return (
+                    f"{'' if name.endswith(unread) else node.key}"
+                    f"{'' if node.whole or not power else '?'}"
+                    f"{'' if node.written is None else '~'}"
+                )
             if id(node) not in seen:
                 seen[id(node)] = len(seen)
-                stack.append(node)              # also a folder that is invisible now: it may reappear
+                # also a folder that is invisible now: it may reappear
+                stack.append(node)
             return f"d{seen[id(node)]}"
 
         def number(change: Change) -> str:
             return "!" if change.durable else str(changes.setdefault(change, len(changes)))
+
         while stack:
             folder = stack.pop()
             rows.append(f"[{seen[id(folder)]}")
-            rows += [f"{name}={name_of(name, folder.entries[name])}" for name in sorted(folder.entries)]
+            rows += [
+                f"{name}={name_of(name, folder.entries[name])}" for name in sorted(folder.entries)
+            ]
             if not power:
                 continue
             rows += [f"!{name}={name_of(name, folder.base[name])}" for name in sorted(folder.base)]
-            rows += [f"?{name}={name_of(name, node)} {number(change)} {' '.join(map(number, change.after))}"
-                     for change, name, node in folder.changes]
+            rows += [
+                f"?{name}={name_of(name, node)} {number(change)} "
+                f"{' '.join(map(number, change.after))}"
+                for change, name, node in folder.changes
+            ]
         return xxhash.xxh3_64_intdigest("\n".join(rows).encode())
 
-    # ---- writing ---------------------------------------------------------------------------------------------------
+    # ---- writing ---------------------------------------------------------------------------------
 
     def create(self, path: str, data: bytes = b"", whole: bool = True) -> File:
         """Creates a file, or replaces the content of an existing one."""
@@ -199,7 +216,13 @@ class Disk:
         if len(data) - len(file.data) > self.room:
             fail(errno.ENOSPC, path)
         self.room -= len(data) - len(file.data)
-        file.data, file.whole, file.mtime, file.written, file._key = data, whole, self.now, None, None
+        file.data, file.whole, file.mtime, file.written, file._key = (
+            data,
+            whole,
+            self.now,
+            None,
+            None,
+        )
         self.changed += 1
 
     def rename(self, old: str, new: str) -> None:
@@ -266,10 +289,18 @@ class Disk:
         return self.folder(folder), name
 
     def _set(self, rows: list[tuple[Folder, str, Node | None]]) -> None:
-        before = [folder.latest.get(name) for folder, name, _ in rows] + [node.moved for _, _, node in rows if node is not None]
+        before = [folder.latest.get(name) for folder, name, _ in rows] + [
+            node.moved for _, _, node in rows if node is not None
+        ]
         self._changes += 1
-        change = Change(self._changes,
-                        tuple(dict.fromkeys(earlier for earlier in before if earlier is not None and not earlier.durable)))
+        change = Change(
+            self._changes,
+            tuple(
+                dict.fromkeys(
+                    earlier for earlier in before if earlier is not None and not earlier.durable
+                )
+            ),
+        )
         for folder, name, node in rows:
             folder.latest[name] = change
             if node is not None:
@@ -287,12 +318,13 @@ class Disk:
     def make_unreadable(self, number: int) -> None:
         """Does nothing: only the objects of a bucket can become unreadable."""
 
-    # ---- power loss ------------------------------------------------------------------------------------------------
+    # ---- power loss ------------------------------------------------------------------------------
 
     def pending(self) -> bool:
         """Returns whether a power loss would change anything."""
-        return any(not change.durable for folder in self._folders() for change, _, _ in folder.changes) or any(
-            not file.whole for _, file in self.walk())
+        return any(
+            not change.durable for folder in self._folders() for change, _, _ in folder.changes
+        ) or any(not file.whole for _, file in self.walk())
 
     def _folders(self) -> Iterator[Folder]:
         stack = [self.root]
@@ -301,12 +333,14 @@ class Disk:
             yield folder
             stack += [child for child in folder.entries.values() if isinstance(child, Folder)]
 
-    def lose_power(self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b"") -> None:
-        """Applies a power loss. ``survives()`` decides for each unflushed change whether it stays; ``torn`` returns what is left
-        of unflushed bytes."""
+    def lose_power(
+        self, survives: Callable[[], bool], torn: Callable[[bytes], bytes] = lambda data: b""
+    ) -> None:
+        """Applies a power loss. ``survives()`` decides for each unflushed change whether it stays;
+        ``torn`` returns what is left of unflushed bytes."""
         used = sum(len(file.data) for _, file in self.walk())
         fates: dict[Change, bool] = {}
-        for change in self._unflushed_changes():            # oldest first
+        for change in self._unflushed_changes():  # oldest first
             fates[change] = all(fates.get(earlier, True) for earlier in change.after) and survives()
         known: set[int] = set()
         stack = [self.root]
@@ -328,12 +362,18 @@ class Disk:
                 if isinstance(node, Folder):
                     stack.append(node)
                 elif not node.whole:
-                    node.data, node.whole, node.written, node._key = torn(node.data), True, None, None
+                    node.data, node.whole, node.written, node._key = (
+                        torn(node.data),
+                        True,
+                        None,
+                        None,
+                    )
         self.room += used - sum(len(file.data) for _, file in self.walk())
         self.changed += 1
 
     def _unflushed_changes(self) -> list[Change]:
-        """Returns the changes that are not durable, oldest first, of all folders that are visible or may reappear."""
+        """Returns the changes that are not durable, oldest first, of all folders that are visible
+        or may reappear."""
         found: set[Change] = set()
         known: set[int] = set()
         folders, changes = [self.root], []
@@ -343,7 +383,11 @@ class Disk:
                 continue
             known.add(id(folder))
             changes += [change for change, _, _ in folder.changes]
-            nodes = (*folder.entries.values(), *folder.base.values(), *(node for _, _, node in folder.changes))
+            nodes = (
+                *folder.entries.values(),
+                *folder.base.values(),
+                *(node for _, _, node in folder.changes),
+            )
             folders += [node for node in nodes if isinstance(node, Folder)]
         while changes:
             change = changes.pop()
@@ -361,7 +405,8 @@ class Disk:
         folder.version += 1
 
     def copy(self) -> Disk:
-        """Returns a copy with the same names and contents, durable and not, that shares no mutable state."""
+        """Returns a copy with the same names and contents, durable and not, that shares no mutable
+        state."""
         made = Disk(self.room, self.local)
         made.now, made.changed, made.rots = self.now, self.changed, self.rots
         made._changes, made._inodes = self._changes, self._inodes
@@ -384,23 +429,32 @@ class Disk:
                     folder.version = node.version
                     folder.entries = {name: node_of(child) for name, child in node.entries.items()}
                     folder.base = {name: node_of(child) for name, child in node.base.items()}
-                    folder.changes = [(change_of(change), name, node_of(child)) for change, name, child in node.changes]
-                    folder.latest = {name: change_of(change) for name, change in node.latest.items()}
+                    folder.changes = [
+                        (change_of(change), name, node_of(child))
+                        for change, name, child in node.changes
+                    ]
+                    folder.latest = {
+                        name: change_of(change) for name, change in node.latest.items()
+                    }
                     folder.moved = change_of(node.moved)
             return nodes[id(node)]
 
         def change_of(change: Change | None) -> Change | None:
-            if change is None or change.durable:        # a durable change blocks nothing
+            if change is None or change.durable:  # a durable change blocks nothing
                 return done if change is not None else None
             stack = [change]
-            while stack:                                # a loop, since a name that changes often has a long history
+            # a loop, since a name that changes often has a long history
+            while stack:
                 last = stack[-1]
                 missing = [earlier for earlier in last.after if earlier not in changes]
                 stack += missing
                 if not missing:
                     stack.pop()
-                    twin = changes.setdefault(last, Change(last.number, tuple(changes[earlier] for earlier in last.after)))
+                    twin = changes.setdefault(
+                        last, Change(last.number, tuple(changes[earlier] for earlier in last.after))
+                    )
                     twin.durable = last.durable
             return changes[change]
+
         made.root = node_of(self.root)
         return made

@@ -1,11 +1,14 @@
-"""A job: its launcher, and what each rank does, in the order in which the trainer calls the product.
+"""A job: its launcher, and what each rank does, in the order in which the trainer calls the
+product.
 
     job = Job(cluster, history, Training(ranks=2), hosts)
-    job.start()                                 # starts a launcher and its ranks as processes of the cluster
+    job.start()  # starts a launcher and its ranks as processes of the cluster
 
-A rank selects and loads a checkpoint, acquires the folder, trains (each step is a collective of all ranks), saves, and ends, as
-``mindresume.mindformers`` drives it. What it observes is recorded in a ``History``, which the oracle checks.
+A rank selects and loads a checkpoint, acquires the folder, trains (each step is a collective of all
+ranks), saves, and ends, as ``mindresume.mindformers`` drives it. What it observes is recorded in a
+``History``, which the oracle checks.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +19,14 @@ from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import LeaseHeldError, MindResumeError
 from mindresume.events import TierSaved
 from mindresume.fault_injection.faults import Killed
-from mindresume.fault_injection.journal import ITERATION, Journal, Saved, make_shard, save_order, wrong_content
+from mindresume.fault_injection.journal import (
+    ITERATION,
+    Journal,
+    Saved,
+    make_shard,
+    save_order,
+    wrong_content,
+)
 from mindresume.resume.choice import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
@@ -36,7 +46,8 @@ from sim.mount import Mount
 from sim.schedule import ERRORS, PASSING, SILENT
 from sim.threads import Event
 
-NAMED = "sim", 100                                     # prefix of the names of files, steps of an epoch
+# prefix of the names of files, steps of an epoch
+NAMED = "sim", 100
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class Training:
         rescue: when ranks are lost, the others save what they have (MindIO TTP).
         url: where checkpoints are uploaded to; empty for nowhere.
     """
+
     ranks: int = 2
     hosts: int = 1
     format: str = "safetensors"
@@ -71,34 +83,42 @@ class Training:
     replicated: bool = False
     rescue: bool = False
     settings: Settings = Settings(commit_timeout=20.0, preemption_check_interval=3.0)
-    patience: float = 5.0                   # seconds from the first death of a rank to SIGTERM for the others
-    leave: float = 30.0                     # seconds from SIGTERM to SIGKILL
-    pace: float = 1.0                       # seconds of a training step
-    health_monitored: bool = False          # checkpoints have a health record
-    unhealthy: tuple[int, ...] = ()         # steps whose checkpoints are unhealthy
-    dies_in_first_step: bool = False        # all ranks are killed in their first step
-    pruned_by_others: bool = False          # another process removes checkpoints too
+    # seconds from the first death of a rank to SIGTERM for the others
+    patience: float = 5.0
+    leave: float = 30.0  # seconds from SIGTERM to SIGKILL
+    pace: float = 1.0  # seconds of a training step
+    health_monitored: bool = False  # checkpoints have a health record
+    unhealthy: tuple[int, ...] = ()  # steps whose checkpoints are unhealthy
+    dies_in_first_step: bool = False  # all ranks are killed in their first step
+    pruned_by_others: bool = False  # another process removes checkpoints too
 
 
 @dataclass
 class History(Journal):
     """What the jobs have observed, besides what their ranks were told.
 
-    ``failed``: ((run, step), rank) -> reason of a failed save. ``chosen``: run -> the checkpoint from which it resumed, None for
-    a fresh start. ``wrong``: violations that a job has seen. ``ended``: runs that ended with status 0. ``uploaded``: saves that
-    rank 0 was told are at the url.
+    ``failed``: ((run, step), rank) -> reason of a failed save. ``chosen``: run -> the checkpoint
+        from which it resumed, None for
+    a fresh start. ``wrong``: violations that a job has seen. ``ended``: runs that ended with status
+    0. ``uploaded``: saves that rank 0 was told are at the url.
     """
+
     failed: dict[tuple[Saved, int], str] = field(default_factory=dict)
     chosen: dict[str, Saved | None] = field(default_factory=dict)
     began: set[Saved] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    protected: list[Saved] = field(default_factory=list)        # checkpoints of another training, which must never be removed
-    stale_choices: list[str] = field(default_factory=list)      # jobs that took something older than the newest acknowledged save
-    opened: dict[str, float] = field(default_factory=dict)      # run -> when it had acquired its folder
-    lease_losses: list[str] = field(default_factory=list)       # jobs that lost their lease although no fault affected them
+    # checkpoints of another training, which must never be removed
+    protected: list[Saved] = field(default_factory=list)
+    # jobs that took something older than the newest acknowledged save
+    stale_choices: list[str] = field(default_factory=list)
+    # run -> when it had acquired its folder
+    opened: dict[str, float] = field(default_factory=dict)
+    # jobs that lost their lease although no fault affected them
+    lease_losses: list[str] = field(default_factory=list)
     uploaded: set[Saved] = field(default_factory=set)
-    started_runs: set[str] = field(default_factory=set)         # runs that have begun their first step
+    # runs that have begun their first step
+    started_runs: set[str] = field(default_factory=set)
 
     def hear(self, run: str, rank: int, outcomes: Sequence[Outcome]) -> None:
         """Records what ``rank`` is told about its saves."""
@@ -118,8 +138,9 @@ class History(Journal):
 
 
 def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list[Saved]:
-    """Returns the acknowledged saves of which no file has rotted. Where something has rotted, one that is gone counts only if
-    there are fewer than ``keep`` later ones: retention does not know what nobody has read, and counts what is damaged."""
+    """Returns the acknowledged saves of which no file has rotted. Where something has rotted, one
+    that is gone counts only if there are fewer than ``keep`` later ones: retention does not know
+    what nobody has read, and counts what is damaged."""
     acknowledged = sorted(history.complete(), key=save_order, reverse=True)
     rotted = rotted_saves(disks.values())
     if not rotted:
@@ -127,8 +148,17 @@ def intact_saves(history: History, disks: Mapping[str, Disk], keep: int) -> list
     present = saves_on(disks.values())
 
     def may_be_gone(saved: Saved) -> bool:
-        return bool(keep) and sum(save_order(other) > save_order(saved) for other in present.union(acknowledged)) >= keep
-    return [saved for saved in acknowledged if saved not in rotted and (saved in present or not may_be_gone(saved))]
+        return (
+            bool(keep)
+            and sum(save_order(other) > save_order(saved) for other in present.union(acknowledged))
+            >= keep
+        )
+
+    return [
+        saved
+        for saved in acknowledged
+        if saved not in rotted and (saved in present or not may_be_gone(saved))
+    ]
 
 
 class _StepState(StepState):
@@ -139,25 +169,39 @@ class _StepState(StepState):
         self.manager, self.training, self.history = manager, training, history
 
     def collect(self) -> Save:
-        """Collects this rank's shard. It is a collective, as where pipeline stages share a parameter."""
+        """Collects this rank's shard. It is a collective, as where pipeline stages share a
+        parameter."""
         self.manager.group.gather(b"")
         return Save(self.collect_local())
 
     def needs_collectives(self) -> bool:
-        """Returns whether ``collect`` is a collective also for a rank that saves nothing into memory any more."""
+        """Returns whether ``collect`` is a collective also for a rank that saves nothing into
+        memory any more."""
         return self.training.settings.memory_tier.every_steps > 0
 
     def collect_local(self) -> Shard:
         session, training = self.manager.session, self.training
         saved = (session.target.run, self.step)
         self.history.began.add(saved)
-        self.history.failed.pop((saved, session.target.rank), None)     # a repeated save replaces a failed one
-        health = (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
-        return make_shard(session.target, self.step, training.format, session.suffix, *NAMED, health, training.replicated)
+        # a repeated save replaces a failed one
+        self.history.failed.pop((saved, session.target.rank), None)
+        health = (
+            (1 if self.step in training.unhealthy else 0) if training.health_monitored else None
+        )
+        return make_shard(
+            session.target,
+            self.step,
+            training.format,
+            session.suffix,
+            *NAMED,
+            health,
+            training.replicated,
+        )
 
 
 class _RemoteCheckpoints(RemoteCheckpoints):
     """Records committed uploads in the history."""
+
     history: History
 
     def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
@@ -166,7 +210,9 @@ class _RemoteCheckpoints(RemoteCheckpoints):
 
 
 class _Manager(CheckpointManager):
-    """Records the outcome of saves in the history. ``uploader``: the uploader, also after its end."""
+    """Records the outcome of saves in the history. ``uploader``: the uploader, also after its
+    end."""
+
     history: History
     uploader: Any = None
 
@@ -186,11 +232,27 @@ class _Manager(CheckpointManager):
 
 
 class Job:
-    """A launcher and its ranks. The launcher ends all ranks when one has died. ``name``: prefix of the process names."""
+    """A launcher and its ranks. The launcher ends all ranks when one has died. ``name``: prefix of
+    the process names."""
 
-    def __init__(self, cluster: Cluster, history: History, training: Training, hosts: list[Host], name: str = "job"):
-        self.cluster, self.history, self.training, self.hosts, self.name = cluster, history, training, hosts, name
-        self.communicator = Communicator(training.ranks, 2.0 + 400 * cluster.scheduler.tick if training.rescue else LIMIT)
+    def __init__(
+        self,
+        cluster: Cluster,
+        history: History,
+        training: Training,
+        hosts: list[Host],
+        name: str = "job",
+    ):
+        self.cluster, self.history, self.training, self.hosts, self.name = (
+            cluster,
+            history,
+            training,
+            hosts,
+            name,
+        )
+        self.communicator = Communicator(
+            training.ranks, 2.0 + 400 * cluster.scheduler.tick if training.rescue else LIMIT
+        )
         self.ranks: list[Process] = []
         self.launcher: Process | None = None
 
@@ -200,9 +262,14 @@ class Job:
         return self.launcher
 
     def is_affected(self, kinds: tuple[str, ...]) -> bool:
-        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for all processes hit the cluster."""
-        return any(row.process.startswith(f"{self.name}.") or row.fault.kind in (*kinds, "kill all", "term all", "power")
-                   for row in self.cluster.injected if row.fault.kind not in SILENT)
+        """Returns whether a fault hit one of its processes, or a fault of ``kinds`` or one for all
+        processes hit the cluster."""
+        return any(
+            row.process.startswith(f"{self.name}.")
+            or row.fault.kind in (*kinds, "kill all", "term all", "power")
+            for row in self.cluster.injected
+            if row.fault.kind not in SILENT
+        )
 
     @property
     def over(self) -> bool:
@@ -212,12 +279,17 @@ class Job:
         changed, training = Event(), self.training
         per_host = -(-training.ranks // training.hosts)
         for rank in range(training.ranks):
-            process = self.cluster.process(self.hosts[rank // per_host], f"{self.name}.{rank}",
-                                           lambda rank=rank: _run_rank(self, rank))
+            process = self.cluster.process(
+                self.hosts[rank // per_host],
+                f"{self.name}.{rank}",
+                lambda rank=rank: _run_rank(self, rank),
+            )
             process.on_death.append(lambda _: changed.set())
             self.ranks.append(process)
         mine = current_process()
-        mine.sigterm_handler = lambda: [self.cluster.terminate(process) for process in self.ranks] and None
+        mine.sigterm_handler = lambda: (
+            [self.cluster.terminate(process) for process in self.ranks] and None
+        )
         while not self.over:
             changed.wait(None)
             changed.clear()
@@ -239,7 +311,9 @@ def _run_rank(job: Job, rank: int) -> None:
         _train_as_rank(job, rank, opened)
     except LeaseHeldError as error:
         if opened and not job.is_affected(("ENOSPC", "EDQUOT", *PASSING)):
-            job.history.lease_losses.append(f"{job.name}, which no fault affected, has lost its lease: {error}")
+            job.history.lease_losses.append(
+                f"{job.name}, which no fault affected, has lost its lease: {error}"
+            )
         raise
 
 
@@ -253,18 +327,37 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     shared_groups: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
-        sources = CheckpointSources(consolidated=_NoConsolidatedWeights(), saved_to={training.root}, remote=remote)
-        found = CheckpointSelector(storage, group, training.settings, process.emit, sources, shared_groups).select(
-            SelectionRequest(training.root, output_dir=training.output, any_layout=training.allow_reshard,
-                             health_dir=training.output if training.health_monitored else None))
+        sources = CheckpointSources(
+            consolidated=_NoConsolidatedWeights(), saved_to={training.root}, remote=remote
+        )
+        found = CheckpointSelector(
+            storage, group, training.settings, process.emit, sources, shared_groups
+        ).select(
+            SelectionRequest(
+                training.root,
+                output_dir=training.output,
+                any_layout=training.allow_reshard,
+                health_dir=training.output if training.health_monitored else None,
+            )
+        )
         choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
         if choice is None and history.uploaded:
-            history.wrong.append(f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at the url")
+            history.wrong.append(
+                f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at "
+                "the url"
+            )
     start = _loaded(job, choice, storage, rank, known) if choice is not None else 0
-    options = SaveOptions(training.root, "sim", training.every, async_save=training.async_save,
-                          iterations=training.format == ITERATION,
-                          retention=KeepLast(training.keep) if training.keep else KEEP_ALL)
-    manager = _Manager(storage, group, training.settings, options, process.emit, PendingLoadAttempt(load_attempt))
+    options = SaveOptions(
+        training.root,
+        "sim",
+        training.every,
+        async_save=training.async_save,
+        iterations=training.format == ITERATION,
+        retention=KeepLast(training.keep) if training.keep else KEEP_ALL,
+    )
+    manager = _Manager(
+        storage, group, training.settings, options, process.emit, PendingLoadAttempt(load_attempt)
+    )
     manager.history, process.own = history, manager
     manager.open(shared_groups, choice, remote, leases={})
     opened.append(manager.target.run)
@@ -273,7 +366,9 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     if rank == 0 and not training.fresh:
         _check_choice(job, choice, known)
     if rank == 0:
-        history.chosen[manager.target.run] = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+        history.chosen[manager.target.run] = (
+            (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
+        )
     if hold is not None:
         hold.release()
     manager.begin(start, choice, remote)
@@ -298,7 +393,8 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     manager.save_last(_StepState(step, manager, training, history))
     manager.end(step)
     if left:
-        gather_results(group, lambda: None)     # as mindresume.mindformers.patches: the first rank to end would end the others
+        # as mindresume.mindformers.patches: the first rank to end would end the others
+        gather_results(group, lambda: None)
     if rank == 0:
         history.ended.append(manager.target.run)
 
@@ -322,25 +418,36 @@ class _Known:
         self._acknowledged = intact_saves(job.history, job.cluster.disks, job.training.keep)
 
     def rotted_since(self) -> set[str]:
-        """Returns the paths of files that have rotted since the start. Their bytes may have been verified before."""
-        return {row.path for row in self.cluster.rots[self._rots:]}
+        """Returns the paths of files that have rotted since the start. Their bytes may have been
+        verified before."""
+        return {row.path for row in self.cluster.rots[self._rots :]}
 
     def required(self) -> Saved | None:
-        """Returns the newest save that was acknowledged at the start and has been intact ever since."""
-        rotted = set().union(*(row.saves for row in self.cluster.rots[self._rots:]))
-        return max((saved for saved in self._acknowledged if saved not in rotted), key=save_order, default=None)
+        """Returns the newest save that was acknowledged at the start and has been intact ever
+        since."""
+        rotted = set().union(*(row.saves for row in self.cluster.rots[self._rots :]))
+        return max(
+            (saved for saved in self._acknowledged if saved not in rotted),
+            key=save_order,
+            default=None,
+        )
 
 
 def _check_choice(job: Job, choice: Choice | None, known: _Known) -> None:
-    """Records a violation if the job resumes from something older than what is required. After an I/O error, or if jobs have died
-    after loading it, a checkpoint may be skipped; no error makes a fresh start of a resume."""
+    """Records a violation if the job resumes from something older than what is required. After an
+    I/O error, or if jobs have died after loading it, a checkpoint may be skipped; no error makes a
+    fresh start of a resume."""
     refused, required = choice.refused if choice is not None else (), known.required()
     chosen = (choice.chosen.run or "", choice.chosen.step or 0) if choice is not None else None
-    may_skip = job.is_affected((*ERRORS, *PASSING)) or any("suspected" in row.reason for row in refused)
+    may_skip = job.is_affected((*ERRORS, *PASSING)) or any(
+        "suspected" in row.reason for row in refused
+    )
     if required is None or chosen is not None and may_skip:
         return
     if chosen is None or save_order(chosen) < save_order(required):
-        job.history.stale_choices.append(f"{job.name} takes {chosen}, though all ranks were told that {required} is saved")
+        job.history.stale_choices.append(
+            f"{job.name} takes {chosen}, though all ranks were told that {required} is saved"
+        )
 
 
 def _train(group: Group, seconds: float) -> None:
@@ -352,12 +459,15 @@ def _train(group: Group, seconds: float) -> None:
 
 
 def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) -> int:
-    """Reads the selected checkpoint as this rank, records what is wrong with it, and returns its step. What rots after it was
-    verified and before it is read here is not seen: the trainer loads the verified bytes if the budget of the cache allows it."""
+    """Reads the selected checkpoint as this rank, records what is wrong with it, and returns its
+    step. What rots after it was verified and before it is read here is not seen: the trainer loads
+    the verified bytes if the budget of the cache allows it."""
     chosen = choice.chosen
     saved = (chosen.run or "", chosen.step or 0)
     proven = [proof.rank for proof in choice.shards] if job.training.allow_reshard else [rank]
-    paths = {f"{choice.root}/{source.file.path}" for proof in choice.shards for source in proof.sources}
+    paths = {
+        f"{choice.root}/{source.file.path}" for proof in choice.shards for source in proof.sources
+    }
     if not paths.isdisjoint(known.rotted_since()):
         return saved[1]
     for text in wrong_content(storage, choice, proven, job.training.replicated):
@@ -367,8 +477,15 @@ def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) 
 
 def common_saves(job: Job) -> list[Saved]:
     """Returns the saves in memory of a job that each of its ranks knows to be whole."""
-    ranks = [process for process in job.ranks if process.own is not None and process.own.session is not None]
+    ranks = [
+        process
+        for process in job.ranks
+        if process.own is not None and process.own.session is not None
+    ]
     if not ranks or len(ranks) < job.training.ranks:
         return []
-    steps = [{event.step for _, event in process.events if isinstance(event, TierSaved)} for process in ranks]
+    steps = [
+        {event.step for _, event in process.events if isinstance(event, TierSaved)}
+        for process in ranks
+    ]
     return [(ranks[0].own.target.run, step) for step in sorted(set.intersection(*steps))]

@@ -1,10 +1,14 @@
-"""The machine that a process of a simulated cluster sees: simulated time, tasks for threads, names without chance.
+"""The machine that a process of a simulated cluster sees: simulated time, tasks for threads, names
+without chance.
 
     with use_cluster(cluster):
-        cluster.scheduler.run()             # runtime.sleep in mindresume waits in simulated time, runtime.Thread is a task
+        # runtime.sleep in mindresume waits in simulated time, runtime.Thread is a task
+        cluster.scheduler.run()
 
-``ANSWERS`` has a row for each function that the product marks with ``runtime.asks_machine``; a test compares them.
+``ANSWERS`` has a row for each function that the product marks with ``runtime.asks_machine``; a test
+compares them.
 """
+
 from __future__ import annotations
 
 import errno
@@ -35,7 +39,8 @@ from sim.disk import Disk, Folder, fail
 from sim.mount import Mount
 from sim.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
 
-# ---- time, threads, signals ----------------------------------------------------------------------------------------
+# ---- time, threads, signals ----------------------------------------------------------------------
+
 
 def _monotonic() -> float:
     return current_cluster().scheduler.now
@@ -47,7 +52,8 @@ def _time() -> float:
 
 
 def _timestamp() -> float:
-    """Returns the time for records that only people read, exact to the hour: disks that differ in nothing else are equal."""
+    """Returns the time for records that only people read, exact to the hour: disks that differ in
+    nothing else are equal."""
     return _time() // 3600 * 3600
 
 
@@ -90,10 +96,16 @@ def _signal(number: int, handler: Any) -> Any:
     if current_cluster().scheduler.current is not process.main:
         raise ValueError("signal only works in main thread of the main interpreter")
     if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
-        raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        raise TypeError(
+            "signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object"
+        )
     if number != signal.SIGTERM:
         return signal.SIG_DFL
-    before = process.sigterm_handler.handler if isinstance(process.sigterm_handler, _Handler) else signal.SIG_DFL
+    before = (
+        process.sigterm_handler.handler
+        if isinstance(process.sigterm_handler, _Handler)
+        else signal.SIG_DFL
+    )
     process.sigterm_handler = None if handler == signal.SIG_DFL else _Handler(number, handler)
     return before
 
@@ -112,12 +124,22 @@ def _sender(senders: Any) -> str:
     return OWN if all(current_process().own_signals) else OTHER
 
 
-# ---- processes and memory ------------------------------------------------------------------------------------------
+# ---- processes and memory ------------------------------------------------------------------------
+
 
 def _holder_of_this_process(purpose: str, world_size: int = 1, holds: Any = ()) -> Any:
     process = current_process()
-    return lease.LeaseHolder(purpose, "", process.host.name, process.host.name, process.pid, process.pid, _timestamp(),
-                             world_size, tuple(holds))
+    return lease.LeaseHolder(
+        purpose,
+        "",
+        process.host.name,
+        process.host.name,
+        process.pid,
+        process.pid,
+        _timestamp(),
+        world_size,
+        tuple(holds),
+    )
 
 
 def _is_alive(holder: Any) -> bool | None:
@@ -136,8 +158,8 @@ def _memory_levels(root: str = "/") -> Any:
 
 
 class _Staging(Staging):
-    """A staging buffer whose memory is freed when the cluster ends, since a killed process does not free it. A process that takes
-    more than its host has left is killed, as by the kernel."""
+    """A staging buffer whose memory is freed when the cluster ends, since a killed process does not
+    free it. A process that takes more than its host has left is killed, as by the kernel."""
 
     def __init__(self, shared: bool = False):
         super().__init__(shared)
@@ -155,9 +177,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Does nothing: it would be a file of the real disk, or the priority of a real thread."""
 
 
-# ---- the writer of async_save: process -------------------------------------------------------------------------------
+# ---- the writer of async_save: process -----------------------------------------------------------
 
-_CHECK = 1.0                    # seconds between checks of the training
+_CHECK = 1.0  # seconds between checks of the training
 
 
 class _Training:
@@ -178,11 +200,13 @@ class _Training:
 
 
 class WriterProcess:
-    """The training's end of the writer of ``async_save: process``, which is a process of the cluster.
+    """The training's end of the writer of ``async_save: process``, which is a process of the
+    cluster.
 
-    It keeps the contract of ``mindresume.saving.background_writer.WriterProcess``: it shares only messages and the staging buffer
-    with the training, ignores SIGTERM, finishes what it has begun when the training has died, and then waits for other ranks no
-    longer than a living training would.
+    It keeps the contract of ``mindresume.saving.background_writer.WriterProcess``: it shares only
+    messages and the staging buffer with the training, ignores SIGTERM, finishes what it has begun
+    when the training has died, and then waits for other ranks no longer than a living training
+    would.
     """
 
     def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
@@ -190,13 +214,22 @@ class WriterProcess:
         training, cluster = current_process(), current_cluster()
         self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
         self._process.sigterm_handler = lambda: None
-        (target, policy), memory = _pickled((replace(target, storage=None), policy)), Staging(fd=os.dup(staging.fd))
+        (target, policy), memory = (
+            _pickled((replace(target, storage=None), policy)),
+            Staging(fd=os.dup(staging.fd)),
+        )
         mine = replace(target, storage=Mount(cluster, self._process))
         cluster.cleanups.append(memory.close)
-        cluster.scheduler.start(self._process, _deadline_task(training, self._process, timeout), f"{training.name}.writer/bound")
+        cluster.scheduler.start(
+            self._process,
+            _deadline_task(training, self._process, timeout),
+            f"{training.name}.writer/bound",
+        )
         self._process.main = cluster.scheduler.start(
-            self._process, lambda: serve(mine, policy, memory, _Training(training, self._inbox, self._outbox)),
-            self._process.name)
+            self._process,
+            lambda: serve(mine, policy, memory, _Training(training, self._inbox, self._outbox)),
+            self._process.name,
+        )
 
     def send(self, message: Any) -> None:
         if self._process.dead:
@@ -229,20 +262,25 @@ def _pickled(message: Any) -> Any:
 
 def _deadline_task(training: Any, process: Any, timeout: float) -> Callable[[], None]:
     """Returns a task that kills the writer ``timeout`` seconds after the death of its training."""
+
     def work() -> None:
         scheduler = current_cluster().scheduler
         while not training.dead:
             scheduler.sleep(_CHECK)
         scheduler.sleep(timeout)
         current_cluster().kill(process)
+
     return work
 
 
-# ---- memory of the host --------------------------------------------------------------------------------------------
-# It survives the death of processes, and is lost with the host. Paths below ``SHM`` lead there (``Host.disk_of``).
+# ---- memory of the host --------------------------------------------------------------------------
+# It survives the death of processes, and is lost with the host. Paths below ``SHM`` lead there
+# (``Host.disk_of``).
+
 
 class MappedFile:
-    """A file whose bytes are overwritten in two operations: a process that dies between them leaves half of each."""
+    """A file whose bytes are overwritten in two operations: a process that dies between them leaves
+    half of each."""
 
     def __init__(self, path: str, size: int):
         self.path, self.size = path, size
@@ -254,14 +292,15 @@ class MappedFile:
 
     def resize(self, size: int) -> None:
         self._operate("resize")
-        half = bytearray(b"\7" * (size // 2)) + self._content[size // 2:size]
+        half = bytearray(b"\7" * (size // 2)) + self._content[size // 2 : size]
         self._content, self.size = half + bytes(size - len(half)), size
         self._disk.fill(self._file, bytes(self._content), True, self.path)
         self._operate("copy")
 
     @property
     def data(self) -> np.ndarray:
-        self._disk.fill(self._file, bytes(self._content), True, self.path)      # what was copied since the last call
+        # what was copied since the last call
+        self._disk.fill(self._file, bytes(self._content), True, self.path)
         return np.frombuffer(self._content, np.uint8)
 
     def close(self) -> None:
@@ -275,7 +314,8 @@ class MappedFile:
 
 
 def _is_simulated() -> bool:
-    """Returns whether this process works on simulated disks. Tests run ranks as processes of a cluster on the real disk."""
+    """Returns whether this process works on simulated disks. Tests run ranks as processes of a
+    cluster on the real disk."""
     return bool(current_process().host.disk.root.entries)
 
 
@@ -299,24 +339,48 @@ def _foreign_folder(path: str) -> str:
 
 
 def _memory_identity(tier: str) -> str:
-    return current_process().host.name if _is_simulated() else directory.memory_identity.__wrapped__(tier)
+    return (
+        current_process().host.name
+        if _is_simulated()
+        else directory.memory_identity.__wrapped__(tier)
+    )
 
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
-    runtime.monotonic: _monotonic, runtime.process_time: _monotonic, runtime.time: _time, runtime.timestamp: _timestamp,
-    runtime.sleep: _sleep, runtime.localtime: _localtime, runtime.gmtime: _gmtime,
-    runtime.Thread: Thread, runtime.Event: Event, runtime.Lock: Lock, runtime.RLock: RLock, runtime.Condition: Condition,
+    runtime.monotonic: _monotonic,
+    runtime.process_time: _monotonic,
+    runtime.time: _time,
+    runtime.timestamp: _timestamp,
+    runtime.sleep: _sleep,
+    runtime.localtime: _localtime,
+    runtime.gmtime: _gmtime,
+    runtime.Thread: Thread,
+    runtime.Event: Event,
+    runtime.Lock: Lock,
+    runtime.RLock: RLock,
+    runtime.Condition: Condition,
     runtime.SimpleQueue: SimpleQueue,
-    runtime.current_thread: lambda: current_cluster().scheduler.current, runtime.main_thread: lambda: current_process().main,
-    runtime.token_hex: lambda count=32: current_cluster().token(count), runtime.gethostname: lambda: current_process().host.name,
-    runtime.at_exit: _at_exit, runtime.not_at_exit: _not_at_exit,
-    runtime.signal: _signal, runtime.set_wakeup_fd: lambda *_, **__: -1,
-    SignalSenders.begin: _watch_signals, SignalSenders.close: _watch_no_signals, SignalSenders.look: _sender,
+    runtime.current_thread: lambda: current_cluster().scheduler.current,
+    runtime.main_thread: lambda: current_process().main,
+    runtime.token_hex: lambda count=32: current_cluster().token(count),
+    runtime.gethostname: lambda: current_process().host.name,
+    runtime.at_exit: _at_exit,
+    runtime.not_at_exit: _not_at_exit,
+    runtime.signal: _signal,
+    runtime.set_wakeup_fd: lambda *_, **__: -1,
+    SignalSenders.begin: _watch_signals,
+    SignalSenders.close: _watch_no_signals,
+    SignalSenders.look: _sender,
     crash_loop.LoadAttempt._capture_signals: _nothing,
-    lease.holder_of_this_process: _holder_of_this_process, lease.is_alive: _is_alive,
-    host_memory.levels: _memory_levels, mounts.is_local: lambda path, mounted=None: current_process().host.disk.local,
-    staging.staging_buffer: _Staging, background_writer.WRITERS["process"]: WriterProcess,
-    slots.mapped_file: _mapped_file, directory.make_tier: _make_tier, directory.foreign_folder: _foreign_folder,
+    lease.holder_of_this_process: _holder_of_this_process,
+    lease.is_alive: _is_alive,
+    host_memory.levels: _memory_levels,
+    mounts.is_local: lambda path, mounted=None: current_process().host.disk.local,
+    staging.staging_buffer: _Staging,
+    background_writer.WRITERS["process"]: WriterProcess,
+    slots.mapped_file: _mapped_file,
+    directory.make_tier: _make_tier,
+    directory.foreign_folder: _foreign_folder,
     directory.memory_identity: _memory_identity,
 }
 

@@ -4,9 +4,11 @@
     task = scheduler.start(process, work)
     scheduler.run()                             # until every task has ended
 
-A task runs until it blocks (``sleep``, ``block``) or calls ``operation``, where a ``Chooser`` may switch to another task. Nothing
-takes real time: when every task waits, the clock jumps to the first moment at which one of them is ready.
+A task runs until it blocks (``sleep``, ``block``) or calls ``operation``, where a ``Chooser`` may
+switch to another task. Nothing takes real time: when every task waits, the clock jumps to the first
+moment at which one of them is ready.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +18,7 @@ from greenlet import getcurrent, greenlet
 
 from mindresume.fault_injection.faults import Killed
 
-TICK = 0.001                    # simulated seconds that an operation takes
+TICK = 0.001  # simulated seconds that an operation takes
 NEVER = float("inf")
 
 
@@ -24,11 +26,12 @@ class Chooser(Protocol):
     """Decides which task continues."""
 
     def may_switch(self, number: int) -> bool:
-        """Returns whether another task than the running one may continue before operation ``number``."""
+        """Returns whether another task than the running one may continue before operation
+        ``number``."""
 
     def choose(self, number: int, current: Task | None, ready: Sequence[Task]) -> Task:
-        """Returns one of ``ready`` (ascending by task number), before operation ``number`` of ``current``. ``current`` None: the
-        task that ran until now has blocked."""
+        """Returns one of ``ready`` (ascending by task number), before operation ``number`` of
+        ``current``. ``current`` None: the task that ran until now has blocked."""
 
 
 class Deadlock(Exception):
@@ -45,23 +48,37 @@ class Task:
     Args:
         process: its owner, which has ``dead`` and ``paused_until``.
 
-    ``wake_time``: the moment at which it becomes ready; None while it is ready. ``where``: what it waits for, for messages.
+    ``wake_time``: the moment at which it becomes ready; None while it is ready. ``where``: what it
+        waits for, for messages.
     """
-    __slots__ = ("number", "process", "name", "greenlet_task", "wake_time", "done", "error", "woken", "where")
 
-    def __init__(self, number: int, process: Any, name: str, work: Callable[[], Any], hub: greenlet):
+    __slots__ = (
+        "number",
+        "process",
+        "name",
+        "greenlet_task",
+        "wake_time",
+        "done",
+        "error",
+        "woken",
+        "where",
+    )
+
+    def __init__(
+        self, number: int, process: Any, name: str, work: Callable[[], Any], hub: greenlet
+    ):
         self.number, self.process, self.name = number, process, name
         self.wake_time: float | None = None
         self.woken = False
         self.done = False
         self.error: BaseException | None = None
-        self.where = ""                             # what it waits for, for messages
+        self.where = ""  # what it waits for, for messages
         self.greenlet_task = greenlet(lambda: self._run(work), hub)
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
             work()
-        except BaseException as error:              # noqa: B036  the end of a process is a result
+        except BaseException as error:  # noqa: B036  the end of a process is a result
             self.error = error
         self.done = True
 
@@ -70,8 +87,8 @@ class Task:
 
 
 class Scheduler:
-    """Runs tasks. ``operations``: how many there were. ``most``: raises OperationLimit after so many. ``tick``: seconds of each.
-    """
+    """Runs tasks. ``operations``: how many there were. ``most``: raises OperationLimit after so
+    many. ``tick``: seconds of each."""
 
     def __init__(self, chooser: Chooser, most: int = 20_000, tick: float = TICK):
         self.chooser, self.most, self.tick = chooser, most, tick
@@ -79,7 +96,7 @@ class Scheduler:
         self.operations = 0
         self.tasks: list[Task] = []
         self.current: Task | None = None
-        self.ended: list[Callable[[Task], None]] = []       # called when a task has ended
+        self.ended: list[Callable[[Task], None]] = []  # called when a task has ended
         self._hub = getcurrent()
         self._numbers = 0
 
@@ -89,17 +106,20 @@ class Scheduler:
         self.tasks.append(task)
         return task
 
-    # ---- called by tasks -------------------------------------------------------------------------------------------
+    # ---- called by tasks -------------------------------------------------------------------------
 
     def operation(self) -> int:
-        """Counts an operation, before which another task may continue. Returns its number, from 1."""
+        """Counts an operation, before which another task may continue. Returns its number, from
+        1."""
         number, me = self.operations + 1, self._me()
         self.operations = number
         self.now += self.tick
-        if me is None:                                      # called outside of tasks: no other task runs
+        # called outside of tasks: no other task runs
+        if me is None:
             return number
         if number > self.most:
-            self._hub.switch()                              # an exception here could be handled by the product
+            # an exception here could be handled by the product
+            self._hub.switch()
             raise Killed
         if self.chooser.may_switch(number):
             other = self.chooser.choose(number, me, self._ready())
@@ -114,12 +134,18 @@ class Scheduler:
         self.block(max(seconds, 0.0), "sleeps")
 
     def block(self, seconds: float | None, where: str = "") -> bool:
-        """Blocks the running task until it is woken, at most ``seconds`` (None: no limit). Returns whether it was woken."""
+        """Blocks the running task until it is woken, at most ``seconds`` (None: no limit). Returns
+        whether it was woken."""
         me = self._me()
-        if me is None:                                      # called outside of tasks: only time passes
+        # called outside of tasks: only time passes
+        if me is None:
             self.now += seconds or 0.0
             return False
-        me.wake_time, me.woken, me.where = (NEVER if seconds is None else self.now + seconds), False, where
+        me.wake_time, me.woken, me.where = (
+            (NEVER if seconds is None else self.now + seconds),
+            False,
+            where,
+        )
         self._hub.switch()
         self.check()
         return me.woken
@@ -130,8 +156,9 @@ class Scheduler:
             task.wake_time, task.woken, task.where = None, True, ""
 
     def _me(self) -> Task | None:
-        """Returns the running task. Raises Killed if its process is gone: when Python unwinds the stack of a task to which
-        nothing refers any more, the except clauses of the product must have no effect."""
+        """Returns the running task. Raises Killed if its process is gone: when Python unwinds the
+        stack of a task to which nothing refers any more, the except clauses of the product must
+        have no effect."""
         me = self.current
         if me is not None and (me.process.dead or getcurrent() is not me.greenlet_task):
             raise Killed
@@ -144,10 +171,11 @@ class Scheduler:
         if self.current is not None and self.current.process.dead:
             raise Killed
 
-    # ---- called by the owner of the scheduler ----------------------------------------------------------------------
+    # ---- called by the owner of the scheduler ----------------------------------------------------
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Runs until every task has ended or ``until()``. Raises Deadlock if the tasks that are left wait without a limit."""
+        """Runs until every task has ended or ``until()``. Raises Deadlock if the tasks that are
+        left wait without a limit."""
         self._hub = getcurrent()
         self._next: Task | None = None
         last: Task | None = None
@@ -182,10 +210,11 @@ class Scheduler:
         self._unwind(tasks)
 
     def _unwind(self, tasks: Iterable[Task]) -> None:
-        """Unwinds the stacks of killed tasks; each of their operations fails. Otherwise Python would do so when the last
-        reference goes, at an unpredictable moment, perhaps while another cluster runs."""
+        """Unwinds the stacks of killed tasks; each of their operations fails. Otherwise Python
+        would do so when the last reference goes, at an unpredictable moment, perhaps while another
+        cluster runs."""
         for task in tasks:
-            while task.greenlet_task and not task.done:     # started and not ended
+            while task.greenlet_task and not task.done:  # started and not ended
                 self.current = task
                 task.greenlet_task.parent = getcurrent()
                 task.greenlet_task.throw(Killed)
@@ -193,8 +222,14 @@ class Scheduler:
 
     def _ready(self) -> list[Task]:
         now = self.now
-        return [task for task in self.tasks if not task.done and not task.process.dead
-                and (task.wake_time is None or task.wake_time <= now) and task.process.paused_until <= now]
+        return [
+            task
+            for task in self.tasks
+            if not task.done
+            and not task.process.dead
+            and (task.wake_time is None or task.wake_time <= now)
+            and task.process.paused_until <= now
+        ]
 
     def _advance_clock(self) -> None:
         """Advances the clock to the first moment at which a task is ready."""
@@ -209,4 +244,6 @@ def _round_robin(ready: list[Task], last: Task | None) -> list[Task]:
     """Returns ``ready`` in round-robin order: tasks after the one that ran last come first."""
     if last is None:
         return ready
-    return [task for task in ready if task.number > last.number] + [task for task in ready if task.number <= last.number]
+    return [task for task in ready if task.number > last.number] + [
+        task for task in ready if task.number <= last.number
+    ]

@@ -4,10 +4,11 @@
     for failure in systematic(SCENARIOS["save"], "ckpt", switches=2): ...
     simple = shrink(failure);  replay(simple)
 
-A run is checked at its end, and also as if every process had been killed, or the power had failed, before each operation: these
-are schedules of their own that share a prefix. A state of the disks that was checked before, with the same history, is not
-checked again (``KnownStates``).
+A run is checked at its end, and also as if every process had been killed, or the power had failed,
+before each operation: these are schedules of their own that share a prefix. A state of the disks
+that was checked before, with the same history, is not checked again (``KnownStates``).
 """
+
 from __future__ import annotations
 
 import random
@@ -29,12 +30,14 @@ from sim.scenarios import FORMATS, WAYS, Scenario, Simulation
 from sim.schedule import Schedule, random_schedule
 from sim.scheduler import Task
 
-SHARE = 4                       # the command is restarted on one of so many states
+SHARE = 4  # the command is restarted on one of so many states
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A schedule and its violations. ``how``: the death after which the disks were checked; empty for the end of the run."""
+    """A schedule and its violations. ``how``: the death after which the disks were checked; empty
+    for the end of the run."""
+
     scenario: Scenario
     format: str
     way: str
@@ -48,24 +51,38 @@ class Failure:
         return self.scenario.name, self.findings[0].kind
 
     def to_json(self) -> dict[str, Any]:
-        return {"scenario": self.scenario.name, "format": self.format, "way": self.way, "schedule": self.schedule.to_json(),
-                "how": self.how, "findings": [str(finding) for finding in self.findings]}
+        return {
+            "scenario": self.scenario.name,
+            "format": self.format,
+            "way": self.way,
+            "schedule": self.schedule.to_json(),
+            "how": self.how,
+            "findings": [str(finding) for finding in self.findings],
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Failure:
-        """Reads what ``to_json`` returns; "how" and "findings" are optional. Raises KeyError, TypeError or ValueError for
-        anything else."""
+        """Reads what ``to_json`` returns; "how" and "findings" are optional. Raises KeyError,
+        TypeError or ValueError for anything else."""
         scenario, fmt, way = SCENARIOS[value["scenario"]], value["format"], value["way"]
         if fmt not in scenario.formats or way not in scenario.ways:
             raise ValueError(f"scenario {scenario.name!r} has no format {fmt!r} with way {way!r}")
         findings = tuple(Finding(*text.split(": ", 1)) for text in value.get("findings", ()))
-        return cls(scenario, fmt, way, Schedule.from_json(value["schedule"]), findings, value.get("how", ""))
+        return cls(
+            scenario,
+            fmt,
+            way,
+            Schedule.from_json(value["schedule"]),
+            findings,
+            value.get("how", ""),
+        )
 
 
 @dataclass
 class Counts:
-    """Size of a search. ``runs``: runs of scenarios. ``schedules``: those and each moment of death. ``states``: states that were
-    checked."""
+    """Size of a search. ``runs``: runs of scenarios. ``schedules``: those and each moment of death.
+    ``states``: states that were checked."""
+
     runs: int = 0
     schedules: int = 0
     states: int = 0
@@ -78,6 +95,7 @@ class Counts:
 @dataclass(frozen=True)
 class _State:
     """The disks if every process had died ``how``."""
+
     how: str
     schedule: Schedule
     disks: dict[str, Disk]
@@ -87,7 +105,9 @@ class _State:
 
 @dataclass
 class KnownStates:
-    """Signatures of states that were checked without a violation; forgotten when there are ``most``."""
+    """Signatures of states that were checked without a violation; forgotten when there are
+    ``most``."""
+
     signatures: set[int] = field(default_factory=set)
     most: int = 2_000_000
 
@@ -113,41 +133,62 @@ def apply_death(disks: Mapping[str, Disk], kind: str, amount: int) -> None:
             disk.lose_power(lambda: True, lambda data: data)
 
 
-def state_signature(sim: Simulation, disks: dict[str, Disk], history: History, power: bool = False) -> int:
-    """Returns a hash that is equal for states that the oracle cannot tell apart; with ``power`` also after any power loss. The
-    content of a temporary file does not count: no process reads it."""
-    text = f"{sorted(history.complete())} {sorted(history.failed)} {sorted(history.uploaded)} {sorted(history.started_runs)} "
+def state_signature(
+    sim: Simulation, disks: dict[str, Disk], history: History, power: bool = False
+) -> int:
+    """Returns a hash that is equal for states that the oracle cannot tell apart; with ``power``
+    also after any power loss. The content of a temporary file does not count: no process reads
+    it."""
+    text = (
+        f"{sorted(history.complete())} {sorted(history.failed)} {sorted(history.uploaded)} "
+        f"{sorted(history.started_runs)} "
+    )
     text += f"{history.wrong} {history.stale_choices} {history.lease_losses}"
     return xxhash.xxh3_64_intdigest(f"{text} {_disks_signature(sim, disks, power)}".encode())
 
 
 def _disks_signature(sim: Simulation, disks: Mapping[str, Disk], power: bool = False) -> int:
-    """Returns a hash that is equal for disks on which the same command, started again, does the same."""
+    """Returns a hash that is equal for disks on which the same command, started again, does the
+    same."""
     text = f"{sim.scenario.name} {sim.variant} {sim.format} {sim.way} {power} "
-    text += " ".join(f"{name} {disk.signature(power, TEMPORARY)}" for name, disk in sorted(disks.items()))
+    text += " ".join(
+        f"{name} {disk.signature(power, TEMPORARY)}" for name, disk in sorted(disks.items())
+    )
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def ending_with(schedule: Schedule, death: Fault, begun: int) -> Schedule:
-    """Returns ``schedule``, ended by ``death`` when ``begun`` operations had begun. Faults with higher numbers than its own may
-    have been injected by then: one process can wait before its operation while another does many."""
+    """Returns ``schedule``, ended by ``death`` when ``begun`` operations had begun. Faults with
+    higher numbers than its own may have been injected by then: one process can wait before its
+    operation while another does many."""
     before = (fault for fault in schedule.faults if fault.at != death.at and fault.at <= begun)
     return replace(schedule, faults=(*before, death))
 
 
-def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: KnownStates, counts: Counts, deaths: bool = True,
-        share: int = 1, recorder: BranchRecorder | None = None) -> Failure | None:
+def run(
+    scenario: Scenario,
+    fmt: str,
+    way: str,
+    schedule: Schedule,
+    known: KnownStates,
+    counts: Counts,
+    deaths: bool = True,
+    share: int = 1,
+    recorder: BranchRecorder | None = None,
+) -> Failure | None:
     """Runs a scenario once and returns its first failure, or None.
 
     Args:
         deaths: also checks the disks after each change, as if all processes had died.
-        share: restarts the command on one of ``share`` different states only, once for equal disks whatever the history: what it
-            takes is what ``which`` says, and that is compared with the history. The other states are only inspected. Where hosts
-            share no disk, an inspection shows nothing, so every second state is checked, with a restart.
-        recorder: records which other tasks could have continued; deaths before its last switch are not checked.
+        share: restarts the command on one of ``share`` different states only, once for equal disks
+            whatever the history: what it takes is what ``which`` says, and that is compared with
+            the history. The other states are only inspected. Where hosts share no disk, an
+            inspection shows nothing, so every second state is checked, with a restart.
+        recorder: records which other tasks could have continued; deaths before its last switch are
+            not checked.
     """
     states: list[_State] = []
-    seen: list[int] = []                                # signatures that this run has added
+    seen: list[int] = []  # signatures that this run has added
     last = recorder.last if recorder is not None else 0
 
     def collect(sim: Simulation, at: int) -> None:
@@ -155,19 +196,26 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
         injected = cluster.injected
         if injected and injected[-1].fault.kind in ("kill all", "power"):
             return
-        if share > 1 and sim.training.node_local and not sim.training.url and (at + schedule.seed) % 2:
-            return                                      # needs a restart, which takes three times as long as an inspection
+        if (
+            share > 1
+            and sim.training.node_local
+            and not sim.training.url
+            and (at + schedule.seed) % 2
+        ):
+            # needs a restart, which takes three times as long as an inspection
+            return
         if cluster.scheduler.operations < last:
             return
         counts.schedules += 3
         whole = state_signature(sim, cluster.disks, sim.history, power=True)
-        if not known.is_new(whole):                     # and so are all states after a power loss
+        if not known.is_new(whole):  # and so are all states after a power loss
             return
         seen.append(whole)
         pending = any(disk.pending() for disk in cluster.disks.values())
         for kind, amount in (("kill all", 0), ("power", 0), ("power", 1 + whole % 10**6)):
             if kind == "power" and not pending:
-                continue                                # everything is flushed: the same state as after "kill all"
+                # everything is flushed: the same state as after "kill all"
+                continue
             disks = cluster.disks
             if kind == "power":
                 disks = _copied(disks)
@@ -175,11 +223,16 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
             signature = state_signature(sim, disks, sim.history)
             if known.is_new(signature):
                 seen.append(signature)
-                if kind == "kill all":                  # copied only now: most states are known
+                if kind == "kill all":  # copied only now: most states are known
                     disks = _copied(disks)
                     apply_death(disks, kind, amount)
                 ends = ending_with(schedule, Fault(at, kind, amount), cluster.scheduler.operations)
-                states.append(_State(f"{kind} before operation {at}", ends, disks, sim.history.copy(), signature))
+                states.append(
+                    _State(
+                        f"{kind} before operation {at}", ends, disks, sim.history.copy(), signature
+                    )
+                )
+
     sim = Simulation(scenario, fmt, schedule, way)
     if recorder is not None:
         sim.cluster.scheduler.chooser = recorder
@@ -194,9 +247,10 @@ def run(scenario: Scenario, fmt: str, way: str, schedule: Schedule, known: Known
         findings = scenario.oracle(state.disks, state.history, sim.training, restart=again)
         if findings:
             known.signatures.discard(restart_signature)
-            known.signatures.difference_update(seen)                    # they were not all checked
+            known.signatures.difference_update(seen)  # they were not all checked
             return Failure(scenario, fmt, way, state.schedule, tuple(findings), state.how)
-    # The end is checked with a restart whatever ``share``; its signature differs from the same disks after a death.
+    # The end is checked with a restart whatever ``share``; its signature differs from the same
+    # disks after a death.
     signature = ~state_signature(sim, sim.cluster.disks, sim.history)
     new = known.is_new(signature)
     counts.states += new
@@ -213,7 +267,9 @@ def count_operations(scenario: Scenario, fmt: str, way: str) -> int:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What to search. ``seeds``: (first, count) of random schedules. Empty names mean all. ``share``: as for ``run``."""
+    """What to search. ``seeds``: (first, count) of random schedules. Empty names mean all.
+    ``share``: as for ``run``."""
+
     seeds: tuple[int, int]
     scenarios: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
@@ -222,27 +278,48 @@ class SearchRequest:
 
     def configurations(self) -> list[tuple[Scenario, str, str]]:
         """Returns the requested (scenario, format, way)."""
-        return [(scenario, fmt, way) for scenario in SCENARIOS.values() for fmt, way in product(scenario.formats, scenario.ways)
-                if scenario.name in (self.scenarios or SCENARIOS) and fmt in (self.formats or FORMATS)
-                and way in (self.ways or WAYS)]
+        return [
+            (scenario, fmt, way)
+            for scenario in SCENARIOS.values()
+            for fmt, way in product(scenario.formats, scenario.ways)
+            if scenario.name in (self.scenarios or SCENARIOS)
+            and fmt in (self.formats or FORMATS)
+            and way in (self.ways or WAYS)
+        ]
 
 
-known_states = KnownStates()    # shared by all searches of this process
+known_states = KnownStates()  # shared by all searches of this process
 _sizes: dict[tuple[str, str, str], int] = {}
 
 
-def search_seeds(wanted: SearchRequest, seen: set[tuple[str, str]] | None = None) -> tuple[Counts, list[tuple[int, Failure]]]:
-    """Runs the schedules of all seeds. Returns the counts and (seed, failure) of the first failure of each kind, shrunk.
-    ``seen``: kinds that are not reported again; new ones are added."""
-    counts, found, configurations, seen = Counts(), [], wanted.configurations(), set() if seen is None else seen
+def search_seeds(
+    wanted: SearchRequest, seen: set[tuple[str, str]] | None = None
+) -> tuple[Counts, list[tuple[int, Failure]]]:
+    """Runs the schedules of all seeds. Returns the counts and (seed, failure) of the first failure
+    of each kind, shrunk. ``seen``: kinds that are not reported again; new ones are added."""
+    counts, found, configurations, seen = (
+        Counts(),
+        [],
+        wanted.configurations(),
+        set() if seen is None else seen,
+    )
     first, count = wanted.seeds
     for seed in range(first, first + count):
         rng = random.Random(seed)
         scenario, fmt, way = configurations[rng.randrange(len(configurations))]
-        size = _sizes.setdefault((scenario.name, fmt, way), 0) or count_operations(scenario, fmt, way)
+        size = _sizes.setdefault((scenario.name, fmt, way), 0) or count_operations(
+            scenario, fmt, way
+        )
         _sizes[scenario.name, fmt, way] = size
-        failure = run(scenario, fmt, way, random_schedule(rng, size, scenario.kinds), known_states, counts,
-                      share=wanted.share)
+        failure = run(
+            scenario,
+            fmt,
+            way,
+            random_schedule(rng, size, scenario.kinds),
+            known_states,
+            counts,
+            share=wanted.share,
+        )
         if failure is not None and failure.kind not in seen:
             seen.add(failure.kind)
             found.append((seed, shrink(failure)))
@@ -250,8 +327,8 @@ def search_seeds(wanted: SearchRequest, seen: set[tuple[str, str]] | None = None
 
 
 class BranchRecorder:
-    """A chooser that follows ``switches`` and records the alternatives: ``others``, {number of an operation: other ready tasks}.
-    """
+    """A chooser that follows ``switches`` and records the alternatives: ``others``, {number of an
+    operation: other ready tasks}."""
 
     def __init__(self, switches: tuple[tuple[int, int], ...]):
         self.switches, self._scripted = switches, Schedule(switches=switches).chooser()
@@ -269,28 +346,52 @@ class BranchRecorder:
 
     def further(self, every: int) -> list[tuple[tuple[int, int], ...]]:
         """Returns ``switches`` extended by one more, at each ``every``-th operation."""
-        return [(*self.switches, (at, further)) for at, others in self.others.items() if not (at - 1) % every
-                for further in range(1, others + 1)]
+        return [
+            (*self.switches, (at, further))
+            for at, others in self.others.items()
+            if not (at - 1) % every
+            for further in range(1, others + 1)
+        ]
 
 
-def systematic(scenario: Scenario, fmt: str, way: str = "", switches: int = 2, counts: Counts | None = None,
-               every: int = 1, deaths: bool = False, part: tuple[int, int] = (0, 1), known: KnownStates | None = None
-               ) -> Iterator[Failure]:
-    """Yields the failures of every schedule with at most ``switches`` switches, at each ``every``-th operation, to each ready
-    task. Before its last switch such a schedule equals the one without that switch. ``part`` (i, n): only schedules whose first
-    switch is at operation i modulo n, for processes that share the work."""
+def systematic(
+    scenario: Scenario,
+    fmt: str,
+    way: str = "",
+    switches: int = 2,
+    counts: Counts | None = None,
+    every: int = 1,
+    deaths: bool = False,
+    part: tuple[int, int] = (0, 1),
+    known: KnownStates | None = None,
+) -> Iterator[Failure]:
+    """Yields the failures of every schedule with at most ``switches`` switches, at each
+    ``every``-th operation, to each ready task. Before its last switch such a schedule equals the
+    one without that switch. ``part`` (i, n): only schedules whose first switch is at operation i
+    modulo n, for processes that share the work."""
     known, counts = known or KnownStates(), counts or Counts()
     stack: list[tuple[tuple[int, int], ...]] = [()]
     while stack:
         chosen = stack.pop()
         recorder, mine = BranchRecorder(chosen), bool(chosen) or part[0] == 0
-        found = run(scenario, fmt, way, Schedule(switches=chosen), known, counts if mine else Counts(), deaths and mine,
-                    recorder=recorder)
+        found = run(
+            scenario,
+            fmt,
+            way,
+            Schedule(switches=chosen),
+            known,
+            counts if mine else Counts(),
+            deaths and mine,
+            recorder=recorder,
+        )
         if found is not None and mine:
             yield found
         if len(chosen) < switches:
-            stack += [more for more in recorder.further(every)
-                      if chosen or (more[-1][0] - 1) // every % part[1] == part[0]]
+            stack += [
+                more
+                for more in recorder.further(every)
+                if chosen or (more[-1][0] - 1) // every % part[1] == part[0]
+            ]
 
 
 def replay(failure: Failure) -> list[Finding]:
@@ -300,7 +401,8 @@ def replay(failure: Failure) -> list[Finding]:
 
 
 def shrink(failure: Failure, tries: int = 400) -> Failure:
-    """Returns the simplest schedule that was found to break the same promise, after at most ``tries`` runs."""
+    """Returns the simplest schedule that was found to break the same promise, after at most
+    ``tries`` runs."""
     kinds = {finding.kind for finding in failure.findings}
     best, left = failure, tries
     while left > 0:
@@ -317,20 +419,24 @@ def shrink(failure: Failure, tries: int = 400) -> Failure:
     return best
 
 
-# ---- shards for worker processes --------------------------------------------------------------------------------------
-# Each process keeps its known states, so that it checks no state twice. Failures are returned as JSON, which
-# ``Failure.from_json`` replays anywhere.
+# ---- shards for worker processes -----------------------------------------------------------------
+# Each process keeps its known states, so that it checks no state twice. Failures are returned as
+# JSON, which ``Failure.from_json`` replays anywhere.
 
-SEEDS = 4                       # seeds of a shard: about a second, which is lost if the search is stopped
-PARTS = 16                      # number of shards of one scenario, format and way
+# seeds of a shard: about a second, which is lost if the search is stopped
+SEEDS = 4
+PARTS = 16  # number of shards of one scenario, format and way
 Found = tuple[Counts, list[dict[str, Any]]]
 
-_seen: set[tuple[str, str]] = set()         # kinds that this process has found: shrinking takes long
+# kinds that this process has found: shrinking takes long
+_seen: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
 class Switches:
-    """A shard of all schedules of one scenario with at most ``switches`` switches. ``part``: as for ``systematic``."""
+    """A shard of all schedules of one scenario with at most ``switches`` switches. ``part``: as for
+    ``systematic``."""
+
     scenario: str
     format: str
     way: str
@@ -361,8 +467,16 @@ def search_random(wanted: SearchRequest) -> Found:
 def search_switches(wanted: Switches) -> Found:
     """Runs a shard of a systematic search. Returns the counts and the failures as JSON."""
     counts, found = Counts(), []
-    for failure in systematic(SCENARIOS[wanted.scenario], wanted.format, wanted.way, wanted.switches, counts, deaths=True,
-                              part=wanted.part, known=known_states):
+    for failure in systematic(
+        SCENARIOS[wanted.scenario],
+        wanted.format,
+        wanted.way,
+        wanted.switches,
+        counts,
+        deaths=True,
+        part=wanted.part,
+        known=known_states,
+    ):
         if failure.kind not in _seen:
             _seen.add(failure.kind)
             found.append({"seed": None, **shrink(failure).to_json()})

@@ -1,7 +1,9 @@
 """The classes of ``threading`` and ``queue`` for tasks of a simulated cluster.
 
-They behave as the real ones where the product uses them, errors of wrong use included; waiting is that of the scheduler.
+They behave as the real ones where the product uses them, errors of wrong use included; waiting is
+that of the scheduler.
 """
+
 from __future__ import annotations
 
 import queue
@@ -61,6 +63,7 @@ class Event:
 
 class Lock:
     """A lock. A task that acquires it twice blocks. A lock of a killed process is free."""
+
     again = False
 
     def __init__(self) -> None:
@@ -107,8 +110,11 @@ class Lock:
         return self._depth > 0 and not (self._owner is not None and self._owner.process.dead)
 
     def owned(self) -> bool:
-        """Returns whether the running task holds the lock. A lock that another task may release counts as held by any task."""
-        return self.locked() and (not self.again or self._owner is current_cluster().scheduler.current)
+        """Returns whether the running task holds the lock. A lock that another task may release
+        counts as held by any task."""
+        return self.locked() and (
+            not self.again or self._owner is current_cluster().scheduler.current
+        )
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -119,6 +125,7 @@ class Lock:
 
 class RLock(Lock):
     """A lock that its holder may acquire again."""
+
     again = True
 
 
@@ -165,8 +172,15 @@ class Condition:
 class Thread:
     """A task of the process that starts it. It ends with the process, as a daemon thread does."""
 
-    def __init__(self, group: None = None, target: Callable[..., Any] | None = None, name: str = "thread", args: tuple = (),
-                 kwargs: dict[str, Any] | None = None, daemon: bool | None = None):
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., Any] | None = None,
+        name: str = "thread",
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+        daemon: bool | None = None,
+    ):
         self._target, self._values, self._named = target, args, kwargs or {}
         self.name, self.daemon = name, daemon
         self._task: Task | None = None
@@ -184,13 +198,16 @@ class Thread:
         def run() -> None:
             try:
                 self.run()
-            except Killed:                                  # with its process: no message
+            except Killed:  # with its process: no message
                 raise
             except SystemExit:
                 pass
-            except BaseException as error:                  # noqa: B036  as Python: a message, and the thread is gone
-                process.emit(Notice(f"error in thread {self.name}: {type(error).__name__}: {error}", ERROR))
+            except BaseException as error:  # noqa: B036  as Python: a message, and the thread is gone
+                process.emit(
+                    Notice(f"error in thread {self.name}: {type(error).__name__}: {error}", ERROR)
+                )
             self._ended.set()
+
         self._task = current_cluster().scheduler.start(process, run, f"{process.name}/{self.name}")
 
     def join(self, timeout: float | None = None) -> None:
@@ -201,7 +218,12 @@ class Thread:
         self._ended.wait(timeout)
 
     def is_alive(self) -> bool:
-        return self._task is not None and not self._ended.is_set() and not self._task.done and not self._task.process.dead
+        return (
+            self._task is not None
+            and not self._ended.is_set()
+            and not self._task.done
+            and not self._task.process.dead
+        )
 
 
 class SimpleQueue:
@@ -210,7 +232,7 @@ class SimpleQueue:
         self._waiters = WaitQueue()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        current_cluster().scheduler.check()         # a dead process sends no message to another one
+        current_cluster().scheduler.check()  # a dead process sends no message to another one
         self._items.append(item)
         self._waiters.wake(1)
 

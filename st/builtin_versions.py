@@ -1,15 +1,19 @@
-"""The built-in reader and writer of Checkpoint 2.0 of several versions of mindformers, each in a process of its own.
+"""The built-in reader and writer of Checkpoint 2.0 of several versions of mindformers, each in a
+process of its own.
 
-    expect_readable(folder, tensors, layouts, "1.8.0")              # load_checkpoint of 1.8.0 gives these, bit for bit
+    # load_checkpoint of 1.8.0 gives these, bit for bit
+    expect_readable(folder, tensors, layouts, "1.8.0")
     answer = builtin("1.9.0").read(folder, tensors, layouts)        # what it gave, or its error
     builtin("1.8.0").write(root, tensors, layouts, iteration=10, remove_redundancy=True)
 
-``tensors``: {name: whole array}. ``layouts``: {name: TensorLayout} of the job that reads or writes, or a Strategy if it has
-several pipeline stages; None or {} = one process. A tensor without a layout is whole on every rank, as global_step is.
+``tensors``: {name: whole array}. ``layouts``: {name: TensorLayout} of the job that reads or writes,
+or a Strategy if it has several pipeline stages; None or {} = one process. A tensor without a layout
+is whole on every rank, as global_step is.
 
-1.9.0 is what .venv has; the other is made by scripts/release_env.sh when it is first asked for. A process imports mindformers
-once (6 s) and then answers in milliseconds; it ends with the tests.
+1.9.0 is what .venv has; the other is made by scripts/release_env.sh when it is first asked for. A
+process imports mindformers once (6 s) and then answers in milliseconds; it ends with the tests.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -34,39 +38,56 @@ from st.releases import HERE
 from st.training_run import ROOT
 
 VERSIONS = ("1.8.0", "1.9.0")
-COUNTERS = {"global_step", "learning_rate", "weight_decay", "beta1_power", "beta2_power"}       # of an optimizer, no layout
+# of an optimizer, no layout
+COUNTERS = {"global_step", "learning_rate", "weight_decay", "beta1_power", "beta2_power"}
 Layouts = Mapping[str, TensorLayout] | Strategy | None
 
 
 @functools.cache
 def python_of(version: str) -> Path:
-    """The interpreter that has this version of mindformers; for another than .venv's it is made, which takes about a minute."""
+    """The interpreter that has this version of mindformers; for another than .venv's it is made,
+    which takes about a minute."""
     if version == HERE:
         return Path(sys.executable)
-    made = subprocess.run([str(ROOT / "scripts" / "release_env.sh"), version], stdout=subprocess.PIPE, check=True, text=True)
+    made = subprocess.run(
+        [str(ROOT / "scripts" / "release_env.sh"), version],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
     return Path(made.stdout.strip())
 
 
 def is_optimizer(name: str, names: Mapping[str, Any]) -> bool:
-    """Returns whether a tensor is optimizer state: a counter, or a moment, which is called ``<kind>.<parameter>``."""
+    """Returns whether a tensor is optimizer state: a counter, or a moment, which is called
+    ``<kind>.<parameter>``."""
     return name in COUNTERS or name.partition(".")[2] in names
 
 
 def device_axes(layout: TensorLayout) -> tuple[list[int], list[int | list[int]]]:
-    """Returns a device matrix and tensor map of the same slices without optimizer shards, which become further axes of dimension
-    0; as MindSpore's Layout expects it. ValueError if the shards do not fall on whole axes or parts of one."""
-    matrix, needed, free = list(layout.device_matrix), layout.optimizer_pieces, list(layout.unused_axes)
+    """Returns a device matrix and tensor map of the same slices without optimizer shards, which
+    become further axes of dimension 0; as MindSpore's Layout expects it. ValueError if the shards
+    do not fall on whole axes or parts of one."""
+    matrix, needed, free = (
+        list(layout.device_matrix),
+        layout.optimizer_pieces,
+        list(layout.unused_axes),
+    )
     cuts, shard = layout.axes, []
     if needed == 1:
         return matrix, [_cut(axes) for axes in cuts]
-    while needed > 1:                                       # from the minor axis on: neighbours hold neighbouring pieces
+    # from the minor axis on: neighbours hold neighbouring pieces
+    while needed > 1:
         axis = free.pop()
         position = len(matrix) - 1 - axis
         part = math.gcd(matrix[position], needed)
         if part < min(matrix[position], needed):
-            raise ValueError(f"{layout.optimizer_pieces} optimizer shards are no whole axes: {layout}")
-        if part < matrix[position]:                         # one axis becomes two: all above move up by one
-            matrix[position:position + 1] = [matrix[position] // part, part]
+            raise ValueError(
+                f"{layout.optimizer_pieces} optimizer shards are no whole axes: {layout}"
+            )
+        # one axis becomes two: all above move up by one
+        if part < matrix[position]:
+            matrix[position : position + 1] = [matrix[position] // part, part]
             cuts = [tuple(a + (a > axis) for a in axes) for axes in cuts]
         shard.insert(0, axis)
         needed //= part
@@ -78,21 +99,31 @@ def _cut(axes: tuple[int, ...]) -> int | list[int]:
 
 
 def fixture(name: str, step: int = 15) -> tuple[dict[str, np.ndarray], Strategy | None]:
-    """Returns the global tensors of a Checkpoint 2.0 folder in st/fixtures and the layouts of its job, from its strategy files
-    and not from metadata.json. AssertionError if the tensors of step 15 differ from expected.json."""
+    """Returns the global tensors of a Checkpoint 2.0 folder in st/fixtures and the layouts of its
+    job, from its strategy files and not from metadata.json. AssertionError if the tensors of step
+    15 differ from expected.json."""
     folder, whole = ROOT / "st" / "fixtures" / name, {}
-    known, expected = (json.loads((folder / file).read_text(encoding="utf-8")) for file in ("steps.json", "expected.json"))
-    strategy = read_strategy(str(folder / "output" / "strategy")) if known["world_size"] > 1 else None
+    known, expected = (
+        json.loads((folder / file).read_text(encoding="utf-8"))
+        for file in ("steps.json", "expected.json")
+    )
+    strategy = (
+        read_strategy(str(folder / "output" / "strategy")) if known["world_size"] > 1 else None
+    )
     for rank, files in known["steps"][str(step)].items():
         for path in files:
             with open(folder / path, "rb") as file:
                 for tensor, entry in read_header(file, path).tensors.items():
-                    part, shape = read_tensor(file, entry), expected["tensors"][tensor]["global_shape"]
+                    part, shape = (
+                        read_tensor(file, entry),
+                        expected["tensors"][tensor]["global_shape"],
+                    )
                     layout = strategy and strategy.of_rank(int(rank)).get(tensor)
                     where = layout.slices(int(rank) % strategy.stage_size, shape) if layout else ...
                     whole.setdefault(tensor, np.zeros(shape, part.dtype))[where] = part
-    assert step != expected["step"] or {tensor: sha256(array) for tensor, array in whole.items()} == {
-        tensor: row["sha256"] for tensor, row in expected["tensors"].items()}
+    assert step != expected["step"] or {
+        tensor: sha256(array) for tensor, array in whole.items()
+    } == {tensor: row["sha256"] for tensor, row in expected["tensors"].items()}
     return whole, strategy
 
 
@@ -117,9 +148,17 @@ def table(tensors: Mapping[str, np.ndarray], layouts: Layouts) -> dict[str, dict
         if stage is not None:
             size = strategy.stage_size
             matrix, cuts = device_axes(strategy.stages[stage][name])
-            layout = {"device_matrix": matrix, "tensor_map": cuts, "rank_list": list(range(stage * size, (stage + 1) * size))}
-        rows[name] = {"dtype": str(array.dtype), "global_shape": list(array.shape), "layout": layout,
-                      "optimizer": is_optimizer(name, tensors)}
+            layout = {
+                "device_matrix": matrix,
+                "tensor_map": cuts,
+                "rank_list": list(range(stage * size, (stage + 1) * size)),
+            }
+        rows[name] = {
+            "dtype": str(array.dtype),
+            "global_shape": list(array.shape),
+            "layout": layout,
+            "optimizer": is_optimizer(name, tensors),
+        }
     return rows
 
 
@@ -128,9 +167,17 @@ def parts(tensors: Mapping[str, np.ndarray], layouts: Layouts, rank: int) -> dic
     strategy = strategy_of(layouts)
     if strategy is None:
         return dict(tensors)
-    here, everywhere = strategy.of_rank(rank), set(tensors) - {name for stage in strategy.stages for name in stage}
-    return {name: array if name in everywhere else array[here[name].slices(rank % strategy.stage_size, array.shape)]
-            for name, array in tensors.items() if name in everywhere or name in here}
+    here, everywhere = (
+        strategy.of_rank(rank),
+        set(tensors) - {name for stage in strategy.stages for name in stage},
+    )
+    return {
+        name: array
+        if name in everywhere
+        else array[here[name].slices(rank % strategy.stage_size, array.shape)]
+        for name, array in tensors.items()
+        if name in everywhere or name in here
+    }
 
 
 class Builtin:
@@ -141,33 +188,77 @@ class Builtin:
         self._folder = tempfile.TemporaryDirectory(prefix="builtin_")
         self.folder = Path(self._folder.name)
         self.log = self.folder / "log.txt"
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK_ID", "RANK_SIZE", "PYTHONPATH")}
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("RANK_ID", "RANK_SIZE", "PYTHONPATH")
+        }
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [str(python_of(version)), str(ROOT / "st" / "programs" / "builtin_20_read.py"), "--serve"], cwd=self.folder,
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+                [
+                    str(python_of(version)),
+                    str(ROOT / "st" / "programs" / "builtin_20_read.py"),
+                    "--serve",
+                ],
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     def ask(self, *command: object) -> str:
-        """"done", or the text of an error that the program did not expect."""
+        """ "done", or the text of an error that the program did not expect."""
         print(json.dumps([*map(str, command)]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
-        return json.loads(line) if line else f"the process ended:\n{self.log.read_text(errors='replace')[-2000:]}"
+        return (
+            json.loads(line)
+            if line
+            else f"the process ended:\n{self.log.read_text(errors='replace')[-2000:]}"
+        )
 
-    def read(self, folder: Path, tensors: Mapping[str, np.ndarray], layouts: Layouts = None, optimizer: bool = True
-             ) -> dict[str, Any]:
-        """Returns read.json of st/programs/builtin_20_read.py: what load_checkpoint put into parameters like ``tensors``, of
-        which only type and shape matter. ``folder``: an iteration, or the folder with the tracker file."""
+    def read(
+        self,
+        folder: Path,
+        tensors: Mapping[str, np.ndarray],
+        layouts: Layouts = None,
+        optimizer: bool = True,
+    ) -> dict[str, Any]:
+        """Returns read.json of st/programs/builtin_20_read.py: what load_checkpoint put into
+        parameters like ``tensors``, of which only type and shape matter. ``folder``: an iteration,
+        or the folder with the tracker file."""
         rows, out = self.folder / "layouts.json", self.folder / "read.json"
         rows.write_text(json.dumps(table(tensors, layouts)), encoding="utf-8")
-        done = self.ask("read", Path(folder).resolve(), "--layouts", rows, "--ranks", _ranks(layouts), "--out", out,
-                        *["--optimizer"] * optimizer)
+        done = self.ask(
+            "read",
+            Path(folder).resolve(),
+            "--layouts",
+            rows,
+            "--ranks",
+            _ranks(layouts),
+            "--out",
+            out,
+            *["--optimizer"] * optimizer,
+        )
         assert done == "done", done
         return json.loads(out.read_text(encoding="utf-8"))
 
-    def write(self, root: Path, tensors: Mapping[str, np.ndarray], layouts: Layouts = None, *, iteration: int,
-              optimizer: bool = True, remove_redundancy: bool = False, prefix: str = "qwen3", keep: int = 5,
-              common: Mapping[str, Any] | None = None) -> Path:
-        """The folder of the iteration that save_checkpoint made. ``common``: more fields of common.json."""
+    def write(
+        self,
+        root: Path,
+        tensors: Mapping[str, np.ndarray],
+        layouts: Layouts = None,
+        *,
+        iteration: int,
+        optimizer: bool = True,
+        remove_redundancy: bool = False,
+        prefix: str = "qwen3",
+        keep: int = 5,
+        common: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """The folder of the iteration that save_checkpoint made. ``common``: more fields of
+        common.json."""
         rows, values = self.folder / "layouts.json", self.folder / "values.safetensors"
         rows.write_text(json.dumps(table(tensors, layouts)), encoding="utf-8")
         with values.open("wb") as file:
@@ -175,8 +266,25 @@ class Builtin:
                 file.write(piece)
         options = ["--optimizer"] * optimizer + ["--remove-redundancy"] * remove_redundancy
         fields = json.dumps({"epoch_num": 1, "global_batch_size": 8, **(common or {})})
-        done = self.ask("write", Path(root).resolve(), "--iteration", iteration, "--values", values, "--layouts", rows,
-                        "--ranks", _ranks(layouts), "--prefix", prefix, "--keep", keep, "--common", fields, *options)
+        done = self.ask(
+            "write",
+            Path(root).resolve(),
+            "--iteration",
+            iteration,
+            "--values",
+            values,
+            "--layouts",
+            rows,
+            "--ranks",
+            _ranks(layouts),
+            "--prefix",
+            prefix,
+            "--keep",
+            keep,
+            "--common",
+            fields,
+            *options,
+        )
         assert done == "done", done
         return Path(root) / f"iteration_{iteration:08d}"
 
@@ -201,11 +309,14 @@ def builtin(version: str) -> Builtin:
     return process
 
 
-def differences(answer: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layouts: Layouts = None) -> list[str]:
-    """What ``Builtin.read`` gave otherwise than ``tensors`` cut by ``layouts``, one line each; [] if all is there, bit for bit.
+def differences(
+    answer: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layouts: Layouts = None
+) -> list[str]:
+    """What ``Builtin.read`` gave otherwise than ``tensors`` cut by ``layouts``, one line each; []
+    if all is there, bit for bit.
 
-    In a job of several ranks the built-in loads what the graph has a layout for, and global_step, which it takes from
-    common.json; other tensors without a layout it leaves alone."""
+    In a job of several ranks the built-in loads what the graph has a layout for, and global_step,
+    which it takes from common.json; other tensors without a layout it leaves alone."""
     if answer["error"]:
         return [answer["error"]]
     strategy, found = strategy_of(layouts), []
@@ -213,19 +324,32 @@ def differences(answer: Mapping[str, Any], tensors: Mapping[str, np.ndarray], la
         for name, array in parts(tensors, layouts, int(rank)).items():
             if strategy and strategy.stage_of(name) is None and name != "global_step":
                 continue
-            expected = {"sha256": sha256(array), "shape": list(array.shape), "dtype": str(array.dtype)}
+            expected = {
+                "sha256": sha256(array),
+                "shape": list(array.shape),
+                "dtype": str(array.dtype),
+            }
             if name in given["not_loaded"]:
                 found.append(f"rank {rank}: {name} was not loaded")
             elif given["tensors"].get(name) != expected:
-                found.append(f"rank {rank}: {name}: expected {expected}, found {given['tensors'].get(name)}")
+                found.append(
+                    f"rank {rank}: {name}: expected {expected}, found {given['tensors'].get(name)}"
+                )
     return found
 
 
-def expect_readable(folder: Path, tensors: Mapping[str, np.ndarray], layouts: Layouts, version: str) -> dict[str, Any]:
-    """Asserts that this version's load_checkpoint gives every rank of a job with these layouts its part of ``tensors``, bit for
-    bit, that nothing keeps its old value, and that its trainer can read common.json. Returns what was read."""
+def expect_readable(
+    folder: Path, tensors: Mapping[str, np.ndarray], layouts: Layouts, version: str
+) -> dict[str, Any]:
+    """Asserts that this version's load_checkpoint gives every rank of a job with these layouts its
+    part of ``tensors``, bit for bit, that nothing keeps its old value, and that its trainer can
+    read common.json. Returns what was read."""
     answer = builtin(version).read(folder, tensors, layouts)
     wrong = differences(answer, tensors, layouts)
-    assert not wrong, f"mindformers {version}, {folder}: {len(wrong)} differences: " + "; ".join(wrong[:5])
-    assert isinstance(answer["common"], dict), f"mindformers {version}, {folder}/common.json: {answer['common']}"
+    assert not wrong, f"mindformers {version}, {folder}: {len(wrong)} differences: " + "; ".join(
+        wrong[:5]
+    )
+    assert isinstance(answer["common"], dict), (
+        f"mindformers {version}, {folder}/common.json: {answer['common']}"
+    )
     return answer

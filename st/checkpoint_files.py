@@ -1,4 +1,6 @@
-"""Reads and damages the checkpoints of a run: rank folders (Checkpoint 1.0), iteration folders (2.0), whole tensors of both."""
+"""Reads and damages the checkpoints of a run: rank folders (Checkpoint 1.0), iteration folders
+(2.0), whole tensors of both."""
+
 from __future__ import annotations
 
 import json
@@ -32,12 +34,15 @@ from st.training_run import Run
 def tensors_in(path: Path) -> dict[str, np.ndarray]:
     """Returns all tensors of a weight file."""
     with open(path, "rb") as file:
-        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+        return {
+            name: read_tensor(file, entry)
+            for name, entry in read_header(file, str(path)).tensors.items()
+        }
 
 
 def flip_bit(path: Path, tensor: str | None = None) -> None:
-    """Flips one bit in the middle of a file, or of one tensor in it, as a disk or a network would; size and times of other files
-    do not change. mindformers leaves its files read-only."""
+    """Flips one bit in the middle of a file, or of one tensor in it, as a disk or a network would;
+    size and times of other files do not change. mindformers leaves its files read-only."""
     content = bytearray(path.read_bytes())
     start, count = 0, len(content)
     if tensor:
@@ -48,10 +53,12 @@ def flip_bit(path: Path, tensor: str | None = None) -> None:
     path.write_bytes(content)
 
 
-# ---- rank folders --------------------------------------------------------------------------------------------------
+# ---- rank folders --------------------------------------------------------------------------------
+
 
 def records(run: Run, number: int | None = None) -> dict[int, Record]:
-    """{step: record of rank 0} of everything that is committed, of all runs or of the one with that number (from 1)."""
+    """{step: record of rank 0} of everything that is committed, of all runs or of the one with that
+    number (from 1)."""
     found = {}
     for attempt in sorted((run.checkpoints / FOLDER).iterdir()):
         if parse_attempt(attempt.name) and (attempt / MANIFEST).exists():
@@ -90,14 +97,20 @@ def copy_checkpoints(source: Run, target: Run, last_step: int) -> None:
         if attempt and attempt[0] <= last_step:
             with open(folder / MANIFEST, "rb") as file:
                 files = [record.path for records in Manifest.read(file).files for record in records]
-            for path in [*files, *(f"{FOLDER}/{folder.name}/{path.name}" for path in folder.iterdir())]:
+            for path in [
+                *files,
+                *(f"{FOLDER}/{folder.name}/{path.name}" for path in folder.iterdir()),
+            ]:
                 (target.checkpoints / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source.checkpoints / path, target.checkpoints / path)
 
 
 def shards(run: Run, step: int) -> list[tuple[int, Path, Mapping[str, TensorRecord]]]:
     """(rank, file, record of every tensor) of the newest committed checkpoint of ``step``."""
-    folder = max(path.parent for path in (run.checkpoints / FOLDER).glob(f"step-{step:010d}-run-*/{MANIFEST}"))
+    folder = max(
+        path.parent
+        for path in (run.checkpoints / FOLDER).glob(f"step-{step:010d}-run-*/{MANIFEST}")
+    )
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         with open(path, "rb") as file:
@@ -106,11 +119,16 @@ def shards(run: Run, step: int) -> list[tuple[int, Path, Mapping[str, TensorReco
     return found
 
 
-# ---- iteration folders ---------------------------------------------------------------------------------------------
+# ---- iteration folders ---------------------------------------------------------------------------
+
 
 def iteration_steps(root: Path) -> list[int]:
     """Steps of the iteration folders, smallest first."""
-    return sorted(step for path in root.glob("iteration_*") if (step := parse_iteration(path.name)) is not None)
+    return sorted(
+        step
+        for path in root.glob("iteration_*")
+        if (step := parse_iteration(path.name)) is not None
+    )
 
 
 def tracker(root: Path) -> int:
@@ -119,7 +137,8 @@ def tracker(root: Path) -> int:
 
 
 def copy_iterations(root: Path, to: Path, *steps: int) -> Path:
-    """Copies these iterations alone, with the newest of them in the tracker, and nothing of the runs that were there."""
+    """Copies these iterations alone, with the newest of them in the tracker, and nothing of the
+    runs that were there."""
     for step in steps:
         shutil.copytree(root / iteration_name(step), to / iteration_name(step))
     (to / TRACKER).write_text(str(max(steps)), encoding="utf-8")
@@ -128,28 +147,36 @@ def copy_iterations(root: Path, to: Path, *steps: int) -> Path:
 
 def iteration_files(root: Path, step: int) -> list[str]:
     """Names in an iteration folder, without ours."""
-    return sorted(path.name for path in (root / iteration_name(step)).iterdir() if path.name != FOLDER)
+    return sorted(
+        path.name for path in (root / iteration_name(step)).iterdir() if path.name != FOLDER
+    )
 
 
 def common_json(root: Path, step: int) -> dict[str, Any]:
     return json.loads((root / iteration_name(step) / "common.json").read_text(encoding="utf-8"))
 
 
-# ---- global tensors ------------------------------------------------------------------------------------------------
+# ---- global tensors ------------------------------------------------------------------------------
 
-# Parameters of the train step: ours are saved beside the optimizer, mindformers saves none in Checkpoint 2.0.
+# Parameters of the train step: ours are saved beside the optimizer, mindformers saves none in
+# Checkpoint 2.0.
 OF_TRAIN_STEP = frozenset({"scale_sense", "lm_loss", "aux_loss", "mtp_loss", "indexer_loss"})
 
 
 def candidate(root: Path, step: int, legacy: bool = False) -> Candidate:
     """The checkpoint of ours of this step. AssertionError if it cannot be used."""
-    found = [c for c in scan(CheckpointDir(PosixStorage(), str(root))).candidates
-             if c.step == step and c.records_dir and legacy == (not c.iteration_dir)]
+    found = [
+        c
+        for c in scan(CheckpointDir(PosixStorage(), str(root))).candidates
+        if c.step == step and c.records_dir and legacy == (not c.iteration_dir)
+    ]
     assert len(found) == 1 and found[0].problem is None, found
     return found[0]
 
 
-def tensors_of_ranks(root: Path, step: int, legacy: bool = False) -> dict[int, Mapping[str, TensorRecord]]:
+def tensors_of_ranks(
+    root: Path, step: int, legacy: bool = False
+) -> dict[int, Mapping[str, TensorRecord]]:
     """{rank: what it recorded of the tensors in its files}"""
     one, found = candidate(root, step, legacy), {}
     for rank in one.files:
@@ -159,27 +186,45 @@ def tensors_of_ranks(root: Path, step: int, legacy: bool = False) -> dict[int, M
 
 
 def layout_table(root: Path, step: int, legacy: bool = False) -> dict[str, TensorRecord]:
-    """{tensor: a record of it by some rank}: with redundancy removal a rank records its share alone."""
-    return {name: row for rows in tensors_of_ranks(root, step, legacy).values() for name, row in rows.items()}
+    """{tensor: a record of it by some rank}: with redundancy removal a rank records its share
+    alone."""
+    return {
+        name: row
+        for rows in tensors_of_ranks(root, step, legacy).values()
+        for name, row in rows.items()
+    }
 
 
 def slices_of(root: Path, step: int, legacy: bool = False) -> list[tuple[str, str]]:
     """(tensor, which slice of it) of everything with a layout in the files of all ranks."""
-    return [(name, str(row.layout.slices(rank, row.global_shape)))
-            for rank, rows in tensors_of_ranks(root, step, legacy).items()
-            for name, row in rows.items() if row.layout is not None]
+    return [
+        (name, str(row.layout.slices(rank, row.global_shape)))
+        for rank, rows in tensors_of_ranks(root, step, legacy).items()
+        for name, row in rows.items()
+        if row.layout is not None
+    ]
 
 
 def saved_tensors(root: Path, step: int, legacy: bool = False) -> dict[str, np.ndarray]:
-    """Returns the global tensors of all ranks' files. AssertionError if replicas differ or a slice is missing."""
+    """Returns the global tensors of all ranks' files. AssertionError if replicas differ or a slice
+    is missing."""
     table = layout_table(root, step, legacy)
 
     def of_rank(files: Any) -> dict[str, np.ndarray]:
         arrays = {}
         for row in files:
-            arrays.update({name: array for name, array in tensors_in(root / row.path).items() if name in table})
+            arrays.update(
+                {
+                    name: array
+                    for name, array in tensors_in(root / row.path).items()
+                    if name in table
+                }
+            )
         return arrays
-    return merged((rank, of_rank(files), table) for rank, files in candidate(root, step, legacy).files.items())
+
+    return merged(
+        (rank, of_rank(files), table) for rank, files in candidate(root, step, legacy).files.items()
+    )
 
 
 def of_network(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -187,9 +232,12 @@ def of_network(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in tensors.items() if name not in OF_TRAIN_STEP}
 
 
-def merged(ranks: Iterable[tuple[int, Mapping[str, np.ndarray], Mapping[str, TensorRecord]]]) -> dict[str, np.ndarray]:
-    """Returns {name: global tensor} of the ranks' slices. Tensors outside the strategy are equal on all ranks; a number gets one
-    dimension. AssertionError if replicas are not equal bit for bit, or a slice of a tensor is missing."""
+def merged(
+    ranks: Iterable[tuple[int, Mapping[str, np.ndarray], Mapping[str, TensorRecord]]],
+) -> dict[str, np.ndarray]:
+    """Returns {name: global tensor} of the ranks' slices. Tensors outside the strategy are equal on
+    all ranks; a number gets one dimension. AssertionError if replicas are not equal bit for bit, or
+    a slice of a tensor is missing."""
     whole: dict[str, np.ndarray] = {}
     known: dict[str, np.ndarray] = {}
     for rank, arrays, rows in ranks:
@@ -201,7 +249,9 @@ def merged(ranks: Iterable[tuple[int, Mapping[str, np.ndarray], Mapping[str, Ten
             whole.setdefault(name, np.zeros(shape, array.dtype))
             known.setdefault(name, np.zeros(shape, bool))
             before = known[name][part].copy()
-            assert whole[name][part][before].tobytes() == array[before].tobytes(), f"{name} of rank {rank} is not its replicas"
+            assert whole[name][part][before].tobytes() == array[before].tobytes(), (
+                f"{name} of rank {rank} is not its replicas"
+            )
             whole[name][part], known[name][part] = array, True
     assert [name for name in known if not known[name].all()] == []
     return whole
@@ -209,6 +259,12 @@ def merged(ranks: Iterable[tuple[int, Mapping[str, np.ndarray], Mapping[str, Ten
 
 def not_equal(saved: Mapping[str, np.ndarray], loaded: Mapping[str, np.ndarray]) -> list[str]:
     """Names that are in only one of them, or not the same bit for bit."""
+
     def content(array: np.ndarray | None) -> Any:
         return None if array is None else (str(array.dtype), array.shape, array.tobytes())
-    return [name for name in sorted({*saved, *loaded}) if content(saved.get(name)) != content(loaded.get(name))]
+
+    return [
+        name
+        for name in sorted({*saved, *loaded})
+        if content(saved.get(name)) != content(loaded.get(name))
+    ]

@@ -1,4 +1,6 @@
-"""Fixtures of the system tests: the device, the training data, and runs with which several tests compare."""
+"""Fixtures of the system tests: the device, the training data, and runs with which several tests
+compare."""
+
 from __future__ import annotations
 
 import fcntl
@@ -21,32 +23,56 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device-target", default="CPU", choices=["CPU", "Ascend"],
-                     help="Ascend: the same tests on real devices, without the CPU cluster")
+    parser.addoption(
+        "--device-target",
+        default="CPU",
+        choices=["CPU", "Ascend"],
+        help="Ascend: the same tests on real devices, without the CPU cluster",
+    )
 
 
-@pytest.hookimpl(tryfirst=True)                         # before -k removes any
+@pytest.hookimpl(tryfirst=True)  # before -k removes any
 def pytest_collection_modifyitems(config, items):
-    record_cells((cell.args, "not run", "", item.nodeid, 0.0) for item in items for cell in item.iter_markers("cell"))
+    record_cells(
+        (cell.args, "not run", "", item.nodeid, 0.0)
+        for item in items
+        for cell in item.iter_markers("cell")
+    )
 
 
 def record_cells(rows: Iterable[tuple[tuple[str, str, str], str, str, str, float]]) -> None:
-    """Appends (cell, outcome, reason, test, seconds) to the file RELEASE_RESULTS, if there is one."""
+    """Appends (cell, outcome, reason, test, seconds) to the file RELEASE_RESULTS, if there is
+    one."""
     if path := os.environ.get("RELEASE_RESULTS"):
-        text = "".join(json.dumps({"cell": cell, "outcome": outcome, "reason": reason[:1000], "test": test,
-                                   "seconds": round(seconds, 1)}) + "\n" for cell, outcome, reason, test, seconds in rows)
+        text = "".join(
+            json.dumps(
+                {
+                    "cell": cell,
+                    "outcome": outcome,
+                    "reason": reason[:1000],
+                    "test": test,
+                    "seconds": round(seconds, 1),
+                }
+            )
+            + "\n"
+            for cell, outcome, reason, test, seconds in rows
+        )
         with open(path, "a", encoding="utf-8") as file:
             file.write(text)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Appends the result of each test with a mark ``cell`` to the file RELEASE_RESULTS, for st/release_table.py."""
+    """Appends the result of each test with a mark ``cell`` to the file RELEASE_RESULTS, for
+    st/release_table.py."""
     report = (yield).get_result()
     if (report.when == "call" or not report.passed) and not item.get_closest_marker("skip"):
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = report.longrepr[2] if report.skipped else crash.message if crash else ""
-        record_cells((cell.args, report.outcome, reason, item.nodeid, report.duration) for cell in item.iter_markers("cell"))
+        record_cells(
+            (cell.args, report.outcome, reason, item.nodeid, report.duration)
+            for cell in item.iter_markers("cell")
+        )
 
 
 @pytest.fixture
@@ -64,7 +90,8 @@ def device(request) -> str:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Shared:
-    """shared(name, make): a folder that ``make(folder)`` filled, once for all processes of this pytest; others wait."""
+    """shared(name, make): a folder that ``make(folder)`` filled, once for all processes of this
+    pytest; others wait."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -74,25 +101,35 @@ def shared(tmp_path_factory) -> Shared:
         with open(base / f"{name}.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)                # of one who failed
+                shutil.rmtree(folder, ignore_errors=True)  # of one who failed
                 folder.mkdir()
                 make(folder)
                 done.touch()
         return folder
+
     return made
 
 
 @pytest.fixture(scope="session")
 def data(shared) -> Path:
-    return shared("data", lambda folder: subprocess.run(
-        [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder)], check=True))
+    return shared(
+        "data",
+        lambda folder: subprocess.run(
+            [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder)], check=True
+        ),
+    )
 
 
 @pytest.fixture(scope="session")
 def sequences(shared) -> Path:
     """The data that mindformers was trained on for st/fixtures."""
-    return shared("sequences", lambda folder: subprocess.run(
-        [sys.executable, str(ROOT / "st" / "fixtures" / "make_sequences.py"), str(folder)], check=True))
+    return shared(
+        "sequences",
+        lambda folder: subprocess.run(
+            [sys.executable, str(ROOT / "st" / "fixtures" / "make_sequences.py"), str(folder)],
+            check=True,
+        ),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -103,18 +140,38 @@ def graphs(shared) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(shared) -> Callable[..., Run]:
-    """trained(name, run, play): ``run`` in another folder, where ``play(run)`` has trained it to the end, shared like that."""
-    def found(name: str, run: Run, play: Callable[[Run], object] = lambda run: run.start().wait_for_success()) -> Run:
+    """trained(name, run, play): ``run`` in another folder, where ``play(run)`` has trained it to
+    the end, shared like that."""
+
+    def found(
+        name: str,
+        run: Run,
+        play: Callable[[Run], object] = lambda run: run.start().wait_for_success(),
+    ) -> Run:
         return run.like(shared(name, lambda folder: play(run.like(folder))), attempts=[Attempt()])
+
     return found
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(trained, data, device, graphs) -> Callable[..., Run]:
-    """uninterrupted(name, config, workers, options): 40 steps, saves at 5, 10 ... 40, of which 3 are kept."""
+    """uninterrupted(name, config, workers, options): 40 steps, saves at 5, 10 ... 40, of which 3
+    are kept."""
+
     def run(name: str, config: str, workers: int = 1, options: str = "") -> Run:
-        return trained(name, Run(Path(), config, data, workers, device=device, options=f"{ONE_LAYER} {options}".rstrip(),
-                                 graphs=graphs))
+        return trained(
+            name,
+            Run(
+                Path(),
+                config,
+                data,
+                workers,
+                device=device,
+                options=f"{ONE_LAYER} {options}".rstrip(),
+                graphs=graphs,
+            ),
+        )
+
     return run
 
 
@@ -133,10 +190,17 @@ def whole_four(uninterrupted) -> Run:
 @pytest.fixture(scope="session")
 def whole_two(uninterrupted) -> Run:
     """The same on 2 processes, data parallel."""
-    return uninterrupted("whole_two", "quickstart_qwen3_dp2tp2.yaml", 2, "--parallel_config.model_parallel 1")
+    return uninterrupted(
+        "whole_two", "quickstart_qwen3_dp2tp2.yaml", 2, "--parallel_config.model_parallel 1"
+    )
 
 
-@pytest.fixture(scope="session", params=[pytest.param("whole_two", id="2 ranks"),
-                                         pytest.param("whole_four", id="4 ranks", marks=pytest.mark.soak)])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("whole_two", id="2 ranks"),
+        pytest.param("whole_four", id="4 ranks", marks=pytest.mark.soak),
+    ],
+)
 def whole_several(request) -> Run:
     return request.getfixturevalue(request.param)

@@ -1,8 +1,10 @@
-"""What the system tests of the PyNative trainer have in common: releases, trainings with which they compare, and comparisons.
+"""What the system tests of the PyNative trainer have in common: releases, trainings with which they
+compare, and comparisons.
 
-An epoch has 20 steps and a training 45, so resumes are in each of three epochs. The learning rate rises and falls. Losses,
-samples, random numbers and counters are compared bit by bit.
+An epoch has 20 steps and a training 45, so resumes are in each of three epochs. The learning rate
+rises and falls. Losses, samples, random numbers and counters are compared bit by bit.
 """
+
 from __future__ import annotations
 
 import re
@@ -19,14 +21,19 @@ from st.training_run import Attempt, differences
 
 STEPS = 45
 OURS = {"CPU_CLUSTER_PLUGIN": "mindresume.plugin"}
-DECAY = {"lr_scheduler.type": "CosineWithWarmUpLR", "lr_scheduler.lr_end": 1e-5, "lr_scheduler.warmup_ratio": 0.1}
+DECAY = {
+    "lr_scheduler.type": "CosineWithWarmUpLR",
+    "lr_scheduler.lr_end": 1e-5,
+    "lr_scheduler.warmup_ratio": 0.1,
+}
 DIED = (-9, 137)
 RELEASES = (HERE, "2.0.0", "2.1.0")
 Build = Callable[..., PynativeRun]
 
 
 def each(row: str, *cases: str, soak: Sequence[str] = (), absent: str = "") -> pytest.MarkDecorator:
-    """Parametrizes a test by ``release`` and ``workers``; its results are a row of the table in docs/releases.md, or two.
+    """Parametrizes a test by ``release`` and ``workers``; its results are a row of the table in
+    docs/releases.md, or two.
 
     Args:
         cases: releases, as "2.0.0", or "2.0.0-2" for two processes.
@@ -41,35 +48,78 @@ def each(row: str, *cases: str, soak: Sequence[str] = (), absent: str = "") -> p
         release, _, several = name.partition("-")
         workers = int(several or 1)
         reason = absent if name in missing else why_not(release, workers)
-        found.append(pytest.param(release, workers, id=f"{release}-{workers}", marks=[
-            pytest.mark.cell("PyNative", row + (", two processes" if workers > 1 else ""), release),
-            *([pytest.mark.skipif(True, reason=reason)] if reason else []), *([pytest.mark.soak] if name in soak else [])]))
+        found.append(
+            pytest.param(
+                release,
+                workers,
+                id=f"{release}-{workers}",
+                marks=[
+                    pytest.mark.cell(
+                        "PyNative", row + (", two processes" if workers > 1 else ""), release
+                    ),
+                    *([pytest.mark.skipif(True, reason=reason)] if reason else []),
+                    *([pytest.mark.soak] if name in soak else []),
+                ],
+            )
+        )
     return pytest.mark.parametrize("release, workers", found)
 
 
 @pytest.fixture
 def build(data, tmp_path) -> Build:
     """build(name, release, workers, **changes): a run in a folder of this test, not started yet."""
-    def made(name: str = "run", release: str = HERE, workers: int = 1, changes: Mapping[str, Any] | None = None
-             ) -> PynativeRun:
-        return PynativeRun(tmp_path / name, data=data, release=release, workers=workers,
-                           changes={"training.steps": STEPS, **DECAY, **(changes or {})})
+
+    def made(
+        name: str = "run",
+        release: str = HERE,
+        workers: int = 1,
+        changes: Mapping[str, Any] | None = None,
+    ) -> PynativeRun:
+        return PynativeRun(
+            tmp_path / name,
+            data=data,
+            release=release,
+            workers=workers,
+            changes={"training.steps": STEPS, **DECAY, **(changes or {})},
+        )
+
     return made
 
 
 @pytest.fixture(scope="session")
 def whole(shared, data) -> Callable[..., PynativeRun]:
-    """whole(release, workers, changes): the same training, which nothing interrupts. Read it, do not change it."""
-    def found(release: str = HERE, workers: int = 1, changes: Mapping[str, Any] | None = None, **environment: str) -> PynativeRun:
+    """whole(release, workers, changes): the same training, which nothing interrupts. Read it, do
+    not change it."""
+
+    def found(
+        release: str = HERE,
+        workers: int = 1,
+        changes: Mapping[str, Any] | None = None,
+        **environment: str,
+    ) -> PynativeRun:
         settings = {"training.steps": STEPS, **DECAY, **(changes or {})}
 
         def train(folder: Path) -> None:
-            PynativeRun(folder, data=data, release=release, workers=workers, changes=settings).start(
-                **OURS, **environment).wait_for_success()
-        words = [release, workers, *sorted(map(str, (changes or {}).values())), *environment.values()]
+            PynativeRun(
+                folder, data=data, release=release, workers=workers, changes=settings
+            ).start(**OURS, **environment).wait_for_success()
+
+        words = [
+            release,
+            workers,
+            *sorted(map(str, (changes or {}).values())),
+            *environment.values(),
+        ]
         name = re.sub(r"[^\w.]+", "_", "_".join(map(str, ("whole_pynative", *words))))
-        return PynativeRun(shared(name, train), data=data, release=release, workers=workers, changes=settings,
-                           attempts=[Attempt()])
+        return PynativeRun(
+            shared(name, train),
+            data=data,
+            release=release,
+            workers=workers,
+            changes=settings,
+            attempts=[Attempt()],
+        )
+
     return found
 
 
@@ -78,9 +128,9 @@ def steps_of(run: PynativeRun) -> list[int]:
 
 
 def assert_same(run: PynativeRun, reference: PynativeRun, first: int, last: int = STEPS) -> None:
-    """The last attempt did the steps ``first`` to ``last`` on each rank, and each is that of ``reference``: loss, samples, random
-    numbers, epoch, counters and the fields of ``TrainerState``. If rank 0 died within a step, the others may have recorded
-    it."""
+    """The last attempt did the steps ``first`` to ``last`` on each rank, and each is that of
+    ``reference``: loss, samples, random numbers, epoch, counters and the fields of
+    ``TrainerState``. If rank 0 died within a step, the others may have recorded it."""
     for rank in range(run.workers):
         rows, known = run.steps(-1, rank), {row["step"]: row for row in reference.steps(rank=rank)}
         if rank and rows and rows[-1]["step"] == last + 1:
@@ -93,10 +143,13 @@ def assert_same(run: PynativeRun, reference: PynativeRun, first: int, last: int 
 
 
 def same_losses(rows: Sequence[dict], reference: PynativeRun, first: int, last: int) -> bool:
-    """Returns whether ``rows`` are the steps ``first`` to ``last`` of ``reference``, by losses and samples: mindformers saves
-    nothing else."""
+    """Returns whether ``rows`` are the steps ``first`` to ``last`` of ``reference``, by losses and
+    samples: mindformers saves nothing else."""
     keys = ("step", "hex", "samples")
-    found, expected = ([[row[key] for key in keys] for row in some] for some in (rows, reference.steps()[first - 1:last]))
+    found, expected = (
+        [[row[key] for key in keys] for row in some]
+        for some in (rows, reference.steps()[first - 1 : last])
+    )
     return found == expected
 
 

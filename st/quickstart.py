@@ -1,12 +1,16 @@
-"""The quickstart: a training uninterrupted, killed in the middle of a save, the same command again; then the comparison.
+"""The quickstart: a training uninterrupted, killed in the middle of a save, the same command again;
+then the comparison.
 
     quickstart.py [--quick] [--folder output/quickstart]
 
-Runs configs/quickstart_*.yaml with the repository's run_mindformer.py under scripts/msrun_launcher.sh, on the CPU cluster of
-st/cpu_cluster. Nothing is injected into the product: the job is stopped (SIGSTOP) as soon as a half-written file of a save is
-seen, and if the save is really incomplete then, all its processes get SIGKILL. Exit status 0 only if the resumed run equals the
-uninterrupted one: same checkpoint chosen as expected, same samples, difference of every loss exactly 0.
+Runs configs/quickstart_*.yaml with the repository's run_mindformer.py under
+scripts/msrun_launcher.sh, on the CPU cluster of st/cpu_cluster. Nothing is injected into the
+product: the job is stopped (SIGSTOP) as soon as a half-written file of a save is seen, and if the
+save is really incomplete then, all its processes get SIGKILL. Exit status 0 only if the resumed run
+equals the uninterrupted one: same checkpoint chosen as expected, same samples, difference of every
+loss exactly 0.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from st.training_run import ROOT, Run, differences  # noqa: E402
 
 STEPS = 40
-KILL_FROM = 30                       # the save of this step or a later one is the one that is cut: resumed inside an epoch
+# the save of this step or a later one is the one that is cut: resumed inside an epoch
+KILL_FROM = 30
 
 
 class ProgressPrinter:
@@ -36,8 +41,11 @@ class ProgressPrinter:
         steps = self.run.steps(-1)
         if steps and (self.shown is None or steps[-1]["step"] // 5 > self.shown // 5):
             self.shown = steps[-1]["step"]
-            print(f"    step {self.shown:3d} of {STEPS}   loss {steps[-1]['loss']:.4f}   "
-                  f"({time.time() - self.run.started:.0f} s)", flush=True)
+            print(
+                f"    step {self.shown:3d} of {STEPS}   loss {steps[-1]['loss']:.4f}   "
+                f"({time.time() - self.run.started:.0f} s)",
+                flush=True,
+            )
 
 
 def wait_and_print(run: Run) -> None:
@@ -49,19 +57,26 @@ def wait_and_print(run: Run) -> None:
     printer.print_progress()
     if run.process.returncode:
         tail = "\n".join(run.log().splitlines()[-25:])
-        raise SystemExit(f"{run.folder}: exit status {run.process.returncode}; the end of its log:\n{tail}")
+        raise SystemExit(
+            f"{run.folder}: exit status {run.process.returncode}; the end of its log:\n{tail}"
+        )
 
 
 def kill_in_a_save(run: Run) -> None:
     """Kills all processes in the middle of a save of step KILL_FROM or later."""
     printer = ProgressPrinter(run)
-    while run.process.poll() is None and (run.steps(-1) or [{"step": 0}])[-1]["step"] < KILL_FROM - 2:
+    while (
+        run.process.poll() is None and (run.steps(-1) or [{"step": 0}])[-1]["step"] < KILL_FROM - 2
+    ):
         printer.print_progress()
         time.sleep(0.05)
     half = run.stop_in_a_save(KILL_FROM - 2)
     sizes = ", ".join(f"{Path(path).parent.name} ({os.path.getsize(path)} bytes)" for path in half)
     killed = run.kill()
-    print(f"    SIGKILL to {killed} processes while a checkpoint was being written; half-written: {sizes}")
+    print(
+        f"    SIGKILL to {killed} processes while a checkpoint was being written; half-written: "
+        f"{sizes}"
+    )
 
 
 def compare(whole: Run, broken: Run, chosen: int) -> list[str]:
@@ -72,11 +87,17 @@ def compare(whole: Run, broken: Run, chosen: int) -> list[str]:
     problems += [text for text in differences(whole.steps(), first) if "missing" not in text]
     if sorted(reference) != list(range(1, STEPS + 1)) or second[0]["step"] != chosen + 1:
         problems.append(f"expected steps 1 to {STEPS}, and a resume from step {chosen + 1} on")
-    print(f"\n  {'step':>4}  {'loss uninterrupted':>20}  {'loss resumed':>20}  {'difference':>10}  same samples")
+    print(
+        f"\n  {'step':>4}  {'loss uninterrupted':>20}  {'loss resumed':>20}  {'difference':>10}  "
+        "same samples"
+    )
     for row in second:
         other = reference[row["step"]]
-        print(f"  {row['step']:>4}  {other['loss']:>20.12f}  {row['loss']:>20.12f}  {abs(row['loss'] - other['loss']):>10g}  "
-              f"{'yes' if row['samples'] == other['samples'] else 'NO'}")
+        print(
+            f"  {row['step']:>4}  {other['loss']:>20.12f}  {row['loss']:>20.12f}  "
+            f"{abs(row['loss'] - other['loss']):>10g}  "
+            f"{'yes' if row['samples'] == other['samples'] else 'NO'}"
+        )
     worst = max(abs(row["loss"] - reference[row["step"]]["loss"]) for row in second)
     print(f"\n  largest difference: {worst:g}")
     return problems
@@ -84,21 +105,47 @@ def compare(whole: Run, broken: Run, chosen: int) -> list[str]:
 
 def draw(whole: Run, broken: Run, killed: int, chosen: int, path: Path) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for rows, label, style in (
-            (whole.steps(), "uninterrupted", {"color": "#b8c4d0", "linewidth": 7, "solid_capstyle": "round"}),
-            (broken.steps(0), "until the kill", {"color": "#c0392b", "linewidth": 2}),
-            (broken.steps(1), "resumed by the same command", {"color": "#1a5276", "linewidth": 2, "marker": "o",
-                                                                   "markersize": 3})):
-        axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=label, **style)
+        (
+            whole.steps(),
+            "uninterrupted",
+            {"color": "#b8c4d0", "linewidth": 7, "solid_capstyle": "round"},
+        ),
+        (broken.steps(0), "until the kill", {"color": "#c0392b", "linewidth": 2}),
+        (
+            broken.steps(1),
+            "resumed by the same command",
+            {"color": "#1a5276", "linewidth": 2, "marker": "o", "markersize": 3},
+        ),
+    ):
+        axes.plot(
+            [row["step"] for row in rows], [row["loss"] for row in rows], label=label, **style
+        )
     axes.axvline(killed, color="#c0392b", linestyle=":", linewidth=1)
-    axes.annotate(f"SIGKILL while\nstep {killed} is saved", (killed, axes.get_ylim()[1]), (4, -4), va="top",
-                  textcoords="offset points", color="#c0392b", fontsize=9)
+    axes.annotate(
+        f"SIGKILL while\nstep {killed} is saved",
+        (killed, axes.get_ylim()[1]),
+        (4, -4),
+        va="top",
+        textcoords="offset points",
+        color="#c0392b",
+        fontsize=9,
+    )
     axes.axvline(chosen, color="#1a5276", linestyle=":", linewidth=1)
-    axes.annotate(f"resumed from\nstep {chosen}", (chosen, axes.get_ylim()[0]), (-4, 6), ha="right",
-                  textcoords="offset points", color="#1a5276", fontsize=9)
+    axes.annotate(
+        f"resumed from\nstep {chosen}",
+        (chosen, axes.get_ylim()[0]),
+        (-4, 6),
+        ha="right",
+        textcoords="offset points",
+        color="#1a5276",
+        fontsize=9,
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend(frameon=False)
@@ -107,24 +154,35 @@ def draw(whole: Run, broken: Run, killed: int, chosen: int, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one process instead of four")
     parser.add_argument("--folder", type=Path, default=ROOT / "output" / "quickstart")
     options = parser.parse_args()
     quick = options.quick
     if not quick and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        print(f"The 4-process CPU cluster needs x86-64 Linux; this is {platform.system()} {platform.machine()}: it runs on one "
-              f"process instead (--quick).")
+        print(
+            f"The 4-process CPU cluster needs x86-64 Linux; this is {platform.system()} "
+            f"{platform.machine()}: it runs on one "
+            f"process instead (--quick)."
+        )
         quick = True
     folder, workers, began = options.folder.resolve(), 1 if quick else 4, time.time()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     layout = "one process" if quick else "4 processes, data parallel 2 x model parallel 2"
 
-    print(f"== a small Qwen3, the real mindformers Trainer, {layout}, {STEPS} steps, a checkpoint every 5")
+    print(
+        f"== a small Qwen3, the real mindformers Trainer, {layout}, {STEPS} steps, a checkpoint "
+        "every 5"
+    )
     print("-- data: tokenising st/data/story.txt", flush=True)
-    subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder / "data")], check=True,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder / "data")],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     config = "quickstart_qwen3.yaml" if quick else "quickstart_qwen3_dp2tp2.yaml"
     whole = Run(folder / "uninterrupted", config, folder / "data", workers)
     broken = Run(folder / "interrupted", config, folder / "data", workers)
@@ -136,13 +194,19 @@ def main() -> int:
     kill_in_a_save(broken)
     answer = broken.which()
     if answer["chosen"] is None or not answer["refused"]:
-        raise SystemExit(f"expected a checkpoint to resume from and a newer one that is refused: {answer}")
+        raise SystemExit(
+            f"expected a checkpoint to resume from and a newer one that is refused: {answer}"
+        )
     chosen, killed = answer["chosen"]["step"], answer["refused"][0]["step"]
     print("-- (c) the same command again")
     for refusal in answer["refused"]:
         print(f"    refused: step {refusal['step']}: {refusal['reason']}")
-    print(f"    chosen:  step {chosen}, epoch {answer['chosen']['epoch']}, {len(answer['chosen']['files'])} file(s), every byte "
-          f"checked", flush=True)
+    print(
+        f"    chosen:  step {chosen}, epoch {answer['chosen']['epoch']}, "
+        f"{len(answer['chosen']['files'])} file(s), every byte "
+        f"checked",
+        flush=True,
+    )
     broken.start()
     wait_and_print(broken)
     problems = compare(whole, broken, chosen)
@@ -152,7 +216,10 @@ def main() -> int:
     print(f"  curves: {folder / 'loss.png'}")
     for problem in problems:
         print(f"  WRONG: {problem}")
-    print(f"== {'FAILED' if problems else 'the resumed training is the uninterrupted one'} ({time.time() - began:.0f} s)")
+    print(
+        f"== {'FAILED' if problems else 'the resumed training is the uninterrupted one'} "
+        f"({time.time() - began:.0f} s)"
+    )
     return 1 if problems else 0
 
 

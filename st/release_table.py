@@ -1,10 +1,12 @@
 """Writes the results of the release matrix into docs/releases.md and docs/releases.zh.md.
 
-    python -m st.release_table RESULTS.jsonl        # what a run recorded (RELEASE_RESULTS, st/conftest.py)
+    # what a run recorded (RELEASE_RESULTS, st/conftest.py)
+    python -m st.release_table RESULTS.jsonl
 
-docs/releases.json holds the last result of each cell, with its day; a run replaces those that it ran. The pages are rewritten
-between two marks; the text around them is written by hand.
+docs/releases.json holds the last result of each cell, with its day; a run replaces those that it
+ran. The pages are rewritten between two marks; the text around them is written by hand.
 """
+
 from __future__ import annotations
 
 import json
@@ -20,47 +22,75 @@ from st.training_run import ROOT
 RESULTS = ROOT / "docs" / "releases.json"
 BEGIN, END = "<!-- results: begin, written by st/release_table.py -->", "<!-- results: end -->"
 ORDER = {"not run": 0, "skipped": 1, "passed": 2, "failed": 3}
-RAN = ("passed", "failed")                              # only such a result replaces another one of these
-TITLES = {"features": "Features", "changes": "One training that changes the release", "PyNative": "The PyNative trainer"}
+# only such a result replaces another one of these
+RAN = ("passed", "failed")
+TITLES = {
+    "features": "Features",
+    "changes": "One training that changes the release",
+    "PyNative": "The PyNative trainer",
+}
 FIRST = {"changes": "releases, one attempt each"}
 Row = dict[str, Any]
 
 
 class Language(dict[str, str]):
-    """The words of a page by the English ones, which stand for themselves where they have no entry. Names of rows and reasons
-    are English in each language."""
+    """The words of a page by the English ones, which stand for themselves where they have no entry.
+    Names of rows and reasons are English in each language."""
 
     def __missing__(self, english: str) -> str:
         return english
 
 
 ENGLISH = Language()
-CHINESE = Language({
-    "not run": "未运行", "skipped": "跳过", "passed": "通过", "failed": "失败", "no reason was recorded": "没有记录原因",
-    "{0} {1}": "{1} {0}", ", ": "，", "; ": "；", "none": "无", "nothing": "无", "{} to {}": "{} 至 {}", "{}: {}": "{}：{}",
-    "**{}** ({})": "**{}**（{}）", "{} (since {}): {}": "{}（自 {} 起提供）：{}",
-    "{} cells: {}. Last runs: {}.": "共 {} 格：{}。最近运行日期：{}。",
-    "Features": "功能", "with mindresume": "使用 mindresume", "The PyNative trainer": "PyNative Trainer",
-    "{}, written with {}": "{}，由 {} 写入", "written by": "写入的版本", "read by {}": "由 {} 读取",
-    "One training that changes the release": "一次训练先后使用多个版本",
-    "releases, one attempt each": "依次使用的版本，每个启动一次",
-    "Not available, because the release does not have it": "因该版本没有而不可用的功能",
-    "- {}, tested with mindspore {}: {}": "- {}（测试所用的 mindspore 为 {}）：{}",
-})
+CHINESE = Language(
+    {
+        "not run": "未运行",
+        "skipped": "跳过",
+        "passed": "通过",
+        "failed": "失败",
+        "no reason was recorded": "没有记录原因",
+        "{0} {1}": "{1} {0}",
+        ", ": "，",
+        "; ": "；",
+        "none": "无",
+        "nothing": "无",
+        "{} to {}": "{} 至 {}",
+        "{}: {}": "{}：{}",
+        "**{}** ({})": "**{}**（{}）",
+        "{} (since {}): {}": "{}（自 {} 起提供）：{}",
+        "{} cells: {}. Last runs: {}.": "共 {} 格：{}。最近运行日期：{}。",
+        "Features": "功能",
+        "with mindresume": "使用 mindresume",
+        "The PyNative trainer": "PyNative Trainer",
+        "{}, written with {}": "{}，由 {} 写入",
+        "written by": "写入的版本",
+        "read by {}": "由 {} 读取",
+        "One training that changes the release": "一次训练先后使用多个版本",
+        "releases, one attempt each": "依次使用的版本，每个启动一次",
+        "Not available, because the release does not have it": "因该版本没有而不可用的功能",
+        "- {}, tested with mindspore {}: {}": "- {}（测试所用的 mindspore 为 {}）：{}",
+    }
+)
 PAGES = {ROOT / "docs" / "releases.md": ENGLISH, ROOT / "docs" / "releases.zh.md": CHINESE}
 
 
 def merged(known: list[Row], lines: Iterable[str], day: str) -> list[Row]:
     """Returns the results with those of a run. ``lines``: its records, one JSON object each."""
     found: dict[tuple[str, ...], Row] = {}
-    for line in lines:                                  # of one run the worst counts: several tests may have the same cell
+    # of one run the worst counts: several tests may have the same cell
+    for line in lines:
         row = {**json.loads(line), "day": day}
         before = found.get(tuple(row["cell"]))
         if before is None or ORDER[row["outcome"]] > ORDER[before["outcome"]]:
             found[tuple(row["cell"])] = row
     results = {tuple(row["cell"]): row for row in known}
     for cell, row in found.items():
-        if cell not in results or row["outcome"] in RAN or results[cell]["outcome"] not in RAN and row["outcome"] == "skipped":
+        if (
+            cell not in results
+            or row["outcome"] in RAN
+            or results[cell]["outcome"] not in RAN
+            and row["outcome"] == "skipped"
+        ):
             results[cell] = row
     return list(results.values())
 
@@ -69,25 +99,53 @@ def page(results: list[Row], language: Language = ENGLISH) -> str:
     """Returns the part of the page between the marks."""
     notes: list[str] = []
     tables = list(dict.fromkeys(row["cell"][0] for row in results))
-    parts = [_table(name, [row for row in results if row["cell"][0] == name], notes, language) for name in tables]
+    parts = [
+        _table(name, [row for row in results if row["cell"][0] == name], notes, language)
+        for name in tables
+    ]
     run = [row for row in results if row["outcome"] in RAN]
     days = sorted({row["day"] for row in run})
-    last = language["{} to {}"].format(days[0], days[-1]) if len(days) > 1 else (days or [language["none"]])[0]
+    last = (
+        language["{} to {}"].format(days[0], days[-1])
+        if len(days) > 1
+        else (days or [language["none"]])[0]
+    )
     counts = language[", "].join(
-        language["{0} {1}"].format(sum(row["outcome"] == outcome for row in results), language[outcome]) for outcome in ORDER)
+        language["{0} {1}"].format(
+            sum(row["outcome"] == outcome for row in results), language[outcome]
+        )
+        for outcome in ORDER
+    )
     head = language["{} cells: {}. Last runs: {}."].format(len(results), counts, last) + "\n"
-    return "\n".join([head, *parts, *(f"{number}. {note}" for number, note in enumerate(notes, 1)), "", _unavailable(language)])
+    return "\n".join(
+        [
+            head,
+            *parts,
+            *(f"{number}. {note}" for number, note in enumerate(notes, 1)),
+            "",
+            _unavailable(language),
+        ]
+    )
 
 
 def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> str:
     """Returns one table; appends to ``notes`` why a cell is not green."""
     checkpoint, across, writer = name.partition(", written with ")
-    title = language["{}, written with {}"].format(checkpoint, writer) if across else language[TITLES.get(name, name)]
+    title = (
+        language["{}, written with {}"].format(checkpoint, writer)
+        if across
+        else language[TITLES.get(name, name)]
+    )
     columns = sorted({row["cell"][2] for row in rows})
     cells = {(row["cell"][1], row["cell"][2]): row for row in rows}
     heads = [language["read by {}"].format(column) for column in columns] if across else columns
     first = language[FIRST.get(name, "written by" if across else "with mindresume")]
-    lines = [f"### {title}", "", f"| {first} | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        f"### {title}",
+        "",
+        f"| {first} | {' | '.join(heads)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for row in dict.fromkeys(row["cell"][1] for row in rows):
         found = [_cell(cells.get((row, column)), notes, language) for column in columns]
         lines.append(f"| {row} | {' | '.join(found)} |")
@@ -112,10 +170,15 @@ def _unavailable(language: Language) -> str:
     """Returns what a release itself lacks, from its profile."""
     lines = ["### " + language["Not available, because the release does not have it"], ""]
     for profile in PROFILES:
-        lacks = language["; "].join(language["{} (since {}): {}"].format(feature.name, since, feature.without)
-                                    for feature, since in profile.off.items())
-        lines.append(language["- {}, tested with mindspore {}: {}"].format(
-            profile.name, profile.versions["mindspore"], lacks or language["nothing"]))
+        lacks = language["; "].join(
+            language["{} (since {}): {}"].format(feature.name, since, feature.without)
+            for feature, since in profile.off.items()
+        )
+        lines.append(
+            language["- {}, tested with mindspore {}: {}"].format(
+                profile.name, profile.versions["mindspore"], lacks or language["nothing"]
+            )
+        )
     return "\n".join([*lines, ""])
 
 
@@ -126,7 +189,9 @@ def main(path: str) -> None:
     for written, language in PAGES.items():
         text = written.read_text(encoding="utf-8")
         before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        written.write_text(f"{before}{BEGIN}\n{page(results, language)}{END}{after}", encoding="utf-8")
+        written.write_text(
+            f"{before}{BEGIN}\n{page(results, language)}{END}{after}", encoding="utf-8"
+        )
     RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, results)) + "\n]\n", encoding="utf-8")
 
 

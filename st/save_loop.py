@@ -1,10 +1,13 @@
-"""A training without a network: one rank that saves step after step until it is killed, through the code of the product.
+"""A training without a network: one rank that saves step after step until it is killed, through the
+code of the product.
 
     save_loop.py FOLDER RUN RANK RANKS SUFFIX FIRST_STEP
 
-As a training does, it cleans its own folder first and rank 0 adopts what is complete; the ranks go step by step together.
-Prints ``ready``, then, on rank 0, ``committed N`` after each commit. The tensors of a step and rank are ``tensors_of``.
+As a training does, it cleans its own folder first and rank 0 adopts what is complete; the ranks go
+step by step together. Prints ``ready``, then, on rank 0, ``committed N`` after each commit. The
+tensors of a step and rank are ``tensors_of``.
 """
+
 from __future__ import annotations
 
 import os
@@ -27,11 +30,14 @@ PREFIX, PER_EPOCH, KEPT = "net", 10, 2
 def tensors_of(step: int, rank: int) -> dict[str, np.ndarray]:
     """About 4 MB that depend on nothing but ``step`` and ``rank``, and the counters of a resume."""
     generator = np.random.default_rng([step, rank])
-    return {"embedding.weight": generator.standard_normal((512, 1024), np.float32),
-            "adam_m.embedding.weight": generator.standard_normal((512, 1024), np.float32),
-            "layer.bias": generator.integers(0, 2**16, 1001, np.uint16).view(np.float16),
-            "step_num": np.array(step, np.int64), "epoch_num": np.array(state_of(step).epoch, np.int64),
-            "global_step": np.array([step], np.int32)}
+    return {
+        "embedding.weight": generator.standard_normal((512, 1024), np.float32),
+        "adam_m.embedding.weight": generator.standard_normal((512, 1024), np.float32),
+        "layer.bias": generator.integers(0, 2**16, 1001, np.uint16).view(np.float16),
+        "step_num": np.array(step, np.int64),
+        "epoch_num": np.array(state_of(step).epoch, np.int64),
+        "global_step": np.array([step], np.int32),
+    }
 
 
 def state_of(step: int) -> TrainingState:
@@ -41,11 +47,14 @@ def state_of(step: int) -> TrainingState:
 def name_of(step: int, rank: int, suffix: int) -> FileName:
     """safetensors for even steps, ckpt for odd ones."""
     state = state_of(step)
-    return FileName(PREFIX, rank, suffix, state.epoch, state.step_in_epoch, ("safetensors", "ckpt")[step % 2])
+    return FileName(
+        PREFIX, rank, suffix, state.epoch, state.step_in_epoch, ("safetensors", "ckpt")[step % 2]
+    )
 
 
 def wait_for_others(folder: Path, rank: int, ranks: int, step: int) -> None:
-    """Waits as the collectives of a step do: no rank is more than a step ahead. Waits forever for a killed rank."""
+    """Waits as the collectives of a step do: no rank is more than a step ahead. Waits forever for a
+    killed rank."""
     mine = folder / f"at_{rank}"
     mine.with_suffix(".part").write_text(str(step))
     os.replace(mine.with_suffix(".part"), mine)
@@ -66,8 +75,15 @@ def save_until_killed(target: SaveTarget, suffix: int, first_step: int) -> None:
         wait_for_others(meeting, target.rank, target.world_size, step)
         if committer:
             committer.poll()
-        write_shard(target, rank_shard(name_of(step, target.rank, suffix), state_of(step), tensors_of(step, target.rank),
-                                  random={"rank": target.rank}))
+        write_shard(
+            target,
+            rank_shard(
+                name_of(step, target.rank, suffix),
+                state_of(step),
+                tensors_of(step, target.rank),
+                random={"rank": target.rank},
+            ),
+        )
         if committer:
             committer.saved(step)
             for done in committer.committed[reported:]:

@@ -1,12 +1,15 @@
-"""Makes the pictures of the report page in docs/images, from a recorded training, in headless Chromium.
+"""Makes the pictures of the report page in docs/images, from a recorded training, in headless
+Chromium.
 
     python -m st.screenshots               docs/images/report.png (light, English), report_dark.png (dark, Chinese)
     python -m st.screenshots --record      plays the training again before that, about a minute, and replaces the recording
 
-The recording (st/data/recorded_training) is of a real training of one process under ``mindresume run``, with a save to memory
-every 4 steps and to disk every 20: killed three times, the second time with the loss of its memory. It has the event files, and
-the lines of mindformers' log that the report reads.
-"""
+The recording (st/data/recorded_training) is of a real training of one process under ``mindresume
+run``, with a save to memory every 4 steps and to disk every 20: killed three times, the second time
+with the loss of its memory. It has the event files, and the lines of mindformers' log that the
+report reads.
+"""  # noqa: E501
+
 from __future__ import annotations
 
 import argparse
@@ -29,16 +32,23 @@ from st.training_run import ONE_LAYER, ROOT, Run
 
 RECORDED = ROOT / "st" / "data" / "recorded_training"
 IMAGES = ROOT / "docs" / "images"
-READ = re.compile(r"\{ Epoch:|Init Config|Training Over|pipeline stages")      # the lines that the report reads
+# the lines that the report reads
+READ = re.compile(r"\{ Epoch:|Init Config|Training Over|pipeline stages")
 EPOCHS = 24
-KILLS = ((57, False), (116, True), (177, False))                # (step, whether the memory is lost as well)
+# (step, whether the memory is lost as well)
+KILLS = ((57, False), (116, True), (177, False))
 
 
 def make_page(folder: Path) -> Path:
     """Writes the report page on the recorded training into a folder, and returns its path."""
     shutil.copytree(RECORDED, folder / "output")
-    subprocess.run([sys.executable, "-m", "mindresume", "report", "output", "-o", "report.html"], cwd=folder, check=True,
-                   env={**os.environ, "TZ": "UTC", "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "mindresume", "report", "output", "-o", "report.html"],
+        cwd=folder,
+        check=True,
+        env={**os.environ, "TZ": "UTC", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
     return folder / "report.html"
 
 
@@ -59,14 +69,24 @@ def take(page: Path, images: Path) -> list[Path]:
     return [light, dark]
 
 
-# ---- the recording -----------------------------------------------------------------------------------------------------
+# ---- the recording -------------------------------------------------------------------------------
+
 
 def record(folder: Path) -> None:
     """Plays the training in a folder, and replaces the recording."""
     data, memory = folder / "data", Path(tempfile.mkdtemp(prefix="mindresume-st-", dir="/dev/shm"))
-    subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(data)], check=True)
-    run = Run(folder / "run", "quickstart_qwen3.yaml", data, options=f"{ONE_LAYER} --runner_config.epochs {EPOCHS}")
-    callbacks = yaml.safe_load((ROOT / "configs" / run.config).read_text(encoding="utf-8"))["callbacks"]
+    subprocess.run(
+        [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(data)], check=True
+    )
+    run = Run(
+        folder / "run",
+        "quickstart_qwen3.yaml",
+        data,
+        options=f"{ONE_LAYER} --runner_config.epochs {EPOCHS}",
+    )
+    callbacks = yaml.safe_load((ROOT / "configs" / run.config).read_text(encoding="utf-8"))[
+        "callbacks"
+    ]
     for row in callbacks:
         if row["type"] == "CheckpointMonitor":
             row["save_checkpoint_steps"] = 20
@@ -74,15 +94,29 @@ def record(folder: Path) -> None:
         play(run.configure({"callbacks": callbacks}), memory)
     finally:
         shutil.rmtree(memory, ignore_errors=True)
-    keep(run.folder / "output", {str(run.folder): "/home/user/training", str(folder): "/home/user",
-                                 str(ROOT): "/home/user/mindresume"})
+    keep(
+        run.folder / "output",
+        {
+            str(run.folder): "/home/user/training",
+            str(folder): "/home/user",
+            str(ROOT): "/home/user/mindresume",
+        },
+    )
 
 
 def play(run: Run, memory: Path) -> None:
     """Runs the training to its end through all kills. The supervisor stays, and starts it again."""
-    supervised(run, "--max-restarts", "9", MINDRESUME_MEMORY_TIER_EVERY_STEPS="4", MINDRESUME_MEMORY_TIER_DIR=str(memory))
+    supervised(
+        run,
+        "--max-restarts",
+        "9",
+        MINDRESUME_MEMORY_TIER_EVERY_STEPS="4",
+        MINDRESUME_MEMORY_TIER_DIR=str(memory),
+    )
     for number, (step, is_lost) in enumerate(KILLS, 1):
-        while run.process.poll() is None and not (number_of_starts(run) == number and _reached(run) >= step):
+        while run.process.poll() is None and not (
+            number_of_starts(run) == number and _reached(run) >= step
+        ):
             time.sleep(0.005)
         for pid in run.processes():
             if pid != run.process.pid:
@@ -100,9 +134,12 @@ def _reached(run: Run) -> int:
 
 
 def keep(output: Path, names: dict[str, str]) -> None:
-    """Copies what the report reads. ``names``: folders of this machine, and what is written for them."""
+    """Copies what the report reads. ``names``: folders of this machine, and what is written for
+    them."""
     shutil.rmtree(RECORDED, ignore_errors=True)
-    for path in sorted([*output.glob("mindresume_events/*.jsonl"), output / "log" / "rank_0" / "info.log"]):
+    for path in sorted(
+        [*output.glob("mindresume_events/*.jsonl"), output / "log" / "rank_0" / "info.log"]
+    ):
         text = path.read_text(encoding="utf-8")
         for folder, name in names.items():
             text = text.replace(folder, name)
@@ -115,7 +152,9 @@ def keep(output: Path, names: dict[str, str]) -> None:
 
 def main() -> None:
     """Parses the arguments, and prints the paths of the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", action="store_true", help="play the training again")
     arguments = parser.parse_args()
     if lacks := missing():

@@ -1,4 +1,6 @@
-"""Starts a training under ``mindresume run`` and tells its starts apart: one attempt of ``Run``, several starts."""
+"""Starts a training under ``mindresume run`` and tells its starts apart: one attempt of ``Run``,
+several starts."""
+
 from __future__ import annotations
 
 import json
@@ -9,17 +11,33 @@ from st.run_attempts import events
 from st.training_run import ROOT, Run
 
 
-def supervised(run: Run, *options: str, extra: str = "--load_checkpoint ./output/checkpoint --resume_training True",
-               **environment: str) -> Run:
-    """Starts the run under the supervisor. Its processes are descendants of the supervisor, as they were of the launcher."""
-    return run.start(extra, prefix=(sys.executable, "-m", "mindresume", "run", "--events", "output", *options, "--"),
-                     PYTHONPATH=str(ROOT), **environment)
+def supervised(
+    run: Run,
+    *options: str,
+    extra: str = "--load_checkpoint ./output/checkpoint --resume_training True",
+    **environment: str,
+) -> Run:
+    """Starts the run under the supervisor. Its processes are descendants of the supervisor, as they
+    were of the launcher."""
+    return run.start(
+        extra,
+        prefix=(sys.executable, "-m", "mindresume", "run", "--events", "output", *options, "--"),
+        PYTHONPATH=str(ROOT),
+        **environment,
+    )
 
 
 def supervisor_events(run: Run, kind: str) -> list[dict[str, Any]]:
-    """Returns the events of this kind that the supervisor has recorded so far; a torn last line is left out."""
-    found = [json.loads(line) for path in sorted((run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl"))
-             for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    """Returns the events of this kind that the supervisor has recorded so far; a torn last line is
+    left out."""
+    found = [
+        json.loads(line)
+        for path in sorted(
+            (run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl")
+        )
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.endswith("}")
+    ]
     return [event for event in found if event["event"] == kind]
 
 
@@ -44,14 +62,20 @@ class Start:
 
     def in_memory(self) -> set[int]:
         """Returns the steps that all ranks have saved in memory."""
-        return set.intersection(*({row["step"] for row in self.events("tier_saved", rank)} for rank in range(self.run.workers)))
+        return set.intersection(
+            *(
+                {row["step"] for row in self.events("tier_saved", rank)}
+                for rank in range(self.run.workers)
+            )
+        )
 
     def resumed(self) -> int:
         """Returns the step that it continued after; 0 for none."""
         return max((row["step"] for row in self.events("checkpoint_selected")), default=0)
 
     def source(self) -> str | None:
-        """Returns "memory" or "disk"; "nothing" for a fresh start, None if it ended before it selected anything."""
+        """Returns "memory" or "disk"; "nothing" for a fresh start, None if it ended before it
+        selected anything."""
         if self.events("fresh_start"):
             return "nothing"
         found = self.events("checkpoint_selected")

@@ -1,12 +1,16 @@
-"""The smallest thing that saves checkpoints as a training does: one rank, without a network, to be watched by strace.
+"""The smallest thing that saves checkpoints as a training does: one rank, without a network, to be
+watched by strace.
 
     syscall_job.py FOLDER FORMAT KIND WIDTH STEP ...
 
-``KIND``: foreground, thread or process, as ``async_save`` chooses them. ``WIDTH``: how much the storage does at once; 1 keeps all
-system calls of a saver in one thread, so that they can be counted. Before every step but the first it waits for a line on stdin.
-Prints what became of each step as a line of JSON: ``{"step", "saved", "error", "events"}``. Exit status 0, or 3 if a step was not
-saved and a SaveError said so. Anything else that is raised ends it with a traceback and status 1.
+``KIND``: foreground, thread or process, as ``async_save`` chooses them. ``WIDTH``: how much the
+storage does at once; 1 keeps all system calls of a saver in one thread, so that they can be
+counted. Before every step but the first it waits for a line on stdin. Prints what became of each
+step as a line of JSON: ``{"step", "saved", "error", "events"}``. Exit status 0, or 3 if a step was
+not saved and a SaveError said so. Anything else that is raised ends it with a traceback and status
+1.
 """
+
 from __future__ import annotations
 
 import json
@@ -27,14 +31,18 @@ from mindresume.saving.retention import KeepLast  # noqa: E402
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard  # noqa: E402  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 
-REPORTED = 3                    # exit status: a SaveError said what was not saved
-_WAIT = 60.0                    # seconds
+REPORTED = 3  # exit status: a SaveError said what was not saved
+_WAIT = 60.0  # seconds
 
 
 def big_tensors(step: int) -> dict[str, np.ndarray]:
-    """Three of 1.1 MiB each, so that a file is more than one ``write``. They depend on nothing but ``step``."""
+    """Three of 1.1 MiB each, so that a file is more than one ``write``. They depend on nothing but
+    ``step``."""
     random = np.random.default_rng([7, step])
-    return {f"layer{index}.weight": random.standard_normal((275, 1024), np.float32) for index in range(3)}
+    return {
+        f"layer{index}.weight": random.standard_normal((275, 1024), np.float32)
+        for index in range(3)
+    }
 
 
 def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
@@ -65,8 +73,17 @@ def run(root: str, fmt: str, kind: str, width: int, steps: list[int]) -> int:
             outcomes += saver.finish(1.0)
         for outcome in outcomes:
             error = str(outcome.error) if outcome.error else None
-            print(json.dumps({"step": outcome.step, "saved": outcome.saved, "error": error,
-                              "events": [event.to_json() for event in events]}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "step": outcome.step,
+                        "saved": outcome.saved,
+                        "error": error,
+                        "events": [event.to_json() for event in events],
+                    }
+                ),
+                flush=True,
+            )
             status = status if outcome.saved else REPORTED
     return status
 

@@ -1,7 +1,10 @@
-"""`mindresume which`, `ls` and `verify` on folders that mindformers 1.8.0 and 1.9.0 wrote by themselves, whole and damaged.
+"""`mindresume which`, `ls` and `verify` on folders that mindformers 1.8.0 and 1.9.0 wrote by
+themselves, whole and damaged.
 
-The folders are in st/fixtures, with what a resume must choose in their steps.json. No training runs here.
+The folders are in st/fixtures, with what a resume must choose in their steps.json. No training runs
+here.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,15 +23,25 @@ from st.training_run import ROOT
 
 FIXTURES = ROOT / "st" / "fixtures"
 PLAIN = "mf190_10_safetensors_dp2tp2"
-NAMES = [PLAIN, f"{PLAIN}_nodup", f"{PLAIN}_sink2", "mf190_10_ckpt_dp2tp2opt", "mf180_10_ckpt_tp2",
-         "mf190_10_safetensors_single"]
-EPOCHS = {f"{PLAIN}_sink2": 12}                   # of the newest step; a sink counts as an epoch
+NAMES = [
+    PLAIN,
+    f"{PLAIN}_nodup",
+    f"{PLAIN}_sink2",
+    "mf190_10_ckpt_dp2tp2opt",
+    "mf180_10_ckpt_tp2",
+    "mf190_10_safetensors_single",
+]
+EPOCHS = {f"{PLAIN}_sink2": 12}  # of the newest step; a sink counts as an epoch
 
 
 def call(command: str, folder: Path, *more: str) -> tuple[int, dict]:
-    """Exit status and the JSON that the command printed, in this process: its start takes longer than its work."""
-    with mock.patch.object(sys, "argv", ["mindresume", command, "--json", str(folder), *more]), \
-            contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+    """Exit status and the JSON that the command printed, in this process: its start takes longer
+    than its work."""
+    with (
+        mock.patch.object(sys, "argv", ["mindresume", command, "--json", str(folder), *more]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(SystemExit) as ended,
+    ):
         main()
         sys.exit(0)
     return ended.value.code or 0, json.loads(printed.getvalue())
@@ -37,7 +50,10 @@ def call(command: str, folder: Path, *more: str) -> tuple[int, dict]:
 def steps_of(name: str) -> dict[int, list[str]]:
     """{step: files of all ranks}, relative to the fixture, oldest first."""
     known = json.loads((FIXTURES / name / "steps.json").read_text(encoding="utf-8"))
-    return {int(step): [file for files in ranks.values() for file in files] for step, ranks in known["steps"].items()}
+    return {
+        int(step): [file for files in ranks.values() for file in files]
+        for step, ranks in known["steps"].items()
+    }
 
 
 def newest_of(name: str) -> int:
@@ -47,26 +63,33 @@ def newest_of(name: str) -> int:
 @pytest.fixture()
 def folder(request, tmp_path) -> Path:
     """A copy of the output folder of a fixture, default PLAIN, to be damaged."""
-    return Path(shutil.copytree(FIXTURES / getattr(request, "param", PLAIN) / "output", tmp_path / "output"))
+    return Path(
+        shutil.copytree(FIXTURES / getattr(request, "param", PLAIN) / "output", tmp_path / "output")
+    )
 
 
-# ---- as they were written ------------------------------------------------------------------------------------------
+# ---- as they were written ------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_which_selects_the_newest_step_with_files_of_all_ranks(name):
     status, answer = call("which", FIXTURES / name / "output")
     files = steps_of(name)[newest_of(name)]
     assert status == 0 and answer["refused"] == []
-    assert (answer["chosen"]["step"], answer["chosen"]["epoch"]) == (newest_of(name), EPOCHS.get(name, 2))
+    assert (answer["chosen"]["step"], answer["chosen"]["epoch"]) == (
+        newest_of(name),
+        EPOCHS.get(name, 2),
+    )
     assert [os.path.relpath(path, FIXTURES / name) for path in answer["chosen"]["files"]] == files
     assert answer["chosen"]["format"] == files[0].rpartition(".")[2]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ls_lists_every_step_newest_first(name):
-    status, answer = call("ls", FIXTURES / name)                     # the folder of the run will do
+    status, answer = call("ls", FIXTURES / name)  # the folder of the run will do
     steps = steps_of(name)
-    assert status == 0 and len(answer["notes"]) <= 1                 # on the number of ranks, which no manifest tells
+    # on the number of ranks, which no manifest tells
+    assert status == 0 and len(answer["notes"]) <= 1
     assert [row["step"] for row in answer["checkpoints"]] == sorted(steps, reverse=True)
     for row in answer["checkpoints"]:
         assert (row["world_size"], row["origin"]) == (len(steps[row["step"]]), "mindformers")
@@ -78,19 +101,23 @@ def test_verify_reports_missing_checksums(name):
     status, answer = call("verify", FIXTURES / name / "output" / "checkpoint")
     assert status == 0 and answer["damaged"] is False
     assert [(row["step"], row["state"]) for row in answer["checkpoints"]] == [
-        (step, "unverifiable") for step in sorted(steps_of(name), reverse=True)]
+        (step, "unverifiable") for step in sorted(steps_of(name), reverse=True)
+    ]
 
 
 @pytest.mark.parametrize("folder", ["mf180_10_ckpt_tp2"], indirect=True)
 def test_graph_meta_is_not_a_checkpoint(folder):
     """mindformers 1.8.0 writes it beside the first checkpoint."""
     for rank in range(2):
-        (folder / "checkpoint" / f"rank_{rank}" / f"llama_rank_{rank}-graph.meta").write_bytes(bytes(100))
+        (folder / "checkpoint" / f"rank_{rank}" / f"llama_rank_{rank}-graph.meta").write_bytes(
+            bytes(100)
+        )
     status, answer = call("ls", folder)
     assert status == 0 and [row["step"] for row in answer["checkpoints"]] == [15, 10]
 
 
-# ---- damaged -------------------------------------------------------------------------------------------------------
+# ---- damaged -------------------------------------------------------------------------------------
+
 
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
@@ -104,8 +131,13 @@ def header_alone(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:8])
 
 
-DAMAGE = {"truncated": (cut_short, "truncated"), "empty": (emptied, "is empty"), "header cut": (header_alone, "")}
-SHARDED = "mf190_10_ckpt_dp2tp2opt"         # every rank holds moments of its own; in PLAIN 0 and 2, 1 and 3 hold the same
+DAMAGE = {
+    "truncated": (cut_short, "truncated"),
+    "empty": (emptied, "is empty"),
+    "header cut": (header_alone, ""),
+}
+# every rank holds moments of its own; in PLAIN 0 and 2, 1 and 3 hold the same
+SHARDED = "mf190_10_ckpt_dp2tp2opt"
 
 
 @pytest.mark.parametrize("folder", [PLAIN, SHARDED], indirect=True)
@@ -118,11 +150,17 @@ def test_one_bad_file_makes_all_ranks_fall_back_to_the_previous_step(folder, dam
     assert status == 0 and answer["chosen"]["step"] == 10 and len(answer["chosen"]["files"]) == 4
     assert all("-1_10." in file for file in answer["chosen"]["files"])
     refusal = answer["refused"][0]
-    assert len(answer["refused"]) == 1 and (refusal["step"], refusal["rank"]) == (15, 2) and reason in refusal["reason"]
+    assert (
+        len(answer["refused"]) == 1
+        and (refusal["step"], refusal["rank"]) == (15, 2)
+        and reason in refusal["reason"]
+    )
     assert refusal["file"] == str(path)
     status, report = call("verify", folder)
     assert status == 1 and [(row["step"], row["state"]) for row in report["checkpoints"]] == [
-        (15, "damaged"), (10, "unverifiable")]
+        (15, "damaged"),
+        (10, "unverifiable"),
+    ]
     assert [problem["file"] for problem in report["checkpoints"][0]["problems"]] == [str(path)]
 
 
@@ -131,25 +169,38 @@ def test_a_step_is_refused_if_a_missing_file_held_unique_slices(folder):
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
     assert status == 0 and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (10, [])
-    refusal, = answer["refused"]
-    assert (refusal["step"], refusal["rank"]) == (15, 2) and "was held by rank 2 alone" in refusal["reason"]
+    (refusal,) = answer["refused"]
+    assert (refusal["step"], refusal["rank"]) == (15, 2) and "was held by rank 2 alone" in refusal[
+        "reason"
+    ]
     _, listed = call("ls", folder)
     assert [row["usable"] for row in listed["checkpoints"]] == [False, True]
     assert listed["checkpoints"][0]["problem"]["reason"] == refusal["reason"]
     status, report = call("verify", folder)
-    assert status == 1 and [row["state"] for row in report["checkpoints"]] == ["damaged", "unverifiable"]
+    assert status == 1 and [row["state"] for row in report["checkpoints"]] == [
+        "damaged",
+        "unverifiable",
+    ]
 
 
 def test_a_missing_file_is_replaced_by_replicas(folder):
     """MindIO TTP leaves such a folder: by the strategy files rank 0 has all slices of rank 2."""
     next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
     status, answer = call("which", folder)
-    assert status == 0 and answer["refused"] == [] and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (15, [2])
+    assert (
+        status == 0
+        and answer["refused"] == []
+        and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (15, [2])
+    )
     _, listed = call("ls", folder)
-    assert [(row["usable"], row["missing_ranks"]) for row in listed["checkpoints"]] == [(True, [2]), (True, [])]
+    assert [(row["usable"], row["missing_ranks"]) for row in listed["checkpoints"]] == [
+        (True, [2]),
+        (True, []),
+    ]
     status, report = call("verify", folder)
-    assert status == 0 and [(row["state"], row["missing_ranks"]) for row in report["checkpoints"]] == [
-        ("unverifiable", [2]), ("unverifiable", [])]
+    assert status == 0 and [
+        (row["state"], row["missing_ranks"]) for row in report["checkpoints"]
+    ] == [("unverifiable", [2]), ("unverifiable", [])]
 
 
 @pytest.mark.parametrize("folder", [SHARDED], indirect=True)
@@ -157,7 +208,10 @@ def test_a_missing_rank_folder_is_detected_by_the_strategy_folder(folder):
     shutil.rmtree(folder / "checkpoint" / "rank_3")
     status, answer = call("which", folder)
     assert status == 3 and answer["chosen"] is None
-    assert [(refusal["step"], refusal["rank"]) for refusal in answer["refused"]] == [(15, 3), (10, 3)]
+    assert [(refusal["step"], refusal["rank"]) for refusal in answer["refused"]] == [
+        (15, 3),
+        (10, 3),
+    ]
     assert all("no file of rank 3" in refusal["reason"] for refusal in answer["refused"])
 
 
@@ -169,14 +223,16 @@ def test_another_number_of_ranks_is_refused(folder):
 
 
 def test_meta_json_is_a_hint_only(folder):
-    """It is truncated by a crash on one rank, and names a missing file on another: the files decide, with a note."""
+    """It is truncated by a crash on one rank, and names a missing file on another: the files
+    decide, with a note."""
     (folder / "checkpoint" / "rank_0" / "meta.json").write_bytes(b"")
     (folder / "checkpoint" / "rank_1" / "meta.json").write_text(
-        '{"last_epoch": 9, "last_step": 1, "last_ckpt_file": "qwen3_rank_1-9_1.safetensors"}')
+        '{"last_epoch": 9, "last_step": 1, "last_ckpt_file": "qwen3_rank_1-9_1.safetensors"}'
+    )
     status, answer = call("which", folder)
     assert status == 0 and answer["chosen"]["step"] == 15
     _, listed = call("ls", folder)
-    assert len(listed["notes"]) == 3                                 # and on the number of ranks
+    assert len(listed["notes"]) == 3  # and on the number of ranks
     assert "rank_0/meta.json is empty or truncated" in listed["notes"][0]
     assert "rank_1/meta.json names qwen3_rank_1-9_1.safetensors" in listed["notes"][1]
 
@@ -186,4 +242,7 @@ def test_no_step_is_selected_and_reasons_are_given_if_all_are_damaged(folder):
         emptied(path)
     status, answer = call("which", folder)
     assert status == 3 and answer["chosen"] is None
-    assert [(refusal["step"], refusal["rank"]) for refusal in answer["refused"]] == [(15, 1), (10, 1)]
+    assert [(refusal["step"], refusal["rank"]) for refusal in answer["refused"]] == [
+        (15, 1),
+        (10, 1),
+    ]

@@ -1,5 +1,6 @@
-"""The judge's cases (tests/judge) with several ranks, and those that take longest. The real Trainer in processes that one host
-forks, on the CPU cluster."""
+"""The judge's cases (tests/judge) with several ranks, and those that take longest. The real Trainer
+in processes that one host forks, on the CPU cluster."""
+
 import sys
 
 import pytest
@@ -18,7 +19,10 @@ def ended():
 @pytest.mark.parametrize("name", cases(RANKS))
 def test_a_case(name):
     _, difference = compared(RANKS, cases(RANKS)[name])
-    assert not difference, f"\n{difference}\n\nIf a user shall see this change: python -m tests.judge --update {name!r}"
+    assert not difference, (
+        f"\n{difference}\n\nIf a user shall see this change: python -m tests.judge --update "
+        f"{name!r}"
+    )
 
 
 def test_each_section_belongs_to_a_case():

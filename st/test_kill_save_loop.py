@@ -1,8 +1,11 @@
-"""SIGKILL at random moments of a loop that saves and commits, many times in one folder, without a training around it.
+"""SIGKILL at random moments of a loop that saves and commits, many times in one folder, without a
+training around it.
 
-After each kill: the newest complete checkpoint is chosen, it is at least the last one reported as committed, every byte of
-it is right, and no file under a final name is torn. The next attempt goes on from there. ST_SEED repeats the random numbers.
+After each kill: the newest complete checkpoint is chosen, it is at least the last one reported as
+committed, every byte of it is right, and no file under a final name is torn. The next attempt goes
+on from there. ST_SEED repeats the random numbers.
 """
+
 from __future__ import annotations
 
 import os
@@ -21,7 +24,14 @@ from pathlib import Path
 import pytest
 
 from mindresume.formats.rank_folders import free_suffix, parse_name
-from mindresume.model.manifest import FOLDER, attempts, read_record, record_rank, run_name, run_sequence
+from mindresume.model.manifest import (
+    FOLDER,
+    attempts,
+    read_record,
+    record_rank,
+    run_name,
+    run_sequence,
+)
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
@@ -41,6 +51,7 @@ WEIGHTS = (".safetensors", ".ckpt")
 @dataclass
 class Saver:
     """The processes of all ranks of one attempt. ``committed``: what rank 0 has reported so far."""
+
     root: Path
     run: str
     ranks: int
@@ -49,14 +60,30 @@ class Saver:
     committed: list[int] = field(default_factory=list)
 
     def start(self) -> None:
-        suffix = max(free_suffix(STORAGE.list(str(self.root / f"rank_{rank}")), PREFIX, rank) for rank in range(self.ranks))
+        suffix = max(
+            free_suffix(STORAGE.list(str(self.root / f"rank_{rank}")), PREFIX, rank)
+            for rank in range(self.ranks)
+        )
         for rank in range(self.ranks):
-            self.processes.append(subprocess.Popen(
-                [sys.executable, "-m", "st.save_loop", *map(str, (self.root, self.run, rank, self.ranks, suffix,
-                                                              self.first_step))],
-                cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+            self.processes.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "st.save_loop",
+                        *map(str, (self.root, self.run, rank, self.ranks, suffix, self.first_step)),
+                    ],
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            )
         for process in self.processes:
-            assert polling.select([process.stdout], [], [], 60)[0] and process.stdout.readline() == "ready\n"
+            assert (
+                polling.select([process.stdout], [], [], 60)[0]
+                and process.stdout.readline() == "ready\n"
+            )
 
     def kill(self, ranks: list[int]) -> None:
         for rank in ranks:
@@ -69,13 +96,16 @@ class Saver:
             process.kill()
         for process in self.processes:
             output = process.communicate()[0]
-            self.committed += [int(step) for step in re.findall(r"^committed (\d+)$", output, re.MULTILINE)]
+            self.committed += [
+                int(step) for step in re.findall(r"^committed (\d+)$", output, re.MULTILINE)
+            ]
 
 
 @dataclass
 class KilledRun:
-    """One folder over all rounds. ``cut``: rounds that ended inside a save; ``resumed``: those that leave something to go on
-    from."""
+    """One folder over all rounds. ``cut``: rounds that ended inside a save; ``resumed``: those that
+    leave something to go on from."""
+
     root: Path
     ranks: int
     chosen: int = 0
@@ -85,12 +115,22 @@ class KilledRun:
 
     def round(self, kill: Callable[[Saver], None]) -> None:
         self.last_run += 1
-        saver = Saver(self.root, run_name(self.last_run, secrets.token_hex(4)), self.ranks, self.chosen + 1)
+        saver = Saver(
+            self.root, run_name(self.last_run, secrets.token_hex(4)), self.ranks, self.chosen + 1
+        )
         try:
             saver.start()
-            left = [path for path in self.files() if path.name.endswith(TEMPORARY) and saver.run not in path.name]
-            assert all(path.parent.parent.name == FOLDER for path in left), f"weights of an earlier attempt: {left}"
-            assert len(left) <= self.ranks * (KEPT + 2), f"small files, which go with their checkpoint, pile up: {left}"
+            left = [
+                path
+                for path in self.files()
+                if path.name.endswith(TEMPORARY) and saver.run not in path.name
+            ]
+            assert all(path.parent.parent.name == FOLDER for path in left), (
+                f"weights of an earlier attempt: {left}"
+            )
+            assert len(left) <= self.ranks * (KEPT + 2), (
+                f"small files, which go with their checkpoint, pile up: {left}"
+            )
             kill(saver)
         finally:
             saver.end()
@@ -101,30 +141,49 @@ class KilledRun:
         choice = self.choose()
         chosen = choice.chosen.step if choice.chosen else 0
         if complete:
-            assert (choice.chosen.run, chosen) == max(complete, key=lambda save: (run_sequence(save[0]), save[1]))
+            assert (choice.chosen.run, chosen) == max(
+                complete, key=lambda save: (run_sequence(save[0]), save[1])
+            )
         else:
             assert choice.is_fresh_start and not saver.committed and not self.chosen
-        assert chosen >= max([self.chosen, *saver.committed]), f"reported as committed: {saver.committed}"
+        assert chosen >= max([self.chosen, *saver.committed]), (
+            f"reported as committed: {saver.committed}"
+        )
         if choice.chosen:
             self.resumed += 1
             assert sorted(choice.chosen.files) == list(range(self.ranks))
             for rank, (file,) in choice.chosen.files.items():
                 holds(self.root / file.path, chosen, rank)
         self.check_final_names()
-        assert len(complete) <= KEPT + 2, "retention lags behind by more than the saves that were cut"
+        assert len(complete) <= KEPT + 2, (
+            "retention lags behind by more than the saves that were cut"
+        )
         self.cut += bool(incomplete) or any(path.name.endswith(TEMPORARY) for path in self.files())
         self.chosen = chosen
 
     def choose(self) -> Choice:
-        """Selects as all ranks of the next attempt would, each in its own thread. They must agree."""
+        """Selects as all ranks of the next attempt would, each in its own thread. They must
+        agree."""
         choices = Ranks(self.ranks).run(
-            lambda group: select_checkpoint(STORAGE, str(self.root), group, SelectionPolicy(self.ranks)))
+            lambda group: select_checkpoint(
+                STORAGE, str(self.root), group, SelectionPolicy(self.ranks)
+            )
+        )
         assert all(isinstance(choice, Choice) for choice in choices), choices
-        assert len({(choice.chosen.run, choice.chosen.step) if choice.chosen else None for choice in choices}) == 1
+        assert (
+            len(
+                {
+                    (choice.chosen.run, choice.chosen.step) if choice.chosen else None
+                    for choice in choices
+                }
+            )
+            == 1
+        )
         return choices[0]
 
     def saves(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        """(run, step) of the saves with the records of all ranks, and of those without, by names alone."""
+        """(run, step) of the saves with the records of all ranks, and of those without, by names
+        alone."""
         complete, incomplete = [], []
         for name, step, run in attempts(STORAGE.list(str(self.root / FOLDER))):
             names = STORAGE.list(str(self.root / FOLDER / name))
@@ -136,7 +195,8 @@ class KilledRun:
         return [path for path in self.root.rglob("*") if path.is_file()]
 
     def check_final_names(self) -> None:
-        """Checks that a weight file under its final name is complete, recorded or not, and a recorded one matches its record."""
+        """Checks that a weight file under its final name is complete, recorded or not, and a
+        recorded one matches its record."""
         records = {}
         for path in self.files():
             if path.parent.parent.name == FOLDER and record_rank(path.name) is not None:
@@ -162,7 +222,11 @@ def holds(path: Path, step: int, rank: int) -> None:
         assert set(header.tensors) == set(expected), path
         for name, array in expected.items():
             found = read_tensor(file, header.tensors[name])
-            assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes()), (path, name)
+            assert (found.dtype, found.shape, found.tobytes()) == (
+                array.dtype,
+                array.shape,
+                array.tobytes(),
+            ), (path, name)
 
 
 @pytest.fixture()
@@ -178,12 +242,18 @@ def test_one_process_recovers_when_killed_at_random_moments(tmp_path, chance):
     def kill(saver: Saver) -> None:
         time.sleep(chance.uniform(0, 0.8))
         saver.kill([0])
+
     for _ in range(20):
         killed.round(kill)
     assert killed.cut >= 1, "no kill hit a save"
     assert killed.resumed >= 10 and killed.chosen >= 20
-    verify = subprocess.run([sys.executable, "-m", "mindresume", "verify", str(killed.root)], cwd=ROOT, capture_output=True,
-                            text=True, check=False)
+    verify = subprocess.run(
+        [sys.executable, "-m", "mindresume", "verify", str(killed.root)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert verify.returncode == 0, verify.stdout
 
 
@@ -195,6 +265,7 @@ def test_four_processes_recover_when_some_are_killed_before_the_others(tmp_path,
         time.sleep(chance.uniform(0, 1.5))
         saver.kill(chance.sample(range(4), chance.randint(1, 3)))
         time.sleep(chance.uniform(0, 0.3))
+
     for _ in range(10):
         killed.round(kill)
     assert killed.cut >= 1, "no kill hit a save"
@@ -202,12 +273,18 @@ def test_four_processes_recover_when_some_are_killed_before_the_others(tmp_path,
 
 
 def test_a_save_that_no_rank_can_commit_any_more_is_removed(tmp_path):
-    """All ranks recorded step 10, the job was killed before the commit, then a rank folder was lost: the next run resumes from
-    replicas but cannot commit step 10 afterwards. Once newer ones fill the policy, it must be removed like any other old one."""
+    """All ranks recorded step 10, the job was killed before the commit, then a rank folder was
+    lost: the next run resumes from replicas but cannot commit step 10 afterwards. Once newer ones
+    fill the policy, it must be removed like any other old one."""
     for rank in range(4):
         write_rank(tmp_path, 10, rank, 4, run_name(1, "0000aaaa"))
     shutil.rmtree(tmp_path / "rank_3")
-    assert Ranks(4).run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0].chosen.step == 10
+    assert (
+        Ranks(4)
+        .run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(4)))[0]
+        .chosen.step
+        == 10
+    )
     later = run_name(2, "0000bbbb")
     assert Committer(target_of(tmp_path, 0, 4, later)).recover() == []
     for step in (20, 30, 40):

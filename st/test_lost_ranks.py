@@ -1,6 +1,8 @@
-"""The last save of a job that had lost ranks: of data parallel 2 each rank holds everything; of 4 processes, data parallel 2 x
-model parallel 2, ranks 0 and 3 do together, and 0 and 2 do not. Both formats; the same command resumes from the last save.
+"""The last save of a job that had lost ranks: of data parallel 2 each rank holds everything; of 4
+processes, data parallel 2 x model parallel 2, ranks 0 and 3 do together, and 0 and 2 do not. Both
+formats; the same command resumes from the last save.
 """
+
 from __future__ import annotations
 
 import pytest
@@ -19,7 +21,9 @@ def lose_ranks(run: Run, left: str, command: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), "--use_legacy_format False"])
+@pytest.mark.parametrize(
+    "command", [pytest.param("", marks=pytest.mark.soak), "--use_legacy_format False"]
+)
 def test_remaining_ranks_that_hold_everything_are_enough(whole_several, tmp_path, command):
     left = {2: "1", 4: "0,3"}[whole_several.workers]
     run = lose_ranks(run_beside(whole_several, tmp_path / "run", copied=False), left, command)

@@ -1,4 +1,6 @@
-"""The tier in memory with the real Trainer: SIGKILL of all ranks, loss of the node, a flipped bit, an error in the training."""
+"""The tier in memory with the real Trainer: SIGKILL of all ranks, loss of the node, a flipped bit,
+an error in the training."""
+
 from __future__ import annotations
 
 import os
@@ -39,12 +41,20 @@ def tier_of(run: Run) -> str:
 
 def in_memory(run: Run) -> list:
     """Returns the saves in memory that are whole, newest first."""
-    return [candidate for candidate in scan_records(CheckpointDir(STORAGE, tier_of(run)))[0] if candidate.problem is None]
+    return [
+        candidate
+        for candidate in scan_records(CheckpointDir(STORAGE, tier_of(run)))[0]
+        if candidate.problem is None
+    ]
 
 
 def sources(run: Run) -> list[str]:
     """Returns where each rank of the last attempt resumed from."""
-    return [row["source"] for rank in range(run.workers) for row in events(run, "checkpoint_selected", rank)]
+    return [
+        row["source"]
+        for rank in range(run.workers)
+        for row in events(run, "checkpoint_selected", rank)
+    ]
 
 
 def killed(run: Run, command: str, memory: str, step: int = 19, every: int = EVERY) -> Run:
@@ -62,13 +72,17 @@ def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command
     run.start(command, **settings(memory)).wait_for_success(LIMIT)
     assert_resumed(run, whole_single, max(newest, disk))
     assert sources(run) == ["memory"] and resume_summary(run)["checkpoint"][0] == "restored"
-    assert not os.path.exists(tier_of(run))                             # the last step is on disk
+    assert not os.path.exists(tier_of(run))  # the last step is on disk
     assert events(run, "tier_saved") and not events(run, "tier_refused")
 
 
 @pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), FORMAT_2])
-def test_several_processes_resume_from_memory_at_every_step(whole_several, tmp_path, memory, command):
-    run = killed(run_beside(whole_several, tmp_path / "run", copied=False), command, memory, every=1)
+def test_several_processes_resume_from_memory_at_every_step(
+    whole_several, tmp_path, memory, command
+):
+    run = killed(
+        run_beside(whole_several, tmp_path / "run", copied=False), command, memory, every=1
+    )
     newest = in_memory(run)[0].step
     assert newest >= 17
     run.start(command, **settings(memory, 1)).wait_for_success(LIMIT)

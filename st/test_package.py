@@ -1,5 +1,6 @@
-"""The wheel and the source archive: built, installed into empty environments, and used there, away from this folder. pip takes
-what they depend on from its package index."""
+"""The wheel and the source archive: built, installed into empty environments, and used there, away
+from this folder. pip takes what they depend on from its package index."""
+
 from __future__ import annotations
 
 import json
@@ -21,8 +22,13 @@ PACKAGE = ROOT / "mindresume"
 
 def ended(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command in ``folder``, without the environment of the tests."""
-    return subprocess.run(list(map(str, words)), cwd=folder, capture_output=True, text=True,
-                          env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "200"})
+    return subprocess.run(
+        list(map(str, words)),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "200"},
+    )
 
 
 def run(*words: str | Path, folder: Path) -> str:
@@ -34,27 +40,58 @@ def run(*words: str | Path, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> dict[str, Path]:
-    """Returns {ending: archive} of what a release publishes. The wheel is built from the source archive, in a copy of the files
-    that git knows: what lies beside them here must not be needed."""
+    """Returns {ending: archive} of what a release publishes. The wheel is built from the source
+    archive, in a copy of the files that git knows: what lies beside them here must not be
+    needed."""
     folder = tmp_path_factory.mktemp("built")
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True,
-                            capture_output=True).stdout.decode().split("\0")
+    listed = (
+        subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+        .stdout.decode()
+        .split("\0")
+    )
     for name in filter(None, listed):
         if (ROOT / name).is_file() and not name.startswith(("st/fixtures/", "docs/images/")):
             (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "copy" / name).write_bytes((ROOT / name).read_bytes())
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "copy", folder=folder)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        folder / "dist",
+        folder / "copy",
+        folder=folder,
+    )
     return {path.suffix: path for path in (folder / "dist").iterdir()}
 
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory) -> Path:
-    """Returns the ``bin`` of an environment with the wheel and what it asks for, and nothing else."""
+    """Returns the ``bin`` of an environment with the wheel and what it asks for, and nothing
+    else."""
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
-    pip = [sys.executable, "-m", "pip", "--python", folder / "venv/bin/python", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        folder / "venv/bin/python",
+        "--disable-pip-version-check",
+    ]
     # with the environment of the tests: pip's settings may be in it
-    done = subprocess.run([*map(str, pip), "install", "--quiet", str(built[".whl"])], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [*map(str, pip), "install", "--quiet", str(built[".whl"])],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     run(*pip, "check", folder=folder)
     return folder / "venv/bin"
@@ -62,22 +99,40 @@ def installed(built, tmp_path_factory) -> Path:
 
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
-        return message_from_bytes(archive.read(f"mindresume-{mindresume.__version__}.dist-info/METADATA"))
+        return message_from_bytes(
+            archive.read(f"mindresume-{mindresume.__version__}.dist-info/METADATA")
+        )
 
 
 def test_the_wheel_has_the_package_and_its_licence(built):
     with zipfile.ZipFile(built[".whl"]) as archive:
         names = set(archive.namelist())
-    package = {f"mindresume/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*")
-               if path.is_file() and "__pycache__" not in path.parts}
+    package = {
+        f"mindresume/{path.relative_to(PACKAGE)}"
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {name for name in names if ".dist-info/" not in name} == package
-    assert "mindresume/py.typed" in names and any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert "mindresume/py.typed" in names and any(
+        name.endswith(".dist-info/licenses/LICENSE") for name in names
+    )
 
 
 def test_the_metadata_says_what_the_package_is(built):
     found = metadata(built[".whl"])
-    assert (found["Name"], found["Version"], found["License-Expression"]) == ("mindresume", mindresume.__version__, "Apache-2.0")
-    assert set(found.get_all("Provides-Extra")) == {"mindformers", "plot", "report", "s3", "docs", "test"}
+    assert (found["Name"], found["Version"], found["License-Expression"]) == (
+        "mindresume",
+        mindresume.__version__,
+        "Apache-2.0",
+    )
+    assert set(found.get_all("Provides-Extra")) == {
+        "mindformers",
+        "plot",
+        "report",
+        "s3",
+        "docs",
+        "test",
+    }
     assert "# mindresume" in str(found.get_payload())
     assert found["Requires-Python"] == ">=3.10"
 
@@ -85,27 +140,66 @@ def test_the_metadata_says_what_the_package_is(built):
 def test_the_source_archive_has_tests_and_documents(built):
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "README_CN.md", "CHANGELOG.md", "run_mindformer.py", "scripts/msrun_launcher.sh",
-            "scripts/test.sh", "tests/test_settings.py", "st/test_package.py", "docs/index.md", "mkdocs.yml",
-            "pyproject.toml"} <= names
+    assert {
+        "LICENSE",
+        "README.md",
+        "README_CN.md",
+        "CHANGELOG.md",
+        "run_mindformer.py",
+        "scripts/msrun_launcher.sh",
+        "scripts/test.sh",
+        "tests/test_settings.py",
+        "st/test_package.py",
+        "docs/index.md",
+        "mkdocs.yml",
+        "pyproject.toml",
+    } <= names
 
 
 def test_the_command_starts_without_what_is_not_installed(installed, tmp_path):
-    listed = json.loads(run(installed / "python", "-c", "import importlib.metadata, json; print(json.dumps([d.name for d in "
-                            "importlib.metadata.distributions()]))", folder=tmp_path))
+    listed = json.loads(
+        run(
+            installed / "python",
+            "-c",
+            "import importlib.metadata, json; print(json.dumps([d.name for d in "
+            "importlib.metadata.distributions()]))",
+            folder=tmp_path,
+        )
+    )
     assert not {"mindspore", "mindformers", "matplotlib", "pip"} & {name.lower() for name in listed}
-    assert "mindresume COMMAND" in run(installed / "mindresume", "--help", folder=tmp_path).replace("[OPTIONS] ", "")
+    assert "mindresume COMMAND" in run(installed / "mindresume", "--help", folder=tmp_path).replace(
+        "[OPTIONS] ", ""
+    )
     assert run(installed / "mindresume", "--version", folder=tmp_path).startswith(
-        f"mindresume {mindresume.__version__} (no mindformers, no mindspore, Python 3.")
-    assert Path(run(installed / "mindresume", "plugin-path", folder=tmp_path).strip()).is_relative_to(installed.parent)
+        f"mindresume {mindresume.__version__} (no mindformers, no mindspore, Python 3."
+    )
+    assert Path(
+        run(installed / "mindresume", "plugin-path", folder=tmp_path).strip()
+    ).is_relative_to(installed.parent)
 
 
 def test_a_drill_on_files_passes(installed, tmp_path):
-    found = json.loads(run(installed / "mindresume", "drill", "--dir", tmp_path, "--scenario", "first save", "--every", "20",
-                           "--json", folder=tmp_path))
+    found = json.loads(
+        run(
+            installed / "mindresume",
+            "drill",
+            "--dir",
+            tmp_path,
+            "--scenario",
+            "first save",
+            "--every",
+            "20",
+            "--json",
+            folder=tmp_path,
+        )
+    )
     assert {cell["verdict"] for cell in found["cells"]} == {"PASS"}
 
 
 def test_what_needs_an_extra_names_it(installed, tmp_path):
     done = ended(installed / "mindresume", "report", ".", folder=tmp_path)
-    assert done.returncode == 2 and "mindresume[report]" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and "mindresume[report]" in done.stderr
+        and done.stderr.count("\n") == 1
+    )

@@ -1,6 +1,7 @@
-"""Preemption: SIGTERM, to the launcher or to one rank, and mindformers' graceful exit. All ranks save one step and end; the same
-command resumes from it.
+"""Preemption: SIGTERM, to the launcher or to one rank, and mindformers' graceful exit. All ranks
+save one step and end; the same command resumes from it.
 """
+
 from __future__ import annotations
 
 import json
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from st.checkpoint_files import records
-from st.run_attempts import LIMIT, assert_event, assert_no_process_left, assert_resumed, events, run_beside, steps_of
+from st.run_attempts import (
+    LIMIT,
+    assert_event,
+    assert_no_process_left,
+    assert_resumed,
+    events,
+    run_beside,
+    steps_of,
+)
 from st.training_run import Run, differences
 
 pytestmark = pytest.mark.timeout(1200)
@@ -19,7 +28,8 @@ CHECK = {"MINDRESUME_PREEMPTION_CHECK_INTERVAL": "0.5"}
 
 
 def preempted_at(run: Run, whole: Run, status: int) -> int:
-    """Returns the step after which the attempt stopped; it is saved and committed, and nothing behind it was trained."""
+    """Returns the step after which the attempt stopped; it is saved and committed, and nothing
+    behind it was trained."""
     assert run.wait(LIMIT) == status, run.log()[-3000:]
     assert_no_process_left(run)
     step = steps_of(run)[-1]
@@ -30,7 +40,11 @@ def preempted_at(run: Run, whole: Run, status: int) -> int:
 
 def scheduler(run: Run) -> int:
     """Returns the process of MindSpore's scheduler: below the one that msrun has started."""
-    return max(pid for pid in run.processes() if b"MS_ROLE=MS_SCHED" in Path(f"/proc/{pid}/environ").read_bytes())
+    return max(
+        pid
+        for pid in run.processes()
+        if b"MS_ROLE=MS_SCHED" in Path(f"/proc/{pid}/environ").read_bytes()
+    )
 
 
 def resume(run: Run, whole: Run, step: int, command: str = "") -> None:
@@ -49,7 +63,9 @@ def test_sigterm_to_the_launcher_saves_and_ends_one_process(whole_single, tmp_pa
     resume(run, whole_single, step, "--callbacks.1.async_save thread")
 
 
-@pytest.mark.parametrize("command", ["", pytest.param("--use_legacy_format False", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "command", ["", pytest.param("--use_legacy_format False", marks=pytest.mark.soak)]
+)
 def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
     run = run_beside(whole_several, tmp_path / "run", copied=False)
     run.start(command, **CHECK)
@@ -62,7 +78,8 @@ def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
 
 
 def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tmp_path):
-    """Without it each rank sends itself SIGTERM after 20 s. msrun kills the others when the first one has ended."""
+    """Without it each rank sends itself SIGTERM after 20 s. msrun kills the others when the first
+    one has ended."""
     run = run_beside(whole_two, tmp_path / "run", copied=False)
     run.start("--epochs 1000", **CHECK)
     run.wait_for_step(6)
@@ -80,7 +97,9 @@ def test_the_graceful_exit_file_saves_and_ends_all_ranks(whole_single, tmp_path)
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--use_graceful_exit True")
     run.wait_for_step(11)
-    (run.folder / "graceful_exit.json").write_text(json.dumps({"GracefulExit": 1}), encoding="utf-8")
+    (run.folder / "graceful_exit.json").write_text(
+        json.dumps({"GracefulExit": 1}), encoding="utf-8"
+    )
     step = preempted_at(run, whole_single, 0)
     (run.folder / "graceful_exit.json").unlink()
     resume(run, whole_single, step, "--use_graceful_exit True")

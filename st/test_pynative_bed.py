@@ -1,7 +1,9 @@
-"""The PyNative trainer of each release on CPU, with mindformers' own checkpointing: what the tests of mindresume rest on.
+"""The PyNative trainer of each release on CPU, with mindformers' own checkpointing: what the tests
+of mindresume rest on.
 
 A release that is not installed is skipped, with the reason.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -17,13 +19,18 @@ from st.pynative_run import PynativeRun, why_not
 from st.releases import python_of
 from st.training_run import ROOT, Attempt, differences
 
-STEPS, KILLED, SAVED = 20, 13, 10            # a save every 5 steps, so the newest one of the killed run is that of step 10
+# a save every 5 steps, so the newest one of the killed run is that of step 10
+STEPS, KILLED, SAVED = 20, 13, 10
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def case(release: str, workers: int = 1) -> object:
     reason = why_not(release, workers)
-    return pytest.param((release, workers), id=f"{release}-{workers}", marks=pytest.mark.skipif(bool(reason), reason=reason))
+    return pytest.param(
+        (release, workers),
+        id=f"{release}-{workers}",
+        marks=pytest.mark.skipif(bool(reason), reason=reason),
+    )
 
 
 CASES = [case("1.9.0"), case("2.0.0"), case("2.1.0"), case("2.0.0", 2), case("2.1.0", 2)]
@@ -31,12 +38,23 @@ CASES = [case("1.9.0"), case("2.0.0"), case("2.1.0"), case("2.0.0", 2), case("2.
 
 @pytest.fixture(scope="session")
 def uninterrupted_pynative(shared, data) -> Callable[[str, int], PynativeRun]:
-    """uninterrupted_pynative(release, workers): a run of 20 steps, made once for all tests. Read it, do not change it."""
+    """uninterrupted_pynative(release, workers): a run of 20 steps, made once for all tests. Read
+    it, do not change it."""
+
     def found(release: str, workers: int) -> PynativeRun:
         def train(folder: Path) -> None:
-            PynativeRun(folder, data=data, release=release, workers=workers).start().wait_for_success()
-        return PynativeRun(shared(f"pynative_{release}_{workers}", train), data=data, release=release, workers=workers,
-                           attempts=[Attempt()])
+            PynativeRun(
+                folder, data=data, release=release, workers=workers
+            ).start().wait_for_success()
+
+        return PynativeRun(
+            shared(f"pynative_{release}_{workers}", train),
+            data=data,
+            release=release,
+            workers=workers,
+            attempts=[Attempt()],
+        )
+
     return found
 
 
@@ -62,11 +80,20 @@ def test_a_training_is_recorded_and_saved(whole):
     rows = whole.steps()
     assert numbers(whole) == list(range(1, STEPS + 1)) and tracked(whole) == STEPS
     assert [row["opt_step"] for row in rows] == numbers(whole)
-    assert [row["consumed"] for row in rows] in ([None] * STEPS, [8 * step for step in numbers(whole)])
+    assert [row["consumed"] for row in rows] in (
+        [None] * STEPS,
+        [8 * step for step in numbers(whole)],
+    )
     assert (rows[-1]["consumed"] is not None) == (whole.release == "2.1.0")
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2                     # the gradients are real
-    samples = [sample for rank in range(whole.workers) for row in whole.steps(rank=rank) for sample in row["samples"]]
-    assert len(samples) == len(set(samples)) == 160                     # one epoch, shared among the ranks
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2  # the gradients are real
+    samples = [
+        sample
+        for rank in range(whole.workers)
+        for row in whole.steps(rank=rank)
+        for sample in row["samples"]
+    ]
+    # one epoch, shared among the ranks
+    assert len(samples) == len(set(samples)) == 160
     assert len(model_files(whole, STEPS)) == whole.workers
 
 
@@ -93,10 +120,15 @@ def test_the_built_in_resumes_bit_by_bit(whole, tmp_path):
 def test_float32_masters_of_bfloat16_weights_are_resumed(chosen, data, tmp_path):
     """The computation stays in float32: the CPU has no MatMul of bfloat16."""
     changes = {"model.params_dtype": "bfloat16", "training.steps": 10}
-    whole, run = (PynativeRun(tmp_path / name, data=data, release=chosen[0], changes=changes) for name in ("whole", "run"))
+    whole, run = (
+        PynativeRun(tmp_path / name, data=data, release=chosen[0], changes=changes)
+        for name in ("whole", "run")
+    )
     whole.start().wait_for_success()
     with open(next((whole.checkpoints / "iteration_00000010").glob("*-opt-*")), "rb") as file:
-        masters = [name for name in read_header(file, file.name).tensors if name.startswith("main_param.")]
+        masters = [
+            name for name in read_header(file, file.name).tensors if name.startswith("main_param.")
+        ]
     assert masters
     run.start(CPU_CLUSTER_KILL="0@8").wait()
     run.resume().wait_for_success()
@@ -105,12 +137,19 @@ def test_float32_masters_of_bfloat16_weights_are_resumed(chosen, data, tmp_path)
 
 @pytest.mark.soak
 def test_the_built_in_reads_other_samples_in_the_epoch_after_a_resume(whole, tmp_path):
-    """What mindformers does, so that a release that does otherwise is noticed: the samples that a resume skips are skipped again
-    in each later epoch. Step 21 is the first of the second epoch. (2.1.0 goes back to the first sample only with a dynamic
-    batch.)"""
-    run = PynativeRun(tmp_path, data=whole.data, release=whole.release, workers=whole.workers,
-                      changes={"training.steps": STEPS + 3})
-    run.start({"checkpoint.load_path": str(whole.checkpoints / "iteration_00000015")}).wait_for_success()
+    """What mindformers does, so that a release that does otherwise is noticed: the samples that a
+    resume skips are skipped again in each later epoch. Step 21 is the first of the second epoch.
+    (2.1.0 goes back to the first sample only with a dynamic batch.)"""
+    run = PynativeRun(
+        tmp_path,
+        data=whole.data,
+        release=whole.release,
+        workers=whole.workers,
+        changes={"training.steps": STEPS + 3},
+    )
+    run.start(
+        {"checkpoint.load_path": str(whole.checkpoints / "iteration_00000015")}
+    ).wait_for_success()
     assert numbers(run) == list(range(16, STEPS + 4))
     samples = {row["step"]: row["samples"] for row in whole.steps()}
     assert [row["samples"] for row in run.steps()[5:]] == [samples[step] for step in (16, 17, 18)]
@@ -127,23 +166,35 @@ def short(data) -> Callable[..., PynativeRun]:
         run = PynativeRun(folder, data=data, changes={"training.steps": SAVED})
         run.start(**environment).wait()
         return run
+
     return trained
 
 
 def test_a_process_dies_at_a_file_operation_of_a_save(short, tmp_path):
     run = short(tmp_path, CPU_CLUSTER_KILL_IN_SAVE=f"0@{SAVED}:2")
     assert run.process.returncode == -9 and "killed itself after step 10, before" in run.log()
-    assert numbers(run) == list(range(1, SAVED)) and tracked(run) == 5      # a step is recorded after its save
+    # a step is recorded after its save
+    assert numbers(run) == list(range(1, SAVED)) and tracked(run) == 5
     assert (run.checkpoints / f"iteration_{SAVED:08d}").exists()
 
 
 def test_a_process_dies_at_a_function_of_a_save_and_a_plug_in_is_imported(short, tmp_path):
     (tmp_path / "plug_in_of_test.py").write_text("print('plug-in: imported')\n", encoding="utf-8")
     place = f"0@{SAVED}:after:mindformers.checkpoint.checkpoint:CommonInfo.save_common"
-    run = short(tmp_path / "run", CPU_CLUSTER_KILL_CALL=place, CPU_CLUSTER_PLUGIN="plug_in_of_test",
-                PYTHONPATH=os.pathsep.join((str(ROOT), str(tmp_path))))
-    assert run.process.returncode == -9 and "after CommonInfo.save_common" in run.log() and "plug-in: imported" in run.log()
-    assert (run.checkpoints / f"iteration_{SAVED:08d}" / "common.json").exists() and tracked(run) == 5
+    run = short(
+        tmp_path / "run",
+        CPU_CLUSTER_KILL_CALL=place,
+        CPU_CLUSTER_PLUGIN="plug_in_of_test",
+        PYTHONPATH=os.pathsep.join((str(ROOT), str(tmp_path))),
+    )
+    assert (
+        run.process.returncode == -9
+        and "after CommonInfo.save_common" in run.log()
+        and "plug-in: imported" in run.log()
+    )
+    assert (run.checkpoints / f"iteration_{SAVED:08d}" / "common.json").exists() and tracked(
+        run
+    ) == 5
 
 
 @pytest.mark.parametrize("release", ["2.0.0", "2.1.0"])
@@ -175,6 +226,11 @@ loss_of(weight.detach()); assert weight.grad is None
 (weight * x).sum().backward()
 assert weight.grad.asnumpy().tolist() == [2.0, 5.0, 7.0]
 """
-    done = subprocess.run([str(python_of(release)), "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        [str(python_of(release)), "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""The quickstart as README shows it: st/quickstart.py, with one process, and with --soak with four."""
+"""The quickstart as README shows it: st/quickstart.py, with one process, and with --soak with
+four."""
+
 from __future__ import annotations
 
 import re
@@ -20,8 +22,19 @@ def test_the_resumed_run_equals_the_uninterrupted_one(extra, tmp_path, device, s
         pytest.skip("takes three minutes: --soak; what it shows is tested in st/test_cluster.py")
     if device != "CPU":
         pytest.skip("the quickstart runs on the CPU cluster")
-    done = subprocess.run([sys.executable, str(ROOT / "st" / "quickstart.py"), *extra, "--folder", str(tmp_path / "quickstart")],
-                          cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "st" / "quickstart.py"),
+            *extra,
+            "--folder",
+            str(tmp_path / "quickstart"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     text = done.stdout
     assert done.returncode == 0, text + done.stderr
     assert re.search(r"^  largest difference: 0$", text, re.MULTILINE)

@@ -1,9 +1,11 @@
-"""Automatic recovery: something outside starts the same command again whenever the job ends, until it ends well.
+"""Automatic recovery: something outside starts the same command again whenever the job ends, until
+it ends well.
 
-With --soak ten deaths of four processes, of all of them or of one: in the first save, in later saves, while a checkpoint is
-loaded, at the start and in the middle of nothing. Without it three deaths of one process. And a checkpoint on which every job
-dies.
+With --soak ten deaths of four processes, of all of them or of one: in the first save, in later
+saves, while a checkpoint is loaded, at the start and in the middle of nothing. Without it three
+deaths of one process. And a checkpoint on which every job dies.
 """
+
 from __future__ import annotations
 
 import glob
@@ -35,13 +37,17 @@ LAST = 40
 Moment = Callable[[Run, random.Random], None]
 
 
-# ---- moments of kills: wait until the job reaches them -----------------------------------------------------------------
+# ---- moments of kills: wait until the job reaches them -------------------------------------------
+
 
 def half_written(run: Run) -> bool:
     """Returns the half-written files of this attempt; those of the previous one may still exist."""
-    paths = [path for folder in ("rank_*", ".mindresume/step-*")
-             for path in glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}")]
-    with suppress(FileNotFoundError):                           # renamed in between
+    paths = [
+        path
+        for folder in ("rank_*", ".mindresume/step-*")
+        for path in glob.glob(f"{run.checkpoints}/{folder}/.*.safetensors.*{TEMPORARY}")
+    ]
+    with suppress(FileNotFoundError):  # renamed in between
         return any(os.stat(path).st_mtime > run.started for path in paths)
     return False
 
@@ -53,7 +59,8 @@ def in_a_save(run: Run, chance: random.Random) -> None:
 
 
 def in_a_later_save(run: Run, chance: random.Random) -> None:
-    """The one behind a save that was committed, so that the next attempt has five steps less to do."""
+    """The one behind a save that was committed, so that the next attempt has five steps less to
+    do."""
     while run.process.poll() is None and not (len(run.steps(-1)) >= 9 and committed_steps(run)):
         time.sleep(0.005)
     in_a_save(run, chance)
@@ -65,7 +72,9 @@ def at_the_start(run: Run, chance: random.Random) -> None:
 
 def while_it_loads(run: Run, chance: random.Random) -> None:
     """Or, where nothing was ever complete, begins."""
-    while run.process.poll() is None and not any(events(run, kind) for kind in ("checkpoint_selected", "fresh_start")):
+    while run.process.poll() is None and not any(
+        events(run, kind) for kind in ("checkpoint_selected", "fresh_start")
+    ):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
 
@@ -87,9 +96,12 @@ def trained(run: Run, attempt: int) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
 
 
-def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance: random.Random) -> int:
-    """Starts ``command`` until it ends with success; the first attempts are killed at these moments, the whole job or (False) one
-    rank of it. Returns the number of starts. AssertionError if an attempt fails by itself."""
+def supervised(
+    run: Run, command: str, deaths: list[tuple[Moment, bool]], chance: random.Random
+) -> int:
+    """Starts ``command`` until it ends with success; the first attempts are killed at these
+    moments, the whole job or (False) one rank of it. Returns the number of starts. AssertionError
+    if an attempt fails by itself."""
     for moment, everything in deaths:
         run.start(command, MSRUN_GRACE="1")
         moment(run, chance)
@@ -104,23 +116,39 @@ def supervised(run: Run, command: str, deaths: list[tuple[Moment, bool]], chance
 
 
 def assert_uninterrupted(run: Run, whole: Run) -> None:
-    """Checks that every step of any attempt equals that of the uninterrupted run, and none is missing.
+    """Checks that every step of any attempt equals that of the uninterrupted run, and none is
+    missing.
 
-    A kill between a save and the recorded line of its step leaves that line out. The next attempt resumes from this save then.
+    A kill between a save and the recorded line of its step leaves that line out. The next attempt
+    resumes from this save then.
     """
     reference = {row["step"]: row for row in whole.steps()}
     rows, steps = run.steps(), set(range(1, LAST + 1))
-    resumed = {first[0]["step"] - 1 for attempt in range(1, len(run.attempts)) if (first := run.steps(attempt))}
+    resumed = {
+        first[0]["step"] - 1
+        for attempt in range(1, len(run.attempts))
+        if (first := run.steps(attempt))
+    }
     assert steps - resumed <= {row["step"] for row in rows} <= steps
-    wrong = [row["step"] for row in rows if (row["hex"], row["samples"], row["lr"]) != (
-        reference[row["step"]]["hex"], reference[row["step"]]["samples"], reference[row["step"]]["lr"])]
+    wrong = [
+        row["step"]
+        for row in rows
+        if (row["hex"], row["samples"], row["lr"])
+        != (
+            reference[row["step"]]["hex"],
+            reference[row["step"]]["samples"],
+            reference[row["step"]]["lr"],
+        )
+    ]
     assert wrong == []
     assert differences(whole.steps(), run.steps(-1)) == []
 
 
 def test_one_process_recovers_from_a_few_kills(whole_single, tmp_path):
     run, chance = run_beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
-    starts = supervised(run, "", [(in_a_save, True), (in_between, True), (while_it_loads, True)], chance)
+    starts = supervised(
+        run, "", [(in_a_save, True), (in_between, True), (while_it_loads, True)], chance
+    )
     assert starts == 4
     assert_uninterrupted(run, whole_single)
 
@@ -129,21 +157,40 @@ def test_one_process_recovers_from_a_few_kills(whole_single, tmp_path):
 @pytest.mark.parametrize("fmt", ["", "--use_legacy_format False"])
 def test_four_processes_recover_from_ten_kills(whole_four, tmp_path, fmt, capsys):
     run, chance = run_beside(whole_four, tmp_path / "run", copied=False), random.Random(7)
-    moments = [at_the_start, in_a_save, while_it_loads, in_between, in_a_later_save, in_between, at_the_start, in_a_later_save,
-               while_it_loads, in_between]
+    moments = [
+        at_the_start,
+        in_a_save,
+        while_it_loads,
+        in_between,
+        in_a_later_save,
+        in_between,
+        at_the_start,
+        in_a_later_save,
+        while_it_loads,
+        in_between,
+    ]
     deaths = [(moment, number % 2 == 0) for number, moment in enumerate(moments)]
     assert supervised(run, fmt, deaths, chance) == 11
     with capsys.disabled():
-        print(f"\n{fmt or 'Checkpoint 1.0'}: " + "; ".join(
-            f"{moment.__name__} ({'all ranks' if everything else 'one rank'}): {trained(run, attempt)}"
-            for attempt, (moment, everything) in enumerate([*deaths, (to_the_end, True)])))
+        print(
+            f"\n{fmt or 'Checkpoint 1.0'}: "
+            + "; ".join(
+                f"{moment.__name__} ({'all ranks' if everything else 'one rank'}): "
+                f"{trained(run, attempt)}"
+                for attempt, (moment, everything) in enumerate([*deaths, (to_the_end, True)])
+            )
+        )
     assert_uninterrupted(run, whole_four)
 
 
-# ---- a checkpoint that kills every job -----------------------------------------------------------------------------
+# ---- a checkpoint that kills every job -----------------------------------------------------------
 
-def test_a_checkpoint_that_kills_every_job_is_refused_after_two_failed_loads(whole_single, tmp_path):
-    """Steps 30, 35, 40 exist. 40 kills two jobs; then 35 is selected and trained to 40, which is saved again."""
+
+def test_a_checkpoint_that_kills_every_job_is_refused_after_two_failed_loads(
+    whole_single, tmp_path
+):
+    """Steps 30, 35, 40 exist. 40 kills two jobs; then 35 is selected and trained to 40, which is
+    saved again."""
     run = run_beside(whole_single, tmp_path / "run")
     run.program = PROGRAMS / "crash_after_load.py"
     command, fatal = "--epochs 5", {"CRASH_AFTER_LOAD": "40"}

@@ -1,5 +1,6 @@
-"""The report page in a real browser (headless Chromium), opened from a file: values, zoom, languages, colours, hostile texts, and
-the page without scripts."""
+"""The report page in a real browser (headless Chromium), opened from a file: values, zoom,
+languages, colours, hostile texts, and the page without scripts."""
+
 from __future__ import annotations
 
 import json
@@ -15,54 +16,172 @@ from mindresume.report import chart, page
 from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import CheckpointState, Report, StoredCheckpoint
 from mindresume.report.phrases import CHINESE, ENGLISH, TEXTS
-from mindresume.report.runs import KILLED, Losses, Origin, RefusedCheckpoint, RunAttempt, Save, Saves
+from mindresume.report.runs import (
+    KILLED,
+    Losses,
+    Origin,
+    RefusedCheckpoint,
+    RunAttempt,
+    Save,
+    Saves,
+)
 from st.browser import Browser, missing
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(bool(missing()), reason=missing())]
-EVIL = "<script>document.title = 'x'</script></script><img src=x onerror=\"document.title='y'\"><!--"
-DATA = ("mindformers", "mindresume", "goodput", "loss", "checkpoint", "run", "epoch", "rank", "min", "ms", "KiB", "MiB",
-        "safetensors")
+EVIL = (
+    "<script>document.title = 'x'</script></script><img src=x onerror=\"document.title='y'\"><!--"
+)
+DATA = (
+    "mindformers",
+    "mindresume",
+    "goodput",
+    "loss",
+    "checkpoint",
+    "run",
+    "epoch",
+    "rank",
+    "min",
+    "ms",
+    "KiB",
+    "MiB",
+    "safetensors",
+)
 # What is the same in both languages: names of settings, commands and files.
-NAMES = ("JSON", "json", "report", "verify", "every_steps", "save_checkpoint_steps", "memory_tier", "callbacks",
-         "CheckpointMonitor", "English", "MindSpore", "Page", "Down", "Shift", "Esc", "Up")
+NAMES = (
+    "JSON",
+    "json",
+    "report",
+    "verify",
+    "every_steps",
+    "save_checkpoint_steps",
+    "memory_tier",
+    "callbacks",
+    "CheckpointMonitor",
+    "English",
+    "MindSpore",
+    "Page",
+    "Down",
+    "Shift",
+    "Esc",
+    "Up",
+)
 
 
-def attempt(number: int, first: int, last: int, started: float, copies: tuple[TierSaved, ...] = (), **more: object) -> RunAttempt:
+def attempt(
+    number: int,
+    first: int,
+    last: int,
+    started: float,
+    copies: tuple[TierSaved, ...] = (),
+    **more: object,
+) -> RunAttempt:
     """Returns an attempt with a step each second and a save every tenth step."""
     steps = np.arange(first, last + 1)
-    losses = Losses(steps, 6 - steps / 50 + 0.1 * np.sin(steps), started + 10 + np.arange(len(steps)), np.ones(len(steps)))
-    saves = tuple(Save(step, started + 10 + step - first, 0.1, 0.2, 13_000_000, True) for step in range(first, last + 1)
-                  if step % 10 == 0)
-    return RunAttempt(number, started, started + 12 + len(steps), **{
-        "outcome": "failed", "run_id": f"000{number}-0000aaaa", "first_step": first, "last_step": last,
-        "losses": losses, "saves": Saves(saves, copies), **more})
+    losses = Losses(
+        steps,
+        6 - steps / 50 + 0.1 * np.sin(steps),
+        started + 10 + np.arange(len(steps)),
+        np.ones(len(steps)),
+    )
+    saves = tuple(
+        Save(step, started + 10 + step - first, 0.1, 0.2, 13_000_000, True)
+        for step in range(first, last + 1)
+        if step % 10 == 0
+    )
+    return RunAttempt(
+        number,
+        started,
+        started + 12 + len(steps),
+        **{
+            "outcome": "failed",
+            "run_id": f"000{number}-0000aaaa",
+            "first_step": first,
+            "last_step": last,
+            "losses": losses,
+            "saves": Saves(saves, copies),
+            **more,
+        },
+    )
 
 
-def report_of(*attempts: RunAttempt, reason: str = "file is missing", output: str = "/home/me/output") -> Report:
-    stored = (StoredCheckpoint(120, 12, "0003-0000aaaa", 1, 13_000_000, "safetensors", None, True, 1e9, "complete"),
-              StoredCheckpoint(110, 11, None, 1, 13_000_000, "safetensors", None, False, 1e9, "unusable", reason))
-    return Report(output, (output,), (f"{output}/log/rank_0/info.log",), 0, None, accounts_of(attempts),
-                  CheckpointState(f"{output}/checkpoint", True, stored, (), {}), ())
+def report_of(
+    *attempts: RunAttempt, reason: str = "file is missing", output: str = "/home/me/output"
+) -> Report:
+    stored = (
+        StoredCheckpoint(
+            120, 12, "0003-0000aaaa", 1, 13_000_000, "safetensors", None, True, 1e9, "complete"
+        ),
+        StoredCheckpoint(
+            110, 11, None, 1, 13_000_000, "safetensors", None, False, 1e9, "unusable", reason
+        ),
+    )
+    return Report(
+        output,
+        (output,),
+        (f"{output}/log/rank_0/info.log",),
+        0,
+        None,
+        accounts_of(attempts),
+        CheckpointState(f"{output}/checkpoint", True, stored, (), {}),
+        (),
+    )
 
 
 def usual() -> Report:
     return report_of(
         attempt(1, 1, 37, 1e9, origin=Origin(is_fresh=True), reason=KILLED),
-        attempt(2, 31, 78, 1e9 + 80, reason="RuntimeError: out of memory", failed_rank=0,
-                copies=(TierSaved(35, 13_000_000, 0.05, 0.1),),
-                origin=Origin(step=30, run_id="0001-0000aaaa", source="disk", base_step=30, load_seconds=1.5,
-                              refused=(RefusedCheckpoint(35, "3 bytes are damaged"),))),
-        attempt(3, 71, 120, 1e9 + 180, origin=Origin(step=70, run_id="0002-0000aaaa", source="memory", base_step=70),
-                outcome="finished"))
+        attempt(
+            2,
+            31,
+            78,
+            1e9 + 80,
+            reason="RuntimeError: out of memory",
+            failed_rank=0,
+            copies=(TierSaved(35, 13_000_000, 0.05, 0.1),),
+            origin=Origin(
+                step=30,
+                run_id="0001-0000aaaa",
+                source="disk",
+                base_step=30,
+                load_seconds=1.5,
+                refused=(RefusedCheckpoint(35, "3 bytes are damaged"),),
+            ),
+        ),
+        attempt(
+            3,
+            71,
+            120,
+            1e9 + 180,
+            origin=Origin(step=70, run_id="0002-0000aaaa", source="memory", base_step=70),
+            outcome="finished",
+        ),
+    )
 
 
 def hostile() -> Report:
     saves = (Save(20, 1e9 + 25, failure=EVIL), Save(30, 1e9 + 35, 0.1, 0.2, 10**6, True))
     return report_of(
-        attempt(1, 1, 37, 1e9, run_id=EVIL, reason=EVIL, saves=Saves(saves),
-                origin=Origin(checkpoint=EVIL, refused=(RefusedCheckpoint(5, EVIL),))),
-        attempt(2, 31, 60, 1e9 + 80, origin=Origin(step=30, run_id=EVIL, source=EVIL, base_step=30), outcome=EVIL),
-        reason=EVIL, output=f"/home/{EVIL}")
+        attempt(
+            1,
+            1,
+            37,
+            1e9,
+            run_id=EVIL,
+            reason=EVIL,
+            saves=Saves(saves),
+            origin=Origin(checkpoint=EVIL, refused=(RefusedCheckpoint(5, EVIL),)),
+        ),
+        attempt(
+            2,
+            31,
+            60,
+            1e9 + 80,
+            origin=Origin(step=30, run_id=EVIL, source=EVIL, base_step=30),
+            outcome=EVIL,
+        ),
+        reason=EVIL,
+        output=f"/home/{EVIL}",
+    )
 
 
 def long() -> Report:
@@ -70,9 +189,19 @@ def long() -> Report:
     steps = np.arange(1, count + 1)
     values = 2 + np.sin(steps / 5000)
     values[77_776] = 9.0
-    return report_of(RunAttempt(
-        1, 0.0, count + 5.0, "finished", run_id="0001-0000aaaa", origin=Origin(is_fresh=True), first_step=1, last_step=count,
-        losses=Losses(steps, values, steps + 1.0, np.ones(count))))
+    return report_of(
+        RunAttempt(
+            1,
+            0.0,
+            count + 5.0,
+            "finished",
+            run_id="0001-0000aaaa",
+            origin=Origin(is_fresh=True),
+            first_step=1,
+            last_step=count,
+            losses=Losses(steps, values, steps + 1.0, np.ones(count)),
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +230,12 @@ def opened(browser, pages) -> Browser:
 
 
 def data_of(path: Path) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))[1])
+    return json.loads(
+        re.search(
+            r'<script type="application/json" id="data">(.*?)</script>',
+            path.read_text(encoding="utf-8"),
+        )[1]
+    )
 
 
 def view(browser: Browser, name: str = "loss") -> tuple[float, float]:
@@ -110,7 +244,11 @@ def view(browser: Browser, name: str = "loss") -> tuple[float, float]:
 
 
 def ticks(browser: Browser, name: str = "loss") -> list[str]:
-    return browser.run('return [...document.querySelectorAll(`#plot-${arguments[0]} .tick`)].map((one) => one.textContent)', name)
+    return browser.run(
+        "return [...document.querySelectorAll(`#plot-${arguments[0]} .tick`)].map((one) => "
+        "one.textContent)",
+        name,
+    )
 
 
 def click(browser: Browser, selector: str) -> None:
@@ -126,10 +264,11 @@ def texts_of(browser: Browser) -> list[str]:
         for (const one of document.querySelectorAll("[title], [aria-label]")) {
             if (!one.closest("#static")) found.push(one.getAttribute("title") || "", one.getAttribute("aria-label") || "");
         }
-        return found.filter((text) => text.trim())""")
+        return found.filter((text) => text.trim())""")  # noqa: E501
 
 
-# ---- the page ----------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
+
 
 def test_nothing_is_requested_and_nothing_is_refused(browser, pages):
     for path in (pages.usual, pages.hostile, pages.long):
@@ -138,18 +277,28 @@ def test_nothing_is_requested_and_nothing_is_refused(browser, pages):
         browser.driver.refresh()
         browser.point_at("loss", 35)
         assert set(browser.requested()) == {path.resolve().as_uri()} and browser.logged() == []
-        assert browser.run('return ["static", "charts"].map((id) => document.getElementById(id).hidden)') == [True, False]
+        assert browser.run(
+            'return ["static", "charts"].map((id) => document.getElementById(id).hidden)'
+        ) == [True, False]
 
 
 def test_markup_that_got_into_the_page_does_not_run(browser, pages, tmp_path):
     text, path = pages.usual.read_text(encoding="utf-8"), tmp_path / "broken.html"
-    added = ("<script>document.title = 'injected'</script><img src='x.png' onerror=\"document.title = 'injected'\">"
-             "<style>h1 { color: rgb(1, 2, 3) }</style><p style='color: rgb(1, 2, 3)'>a</p>"
-             "<script src='x.js'></script><iframe src='javascript:parent.document.title=1'></iframe>")
+    added = (
+        "<script>document.title = 'injected'</script><img src='x.png' onerror=\"document.title = "
+        "'injected'\">"
+        "<style>h1 { color: rgb(1, 2, 3) }</style><p style='color: rgb(1, 2, 3)'>a</p>"
+        "<script src='x.js'></script><iframe src='javascript:parent.document.title=1'></iframe>"
+    )
     path.write_text(text.replace("<h1>", added + "<h1>", 1), encoding="utf-8")
     browser.open(path)
-    assert "step 35: loss" in browser.point_at("loss", 35) and browser.run("return document.title").startswith("Training report")
-    colours = browser.run('return ["h1", "p[style]"].map((one) => getComputedStyle(document.querySelector(one)).color)')
+    assert "step 35: loss" in browser.point_at("loss", 35) and browser.run(
+        "return document.title"
+    ).startswith("Training report")
+    colours = browser.run(
+        'return ["h1", "p[style]"].map((one) => '
+        "getComputedStyle(document.querySelector(one)).color)"
+    )
     assert "rgb(1, 2, 3)" not in colours and len(browser.logged()) >= 5
 
 
@@ -159,7 +308,7 @@ def test_what_a_script_adds_to_the_page_does_not_run(opened):
                 made.append("document.title = 'injected'"); },
         () => document.body.insertAdjacentHTML("beforeend", "<img src=x onerror=\\"document.title='injected'\\">"),
         () => { document.body.setAttribute("onclick", "document.title = 'injected'"); document.body.click(); }];
-        for (const one of tries) { try { one(); } catch (error) { } }""")
+        for (const one of tries) { try { one(); } catch (error) { } }""")  # noqa: E501
     assert opened.run("return document.title") == "Training report: /home/me/output"
     assert opened.run("return document.images.length") == 0
     opened.logged()
@@ -171,7 +320,9 @@ def test_hostile_texts_stay_texts(browser, pages):
         title = browser.run("return document.title")
         assert title.endswith(f"/home/{EVIL}") and browser.run("return document.images.length") == 0
         assert browser.run('return document.querySelectorAll("script").length') == 2
-        assert EVIL in browser.point_at("loss", 37) and browser.run("return document.title") == title
+        assert (
+            EVIL in browser.point_at("loss", 37) and browser.run("return document.title") == title
+        )
         assert sum(EVIL in text for text in texts_of(browser)) > 8 and browser.logged() == []
 
 
@@ -183,29 +334,41 @@ def test_without_scripts_there_are_a_figure_and_tables(pages):
         root = browser.command("DOM.getDocument", depth=-1)["root"]["nodeId"]
 
         def count(selector: str) -> int:
-            return len(browser.command("DOM.querySelectorAll", nodeId=root, selector=selector)["nodeIds"])
+            return len(
+                browser.command("DOM.querySelectorAll", nodeId=root, selector=selector)["nodeIds"]
+            )
+
         assert count("#static:not([hidden]) svg[aria-label] path") > 20 and count("table") == 6
-        assert count("#charts[hidden]:empty") == count("#switches[hidden]:empty") == 1 and count(".tip") == 0
+        assert (
+            count("#charts[hidden]:empty") == count("#switches[hidden]:empty") == 1
+            and count(".tip") == 0
+        )
         assert browser.logged() == []
     finally:
         browser.close()
 
 
-# ---- values ------------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
+
 
 def test_pointing_shows_the_value_of_the_data(opened, pages):
     curves = data_of(pages.usual)["chart"]["curves"]
     for curve in curves:
         index = len(curve["steps"]) // 2
         text = opened.point_at("loss", curve["steps"][index])
-        assert f"step {curve['steps'][index]}: loss {curve['values'][index]}" in text and f"attempt {curve['attempt']}," in text
+        assert (
+            f"step {curve['steps'][index]}: loss {curve['values'][index]}" in text
+            and f"attempt {curve['attempt']}," in text
+        )
 
 
 def test_pointing_at_marks(opened):
     text = opened.point_at("loss", 20, 0.98)
     assert "step 20 saved at " in text and "12.4 MiB; training stopped for 0.10 s" in text
     text = opened.point_at("loss", 37)
-    assert "attempt 1 failed at step 37" in text and "no end was recorded" in text and "lost" in text
+    assert (
+        "attempt 1 failed at step 37" in text and "no end was recorded" in text and "lost" in text
+    )
     assert "rank 0: RuntimeError: out of memory" in opened.point_at("loss", 78)
     text = opened.point_at("loss", 70)
     assert "attempt 3 resumed after step 70" in text and "from memory" in text
@@ -216,22 +379,34 @@ def test_pointing_at_the_timeline(opened, pages):
     chart_data = data_of(pages.usual)["chart"]
     kind, number, begin, end = max(chart_data["spans"], key=lambda span: span[3] - span[2])
     text = opened.point_at("timeline", begin + (end - begin) * 0.37, 0.4)
-    assert text.startswith(f"{TEXTS[f'spent.{kind}'][ENGLISH]}: {round(end - begin)} s") and f"attempt {number}," in text
+    assert (
+        text.startswith(f"{TEXTS[f'spent.{kind}'][ENGLISH]}: {round(end - begin)} s")
+        and f"attempt {number}," in text
+    )
     phase = chart_data["phases"][0]
-    assert "recovery after attempt 1" in opened.point_at("timeline", (phase[2] + phase[3]) / 2, 0.82)
+    assert "recovery after attempt 1" in opened.point_at(
+        "timeline", (phase[2] + phase[3]) / 2, 0.82
+    )
 
 
 def test_the_phases_of_a_recovery_have_values(opened):
-    rows = opened.run('return [...document.querySelectorAll("svg.parts")].map((bar) => bar.children.length)')
+    rows = opened.run(
+        'return [...document.querySelectorAll("svg.parts")].map((bar) => bar.children.length)'
+    )
     assert len(rows) == 2 and min(rows) >= 2
     opened.scroll_to("svg.parts rect")
     box = opened.run("""const box = document.querySelector("svg.parts rect").getBoundingClientRect();
-        return [box.left + box.width / 2, box.top + box.height / 2]""")
+        return [box.left + box.width / 2, box.top + box.height / 2]""")  # noqa: E501
     opened.mouse("Moved", tuple(box))
     assert re.fullmatch(r"notice \+ .*: \d+ s", opened.tip())
     opened.mouse("Moved", (5, 5))
     assert opened.tip() == ""
-    assert opened.run('return document.querySelector("svg.parts").getAttribute("aria-label")').count(";") == rows[0] - 1
+    assert (
+        opened.run('return document.querySelector("svg.parts").getAttribute("aria-label")').count(
+            ";"
+        )
+        == rows[0] - 1
+    )
 
 
 def test_the_keyboard_shows_values(opened):
@@ -252,12 +427,15 @@ def test_the_keyboard_shows_values(opened):
 def test_a_finger_shows_values_and_does_not_zoom(opened):
     before, (x, y) = view(opened), opened.place("loss", 50)
     opened.command("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-    opened.command("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": x + 40, "y": y}])
+    opened.command(
+        "Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": x + 40, "y": y}]
+    )
     assert "loss" in opened.tip() and view(opened) == before
     opened.command("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
 
-# ---- zoom, series ------------------------------------------------------------------------------------------------------
+# ---- zoom, series --------------------------------------------------------------------------------
+
 
 def test_dragging_zooms_and_a_double_click_shows_all(opened):
     whole, labels = view(opened), ticks(opened)
@@ -289,7 +467,9 @@ def test_buttons_zoom_and_move(opened):
     assert view(opened) == whole
     for _ in range(20):
         click(opened, "[data-tool=zoom_in]")
-    assert view(opened)[1] - view(opened)[0] == pytest.approx(2) and all(float(tick).is_integer() for tick in ticks(opened))
+    assert view(opened)[1] - view(opened)[0] == pytest.approx(2) and all(
+        float(tick).is_integer() for tick in ticks(opened)
+    )
 
 
 def test_dragging_with_shift_moves(opened):
@@ -307,7 +487,12 @@ def test_the_legend_switches_series_off_and_on(opened):
     click(opened, "[data-series=lost]")
     assert opened.run(marks) == 0 and opened.run(areas) == 0
     assert "lost" not in opened.point_at("loss", 35)
-    assert opened.run('return document.querySelector("[data-series=lost]").getAttribute("aria-pressed")') == "false"
+    assert (
+        opened.run(
+            'return document.querySelector("[data-series=lost]").getAttribute("aria-pressed")'
+        )
+        == "false"
+    )
     click(opened, "[data-series=committed]")
     assert opened.run(marks) == 12
 
@@ -316,7 +501,9 @@ def test_a_long_training_says_what_was_left_out_and_keeps_its_peak(browser, page
     browser.open(pages.long)
     losses = data_of(pages.long)["chart"]["losses"]
     note = browser.run('return document.querySelector("[data-note=left_out]").textContent')
-    assert losses["shown"] < losses["total"] == 200_000 and f"{losses['shown']:,} of 200,000" in note
+    assert (
+        losses["shown"] < losses["total"] == 200_000 and f"{losses['shown']:,} of 200,000" in note
+    )
     browser.drag("loss", 70_000, 90_000)
     assert "step 77777: loss 9\n" in browser.point_at("loss", 77_777, 0.05)
     assert pages.long.stat().st_size < 1_000_000
@@ -325,17 +512,22 @@ def test_a_long_training_says_what_was_left_out_and_keeps_its_peak(browser, page
 def test_between_two_points_that_are_left_the_axis_has_their_losses(browser, pages):
     browser.open(pages.long)
     (curve,) = data_of(pages.long)["chart"]["curves"]
-    index = max(range(3000, 3200), key=lambda index: curve["steps"][index + 1] - curve["steps"][index])
-    begin, end = curve["steps"][index:index + 2]
+    index = max(
+        range(3000, 3200), key=lambda index: curve["steps"][index + 1] - curve["steps"][index]
+    )
+    begin, end = curve["steps"][index : index + 2]
     browser.drag("loss", begin - 2000, end + 2000)
     browser.drag("loss", begin + 6, end - 6)
     ends = view(browser)
     assert begin < ends[0] < ends[1] < end
-    drawn = browser.run('return [...document.querySelectorAll("#plot-loss .tick-y")].map((one) => +one.textContent)')
+    drawn = browser.run(
+        'return [...document.querySelectorAll("#plot-loss .tick-y")].map((one) => +one.textContent)'
+    )
     assert max(abs(tick - curve["values"][index]) for tick in drawn) < 0.5
 
 
-# ---- languages, colours ------------------------------------------------------------------------------------------------
+# ---- languages, colours --------------------------------------------------------------------------
+
 
 def english_left(texts: list[str], data: tuple[str, ...]) -> set[str]:
     """Returns the English words in texts that are neither names nor data."""
@@ -345,8 +537,17 @@ def english_left(texts: list[str], data: tuple[str, ...]) -> set[str]:
     return {word for word in words if word not in (*DATA, *NAMES)}
 
 
-LOGGED = ("/home/me/output", "/log/rank_0/info.log", "RuntimeError: out of memory", "3 bytes are damaged", "file is missing",
-          "0001-0000aaaa", "0002-0000aaaa", "0003-0000aaaa", "GiB/s")
+LOGGED = (
+    "/home/me/output",
+    "/log/rank_0/info.log",
+    "RuntimeError: out of memory",
+    "3 bytes are damaged",
+    "file is missing",
+    "0001-0000aaaa",
+    "0002-0000aaaa",
+    "0003-0000aaaa",
+    "GiB/s",
+)
 
 
 def test_the_switch_changes_every_fixed_text(opened):
@@ -354,11 +555,21 @@ def test_the_switch_changes_every_fixed_text(opened):
     assert not re.search("[\u4e00-\u9fff]", "".join(before).replace("中文", ""))
     click(opened, "button[lang=zh]")
     after = texts_of(opened)
-    assert english_left(after, LOGGED) == set() and opened.run("return document.documentElement.lang") == "zh-CN"
-    assert "RuntimeError: out of memory" in "".join(after) and after[0] == "训练报告：/home/me/output"
+    assert (
+        english_left(after, LOGGED) == set()
+        and opened.run("return document.documentElement.lang") == "zh-CN"
+    )
+    assert (
+        "RuntimeError: out of memory" in "".join(after) and after[0] == "训练报告：/home/me/output"
+    )
     for place, height in ((37, 0.5), (20, 0.98), (70, 0.5), (35, 0.94)):
         assert english_left([opened.point_at("loss", place, height)], LOGGED) == set()
-    assert english_left([opened.point_at("timeline", 100, 0.4), opened.point_at("timeline", 60, 0.82)], LOGGED) == set()
+    assert (
+        english_left(
+            [opened.point_at("timeline", 100, 0.4), opened.point_at("timeline", 60, 0.82)], LOGGED
+        )
+        == set()
+    )
     click(opened, "button[lang=en]")
     opened.mouse("Moved", (2, 2))
     assert texts_of(opened) == before
@@ -370,7 +581,10 @@ def test_the_language_of_the_browser_decides_first_and_the_choice_is_remembered(
     assert browser.run(heading) == TEXTS["title"][CHINESE]
     click(browser, "button[lang=en]")
     browser.driver.refresh()
-    assert browser.run(heading) == TEXTS["title"][ENGLISH] and browser.run("return localStorage.length") == 0
+    assert (
+        browser.run(heading) == TEXTS["title"][ENGLISH]
+        and browser.run("return localStorage.length") == 0
+    )
     browser.open(pages.usual, "de-DE")
     assert browser.run(heading) == TEXTS["title"][ENGLISH]
 
@@ -390,7 +604,7 @@ CONTRAST = """const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willRea
         const [a, b] = colours.map(light).sort((x, y) => y - x);
         found.push([(a + 0.05) / (b + 0.05), `${one.tagName}.${one.getAttribute("class")}: ${one.textContent.slice(0, 30)}`]);
     }
-    return found"""
+    return found"""  # noqa: E501
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -411,5 +625,8 @@ def test_a_narrow_window_does_not_scroll_sideways(browser, pages):
     browser.open(pages.usual, width=400, height=800)
     assert browser.run("return document.documentElement.scrollWidth") <= 400
     assert "loss" in browser.point_at("loss", 50)
-    box = browser.run('const box = document.querySelector(".tip").getBoundingClientRect(); return [box.left, box.right]')
+    box = browser.run(
+        'const box = document.querySelector(".tip").getBoundingClientRect(); return [box.left, '
+        "box.right]"
+    )
     assert box[0] >= 0 and box[1] <= 400

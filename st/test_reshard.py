@@ -1,12 +1,17 @@
-"""One training, one folder, another parallel layout at every start: auto_trans_ckpt, and nothing said about the old layout.
+"""One training, one folder, another parallel layout at every start: auto_trans_ckpt, and nothing
+said about the old layout.
 
-    steps  1-5    dp2 x tp2 with optimizer shard, 4 ranks      the folder of the uninterrupted run as it was after step 5
-    steps  6-12   dp2 with optimizer shard, 2 ranks            SIGKILL after step 12: the newest checkpoint is step 10
-    steps 11-17   one process                                  SIGKILL after step 17: the newest checkpoint is step 15
+    steps  1-5    dp2 x tp2 with optimizer shard, 4 ranks      the folder of the uninterrupted run
+           as it was after step 5
+    steps  6-12   dp2 with optimizer shard, 2 ranks            SIGKILL after step 12: the newest
+           checkpoint is step 10
+    steps 11-17   one process                                  SIGKILL after step 17: the newest
+                  checkpoint is step 15
     steps 16-20   dp4 with optimizer shard, 4 ranks            to the end
 
 Once with .safetensors files; with .ckpt files the second line, to the end.
 """
+
 from __future__ import annotations
 
 import json
@@ -40,7 +45,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt: its layout, the step whose checkpoint it must take, and the step after which it is killed."""
+    """One attempt: its layout, the step whose checkpoint it must take, and the step after which it
+    is killed."""
+
     layout: Layout
     takes: int
     killed: int | None
@@ -48,8 +55,9 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """One attempt after its end. ``saved``, ``loaded``: global tensors of the checkpoint before it, and of its start.
-    ``samples``: {step: ids that all ranks saw}."""
+    """One attempt after its end. ``saved``, ``loaded``: global tensors of the checkpoint before it,
+    and of its start. ``samples``: {step: ids that all ranks saw}."""
+
     plan: Plan
     attempt: RunAttempt
     saved: dict[str, np.ndarray]
@@ -58,14 +66,24 @@ class Outcome:
 
 
 LONG = (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, 17), Plan(Layout(dp=4), 15, None))
-PLANS = {"safetensors": (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, None)),      # st/test_iterations.py grows again
-         "safetensors-up": LONG,
-         "ckpt": (Plan(Layout(dp=2), 5, None),)}
+# st/test_iterations.py grows again
+PLANS = {
+    "safetensors": (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, None)),
+    "safetensors-up": LONG,
+    "ckpt": (Plan(Layout(dp=2), 5, None),),
+}
 
 
-# ---- the attempts --------------------------------------------------------------------------------------------------
+# ---- the attempts --------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module", params=["safetensors", *(pytest.param(name, marks=pytest.mark.soak) for name in list(PLANS)[1:])])
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "safetensors",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in list(PLANS)[1:]),
+    ],
+)
 def kind(request) -> str:
     return request.param
 
@@ -77,42 +95,60 @@ def whole(kind, data, device, graphs, trained) -> Run:
 
 @pytest.fixture(scope="module")
 def chain(kind, whole, data, device, graphs, tmp_path_factory) -> tuple[Run, list[Outcome]]:
-    """Runs the attempts. What keeps the next one from starting is asserted here: that an attempt ends as planned."""
-    run, found = run_of_kind(kind, tmp_path_factory.mktemp(f"chain_{kind}"), data, device, graphs), []
+    """Runs the attempts. What keeps the next one from starting is asserted here: that an attempt
+    ends as planned."""
+    run, found = (
+        run_of_kind(kind, tmp_path_factory.mktemp(f"chain_{kind}"), data, device, graphs),
+        [],
+    )
     copy_checkpoints(whole, run, 5)
     for plan in PLANS[kind]:
         saved = merged(saved_shards(run, plan.takes))
-        start_layout(run, plan.layout, KINDS[kind].columns, "--auto_trans_ckpt True --balanced_load True",
-                     **{"CPU_CLUSTER_KILL": f"all@{plan.killed}"} if plan.killed else {})
+        start_layout(
+            run,
+            plan.layout,
+            KINDS[kind].columns,
+            "--auto_trans_ckpt True --balanced_load True",
+            **{"CPU_CLUSTER_KILL": f"all@{plan.killed}"} if plan.killed else {},
+        )
         status = run.wait(ATTEMPT_LIMIT)
-        assert (status == 0) == (plan.killed is None), f"exit status {status}:\n" + run.log()[-4000:]
+        assert (status == 0) == (plan.killed is None), (
+            f"exit status {status}:\n" + run.log()[-4000:]
+        )
         loaded = loaded_tensors(run, [tensors for _, _, tensors in shards(run, plan.takes + 5)])
         found.append(Outcome(plan, finished_attempt(run), saved, loaded, samples(run)))
     return run, found
 
 
-# ---- conditions ----------------------------------------------------------------------------------------------------
+# ---- conditions ----------------------------------------------------------------------------------
+
 
 def test_every_attempt_resumes_from_the_newest_checkpoint_of_the_one_before(chain):
     for found in chain[1]:
         plan = found.plan
         assert found.attempt.selected == [plan.takes] * plan.layout.ranks
-        lasts = (STEPS,) if plan.killed is None else (plan.killed, plan.killed - 1)     # rank 0 may die before it records it
+        # rank 0 may die before it records it
+        lasts = (STEPS,) if plan.killed is None else (plan.killed, plan.killed - 1)
         assert found.attempt.trained() in [list(range(plan.takes + 1, last + 1)) for last in lasts]
 
 
 def test_an_attempt_starts_bit_for_bit_with_what_was_saved(chain, kind):
-    """Compares weights, both moments, the step of the optimizer and the loss scale as global tensors, in any layouts."""
+    """Compares weights, both moments, the step of the optimizer and the loss scale as global
+    tensors, in any layouts."""
     for found in chain[1]:
         saved, loaded = found.saved, found.loaded
         assert set(saved) - set(loaded) == COUNTERS
         assert [name for name in set(loaded) - set(saved) if not is_transient(name)] == []
-        wrong = not_equal({name: saved[name] for name in loaded if name in saved},
-                          {name: loaded[name] for name in saved if name in loaded})
+        wrong = not_equal(
+            {name: saved[name] for name in loaded if name in saved},
+            {name: loaded[name] for name in saved if name in loaded},
+        )
         assert wrong == [], f"{found.plan}: {len(wrong)} of {len(loaded)} tensors"
         assert int(loaded["global_step"][0]) == found.plan.takes
         moments = [name for name in loaded if name.startswith("adam_")]
-        assert len(moments) >= (20 if KINDS[kind].options else 36) and all(loaded[name].any() for name in moments)
+        assert len(moments) >= (20 if KINDS[kind].options else 36) and all(
+            loaded[name].any() for name in moments
+        )
 
 
 def test_the_losses_are_those_of_the_run_that_never_stopped(chain, whole, capsys):
@@ -120,17 +156,30 @@ def test_the_losses_are_those_of_the_run_that_never_stopped(chain, whole, capsys
 
 
 def test_every_step_sees_the_samples_that_it_sees_in_every_layout(chain, whole):
-    assert_samples(whole, [(found.plan.takes, found.plan.killed or STEPS, found.samples) for found in chain[1]])
+    assert_samples(
+        whole, [(found.plan.takes, found.plan.killed or STEPS, found.samples) for found in chain[1]]
+    )
 
 
 def test_three_checkpoints_are_kept_and_complete(chain, kind):
-    """keep_checkpoint_max is 3, over all attempts: what ranks wrote that later attempts do not have is removed as well."""
+    """keep_checkpoint_max is 3, over all attempts: what ranks wrote that later attempts do not have
+    is removed as well."""
     run = chain[0]
     checked = run.mindresume("verify", "--json", str(run.checkpoints))
     assert checked.returncode == 0, checked.stdout
     assert [(row["step"], row["state"]) for row in json.loads(checked.stdout)["checkpoints"]] == [
-        (20, "verified"), (15, "verified"), (10, "verified")]
-    files = sorted(path.relative_to(run.checkpoints).parts[0] for path in run.checkpoints.glob("rank_*/*-*"))
-    saved_by = {step: max((found.plan for found in chain[1] if found.plan.takes < step), key=lambda plan: plan.takes).layout.ranks
-                for step in (10, 15, 20)}
+        (20, "verified"),
+        (15, "verified"),
+        (10, "verified"),
+    ]
+    files = sorted(
+        path.relative_to(run.checkpoints).parts[0] for path in run.checkpoints.glob("rank_*/*-*")
+    )
+    saved_by = {
+        step: max(
+            (found.plan for found in chain[1] if found.plan.takes < step),
+            key=lambda plan: plan.takes,
+        ).layout.ranks
+        for step in (10, 15, 20)
+    }
     assert files == sorted(f"rank_{rank}" for ranks in saved_by.values() for rank in range(ranks))

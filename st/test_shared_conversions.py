@@ -1,4 +1,6 @@
-"""Conversions under MindSpore's msrun: its workers share the files, and its scheduler, which they never call, ends too."""
+"""Conversions under MindSpore's msrun: its workers share the files, and its scheduler, which they
+never call, ends too."""
+
 from __future__ import annotations
 
 import json
@@ -13,11 +15,24 @@ from st.cpu_cluster.launch import free_port
 from st.run_attempts import FIXTURES, LIMIT, PROGRAMS
 from st.training_run import ROOT
 
-FOUR = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output"          # of mindformers alone: a Qwen3, four ranks
+# of mindformers alone: a Qwen3, four ranks
+FOUR = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output"
 SOURCE = (FOUR / "checkpoint", "--from", FOUR / "strategy")
-MODEL = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 32,
-         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
-         "max_position_embeddings": 16, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+MODEL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
 LAUNCHERS = ("MS_", "RANK_", "OMPI_", "PMI", "SLURM_")
 MODULE = ("python", "-m", "mindresume")
 SCRIPT = (str(Path(sys.executable).parent / "mindresume"),)
@@ -35,36 +50,71 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), **more}
 
 
-def msrun(logs: Path, *words: object, processes: int = 2, command: tuple[str, ...] = MODULE, **more: str) -> int:
+def msrun(
+    logs: Path, *words: object, processes: int = 2, command: tuple[str, ...] = MODULE, **more: str
+) -> int:
     """Returns the exit status of msrun."""
-    started = [sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={processes}",
-               f"--local_worker_num={processes}", f"--master_port={free_port()}", f"--log_dir={logs}", "--join=True"]
-    return subprocess.run([*started, *command, *map(str, words)], env=environment(**more), cwd=logs.parent,
-                          capture_output=True, timeout=LIMIT, check=False).returncode
+    started = [
+        sys.executable,
+        "-m",
+        "mindspore.parallel.cluster.run",
+        f"--worker_num={processes}",
+        f"--local_worker_num={processes}",
+        f"--master_port={free_port()}",
+        f"--log_dir={logs}",
+        "--join=True",
+    ]
+    return subprocess.run(
+        [*started, *command, *map(str, words)],
+        env=environment(**more),
+        cwd=logs.parent,
+        capture_output=True,
+        timeout=LIMIT,
+        check=False,
+    ).returncode
 
 
 def alone(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "mindresume", *map(str, words)], env=environment(), capture_output=True, timeout=LIMIT,
-                   check=True)
+    subprocess.run(
+        [sys.executable, "-m", "mindresume", *map(str, words)],
+        env=environment(),
+        capture_output=True,
+        timeout=LIMIT,
+        check=True,
+    )
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
     """Returns {path: bytes}, of records only the path: they contain times."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() and ".mindresume" not in path.parts else None
-            for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        if path.is_file() and ".mindresume" not in path.parts
+        else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def printed(logs: Path, rank: int) -> str:
     return (logs / f"worker_{rank}.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("words, processes, command", [
-    (("convert", *SOURCE, "new", "--to", "tp=2,dp=2"), 4, MODULE), (("merge", *SOURCE, "new", "--part-size", "20kB"), 2, SCRIPT),
-    (("export-hf", *SOURCE, "new", "--config", ".", "--max-shard-size", "30kB"), 3, MODULE)], ids=lambda value: str(value)[:12])
+@pytest.mark.parametrize(
+    "words, processes, command",
+    [
+        (("convert", *SOURCE, "new", "--to", "tp=2,dp=2"), 4, MODULE),
+        (("merge", *SOURCE, "new", "--part-size", "20kB"), 2, SCRIPT),
+        (("export-hf", *SOURCE, "new", "--config", ".", "--max-shard-size", "30kB"), 3, MODULE),
+    ],
+    ids=lambda value: str(value)[:12],
+)
 def test_the_bytes_of_one_process(tmp_path, words, processes, command):
     (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    words = [tmp_path if word == "." else tmp_path / "new" if word == "new" else word for word in words]
-    assert msrun(tmp_path / "logs", *words, processes=processes, command=command) == 0, printed(tmp_path / "logs", 0)
+    words = [
+        tmp_path if word == "." else tmp_path / "new" if word == "new" else word for word in words
+    ]
+    assert msrun(tmp_path / "logs", *words, processes=processes, command=command) == 0, printed(
+        tmp_path / "logs", 0
+    )
     assert str(tmp_path / "new") in printed(tmp_path / "logs", 0)
     os.rename(tmp_path / "new", tmp_path / "many")
     alone(*words)
@@ -74,7 +124,15 @@ def test_the_bytes_of_one_process(tmp_path, words, processes, command):
 
 def test_a_killed_process_is_an_error_and_the_same_command_goes_on(tmp_path):
     words = ("convert", *SOURCE, tmp_path / "new", "--to", "tp=2,dp=2")
-    assert msrun(tmp_path / "killed", *words, command=(str(PROGRAMS / "killed_conversion.py"),), KILLED_PROCESS="1") != 0
+    assert (
+        msrun(
+            tmp_path / "killed",
+            *words,
+            command=(str(PROGRAMS / "killed_conversion.py"),),
+            KILLED_PROCESS="1",
+        )
+        != 0
+    )
     assert not (tmp_path / "new").exists()
     work = [path for path in tmp_path.glob(".new*") if list(path.rglob("*.safetensors"))]
     assert work, "what was finished stays"
@@ -88,9 +146,13 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(tmp_path):
 def test_each_process_prints_what_it_verified(tmp_path):
     alone("convert", *SOURCE, tmp_path / "new", "--to", "same")
     assert msrun(tmp_path / "fine", "verify", tmp_path / "new", "--json") == 0
-    read = [json.loads(text[text.index("{"):])["bytes_read"] for rank in range(2) for text in [printed(tmp_path / "fine", rank)]]
+    read = [
+        json.loads(text[text.index("{") :])["bytes_read"]
+        for rank in range(2)
+        for text in [printed(tmp_path / "fine", rank)]
+    ]
     assert all(read)
-    file, = tmp_path.glob("new/rank_1/*.safetensors")
+    (file,) = tmp_path.glob("new/rank_1/*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -1,8 +1,10 @@
-"""One process, and the data set is another one at a resume: declared or not, interrupted again, round after round.
+"""One process, and the data set is another one at a resume: declared or not, interrupted again,
+round after round.
 
-The data sets are windows of one text, in other numbers: a sample is known by its tokens, and no two sets have the same rows in
-the same places.
+The data sets are windows of one text, in other numbers: a sample is known by its tokens, and no two
+sets have the same rows in the same places.
 """
+
 from __future__ import annotations
 
 import shutil
@@ -34,13 +36,27 @@ SAMPLES = {"second": 120, "third": 56}
 
 @pytest.fixture(scope="module")
 def sets(data, tmp_path_factory) -> dict[str, str]:
-    """{name: arguments of the program}: the first has 80 samples (10 steps), the second 120 (15), the third 56 (7)."""
+    """{name: arguments of the program}: the first has 80 samples (10 steps), the second 120 (15),
+    the third 56 (7)."""
     base = tmp_path_factory.mktemp("sets")
     for name, count in SAMPLES.items():
-        subprocess.run([sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(base / name), "--samples", str(count)],
-                       check=True)
-    return {"first": "", **{name: f"--train_dataset {base / name / 'mcore.mindrecord'} --num_samples {count}"
-                            for name, count in SAMPLES.items()}}
+        subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "st" / "data" / "make_data.py"),
+                str(base / name),
+                "--samples",
+                str(count),
+            ],
+            check=True,
+        )
+    return {
+        "first": "",
+        **{
+            name: f"--train_dataset {base / name / 'mcore.mindrecord'} --num_samples {count}"
+            for name, count in SAMPLES.items()
+        },
+    }
 
 
 def samples(run: Run, attempt: int = -1) -> dict[int, list[str]]:
@@ -58,7 +74,9 @@ def alone(whole_single, sets, tmp_path_factory) -> SimpleNamespace:
     """One pass over the second and over the third set: which samples each step has."""
     base = tmp_path_factory.mktemp("alone")
     runs = {name: run_beside(whole_single, base / name, copied=False) for name in SAMPLES}
-    in_parallel(*(lambda name=name: train_well(runs[name], sets[name], "--epochs 1") for name in SAMPLES))
+    in_parallel(
+        *(lambda name=name: train_well(runs[name], sets[name], "--epochs 1") for name in SAMPLES)
+    )
     found = {name: passes(run) for name, run in runs.items()}
     assert {name: len(rows) for name, rows in found.items()} == {"second": 15, "third": 7}
     return SimpleNamespace(**found)
@@ -72,24 +90,39 @@ def twice(run: Run, kill: int, *command: str) -> Run:
 
 @pytest.fixture(scope="module")
 def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
-    """Each resumes from a copy of the uninterrupted run at step 40, the end of epoch 4 of the first data set."""
+    """Each resumes from a copy of the uninterrupted run at step 40, the end of epoch 4 of the first
+    data set."""
     base = tmp_path_factory.mktemp("changed")
-    runs = SimpleNamespace(**{name: run_beside(whole_single, base / name) for name in
-                              ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")})
+    runs = SimpleNamespace(
+        **{
+            name: run_beside(whole_single, base / name)
+            for name in ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")
+        }
+    )
     shutil.rmtree(runs.new.checkpoints)
     second, more = sets["second"], "--epochs 6"
     in_parallel(
         lambda: twice(runs.ignored, 47, second, IGNORE, more),
         lambda: twice(runs.skipped, 47, second, SKIP, more),
-        lambda: train_well(runs.larger, f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2"),
+        lambda: train_well(
+            runs.larger,
+            f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2",
+        ),
         lambda: train_well(runs.silent, second, more),
-        lambda: train_well(runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"),
+        lambda: train_well(
+            runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"
+        ),
         lambda: train(runs.refused, second, more, MINDRESUME_ON_DATASET_CHANGE="error"),
-        lambda: (train_well(runs.new, FORMAT_2, "--epochs 1"), twice(runs.new, 17, FORMAT_2, second, IGNORE, "--epochs 3")))
+        lambda: (
+            train_well(runs.new, FORMAT_2, "--epochs 1"),
+            twice(runs.new, 17, FORMAT_2, second, IGNORE, "--epochs 3"),
+        ),
+    )
     return runs
 
 
-# ---- a new data set that was declared ------------------------------------------------------------------------------
+# ---- a new data set that was declared ------------------------------------------------------------
+
 
 def test_training_starts_with_the_first_sample_of_the_new_data_set(changed, alone):
     """Scenario 1. Two passes of 15 steps follow step 40."""
@@ -116,7 +149,8 @@ def test_steps_that_were_trained_already_are_skipped(changed, alone):
 
 
 def test_another_batch_size_at_the_same_time(changed, alone):
-    """Scenario 3: step 40 of 8 samples is step 20 of 16; a pass of the new set has 7 steps, its last 8 samples are dropped."""
+    """Scenario 3: step 40 of 8 samples is step 20 of 16; a pass of the new set has 7 steps, its
+    last 8 samples are dropped."""
     run, pairs = changed.larger, [alone.second[i] + alone.second[i + 1] for i in range(0, 14, 2)]
     assert [samples(run)[step] for step in range(21, 28)] == pairs
     assert_event(run, "progress_restored", step_scale=0.5, saved_step=40)
@@ -127,7 +161,8 @@ def test_in_sink_mode_too(changed, alone):
     run = changed.sinks
     assert steps_of(run) == list(range(41, 55))
     assert [samples(run)[step] for step in range(41, 55)] == alone.second[:14]
-    assert_event(run, "progress_restored", epochs_done=30)                       # an epoch of mindformers is a sink
+    # an epoch of mindformers is a sink
+    assert_event(run, "progress_restored", epochs_done=30)
     assert resume_summary(run)["epoch"][0] == "recomputed"
 
 
@@ -138,10 +173,12 @@ def test_in_checkpoint_2_too(changed, alone):
     assert steps_of(run)[-1] == 40
 
 
-# ---- an undeclared new data set ------------------------------------------------------------------------------------
+# ---- an undeclared new data set ------------------------------------------------------------------
+
 
 def test_a_silent_change_is_a_warning(changed, alone):
-    """The data set counts as the old one; the checkpoint is between two passes, so no sample of the new one is skipped."""
+    """The data set counts as the old one; the checkpoint is between two passes, so no sample of the
+    new one is skipped."""
     run = changed.silent
     assert notices(run, "mcore.mindrecord", "ignore_data_skip: True", level="warning")
     assert [samples(run)[step] for step in range(41, 71)] == alone.second * 2
@@ -158,20 +195,31 @@ def test_the_same_data_set_is_not_a_change(whole_single, tmp_path):
     run = run_beside(whole_single, tmp_path / "run")
     shutil.copytree(whole_single.data, tmp_path / "moved")
     run.data = tmp_path / "moved"
-    train(run, "--train_dataset.num_parallel_workers 2 --epochs 5", MINDRESUME_ON_DATASET_CHANGE="error")
+    train(
+        run,
+        "--train_dataset.num_parallel_workers 2 --epochs 5",
+        MINDRESUME_ON_DATASET_CHANGE="error",
+    )
     assert steps_of(run) == list(range(41, 51)) and not notices(run, "ignore_data_skip")
     assert resume_summary(run)["data set"][0] == "restored"
 
 
-# ---- a new data set each round -------------------------------------------------------------------------------------
+# ---- a new data set each round -------------------------------------------------------------------
+
 
 def test_incremental_training(whole_single, sets, alone, tmp_path):
-    """One pass over each of three sets of 10, 15 and 7 steps; the curve of the learning rate is planned for all 32."""
+    """One pass over each of three sets of 10, 15 and 7 steps; the curve of the learning rate is
+    planned for all 32."""
     planned = "--lr_schedule.total_steps 32"
     run = run_beside(whole_single, tmp_path / "rounds", copied=False)
     whole = run_beside(whole_single, tmp_path / "planned", copied=False)
-    in_parallel(lambda: train_well(whole, planned, "--epochs 4"),
-             lambda: [train(run, planned, sets[name], f"--epochs {number}") for number, name in enumerate(sets, 1)])
+    in_parallel(
+        lambda: train_well(whole, planned, "--epochs 4"),
+        lambda: [
+            train(run, planned, sets[name], f"--epochs {number}")
+            for number, name in enumerate(sets, 1)
+        ],
+    )
     first = [row["samples"] for row in whole_single.steps()][:10]
     assert [row["samples"] for row in run.steps()] == first + alone.second + alone.third
     curve = {row["step"]: row["lr"] for row in whole.steps()}

@@ -1,5 +1,6 @@
-"""Dropout with several interruptions in a row, within an epoch and at its end. Every step equals that of the uninterrupted run,
-and so do the values of the random generators at each step."""
+"""Dropout with several interruptions in a row, within an epoch and at its end. Every step equals
+that of the uninterrupted run, and so do the values of the random generators at each step."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,11 +13,13 @@ DROPOUT = "--model.model_config.hidden_dropout 0.1 --callbacks.1.save_checkpoint
 
 
 def test_dropout_masks_continue_after_a_resume(whole_single, tmp_path):
-    whole, run = (whole_single.like(tmp_path / name, graphs=None) for name in ("whole", "run"))     # a graph holds seeds
+    # a graph holds seeds
+    whole, run = (whole_single.like(tmp_path / name, graphs=None) for name in ("whole", "run"))
     whole.start(DROPOUT).wait_for_success(LIMIT)
     assert [row["hex"] for row in whole.steps()] != [row["hex"] for row in whole_single.steps()]
     begins = []
-    for reached in (7, 21):                                     # of epochs of 10 steps; at 21 the one before has just ended
+    # of epochs of 10 steps; at 21 the one before has just ended
+    for reached in (7, 21):
         run.start(DROPOUT).wait_for_step(reached)
         run.kill()
         begins.append(steps_of(run)[0])

@@ -1,4 +1,6 @@
-"""One process: the other ways to start a training with mindresume, and the files of weights for inference beside a checkpoint."""
+"""One process: the other ways to start a training with mindresume, and the files of weights for
+inference beside a checkpoint."""
+
 from __future__ import annotations
 
 import subprocess
@@ -20,22 +22,34 @@ from st.run_attempts import (
 )
 from st.training_run import Run
 
-EXTRA = ("--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
-         "--callbacks.1.save_checkpoint_steps 1 --callbacks.1.keep_checkpoint_max 2")
+EXTRA = (
+    "--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
+    "--callbacks.1.save_checkpoint_steps 1 --callbacks.1.keep_checkpoint_max 2"
+)
 
 
 @pytest.fixture(scope="module")
 def started(whole_single, tmp_path_factory) -> SimpleNamespace:
-    """Each continues from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is requested by name."""
+    """Each continues from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is
+    requested by name."""
     base = tmp_path_factory.mktemp("ways")
-    unmodified, python = (run_beside(whole_single, base / name) for name in ("unmodified", "python"))
+    unmodified, python = (
+        run_beside(whole_single, base / name) for name in ("unmodified", "python")
+    )
     register = use_register_path(unmodified)
     use_program(python, "python_style.py")
     for run in (unmodified, python):
         flip_bit(weights(run, 40))
     extra = run_beside(whole_single, base / "extra", copied=False)
-    in_parallel(lambda: train_well(unmodified, register), lambda: train_well(python),
-             lambda: train_well(extra, f"--load_checkpoint {whole_single.checkpoints} --resume_training qwen3_rank_0-4_5", EXTRA))
+    in_parallel(
+        lambda: train_well(unmodified, register),
+        lambda: train_well(python),
+        lambda: train_well(
+            extra,
+            f"--load_checkpoint {whole_single.checkpoints} --resume_training qwen3_rank_0-4_5",
+            EXTRA,
+        ),
+    )
     return SimpleNamespace(unmodified=unmodified, python=python, extra=extra)
 
 
@@ -44,8 +58,13 @@ def resumed_and_saved(run: Run, whole: Run) -> None:
     assert_resumed(run, whole, 35)
     assert names(run, 2) == {40: "qwen3_rank_0_1-4_10.safetensors"}
     found = run.which()
-    chosen = [found["chosen"][key] for key in ("step", "epoch", "format", "missing_ranks", "files", "warnings")]
-    assert chosen == [40, 4, "safetensors", [], [str(weights(run, 40))], []] and found["refused"] == []
+    chosen = [
+        found["chosen"][key]
+        for key in ("step", "epoch", "format", "missing_ranks", "files", "warnings")
+    ]
+    assert (
+        chosen == [40, 4, "safetensors", [], [str(weights(run, 40))], []] and found["refused"] == []
+    )
 
 
 def test_an_unmodified_script_with_register_path(started, whole_single):
@@ -57,31 +76,57 @@ def test_an_import_in_python(started, whole_single):
     resumed_and_saved(started.python, whole_single)
 
 
-# ---- weights for inference -----------------------------------------------------------------------------------------
+# ---- weights for inference -----------------------------------------------------------------------
+
 
 def test_network_and_trainable_weights_side_by_side(started):
-    """As many as keep_checkpoint_max remain, under the names of mindformers; a resume does not use them."""
+    """As many as keep_checkpoint_max remain, under the names of mindformers; a resume does not use
+    them."""
     run, output = started.extra, started.extra.folder / "output"
     assert sorted(names(run)) == [39, 40]
-    for folder, kind in (("checkpoint_network", "network"), ("checkpoint_trainable", "trainable_params")):
+    for folder, kind in (
+        ("checkpoint_network", "network"),
+        ("checkpoint_trainable", "trainable_params"),
+    ):
         assert sorted(path.name for path in (output / folder / "rank_0").iterdir()) == [
-            f"qwen3_rank_0-{kind}-4_10.safetensors", f"qwen3_rank_0-{kind}-4_9.safetensors"]
+            f"qwen3_rank_0-{kind}-4_10.safetensors",
+            f"qwen3_rank_0-{kind}-4_9.safetensors",
+        ]
     assert sorted(records(run)) == [39, 40] and run.which()["chosen"]["step"] == 40
 
 
 def test_mindspore_reads_them_and_they_are_the_weights_of_the_step(started, whole_single):
     output = started.extra.folder / "output"
-    code = ("import sys, mindspore as ms\n"
-            "whole, *others = (ms.load_checkpoint(path, format='safetensors') for path in sys.argv[1:])\n"
-            "for other in others:\n"
-            "    assert len(other) > 10 and not [name for name in other if name.startswith('adam_')], sorted(other)\n"
-            "    wrong = [n for n in other if other[n].asnumpy().tobytes() != whole[n].asnumpy().tobytes()]\n"
-            "    assert not wrong, wrong\n"
-            "moments = [name for name in whole if name.startswith('adam_m.')]\n"
-            "assert sorted(others[1]) == sorted(name.removeprefix('adam_m.') for name in moments)\n"
-            "assert set(others[1]) <= set(others[0])\n")
-    done = subprocess.run([sys.executable, "-c", code, str(weights(whole_single, 40)),
-                           str(output / "checkpoint_network" / "rank_0" / "qwen3_rank_0-network-4_10.safetensors"),
-                           str(output / "checkpoint_trainable" / "rank_0" / "qwen3_rank_0-trainable_params-4_10.safetensors")],
-                          capture_output=True, text=True, check=False)
+    code = (
+        "import sys, mindspore as ms\n"
+        "whole, *others = (ms.load_checkpoint(path, format='safetensors') for path in "
+        "sys.argv[1:])\n"
+        "for other in others:\n"
+        "    assert len(other) > 10 and not [name for name in other if name.startswith('adam_')], "
+        "sorted(other)\n"
+        "    wrong = [n for n in other if other[n].asnumpy().tobytes() != "
+        "whole[n].asnumpy().tobytes()]\n"
+        "    assert not wrong, wrong\n"
+        "moments = [name for name in whole if name.startswith('adam_m.')]\n"
+        "assert sorted(others[1]) == sorted(name.removeprefix('adam_m.') for name in moments)\n"
+        "assert set(others[1]) <= set(others[0])\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            code,
+            str(weights(whole_single, 40)),
+            str(output / "checkpoint_network" / "rank_0" / "qwen3_rank_0-network-4_10.safetensors"),
+            str(
+                output
+                / "checkpoint_trainable"
+                / "rank_0"
+                / "qwen3_rank_0-trainable_params-4_10.safetensors"
+            ),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

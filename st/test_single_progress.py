@@ -1,4 +1,6 @@
-"""One process: another global batch size at resume, and the two keys that decide which data a resumed run sees."""
+"""One process: another global batch size at resume, and the two keys that decide which data a
+resumed run sees."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -21,17 +23,34 @@ from st.training_run import Run
 
 @pytest.fixture(scope="module")
 def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
-    """All resume from the folder of the uninterrupted run (steps 30, 35, 40), each with its own output."""
-    base, there = tmp_path_factory.mktemp("progress"), f"--load_checkpoint {whole_single.checkpoints}"
-    runs = {name: run_beside(whole_single, base / name, copied=False) for name in ("larger", "odd", "again", "third")}
+    """All resume from the folder of the uninterrupted run (steps 30, 35, 40), each with its own
+    output."""
+    base, there = (
+        tmp_path_factory.mktemp("progress"),
+        f"--load_checkpoint {whole_single.checkpoints}",
+    )
+    runs = {
+        name: run_beside(whole_single, base / name, copied=False)
+        for name in ("larger", "odd", "again", "third")
+    }
     at_30, at_35 = (f"{there} --resume_training qwen3_rank_0-{name}" for name in ("3_10", "4_5"))
-    skip = use_register_path(runs["third"], {             # the way of an unmodified script; the other runs take run_mindformer.py
-        "trainer.data_skip_steps": 2, "resume_training": "qwen3_rank_0-4_5", "load_checkpoint": str(whole_single.checkpoints)})
+    # the way of an unmodified script; the other runs take run_mindformer.py
+    skip = use_register_path(
+        runs["third"],
+        {
+            "trainer.data_skip_steps": 2,
+            "resume_training": "qwen3_rank_0-4_5",
+            "load_checkpoint": str(whole_single.checkpoints),
+        },
+    )
     in_parallel(
-        lambda: train_well(runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"),
+        lambda: train_well(
+            runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"
+        ),
         lambda: train_well(runs["odd"], at_35, "--batch_size 16"),
         lambda: train_well(runs["again"], at_35, "--trainer.ignore_data_skip True"),
-        lambda: train_well(runs["third"], skip))
+        lambda: train_well(runs["third"], skip),
+    )
     return SimpleNamespace(**runs)
 
 
@@ -44,11 +63,21 @@ def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
     """Step 30 of 40 becomes 15 of 20, and the data continues after the same sample."""
     run, before = resumed.larger, samples(whole_single)
     assert selected_step(run) == 30
-    assert_event(run, "progress_restored", step=15, epochs_done=3, global_batch_size=16, step_scale=0.5, saved_step=30)
+    assert_event(
+        run,
+        "progress_restored",
+        step=15,
+        epochs_done=3,
+        global_batch_size=16,
+        step_scale=0.5,
+        saved_step=30,
+    )
     assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(16, 21)}
     assert names(run) == {16: "qwen3_rank_0-4_1.safetensors", 20: "qwen3_rank_0-4_5.safetensors"}
-    assert [(state.global_step, state.global_batch_size, state.dataset_size) for state in
-            (record.state for record in records(run).values())] == [(16, 16, 5), (20, 16, 5)]
+    assert [
+        (state.global_step, state.global_batch_size, state.dataset_size)
+        for state in (record.state for record in records(run).values())
+    ] == [(16, 16, 5), (20, 16, 5)]
 
 
 def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):
@@ -61,7 +90,8 @@ def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):
 
 
 def test_ignore_data_skip_restarts_the_data(resumed, whole_single):
-    """The counters continue. The epoch that was cut by step 35 is now trained completely, so the run ends at step 45."""
+    """The counters continue. The epoch that was cut by step 35 is now trained completely, so the
+    run ends at step 45."""
     run, before = resumed.again, samples(whole_single)
     assert_event(run, "progress_restored", step=35)
     assert samples(run) == {35 + step: before[step] for step in range(1, 11)}

@@ -1,4 +1,6 @@
-"""The output of ``mindresume report`` on a training that was killed once, compared with its recorded steps."""
+"""The output of ``mindresume report`` on a training that was killed once, compared with its
+recorded steps."""
+
 from __future__ import annotations
 
 import json
@@ -18,21 +20,32 @@ def reported(run: Run, *arguments: str) -> dict:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory, whole_single) -> SimpleNamespace:
-    """Is killed after step 13 at the earliest, reported on, and started again by the same command."""
+    """Is killed after step 13 at the earliest, reported on, and started again by the same
+    command."""
     run = whole_single.like(tmp_path_factory.mktemp("report"))
     run.start().wait_for_step(13)
     run.kill()
     between, expected = reported(run), run.which()["chosen"]["step"]
     run.start().wait_for_success()
-    return SimpleNamespace(run=run, between=between, expected=expected,
-                           after=reported(run, "-o", str(run.folder / "report.html")))
+    return SimpleNamespace(
+        run=run,
+        between=between,
+        expected=expected,
+        after=reported(run, "-o", str(run.folder / "report.html")),
+    )
 
 
 def test_after_the_kill(training):
-    attempt, = training.between["attempts"]
+    (attempt,) = training.between["attempts"]
     last = training.run.steps(0)[-1]["step"]
-    assert (attempt["outcome"], attempt["failed_rank"], attempt["has_events"]) == ("failed", None, True) and attempt["reason"]
-    assert (attempt["first_step"], attempt["is_fresh"]) == (1, True) and last <= attempt["last_step"] <= last + 1
+    assert (attempt["outcome"], attempt["failed_rank"], attempt["has_events"]) == (
+        "failed",
+        None,
+        True,
+    ) and attempt["reason"]
+    assert (attempt["first_step"], attempt["is_fresh"]) == (1, True) and last <= attempt[
+        "last_step"
+    ] <= last + 1
     assert training.between["steps"]["at_risk"] == attempt["last_step"] - training.expected
     assert training.between["checkpoints"][0]["step"] >= training.expected
 
@@ -43,7 +56,10 @@ def test_attempts_match_the_recorded_ones(training):
     assert (first["outcome"], second["outcome"]) == ("failed", "finished")
     assert second["resumed_from"] == training.expected == recorded[1][0]["step"] - 1
     assert second["resumed_run_id"] == first["run_id"] and not second["is_inferred"]
-    assert (second["first_step"], second["last_step"]) == (recorded[1][0]["step"], recorded[1][-1]["step"])
+    assert (second["first_step"], second["last_step"]) == (
+        recorded[1][0]["step"],
+        recorded[1][-1]["step"],
+    )
     assert first["last_step"] == training.between["attempts"][0]["last_step"]
     assert second["loss"]["last"] == pytest.approx(recorded[1][-1]["loss"], abs=1e-6)
     for attempt, rows in zip((first, second), recorded, strict=True):
@@ -53,33 +69,61 @@ def test_attempts_match_the_recorded_ones(training):
 
 def test_each_attempt_writes_one_event_file(training):
     files = sorted((training.run.folder / "output" / "mindresume_events").iterdir())
-    assert len(files) == 2 and {str(path) for path in files} <= set(training.after["sources"]["read"])
+    assert len(files) == 2 and {str(path) for path in files} <= set(
+        training.after["sources"]["read"]
+    )
     assert training.after["notes"] == []
 
 
 def test_lost_steps_are_those_that_were_repeated(training):
-    twice = {row["step"] for row in training.run.steps(0)} & {row["step"] for row in training.run.steps(1)}
+    twice = {row["step"] for row in training.run.steps(0)} & {
+        row["step"] for row in training.run.steps(1)
+    }
     first, second = training.after["attempts"]
-    assert len(twice) <= first["steps_lost"] == first["last_step"] - training.expected <= len(twice) + 1
+    assert (
+        len(twice)
+        <= first["steps_lost"]
+        == first["last_step"] - training.expected
+        <= len(twice) + 1
+    )
     assert (second["steps_lost"], training.after["steps"]["reached"]) == (0, 40)
     assert training.after["steps"]["done"] == 40 + first["steps_lost"]
 
 
 def test_saves_are_every_fifth_step_and_the_newest_are_on_disk(training):
-    first, second = ([save["step"] for save in attempt["saves"] if save["is_committed"]]
-                     for attempt in training.after["attempts"])
-    assert first == list(range(5, training.expected + 1, 5)) and second == list(range(training.expected + 5, 41, 5))
-    assert [(row["step"], row["state"]) for row in training.after["checkpoints"]] == [(step, "complete") for step in (40, 35, 30)]
+    first, second = (
+        [save["step"] for save in attempt["saves"] if save["is_committed"]]
+        for attempt in training.after["attempts"]
+    )
+    assert first == list(range(5, training.expected + 1, 5)) and second == list(
+        range(training.expected + 5, 41, 5)
+    )
+    assert [(row["step"], row["state"]) for row in training.after["checkpoints"]] == [
+        (step, "complete") for step in (40, 35, 30)
+    ]
 
 
 def test_every_second_is_counted_once(training):
     seconds, attempts = training.after["seconds"], training.after["attempts"]
-    assert seconds["total"] == pytest.approx(attempts[-1]["ended"] - attempts[0]["started"], abs=0.01)
-    assert seconds["total"] == pytest.approx(sum(value for name, value in seconds.items() if name != "total"), abs=0.02)
-    assert min(seconds["productive"], seconds["startup"], seconds["downtime"], seconds["saving"]) > 0 == seconds["unknown"]
-    assert training.after["goodput"] == pytest.approx(seconds["productive"] / seconds["total"], abs=1e-3)
+    assert seconds["total"] == pytest.approx(
+        attempts[-1]["ended"] - attempts[0]["started"], abs=0.01
+    )
+    assert seconds["total"] == pytest.approx(
+        sum(value for name, value in seconds.items() if name != "total"), abs=0.02
+    )
+    assert (
+        min(seconds["productive"], seconds["startup"], seconds["downtime"], seconds["saving"])
+        > 0
+        == seconds["unknown"]
+    )
+    assert training.after["goodput"] == pytest.approx(
+        seconds["productive"] / seconds["total"], abs=1e-3
+    )
     spans = training.after["timeline"]
-    assert all(before["end"] == pytest.approx(after["begin"]) for before, after in zip(spans, spans[1:], strict=False))
+    assert all(
+        before["end"] == pytest.approx(after["begin"])
+        for before, after in zip(spans, spans[1:], strict=False)
+    )
 
 
 def test_the_page_is_written(training):

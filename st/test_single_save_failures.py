@@ -1,5 +1,6 @@
-"""One process whose saves fail with real errors of the operating system: it continues, records them, and stops after the
-third."""
+"""One process whose saves fail with real errors of the operating system: it continues, records
+them, and stops after the third."""
+
 from __future__ import annotations
 
 import errno
@@ -14,7 +15,8 @@ from st.checkpoint_files import flip_bit, names, weights
 from st.run_attempts import LIMIT, events, failure, in_parallel, not_identical, run_beside, steps_of
 from st.training_run import Run, differences
 
-FULL = ("bash", "-c", 'ulimit -f 4000; exec "$@"', "_")     # no file grows beyond 4 MB: a checkpoint has 12, a log 0.1
+# no file grows beyond 4 MB: a checkpoint has 12, a log 0.1
+FULL = ("bash", "-c", 'ulimit -f 4000; exec "$@"', "_")
 EVERY_STEP = "--callbacks.1.save_checkpoint_steps 1"
 
 
@@ -25,8 +27,10 @@ def full(whole_single, tmp_path_factory) -> SimpleNamespace:
     warn, strict = run_beside(whole_single, base / "warn"), run_beside(whole_single, base / "raise")
     for run in (warn, strict):
         flip_bit(weights(run, 40))
-    in_parallel(lambda: warn.start(EVERY_STEP, prefix=FULL).wait(LIMIT),
-             lambda: strict.start(EVERY_STEP, prefix=FULL, MINDRESUME_ON_SAVE_ERROR="raise").wait(LIMIT))
+    in_parallel(
+        lambda: warn.start(EVERY_STEP, prefix=FULL).wait(LIMIT),
+        lambda: strict.start(EVERY_STEP, prefix=FULL, MINDRESUME_ON_SAVE_ERROR="raise").wait(LIMIT),
+    )
     return SimpleNamespace(warn=warn, strict=strict)
 
 
@@ -34,11 +38,15 @@ TOO_LARGE = os.strerror(errno.EFBIG)
 
 
 def nothing_torn(run: Run, steps: list[int]) -> None:
-    """Checks that no half-written or unrecorded file exists, that ``steps`` are good, and that step 40 is the one damaged
-    before."""
+    """Checks that no half-written or unrecorded file exists, that ``steps`` are good, and that step
+    40 is the one damaged before."""
     assert run.half_written() == []
     files = {path.name for path in (run.checkpoints / "rank_0").glob("*.safetensors")}
-    assert files == {"qwen3_rank_0-3_10.safetensors", "qwen3_rank_0-4_5.safetensors", "qwen3_rank_0-4_10.safetensors"}
+    assert files == {
+        "qwen3_rank_0-3_10.safetensors",
+        "qwen3_rank_0-4_5.safetensors",
+        "qwen3_rank_0-4_10.safetensors",
+    }
     for step in steps:
         done = run.mindresume("verify", str(run.checkpoints), "--step", str(step))
         assert done.returncode == 0 and f"step {step} " in done.stdout, done.stdout + done.stderr
@@ -50,7 +58,10 @@ def test_full_disk_is_an_event_for_each_save(full, whole_single):
     found = events(full.warn, "save_failed")
     assert [(row["step"], row["failures_in_a_row"]) for row in found] == [(36, 1), (37, 2), (38, 3)]
     for row in found:
-        assert TOO_LARGE in row["reason"] and f"qwen3_rank_0_1-4_{row['step'] - 30}.safetensors" in row["reason"]
+        assert (
+            TOO_LARGE in row["reason"]
+            and f"qwen3_rank_0_1-4_{row['step'] - 30}.safetensors" in row["reason"]
+        )
     assert not_identical(whole_single, full.warn.steps()) == []
     nothing_torn(full.warn, [30, 35])
 
@@ -72,7 +83,8 @@ def test_full_disk_ends_the_job_at_once_if_asked_to(full):
 
 
 def test_a_blocked_folder_for_a_while(whole_single, tmp_path):
-    """A file replaces the folder of the rank for a while: the job ends with success and the saves that were possible."""
+    """A file replaces the folder of the rank for a while: the job ends with success and the saves
+    that were possible."""
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.save_checkpoint_steps 10 --callbacks.1.keep_checkpoint_max 10")
     run.wait_for_step(11)
@@ -96,7 +108,9 @@ def test_a_blocked_folder_for_a_while(whole_single, tmp_path):
     missed = [row["step"] for row in found]
     assert set(missed) < {20, 30, 40}
     for row in found:
-        in_the_way = any(os.strerror(number) in row["reason"] for number in (errno.EEXIST, errno.ENOTDIR))
+        in_the_way = any(
+            os.strerror(number) in row["reason"] for number in (errno.EEXIST, errno.ENOTDIR)
+        )
         assert str(folder) in row["reason"] and in_the_way, row
     kept = [step for step in (10, 20, 30, 40) if step not in missed]
     assert sorted(names(run)) == kept and run.half_written() == []

@@ -1,7 +1,10 @@
-"""load_checkpoint x resume_training, with the real Trainer in one process: what is selected, what is refused, what is recorded.
+"""load_checkpoint x resume_training, with the real Trainer in one process: what is selected, what
+is refused, what is recorded.
 
-All resumes start from the checkpoints of the uninterrupted run (steps 30, 35 and 40 are kept) and are compared with it.
+All resumes start from the checkpoints of the uninterrupted run (steps 30, 35 and 40 are kept) and
+are compared with it.
 """
+
 from __future__ import annotations
 
 import shutil
@@ -30,13 +33,17 @@ from st.run_attempts import (
 )
 from st.training_run import Run, differences
 
-# ---- resumes -------------------------------------------------------------------------------------------------------
+# ---- resumes -------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
     """One training for each way to name a checkpoint, of the same 40 steps."""
     base, there = tmp_path_factory.mktemp("resumed"), whole_single.checkpoints
-    own = {name: run_beside(whole_single, base / name, copied=False) for name in ("file", "file_and_name", "name", "stem")}
+    own = {
+        name: run_beside(whole_single, base / name, copied=False)
+        for name in ("file", "file_and_name", "name", "stem")
+    }
     alone = base / "elsewhere" / "copy.safetensors"
     alone.parent.mkdir()
     shutil.copy(weights(whole_single, 35), alone)
@@ -45,10 +52,19 @@ def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
     in_parallel(
         lambda: train_well(newest),
         lambda: train_well(own["file"], f"--load_checkpoint {alone} --resume_training True"),
-        lambda: train_well(own["file_and_name"], f"--load_checkpoint {weights(whole_single, 35)}",
-                          "--resume_training qwen3_rank_0-3_10.safetensors"),
-        lambda: train_well(own["name"], f"--load_checkpoint {there} --resume_training qwen3_rank_0-3_10.safetensors"),
-        lambda: train_well(own["stem"], f"--load_checkpoint {there} --resume_training qwen3_rank_0-4_5"))
+        lambda: train_well(
+            own["file_and_name"],
+            f"--load_checkpoint {weights(whole_single, 35)}",
+            "--resume_training qwen3_rank_0-3_10.safetensors",
+        ),
+        lambda: train_well(
+            own["name"],
+            f"--load_checkpoint {there} --resume_training qwen3_rank_0-3_10.safetensors",
+        ),
+        lambda: train_well(
+            own["stem"], f"--load_checkpoint {there} --resume_training qwen3_rank_0-4_5"
+        ),
+    )
     return SimpleNamespace(newest=newest, **own)
 
 
@@ -60,8 +76,13 @@ def resumed_to_the_end(run: Run, whole: Run, step: int) -> None:
 
 def test_a_folder_and_true_select_the_newest_intact_checkpoint(resumed, whole_single):
     resumed_to_the_end(resumed.newest, whole_single, 35)
-    assert_event(resumed.newest, "candidate_refused", step=40, file=contains("qwen3_rank_0-4_10.safetensors"),
-                 reason=contains("damaged", "checksum"))
+    assert_event(
+        resumed.newest,
+        "candidate_refused",
+        step=40,
+        file=contains("qwen3_rank_0-4_10.safetensors"),
+        reason=contains("damaged", "checksum"),
+    )
     how, details = resume_summary(resumed.newest)["random state"]
     assert how == "restored" and "numpy" in details
 
@@ -69,7 +90,11 @@ def test_a_folder_and_true_select_the_newest_intact_checkpoint(resumed, whole_si
 def test_the_resumed_run_saves_under_new_names(resumed):
     run = resumed.newest
     assert names(run, 2) == {40: "qwen3_rank_0_1-4_10.safetensors"}
-    assert meta(run) == {"last_epoch": 4, "last_step": 10, "last_ckpt_file": "qwen3_rank_0_1-4_10.safetensors"}
+    assert meta(run) == {
+        "last_epoch": 4,
+        "last_step": 10,
+        "last_ckpt_file": "qwen3_rank_0_1-4_10.safetensors",
+    }
     assert run.which()["chosen"]["files"] == [str(weights(run, 40))]
 
 
@@ -80,7 +105,12 @@ def test_a_file_alone(resumed, whole_single):
 
 def test_a_file_and_a_name_ignores_the_name_and_warns(resumed, whole_single):
     resumed_to_the_end(resumed.file_and_name, whole_single, 35)
-    ignored = notices(resumed.file_and_name, "qwen3_rank_0-3_10.safetensors", str(weights(whole_single, 35)), level="warning")
+    ignored = notices(
+        resumed.file_and_name,
+        "qwen3_rank_0-3_10.safetensors",
+        str(weights(whole_single, 35)),
+        level="warning",
+    )
     assert len(ignored) == 1
 
 
@@ -95,35 +125,62 @@ def test_a_folder_and_a_name_without_extension(resumed, whole_single):
 def test_complete_already(resumed):
     """The same command once more: nothing to train, nothing saved, exit status 0."""
     run = resumed.newest
-    before = sorted((str(path), path.stat().st_mtime_ns) for path in run.checkpoints.rglob("*") if path.is_file())
+    before = sorted(
+        (str(path), path.stat().st_mtime_ns)
+        for path in run.checkpoints.rglob("*")
+        if path.is_file()
+    )
     train_well(run)
     assert steps_of(run) == []
-    assert_event(run, "training_ended", outcome="nothing_to_train", reason=contains("step 40", "runner_config.epochs"))
-    assert sorted((str(path), path.stat().st_mtime_ns) for path in run.checkpoints.rglob("*")
-                  if path.is_file()) == before
+    assert_event(
+        run,
+        "training_ended",
+        outcome="nothing_to_train",
+        reason=contains("step 40", "runner_config.epochs"),
+    )
+    assert (
+        sorted(
+            (str(path), path.stat().st_mtime_ns)
+            for path in run.checkpoints.rglob("*")
+            if path.is_file()
+        )
+        == before
+    )
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def stopped(whole_single, tmp_path_factory) -> SimpleNamespace:
     base = tmp_path_factory.mktemp("stopped")
-    unnamed, ruined = run_beside(whole_single, base / "unnamed", copied=False), run_beside(whole_single, base / "ruined")
+    unnamed, ruined = (
+        run_beside(whole_single, base / "unnamed", copied=False),
+        run_beside(whole_single, base / "ruined"),
+    )
     flip_bit(weights(ruined, 40))
     weights(ruined, 30).unlink()
     half = weights(ruined, 35)
     half.write_bytes(half.read_bytes()[:100_000])
     in_parallel(
-        lambda: train(unnamed, f"--load_checkpoint {whole_single.checkpoints}",
-                         "--resume_training qwen3_rank_0-2_5.safetensors"),
-        lambda: train(ruined))
+        lambda: train(
+            unnamed,
+            f"--load_checkpoint {whole_single.checkpoints}",
+            "--resume_training qwen3_rank_0-2_5.safetensors",
+        ),
+        lambda: train(ruined),
+    )
     return SimpleNamespace(unnamed=unnamed, ruined=ruined)
 
 
 def test_a_missing_name_is_an_error(stopped, whole_single):
     assert_not_trained(stopped.unnamed)
-    facts = ("MissingCheckpointError", "qwen3_rank_0-2_5.safetensors", str(whole_single.checkpoints),
-             *names(whole_single).values())
+    facts = (
+        "MissingCheckpointError",
+        "qwen3_rank_0-2_5.safetensors",
+        str(whole_single.checkpoints),
+        *names(whole_single).values(),
+    )
     assert [fact for fact in facts if fact not in failure(stopped.unnamed)] == []
 
 
@@ -132,36 +189,44 @@ def test_all_damaged_is_an_error_that_lists_every_candidate(stopped):
     assert_not_trained(run)
     error = failure(run)
     assert error.startswith("NoUsableCheckpointError") and "resume_training: False" in error
-    for step, name, reason in ((40, "qwen3_rank_0-4_10", "checksum"), (35, "qwen3_rank_0-4_5", "100000"),
-                               (30, "qwen3_rank_0-3_10", "missing")):
+    for step, name, reason in (
+        (40, "qwen3_rank_0-4_10", "checksum"),
+        (35, "qwen3_rank_0-4_5", "100000"),
+        (30, "qwen3_rank_0-3_10", "missing"),
+    ):
         lines = [line for line in error.splitlines() if f"step {step}" in line]
         assert any(name in line and reason in line for line in lines), error
     assert len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 3
 
 
-# ---- fresh starts --------------------------------------------------------------------------------------------------
+# ---- fresh starts --------------------------------------------------------------------------------
+
 
 def starts_afresh(run: Run, whole: Run, folder: str) -> None:
     assert selected_step(run) is None
     assert_event(run, "fresh_start", checkpoint_dir=contains(folder))
     rows = run.steps(-1)
     assert rows and rows[0]["step"] == 1
-    assert differences(whole.steps()[:len(rows)], rows) == []
+    assert differences(whole.steps()[: len(rows)], rows) == []
 
 
 def test_a_missing_or_empty_folder_is_a_fresh_start(whole_single, tmp_path):
     """Both are killed soon: only the start matters."""
-    missing, empty = (run_beside(whole_single, tmp_path / name, copied=False) for name in ("missing", "empty"))
+    missing, empty = (
+        run_beside(whole_single, tmp_path / name, copied=False) for name in ("missing", "empty")
+    )
     (tmp_path / "nothing").mkdir()
-    in_parallel(lambda: train(missing, f"--load_checkpoint {tmp_path}/absent", CPU_CLUSTER_KILL="0@3"),
-             lambda: train(empty, f"--load_checkpoint {tmp_path}/nothing", CPU_CLUSTER_KILL="0@3"))
+    in_parallel(
+        lambda: train(missing, f"--load_checkpoint {tmp_path}/absent", CPU_CLUSTER_KILL="0@3"),
+        lambda: train(empty, f"--load_checkpoint {tmp_path}/nothing", CPU_CLUSTER_KILL="0@3"),
+    )
     starts_afresh(missing, whole_single, f"{tmp_path}/absent")
     starts_afresh(empty, whole_single, f"{tmp_path}/nothing")
 
 
 def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
-    """Kills a run while the weight file of step 5 is half-written. A save takes some milliseconds; if the kill comes too late, it
-    is tried again."""
+    """Kills a run while the weight file of step 5 is half-written. A save takes some milliseconds;
+    if the kill comes too late, it is tried again."""
     for attempt in range(4):
         run = run_beside(whole, folder / str(attempt), copied=False).start()
         half = run.stop_in_a_save(3)
@@ -175,7 +240,9 @@ def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
 def test_a_killed_first_save_is_a_fresh_start_and_is_cleaned_up(whole_single, tmp_path):
     """The next run starts afresh, cleans up and saves."""
     run = killed_in_its_first_save(whole_single, tmp_path)
-    assert len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 1 and run.which()["chosen"] is None
+    assert (
+        len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 1 and run.which()["chosen"] is None
+    )
     train(run, CPU_CLUSTER_KILL="0@7")
     starts_afresh(run, whole_single, "./output/checkpoint")
     assert 5 in refused_steps(run) and notices(run, ".qwen3_rank_0-1_5.safetensors")

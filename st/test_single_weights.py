@@ -1,5 +1,6 @@
-"""Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved, damage, and what is missing; and a
-callback of MindSpore that replaces what was loaded, also in a resume."""
+"""Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved, damage,
+and what is missing; and a callback of MindSpore that replaces what was loaded, also in a resume."""
+
 from __future__ import annotations
 
 import shutil
@@ -23,13 +24,23 @@ from st.run_attempts import (
 )
 from st.training_run import ONE_LAYER, ROOT, Run
 
-FOUR = FIXTURES / "mf190_10_safetensors_dp2tp2"                     # written by mindformers without us
-ALONE = "--use_parallel False --batch_size 8 --resume_training False --runner_config.epochs 1 --callbacks []"
+# written by mindformers without us
+FOUR = FIXTURES / "mf190_10_safetensors_dp2tp2"
+ALONE = (
+    "--use_parallel False --batch_size 8 --resume_training False --runner_config.epochs 1 "
+    "--callbacks []"
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, sequences, device, graphs) -> Run:
-    return Run(tmp_path_factory.mktemp("run"), str(FOUR / "config.yaml"), sequences, device=device, graphs=graphs)
+    return Run(
+        tmp_path_factory.mktemp("run"),
+        str(FOUR / "config.yaml"),
+        sequences,
+        device=device,
+        graphs=graphs,
+    )
 
 
 def bits(run: Run) -> list[tuple[int, str]]:
@@ -41,25 +52,38 @@ def test_the_folder_of_four_ranks_is_loaded_as_mindformers_loads_it_merged(run, 
     source = shutil.copytree(FOUR / "output", tmp_path / "output") / "checkpoint"
     ours, theirs = run.like(tmp_path / "ours"), run.like(tmp_path / "theirs")
     assert ours.mindresume("merge", str(source), str(tmp_path / "merged")).returncode == 0
-    in_parallel(lambda: train_well(ours, f"{ALONE} --load_checkpoint {source}"),
-             lambda: train_well(theirs, f"{ALONE} --load_checkpoint {tmp_path / 'merged'} --no-mindresume"))
+    in_parallel(
+        lambda: train_well(ours, f"{ALONE} --load_checkpoint {source}"),
+        lambda: train_well(
+            theirs, f"{ALONE} --load_checkpoint {tmp_path / 'merged'} --no-mindresume"
+        ),
+    )
     assert steps_of(ours)[0] == 1 and bits(ours) == bits(theirs)
     assert_event(ours, "checkpoint_selected", step=15, weights_only=True)
     assert (tmp_path / "output" / "strategy").is_dir()
 
 
 def test_damaged_and_missing_tensors_are_named_in_the_error(run, tmp_path):
-    """Loads our merged weights. A network with one more layer lacks that layer; if allowed, the layer keeps its initial
-    values."""
+    """Loads our merged weights. A network with one more layer lacks that layer; if allowed, the
+    layer keeps its initial values."""
     merged, damaged = tmp_path / "merged", tmp_path / "damaged"
     runs = [run.like(tmp_path / name) for name in ("damaged_run", "larger", "allowed")]
-    assert runs[0].mindresume("merge", str(FOUR / "output" / "checkpoint"), str(merged)).returncode == 0
+    assert (
+        runs[0].mindresume("merge", str(FOUR / "output" / "checkpoint"), str(merged)).returncode
+        == 0
+    )
     shutil.copytree(merged, damaged)
     flip_bit(damaged / "part0.safetensors")
     larger = f"{ALONE} --load_checkpoint {merged} --model.model_config.num_hidden_layers 3"
-    in_parallel(lambda: train(runs[0], f"{ALONE} --load_checkpoint {damaged}"), lambda: train(runs[1], larger),
-             lambda: train(runs[2], larger, MINDRESUME_ALLOW_MISSING="decoder.layers.2.*"))
-    assert runs[0].process.returncode not in (0, None) and runs[1].process.returncode not in (0, None)
+    in_parallel(
+        lambda: train(runs[0], f"{ALONE} --load_checkpoint {damaged}"),
+        lambda: train(runs[1], larger),
+        lambda: train(runs[2], larger, MINDRESUME_ALLOW_MISSING="decoder.layers.2.*"),
+    )
+    assert runs[0].process.returncode not in (0, None) and runs[1].process.returncode not in (
+        0,
+        None,
+    )
     assert steps_of(runs[0]) == steps_of(runs[1]) == []
     assert "part0.safetensors" in failure(runs[0]) and "checksum" in failure(runs[0])
     assert "allow_missing: [" in failure(runs[1]) and '"decoder.layers.*.' in failure(runs[1])
@@ -67,23 +91,40 @@ def test_damaged_and_missing_tensors_are_named_in_the_error(run, tmp_path):
     assert notices(runs[2], "decoder.layers.2.", level="warning")
 
 
-# ---- BackupAndRestore loads its own file at the begin of a training --------------------------------------------------
+# ---- BackupAndRestore loads its own file at the begin of a training ------------------------------
+
 
 def with_backup(run: Run, changes: dict) -> Run:
-    """Adds MindSpore's BackupAndRestore, which saves at the end of each epoch, to the callbacks of ``run``."""
-    backup = {"type": "BackupAndRestore", "backup_dir": str(run.folder / "backup"), "delete_checkpoint": False}
-    return run.configure({key: [*value, backup] if key == "callbacks" else value for key, value in changes.items()})
+    """Adds MindSpore's BackupAndRestore, which saves at the end of each epoch, to the callbacks of
+    ``run``."""
+    backup = {
+        "type": "BackupAndRestore",
+        "backup_dir": str(run.folder / "backup"),
+        "delete_checkpoint": False,
+    }
+    return run.configure(
+        {key: [*value, backup] if key == "callbacks" else value for key, value in changes.items()}
+    )
 
 
-def test_a_fine_tuning_without_saves_says_that_it_trains_other_weights_than_those_it_names(run, tmp_path):
+def test_a_fine_tuning_without_saves_says_that_it_trains_other_weights_than_those_it_names(
+    run, tmp_path
+):
     """The user may want what a callback puts on top of loaded weights, so it is a warning."""
     ours = with_backup(run.like(tmp_path / "run"), {"callbacks": []})
     command = f"{ALONE.replace('--callbacks []', '')} --load_checkpoint {tmp_path / 'merged'}"
-    assert run.mindresume("merge", str(FOUR / "output" / "checkpoint"), str(tmp_path / "merged")).returncode == 0
+    assert (
+        run.mindresume(
+            "merge", str(FOUR / "output" / "checkpoint"), str(tmp_path / "merged")
+        ).returncode
+        == 0
+    )
     train_well(ours, command)
     assert (ours.folder / "backup" / "backup.ckpt").is_file()
     again = train_well(ours, command)
-    assert notices(again, "are not what was loaded", level="warning") and notices(again, "BackupAndRestore", level="warning")
+    assert notices(again, "are not what was loaded", level="warning") and notices(
+        again, "BackupAndRestore", level="warning"
+    )
 
 
 def test_a_resume_does_not_continue_with_the_weights_of_another_step(whole_single, tmp_path):

@@ -1,4 +1,6 @@
-"""``mindresume run`` around the real Trainer in several processes: a rank is killed, the job ends and starts again by itself."""
+"""``mindresume run`` around the real Trainer in several processes: a rank is killed, the job ends
+and starts again by itself."""
+
 from __future__ import annotations
 
 import os
@@ -8,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from st.run_attempts import LIMIT, PROGRAMS, assert_no_process_left, committed_steps, events, run_beside
+from st.run_attempts import (
+    LIMIT,
+    PROGRAMS,
+    assert_no_process_left,
+    committed_steps,
+    events,
+    run_beside,
+)
 from st.supervised_run import supervised, supervisor_events
 from st.training_run import Run
 
@@ -25,12 +34,21 @@ def train_until(run: Run, step: int) -> None:
 
 
 def assert_uninterrupted(run: Run, whole: Run) -> None:
-    """Checks that every step of any start equals that of the uninterrupted run, and none is missing."""
+    """Checks that every step of any start equals that of the uninterrupted run, and none is
+    missing."""
     reference = {row["step"]: row for row in whole.steps()}
     rows = run.steps()
     assert {row["step"] for row in rows} == set(range(1, LAST + 1))
-    assert [row["step"] for row in rows if (row["hex"], row["samples"], row["lr"]) != (
-        reference[row["step"]]["hex"], reference[row["step"]]["samples"], reference[row["step"]]["lr"])] == []
+    assert [
+        row["step"]
+        for row in rows
+        if (row["hex"], row["samples"], row["lr"])
+        != (
+            reference[row["step"]]["hex"],
+            reference[row["step"]]["samples"],
+            reference[row["step"]]["lr"],
+        )
+    ] == []
 
 
 def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path, capsys):
@@ -41,7 +59,7 @@ def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path
     run.wait_for_success(LIMIT)
     assert_no_process_left(run)
     assert_uninterrupted(run, whole_four)
-    died, = supervisor_events(run, "rank_died")
+    (died,) = supervisor_events(run, "rank_died")
     first, second = supervisor_events(run, "job_ended")
     began = [event["time"] for event in supervisor_events(run, "job_started")]
     assert (died["rank"], died["status"], died["process_id"]) == (2, -signal.SIGKILL, pid)
@@ -49,29 +67,49 @@ def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path
     assert second["resumed_step"] >= 5 and first["last_step"] >= 8
     measured = supervisor_events(run, "startup_measured")
     with capsys.disabled():
-        print(f"\nafter SIGKILL: noticed {died['time'] - killed:.2f} s, all gone {first['time'] - killed:.2f} s, started again "
-              f"{began[1] - killed:.2f} s, trains {measured[-1]['time'] - killed:.1f} s; parts of the starts:")
+        print(
+            f"\nafter SIGKILL: noticed {died['time'] - killed:.2f} s, all gone "
+            f"{first['time'] - killed:.2f} s, started again "
+            f"{began[1] - killed:.2f} s, trains {measured[-1]['time'] - killed:.1f} s; parts of "
+            "the starts:"
+        )
         for event in measured:
-            print(f"  start {event['start']}: " + ", ".join(
-                f"{phase} {seconds:.1f} s" for phase, seconds in zip(event["phases"], event["seconds"], strict=True)))
+            print(
+                f"  start {event['start']}: "
+                + ", ".join(
+                    f"{phase} {seconds:.1f} s"
+                    for phase, seconds in zip(event["phases"], event["seconds"], strict=True)
+                )
+            )
     assert [event["step"] for event in events(run, "training_ended")][-1:] == [LAST]
 
 
-def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(whole_several, tmp_path):
-    """One rank is suspended, so the others wait for it in a collective. It cannot write its own stacks."""
-    run = supervised(run_beside(whole_several, tmp_path / "run", copied=False), "--hang-timeout", "15")
+def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(
+    whole_several, tmp_path
+):
+    """One rank is suspended, so the others wait for it in a collective. It cannot write its own
+    stacks."""
+    run = supervised(
+        run_beside(whole_several, tmp_path / "run", copied=False), "--hang-timeout", "15"
+    )
     train_until(run, 8)
     os.kill(run.worker(1), signal.SIGSTOP)
     run.wait_for_success(LIMIT)
     assert_no_process_left(run)
     assert_uninterrupted(run, whole_several)
-    hang, = supervisor_events(run, "hang_detected")
-    assert 1 in hang["ranks"] and hang["phase"] in ("training", "saving") and len(hang["stacks"]) >= run.workers - 1
+    (hang,) = supervisor_events(run, "hang_detected")
+    assert (
+        1 in hang["ranks"]
+        and hang["phase"] in ("training", "saving")
+        and len(hang["stacks"]) >= run.workers - 1
+    )
     assert any("Thread" in Path(path).read_text(encoding="utf-8") for path in hang["stacks"])
     assert [event["status"] for event in supervisor_events(run, "job_ended")] == [124, 0]
 
 
-def test_a_killed_worker_of_the_data_set_is_a_failure_and_the_job_starts_again(whole_single, tmp_path):
+def test_a_killed_worker_of_the_data_set_is_a_failure_and_the_job_starts_again(
+    whole_single, tmp_path
+):
     """MindSpore then sends SIGTERM to its own process, which is no preemption."""
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.program = PROGRAMS / "data_workers.py"
@@ -82,8 +120,10 @@ def test_a_killed_worker_of_the_data_set_is_a_failure_and_the_job_starts_again(w
     run.wait_for_success(LIMIT)
     assert_no_process_left(run)
     assert_uninterrupted(run, whole_single)
-    died, = supervisor_events(run, "rank_died")
-    assert died.get("status", 1) == 1 and any("Dataset worker process" in line for line in died["log"])
+    (died,) = supervisor_events(run, "rank_died")
+    assert died.get("status", 1) == 1 and any(
+        "Dataset worker process" in line for line in died["log"]
+    )
     assert [event["status"] for event in supervisor_events(run, "job_ended")] == [1, 0]
     failed, finished = events(run, "training_ended")
     assert (failed["outcome"], finished["outcome"]) == ("failed", "finished")
@@ -96,6 +136,6 @@ def test_sigterm_to_the_supervisor_saves_and_stops(whole_several, tmp_path):
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(LIMIT) == 143
     assert_no_process_left(run)
-    ended, = events(run, "training_ended")
+    (ended,) = events(run, "training_ended")
     assert ended["outcome"] == "preempted" and committed_steps(run)[-1] == ended["step"]
     assert len(supervisor_events(run, "job_started")) == 1

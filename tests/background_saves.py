@@ -1,4 +1,6 @@
-"""Saves in the background whose weights wait for a file: what the scripts of test_async_saver_end.py import."""
+"""Saves in the background whose weights wait for a file: what the scripts of
+test_async_saver_end.py import."""
+
 import os
 import time
 
@@ -21,13 +23,27 @@ class Held(PosixStorage):
 
 def saver_of(kind, version):
     """Returns the saver of a training in this folder."""
-    return AsyncSaver(SaveTarget(Held(), os.path.abspath("checkpoint"), rank_folders.RUN, 0, 1, version == "2.0"), KEEP_ALL, kind)
+    return AsyncSaver(
+        SaveTarget(Held(), os.path.abspath("checkpoint"), rank_folders.RUN, 0, 1, version == "2.0"),
+        KEEP_ALL,
+        kind,
+    )
 
 
 def save_of(target, step):
     if target.iterations:
-        return Save(iteration_shard("net", target, rank_folders.state_of(step), rank_folders.tensors_of(0, step), None))
-    return Save(rank_shard(rank_folders.name_of(0, step), rank_folders.state_of(step), rank_folders.tensors_of(0, step)))
+        return Save(
+            iteration_shard(
+                "net", target, rank_folders.state_of(step), rank_folders.tensors_of(0, step), None
+            )
+        )
+    return Save(
+        rank_shard(
+            rank_folders.name_of(0, step),
+            rank_folders.state_of(step),
+            rank_folders.tensors_of(0, step),
+        )
+    )
 
 
 def writer_of(saver):

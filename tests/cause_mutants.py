@@ -1,8 +1,11 @@
-"""A plugin of pytest: puts one known cause of defects back into the product while a test runs, which has to fail then.
+"""A plugin of pytest: puts one known cause of defects back into the product while a test runs,
+which has to fail then.
 
-``test_causes.py`` runs these tests. They are of causes that the simulation cannot see, because it replaces that part of the
-product or has no network: the others are mutants of ``simulation/test_teeth.py``.
+``test_causes.py`` runs these tests. They are of causes that the simulation cannot see, because it
+replaces that part of the product or has no network: the others are mutants of
+``simulation/test_teeth.py``.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,23 +21,49 @@ from mindresume.saving import replication
 MUTANTS = {
     "coordination/test_process_identity.py::test_a_hidden_process_is_not_dead[None-None]": (
         "a process that cannot be looked at counts as dead",
-        Edit(process_identity, "_without_entry", "return None\n    return None", "return None\n    return False")),
-    "coordination/test_process_identity.py::test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_it": (
+        Edit(
+            process_identity,
+            "_without_entry",
+            "return None\n    return None",
+            "return None\n    return False",
+        ),
+    ),
+    "coordination/test_process_identity.py::test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_it": (  # noqa: E501
         "an entry of /proc that cannot be read counts as none",
-        Edit(process_identity, "is_running", "except (OSError, IndexError, ValueError):\n        return _without_entry(pid)",
-             "except (OSError, IndexError, ValueError):\n        return False")),
-    "saving/test_remote_checkpoints.py::test_a_disk_that_takes_no_lock_prevents_no_upload[2.0-30-True]": (
+        Edit(
+            process_identity,
+            "is_running",
+            "except (OSError, IndexError, ValueError):\n        return _without_entry(pid)",
+            "except (OSError, IndexError, ValueError):\n        return False",
+        ),
+    ),
+    "saving/test_remote_checkpoints.py::test_a_disk_that_takes_no_lock_prevents_no_upload[2.0-30-True]": (  # noqa: E501
         "what cannot be locked is not uploaded",
-        Edit(replication.Uploader, "_protect", "if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):", "if True:")),
+        Edit(
+            replication.Uploader,
+            "_protect",
+            "if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):",
+            "if True:",
+        ),
+    ),
     "mindformers/test_loaded_weights.py::test_another_value_is_named[large--1]": (
         "loaded weights are not compared with the parameters at the first step",
-        Edit(network_state.LoadedWeights, "difference", "if not altered:", "if True:")),
-    "mindformers/test_patches.py::test_the_selection_sees_the_keys_as_mindformers_converts_them[keys0]": (
+        Edit(network_state.LoadedWeights, "difference", "if not altered:", "if True:"),
+    ),
+    "mindformers/test_patches.py::test_the_selection_sees_the_keys_as_mindformers_converts_them[keys0]": (  # noqa: E501
         "the configuration is read before mindformers has converted it",
-        Edit(adapter, "convert_health_keys", "if hasattr(", "if False and hasattr(")),
-    "mindformers/test_network_state.py::test_the_optimizer_shard_is_kept_apart_from_tensor_parallelism": (
+        Edit(adapter, "convert_health_keys", "if hasattr(", "if False and hasattr("),
+    ),
+    "mindformers/test_network_state.py::test_the_optimizer_shard_is_kept_apart_from_tensor_parallelism": (  # noqa: E501
         "the optimizer shard is folded into the tensor map",
-        Edit(network_state, "strategy_layouts", "found, split = {}, split or {}", "found, split = {}, {}"))}
+        Edit(
+            network_state,
+            "strategy_layouts",
+            "found, split = {}, split or {}",
+            "found, split = {}, {}",
+        ),
+    ),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,6 +78,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     right = vars(edit.owner)[edit.name]
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch, [edit])
-        for name in [name for name, value in vars(item.module).items() if value is right]:      # the test has imported it
+        # the test has imported it
+        for name in [name for name, value in vars(item.module).items() if value is right]:
             patch.setattr(item.module, name, vars(edit.owner)[edit.name])
         return (yield)

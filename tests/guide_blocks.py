@@ -1,7 +1,10 @@
-"""Reads the commands and the code blocks of README.md, README_CN.md and docs/*.md, for tests that check them.
+"""Reads the commands and the code blocks of README.md, README_CN.md and docs/*.md, for tests that
+check them.
 
-A block that cannot run here has ``<!-- needs: WHAT -->`` on the line before it, which no page shows; WHAT is one of NEEDS.
+A block that cannot run here has ``<!-- needs: WHAT -->`` on the line before it, which no page
+    shows; WHAT is one of NEEDS.
 """
+
 from __future__ import annotations
 
 import re
@@ -23,7 +26,9 @@ _MARK = re.compile(r"^\s*<!-- needs: (.*?) -->\s*$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. ``line``: number of its first line, from 1; ``needs``: of its mark, empty without one."""
+    """A fenced block. ``line``: number of its first line, from 1; ``needs``: of its mark, empty
+    without one."""
+
     page: Path
     line: int
     language: str
@@ -36,12 +41,14 @@ class Block:
 
     @property
     def is_shell(self) -> bool:
-        """Whether its lines are commands: by its language, or because it has none and begins with a command of mindresume."""
+        """Whether its lines are commands: by its language, or because it has none and begins with a
+        command of mindresume."""
         return self.language in SHELL or not self.language and self.text.startswith("mindresume ")
 
     @property
     def lines(self) -> list[str]:
-        """Returns the commands, with continued lines joined: all lines of a shell block, else those behind a prompt."""
+        """Returns the commands, with continued lines joined: all lines of a shell block, else those
+        behind a prompt."""
         rows = self.text.replace("\\\n", " ").splitlines()
         shown = [row.strip() for row in rows]
         if self.language == "console" or not self.is_shell:
@@ -57,7 +64,13 @@ def blocks(page: Path) -> list[Block]:
         match = _FENCE.match(row)
         if fence is None and match:
             mark = _MARK.match(before)
-            fence, language, start, rows, needs = match, match[3], number + 1, [], mark[1] if mark else ""
+            fence, language, start, rows, needs = (
+                match,
+                match[3],
+                number + 1,
+                [],
+                mark[1] if mark else "",
+            )
         elif fence is not None and match and match[2].startswith(fence[2]) and not match[3]:
             found.append(Block(page, start, language, "\n".join(rows) + "\n", needs))
             fence = None
@@ -69,13 +82,20 @@ def blocks(page: Path) -> list[Block]:
 
 
 def inline_code(page: Path) -> list[str]:
-    """Returns the text between backticks outside of the blocks; it may go over the end of a line."""
-    return [" ".join(code.split()) for part in re.split(r"\n\s*\n|\n(?=\s*[-|*])", without_blocks(page))
-            for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", part)]
+    """Returns the text between backticks outside of the blocks; it may go over the end of a
+    line."""
+    return [
+        " ".join(code.split())
+        for part in re.split(r"\n\s*\n|\n(?=\s*[-|*])", without_blocks(page))
+        for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", part)
+    ]
 
 
-_BEGINS = re.compile(r"([A-Z_]+=\S+ )*(mindresume|python|bash|pytest|msrun|srun|mpirun|chrt|nice|pip|REGISTER_PATH=|scripts/"
-                     r"|benchmarks/|--register_path)(?![\w.])")
+_BEGINS = re.compile(
+    r"([A-Z_]+=\S+ "
+    r")*(mindresume|python|bash|pytest|msrun|srun|mpirun|chrt|nice|pip|REGISTER_PATH=|scripts/"
+    r"|benchmarks/|--register_path)(?![\w.])"
+)
 
 
 def without_blocks(page: Path) -> str:
@@ -84,12 +104,13 @@ def without_blocks(page: Path) -> str:
 
 
 def all_commands(page: Path) -> Iterator[tuple[str, str]]:
-    """Yields (place, command) of every command of a page that can be told from other code: a line of a shell block, a line behind
-    a prompt, and indented and inline code that begins like one."""
+    """Yields (place, command) of every command of a page that can be told from other code: a line
+    of a shell block, a line behind a prompt, and indented and inline code that begins like one."""
     for block in blocks(page):
         for line in block.lines:
             yield from ((block.place, part) for part in simple_commands(line))
-    if page.name.startswith("messages"):                                        # the code there is text of messages
+    # the code there is text of messages
+    if page.name.startswith("messages"):
         return
     indented = re.findall(r"(?m)^ {4,}(\S.*)$", without_blocks(page).replace("\\\n", " "))
     for code in (*indented, *inline_code(page)):
@@ -98,9 +119,11 @@ def all_commands(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def simple_commands(line: str) -> Iterator[str]:
-    """Yields the simple commands of a line: those in ``$(...)``, and those between ``;``, ``&&``, ``|``."""
+    """Yields the simple commands of a line: those in ``$(...)``, and those between ``;``, ``&&``,
+    ``|``."""
     yield from re.findall(r"\$\(([^()]*)\)", line)
-    line = re.sub(r"\[(--[^\]]*)\]", r"\1", line)                          # an option that may be left out
+    # an option that may be left out
+    line = re.sub(r"\[(--[^\]]*)\]", r"\1", line)
     line = re.sub(r'"?\$\([^()]*\)"?', "SUBSTITUTED", line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split, lexer.commenters = True, "#"

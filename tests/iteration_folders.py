@@ -1,4 +1,6 @@
-"""Iteration folders for the tests: written by the product itself, as several ranks would, or by mindformers (the fixtures)."""
+"""Iteration folders for the tests: written by the product itself, as several ranks would, or by
+mindformers (the fixtures)."""
+
 from __future__ import annotations
 
 import os
@@ -19,28 +21,48 @@ from mindresume.storage.interface import Storage
 
 COMMON, METADATA, TRACKER = "common.json", "metadata.json", "latest_checkpointed_iteration.txt"
 FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"
-FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")         # steps 10 and 15, the tracker names 15
+# steps 10 and 15, the tracker names 15
+FOREIGN = ("mf190_20_single", "mf190_20_dp2tp2opt", "mf180_20_tp2")
 
 
-def target_of(root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE) -> SaveTarget:
+def target_of(
+    root: Path, rank: int = 0, world: int = 2, run: str = RUN, storage: Storage = STORAGE
+) -> SaveTarget:
     return SaveTarget(storage, str(root), run, rank, world, iterations=True)
 
 
 def tensors_of(rank: int, step: int, run: str = RUN) -> dict[str, np.ndarray]:
     random = np.random.default_rng([rank, step, int(run[:4])])
-    return {"embedding.weight": random.standard_normal((4, 4)).astype(np.float32),
-            "adam_m.embedding.weight": random.standard_normal((4, 4)).astype(np.float32),
-            "global_step": np.array([step], np.int32)}
+    return {
+        "embedding.weight": random.standard_normal((4, 4)).astype(np.float32),
+        "adam_m.embedding.weight": random.standard_normal((4, 4)).astype(np.float32),
+        "global_step": np.array([step], np.int32),
+    }
 
 
-def write_rank(root: Path, step: int, rank: int = 0, world: int = 2, run: str = RUN, health: int | None = None,
-               at: float = 1000.0, storage: Storage = STORAGE) -> None:
+def write_rank(
+    root: Path,
+    step: int,
+    rank: int = 0,
+    world: int = 2,
+    run: str = RUN,
+    health: int | None = None,
+    at: float = 1000.0,
+    storage: Storage = STORAGE,
+) -> None:
     target, arrays = target_of(root, rank, world, run, storage), tensors_of(rank, step, run)
     weights = {name: array for name, array in arrays.items() if name == "embedding.weight"}
     others = {name: array for name, array in arrays.items() if name not in weights}
     cut = TensorLayout((world,), (0, -1)), (4 * world, 4)
-    shard = iteration_shard("net", target, replace(state_of(step), health=health), weights, others,
-                            {name: cut for name in arrays if "embedding" in name}, {"python": f"of rank {rank}"})
+    shard = iteration_shard(
+        "net",
+        target,
+        replace(state_of(step), health=health),
+        weights,
+        others,
+        {name: cut for name in arrays if "embedding" in name},
+        {"python": f"of rank {rank}"},
+    )
     write_shard(target, shard, saved_at=at + step)
 
 
@@ -50,7 +72,9 @@ def write_all(root: Path, step: int, world: int = 2, run: str = RUN, **how) -> N
         write_rank(root, step, rank, world, run, **how)
 
 
-def save(root: Path, *steps: int, world: int = 2, run: str = RUN, policy: Policy = KEEP_ALL, **how) -> Committer:
+def save(
+    root: Path, *steps: int, world: int = 2, run: str = RUN, policy: Policy = KEEP_ALL, **how
+) -> Committer:
     """Writes complete, committed iterations."""
     committer = Committer(target_of(root, 0, world, run), policy)
     for step in steps:
@@ -96,12 +120,18 @@ def intend(root: Path, step: int) -> Path:
 
 
 def unname(root: Path, step: int, run: str = RUN) -> Path:
-    """Moves a published iteration back, as if the writer had been killed between the manifest and the rename."""
+    """Moves a published iteration back, as if the writer had been killed between the manifest and
+    the rename."""
     os.rename(folder_of(root, step), making(root, step, run))
     return making(root, step, run)
 
 
-def foreign(root: Path, name: str = "mf190_20_dp2tp2opt", steps: tuple[int, ...] = (10, 15), tracked: bool = True) -> Path:
+def foreign(
+    root: Path,
+    name: str = "mf190_20_dp2tp2opt",
+    steps: tuple[int, ...] = (10, 15),
+    tracked: bool = True,
+) -> Path:
     """Writes the files of mindformers. Returns ``root``."""
     source = FIXTURES / name / "output" / "checkpoint"
     Path(root).mkdir(parents=True, exist_ok=True)

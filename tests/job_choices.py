@@ -1,4 +1,6 @@
-"""What a job selects from a folder: on one rank or on several; and what one process foresees for all of them."""
+"""What a job selects from a folder: on one rank or on several; and what one process foresees for
+all of them."""
+
 from rank_folders import STORAGE
 
 from mindresume.coordination.collectives import SingleProcess
@@ -11,18 +13,39 @@ from mindresume.resume.sources import CheckpointSources
 ALONE = SingleProcess()
 
 
-def choose(root, world=None, requested=None, *, group=ALONE, storage=STORAGE, sources=None, emit=ignore, is_own=False, **policy):
-    """Returns the choice of a job. Each rank of ``group`` verifies the files of all ranks, with ``is_own`` its own file."""
+def choose(
+    root,
+    world=None,
+    requested=None,
+    *,
+    group=ALONE,
+    storage=STORAGE,
+    sources=None,
+    emit=ignore,
+    is_own=False,
+    **policy,
+):
+    """Returns the choice of a job. Each rank of ``group`` verifies the files of all ranks, with
+    ``is_own`` its own file."""
     verified = own_rank if is_own else every_rank
-    return select_checkpoint(storage, str(root), group,
-                             SelectionPolicy(world, requested, ranks_to_verify=verified, **policy), sources, emit)
+    return select_checkpoint(
+        storage,
+        str(root),
+        group,
+        SelectionPolicy(world, requested, ranks_to_verify=verified, **policy),
+        sources,
+        emit,
+    )
 
 
 def foresee(root, storage=STORAGE, sources=None, **policy):
     """Returns what ``which`` finds for a job."""
-    return preview_selection(storage, str(root), SelectionPolicy(ranks_to_verify=every_rank, **policy), sources)
+    return preview_selection(
+        storage, str(root), SelectionPolicy(ranks_to_verify=every_rank, **policy), sources
+    )
 
 
 def apart(*leaders):
-    """Returns the sources of a job whose nodes share no disk. ``leaders``: by rank, the first rank that sees the same disk."""
+    """Returns the sources of a job whose nodes share no disk. ``leaders``: by rank, the first rank
+    that sees the same disk."""
     return CheckpointSources(shared=SharedGroups(leaders))

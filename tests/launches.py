@@ -1,4 +1,5 @@
 """What run_mindformer.py makes of a command line and a configuration, without a training."""
+
 import re
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from mindresume.launch.overrides import KNOWN_KEYS, apply
 from mindresume.mindformers import upstream
 
 ROOT = Path(__file__).resolve().parents[1]
-MONITOR = frozenset(re.findall(r"(\w+)=", upstream._MONITOR_ARGUMENTS))         # options of CheckpointMonitor in a configuration
-KEYS = frozenset(KNOWN_KEYS)                                                    # of a configuration, that mindresume adds
+# options of CheckpointMonitor in a configuration
+MONITOR = frozenset(re.findall(r"(\w+)=", upstream._MONITOR_ARGUMENTS))
+# of a configuration, that mindresume adds
+KEYS = frozenset(KNOWN_KEYS)
 
 
 def parsed(*argv: str, script: Path = ROOT) -> Launch:

@@ -1,4 +1,6 @@
-"""Lease holders for the tests: this process, a dead one, one on another host; and a clock that only sleep advances."""
+"""Lease holders for the tests: this process, a dead one, one on another host; and a clock that only
+sleep advances."""
+
 import subprocess
 import sys
 from dataclasses import replace
@@ -50,12 +52,16 @@ def publish_lease(root, holder=ME, sequence=1):
 
 def reading(root, step, run=RUN):
     """Returns the read lock of this process on a saved step."""
-    return acquire_read_lock(dir_at(root), attempt_name(step, run), str(records_of(root, step, run)))
+    return acquire_read_lock(
+        dir_at(root), attempt_name(step, run), str(records_of(root, step, run))
+    )
 
 
 def dead_reader(root, step, run=RUN):
     """Leaves the lease of a process that has died while it read a step."""
-    owner = replace(dead_holder(), purpose=LOADING, holds=(attempt_name(step, run),), run="0000-0000dead")
+    owner = replace(
+        dead_holder(), purpose=LOADING, holds=(attempt_name(step, run),), run="0000-0000dead"
+    )
     Lease(dir_at(root), owner).publish()
 
 

@@ -1,4 +1,6 @@
-"""Trainings that save a few arrays through a CheckpointManager, for the tests of the manager and of the end of a training."""
+"""Trainings that save a few arrays through a CheckpointManager, for the tests of the manager and of
+the end of a training."""
+
 from rank_folders import STORAGE, committed_steps, state_of, tensors_of
 
 from mindresume.coordination.collectives import SingleProcess
@@ -32,12 +34,20 @@ class Arrays(StepState):
         tensors = tensors_of(target.rank, self.step)
         if target.iterations:
             return Save(iteration_shard("net", target, state, tensors, None))
-        name = FileName("net", target.rank, self.job.manager.session.suffix, state.epoch, state.step_in_epoch, "safetensors")
+        name = FileName(
+            "net",
+            target.rank,
+            self.job.manager.session.suffix,
+            state.epoch,
+            state.step_in_epoch,
+            "safetensors",
+        )
         return Save(rank_shard(name, state, tensors))
 
 
 class FakeLoadAttempt:
     """Stands for the load of this training: how it ended."""
+
     begun, result = False, None
 
     def begin(self):
@@ -53,12 +63,28 @@ class FakeLoadAttempt:
 class Job:
     """One attempt of a training, in this process."""
 
-    def __init__(self, root, group=None, settings=None, load_attempt=None, leases=None, iterations=False, every=5, **options):
+    def __init__(
+        self,
+        root,
+        group=None,
+        settings=None,
+        load_attempt=None,
+        leases=None,
+        iterations=False,
+        every=5,
+        **options,
+    ):
         self.step, self.collected, self.events, self.reason = 0, [], [], ""
         options = SaveOptions(str(root), "net", every, iterations=iterations, **options)
         pending = PendingLoadAttempt(load_attempt) if load_attempt else None
         self.manager = CheckpointManager(
-            STORAGE, group or SingleProcess(), settings or Settings(), options, self.events.append, pending)
+            STORAGE,
+            group or SingleProcess(),
+            settings or Settings(),
+            options,
+            self.events.append,
+            pending,
+        )
         self.manager.open(leases=leases)
         self.manager.begin(0)
         JOBS.append(self)
@@ -92,7 +118,8 @@ def committed(root):
 
 
 def spoil(root):
-    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by root."""
+    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by
+    root."""
     root.mkdir(parents=True, exist_ok=True)
     if (root / "rank_0").is_dir():
         (root / "rank_0").rename(root / "aside")

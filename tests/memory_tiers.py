@@ -1,4 +1,6 @@
-"""Tiers in memory for the tests: a tmpfs folder that is removed again, and small trainings that save into it."""
+"""Tiers in memory for the tests: a tmpfs folder that is removed again, and small trainings that
+save into it."""
+
 import os
 import shutil
 import tempfile
@@ -9,7 +11,15 @@ from rank_folders import RUN, STORAGE, dir_at, state_of, tensors_of
 
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
-from mindresume.saving.memory_tier.directory import OWNER, make_mark, make_tier, owner_of, read_mark, this_process, tier_path
+from mindresume.saving.memory_tier.directory import (
+    OWNER,
+    make_mark,
+    make_tier,
+    owner_of,
+    read_mark,
+    this_process,
+    tier_path,
+)
 from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
 from mindresume.storage.operations import publish_json
 
@@ -35,31 +45,51 @@ class StepRequest:
     """The state of one rank after ``step``. ``bad``: collecting fails."""
 
     def __init__(self, target, step, fmt="safetensors", bad=False, collective=False):
-        self.step, self.target, self.fmt, self.bad, self.collective, self.collected = step, target, fmt, bad, collective, 0
+        self.step, self.target, self.fmt, self.bad, self.collective, self.collected = (
+            step,
+            target,
+            fmt,
+            bad,
+            collective,
+            0,
+        )
 
     def collect(self):
         self.collected += 1
         if self.bad:
             raise ValueError("cannot collect")
-        state, tensors = state_of(self.step), tensors_of(self.target.rank, self.step, self.target.world_size)
+        state, tensors = (
+            state_of(self.step),
+            tensors_of(self.target.rank, self.step, self.target.world_size),
+        )
         if self.target.iterations:
             model = {name: array for name, array in tensors.items() if not name.startswith("adam")}
-            return Save(iteration_shard("net", self.target, state, model,
-                                        {name: array for name, array in tensors.items() if name not in model},
-                                        random={"python": f"of rank {self.target.rank}"}))
+            return Save(
+                iteration_shard(
+                    "net",
+                    self.target,
+                    state,
+                    model,
+                    {name: array for name, array in tensors.items() if name not in model},
+                    random={"python": f"of rank {self.target.rank}"},
+                )
+            )
         name = FileName("net", self.target.rank, 0, state.epoch, state.step_in_epoch, self.fmt)
-        return Save(rank_shard(name, state, tensors, random={"python": f"of rank {self.target.rank}"}))
+        return Save(
+            rank_shard(name, state, tensors, random={"python": f"of rank {self.target.rank}"})
+        )
 
     def needs_collectives(self):
         return self.collective
 
 
 ALIVE = [this_process()]
-DEAD = [[2**22 - 3, 1]]                 # a process that cannot exist with this start
+DEAD = [[2**22 - 3, 1]]  # a process that cannot exist with this start
 
 
 def make_owned_tier(memory, root, run=RUN, processes=None):
-    """Makes the tier of a dead job that saved to ``root``, or of the one with ``processes``. Returns it."""
+    """Makes the tier of a dead job that saved to ``root``, or of the one with ``processes``.
+    Returns it."""
     os.makedirs(root, exist_ok=True)
     mark = make_mark(dir_at(root), memory, run, keep=True)
     tier = Path(tier_path(mark))

@@ -1,8 +1,11 @@
-"""Trainings with our CheckpointMonitor, the real mindformers and a tiny real network, without its Trainer.
+"""Trainings with our CheckpointMonitor, the real mindformers and a tiny real network, without its
+Trainer.
 
-``Job`` mimics the contract of mindspore.train.Model.train towards a callback: ``on_train_begin``, ``step_end`` with
-``cur_step_num`` counted from the start of the process (1, 2, ...) and ``cur_epoch_num``, ``end``. CPU, one process.
+``Job`` mimics the contract of mindspore.train.Model.train towards a callback: ``on_train_begin``,
+``step_end`` with ``cur_step_num`` counted from the start of the process (1, 2, ...) and
+``cur_epoch_num``, ``end``. CPU, one process.
 """
+
 import os
 from types import SimpleNamespace
 
@@ -24,14 +27,22 @@ from mindresume.resume.choice import Choice
 from mindresume.settings import Settings
 
 PER_EPOCH = 10
-INJECTED = {"append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "loss_scale": 1}], "global_batch_size": 8,
-            "remove_redundancy": False, "checkpoint_format": "safetensors", "embedding_size": 64,
-            "embedding_local_norm_threshold": 1.0, "use_checkpoint_health_monitor": False, "use_legacy_format": True}
+INJECTED = {
+    "append_info": [{"epoch_num": 0, "step_num": 0, "global_step": 0, "loss_scale": 1}],
+    "global_batch_size": 8,
+    "remove_redundancy": False,
+    "checkpoint_format": "safetensors",
+    "embedding_size": 64,
+    "embedding_local_norm_threshold": 1.0,
+    "use_checkpoint_health_monitor": False,
+    "use_legacy_format": True,
+}
 UNFINISHED: list["Job"] = []
 
 
 def finish_all():
-    """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log that is closed."""
+    """No job of a test outlives it: at the exit of the interpreter its monitor would write to a log
+    that is closed."""
     while UNFINISHED:
         UNFINISHED.pop().monitor.finish_after_error()
 
@@ -45,9 +56,16 @@ class Job:
         train = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), self.optimizer)
         self.net, self.train = net, train
         self.monitor, self.done = monitor, done
-        self.params = SimpleNamespace(cur_step_num=0, cur_epoch_num=0, batch_num=per_epoch, list_callback=[],
-                                      train_network=train, network=train, optimizer=self.optimizer,
-                                      net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)))
+        self.params = SimpleNamespace(
+            cur_step_num=0,
+            cur_epoch_num=0,
+            batch_num=per_epoch,
+            list_callback=[],
+            train_network=train,
+            network=train,
+            optimizer=self.optimizer,
+            net_outputs=(ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)),
+        )
         self.context = SimpleNamespace(original_args=lambda: self.params)
         UNFINISHED.append(self)
         monitor.on_train_begin(self.context)
@@ -72,17 +90,27 @@ def build(folder, done=0, **options):
     injected = {**INJECTED, "health_ckpts_record_dir": str(folder)}
     injected.update({key: options.pop(key) for key in list(options) if key in injected})
     if done:
-        injected["append_info"] = [{"step_num": done, "epoch_num": done // PER_EPOCH, "loss_scale": 1}]
-    block = {"type": "CheckpointMonitor", "prefix": "net", "directory": str(folder), "save_checkpoint_steps": 5,
-             "keep_checkpoint_max": 99, **options}
+        injected["append_info"] = [
+            {"step_num": done, "epoch_num": done // PER_EPOCH, "loss_scale": 1}
+        ]
+    block = {
+        "type": "CheckpointMonitor",
+        "prefix": "net",
+        "directory": str(folder),
+        "save_checkpoint_steps": 5,
+        "keep_checkpoint_max": 99,
+        **options,
+    }
     return build_callback(dict(block), default_args=injected)
 
 
 def resume(root, step):
-    """Sets the state that the hooks leave before the training starts: step ``step`` is selected. Without it a training is a fresh
-    start."""
+    """Sets the state that the hooks leave before the training starts: step ``step`` is selected.
+    Without it a training is a fresh start."""
     found = next(c for c in scan(dir_at(root)).candidates if c.step == step)
-    training_context.current().plan = training_context.ResumePlan(choice=Choice(found, (), (), False, (), str(root)))
+    training_context.current().plan = training_context.ResumePlan(
+        choice=Choice(found, (), (), False, (), str(root))
+    )
 
 
 def files(folder, kind="checkpoint", fmt="safetensors"):
@@ -91,7 +119,9 @@ def files(folder, kind="checkpoint", fmt="safetensors"):
 
 
 def committed(folder):
-    return sorted(committed_steps(folder / "checkpoint")) if (folder / "checkpoint").exists() else []
+    return (
+        sorted(committed_steps(folder / "checkpoint")) if (folder / "checkpoint").exists() else []
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +133,8 @@ def own_context():
 
 
 def spoil(folder):
-    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by root."""
+    """Puts a file in place of the folder of rank 0: nothing can be written there, not even by
+    root."""
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint" / "rank_0").write_text("in the way")
 
@@ -112,8 +143,17 @@ def spoil(folder):
 def calls(monkeypatch):
     """Returns the names of the called methods of the built-in; they do nothing."""
     called = []
-    for name in ("on_train_begin", "step_end", "end", "_save_ckpt", "save_checkpoint", "save_checkpoint_network"):
-        monkeypatch.setattr(BuiltIn, name, lambda self, *args, name=name: called.append(name), raising=False)
+    for name in (
+        "on_train_begin",
+        "step_end",
+        "end",
+        "_save_ckpt",
+        "save_checkpoint",
+        "save_checkpoint_network",
+    ):
+        monkeypatch.setattr(
+            BuiltIn, name, lambda self, *args, name=name: called.append(name), raising=False
+        )
     return called
 
 

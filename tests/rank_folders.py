@@ -1,5 +1,6 @@
-"""Rank folders for the tests, written by the product as several ranks would, or as mindformers would; ranks as simulated
-processes or threads; what a test compares or damages."""
+"""Rank folders for the tests, written by the product as several ranks would, or as mindformers
+would; ranks as simulated processes or threads; what a test compares or damages."""
+
 from __future__ import annotations
 
 import json
@@ -28,9 +29,10 @@ from sim.schedule import Schedule
 
 STORAGE = PosixStorage()
 RUN, LATER_RUN = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
-RECORDS, MANIFEST = ".mindresume", "manifest.json"      # the folder of records, leases and marks of a checkpoint directory
+# the folder of records, leases and marks of a checkpoint directory
+RECORDS, MANIFEST = ".mindresume", "manifest.json"
 PER_EPOCH = 10
-LONGEST = 20_000                # simulated seconds that ranks may take
+LONGEST = 20_000  # simulated seconds that ranks may take
 
 
 def dir_at(root: str | Path) -> CheckpointDir:
@@ -52,17 +54,25 @@ def state_of(step: int, batch: int = 8) -> TrainingState:
 
 
 def tensors_of(rank: int, step: int, replicas: int = 2) -> dict[str, np.ndarray]:
-    """Returns tensors of a data-parallel job: ranks with the same ``rank % replicas`` hold the same weights."""
+    """Returns tensors of a data-parallel job: ranks with the same ``rank % replicas`` hold the same
+    weights."""
     random = np.random.default_rng([rank % replicas, step])
-    return {"embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
-            "adam_m.embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
-            "layer.bias": random.standard_normal(5).astype(np.float32), **counters(step)}
+    return {
+        "embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
+        "adam_m.embedding.weight": random.standard_normal((8, 4)).astype(np.float32),
+        "layer.bias": random.standard_normal(5).astype(np.float32),
+        **counters(step),
+    }
 
 
 def counters(step: int, batch: int = 8) -> dict[str, np.ndarray]:
-    return {"epoch_num": np.array(state_of(step).epoch, np.int64), "step_num": np.array(step, np.int64),
-            "global_step": np.array([step], np.int32), "loss_scale": np.array(1.0, np.float32),
-            "global_batch_size": np.array(batch, np.int64)}
+    return {
+        "epoch_num": np.array(state_of(step).epoch, np.int64),
+        "step_num": np.array(step, np.int64),
+        "global_step": np.array([step], np.int32),
+        "loss_scale": np.array(1.0, np.float32),
+        "global_batch_size": np.array(batch, np.int64),
+    }
 
 
 def name_of(rank: int, step: int, suffix: int = 0, fmt: str = "safetensors") -> FileName:
@@ -70,19 +80,44 @@ def name_of(rank: int, step: int, suffix: int = 0, fmt: str = "safetensors") -> 
     return FileName("net", rank, suffix, state.epoch, state.step_in_epoch, fmt)
 
 
-def target_of(root: Path, rank: int, world: int, run: str = RUN, local_ranks: tuple[int, ...] = ()) -> SaveTarget:
+def target_of(
+    root: Path, rank: int, world: int, run: str = RUN, local_ranks: tuple[int, ...] = ()
+) -> SaveTarget:
     return SaveTarget(STORAGE, str(root), run, rank, world, local_ranks=local_ranks)
 
 
-def write_rank(root: Path, step: int, rank: int, world: int, run: str = RUN, fmt: str = "safetensors", suffix: int = 0,
-               replicas: int = 2, at: float = 1000.0, local_ranks: tuple[int, ...] = ()) -> None:
-    shard = rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step, replicas),
-                  random={"python": f"of rank {rank}"}, metadata={"format": "ms", "remove_redundancy": "False"})
+def write_rank(
+    root: Path,
+    step: int,
+    rank: int,
+    world: int,
+    run: str = RUN,
+    fmt: str = "safetensors",
+    suffix: int = 0,
+    replicas: int = 2,
+    at: float = 1000.0,
+    local_ranks: tuple[int, ...] = (),
+) -> None:
+    shard = rank_shard(
+        name_of(rank, step, suffix, fmt),
+        state_of(step),
+        tensors_of(rank, step, replicas),
+        random={"python": f"of rank {rank}"},
+        metadata={"format": "ms", "remove_redundancy": "False"},
+    )
     write_shard(target_of(root, rank, world, run, local_ranks), shard, saved_at=at + step)
 
 
-def save(root: Path, step: int, world: int = 4, run: str = RUN, fmt: str = "safetensors", suffix: int = 0, policy=KEEP_ALL,
-         replicas: int = 2) -> Committer:
+def save(
+    root: Path,
+    step: int,
+    world: int = 4,
+    run: str = RUN,
+    fmt: str = "safetensors",
+    suffix: int = 0,
+    policy=KEEP_ALL,
+    replicas: int = 2,
+) -> Committer:
     """Writes a complete, committed checkpoint."""
     for rank in reversed(range(world)):
         write_rank(root, step, rank, world, run, fmt, suffix, replicas)
@@ -119,24 +154,37 @@ def committed_steps(root: Path | str) -> list[int]:
     return [row.step for row in mindresume.open(root).list() if row.committed]
 
 
-def write_foreign(root: Path, step: int, world: int = 4, suffix: int = 0, fmt: str = "safetensors", meta: bool = True,
-                  time: float | None = None, ranks: list[int] | None = None) -> None:
+def write_foreign(
+    root: Path,
+    step: int,
+    world: int = 4,
+    suffix: int = 0,
+    fmt: str = "safetensors",
+    meta: bool = True,
+    time: float | None = None,
+    ranks: list[int] | None = None,
+) -> None:
     """Writes a checkpoint as mindformers without mindresume does: no record, no label."""
     for rank in range(world) if ranks is None else ranks:
         path = path_of(root, step, rank, suffix, fmt)
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"format": "ms", "remove_redundancy": "False"} if fmt == "safetensors" else {}
-        path.write_bytes(b"".join(bytes(piece) for _, piece in encode(fmt, tensors_of(rank, step), metadata)))
+        path.write_bytes(
+            b"".join(bytes(piece) for _, piece in encode(fmt, tensors_of(rank, step), metadata))
+        )
         if time is not None:
             os.utime(path, (time, time))
         if meta:
-            (path.parent / "meta.json").write_text(json.dumps(meta_json(name_of(rank, step, suffix, fmt))))
+            (path.parent / "meta.json").write_text(
+                json.dumps(meta_json(name_of(rank, step, suffix, fmt)))
+            )
 
 
 class Ranks:
-    """Several ranks, each with a Group, as processes of a simulated cluster: their order is the same each time, and no real time
-    passes. What they do on a disk, they do on the real one. ``hosts``: by rank, the host that it runs on; default one for all.
-    ``run(function)`` calls function(group) on all, returns the results; an error is one."""
+    """Several ranks, each with a Group, as processes of a simulated cluster: their order is the
+    same each time, and no real time passes. What they do on a disk, they do on the real one.
+    ``hosts``: by rank, the host that it runs on; default one for all. ``run(function)`` calls
+    function(group) on all, returns the results; an error is one."""
 
     def __init__(self, size: int, hosts: Sequence[str] = ()):
         self.size, self.hosts = size, hosts or ["host"] * size
@@ -150,6 +198,7 @@ class Ranks:
                 results[rank] = function(communicator.member(rank, current_process()))
             except Exception as error:
                 results[rank] = error
+
         with use_cluster(cluster):
             hosts = {name: cluster.host(name) for name in self.hosts}
             for rank, name in enumerate(self.hosts):
@@ -157,14 +206,15 @@ class Ranks:
             cluster.scheduler.run(until=lambda: cluster.scheduler.now > LONGEST)
             assert all(process.dead for process in cluster.processes), "a rank hangs"
         for process in cluster.processes:
-            if process.error is not None:                       # no Exception: pytest.fail, for one
+            if process.error is not None:  # no Exception: pytest.fail, for one
                 raise process.error
         assert not communicator.mismatch, communicator.mismatch
         return results
 
 
 def simulated(function):
-    """Returns ``function()``, called by a process of a simulated cluster: it and its threads live in simulated time."""
+    """Returns ``function()``, called by a process of a simulated cluster: it and its threads live
+    in simulated time."""
     (found,) = Ranks(1).run(lambda group: function())
     if isinstance(found, Exception):
         raise found
@@ -172,9 +222,9 @@ def simulated(function):
 
 
 class Threads:
-    """The same as real threads, for what reads with threads of its own pools, which a simulated cluster cannot run (``reshard``,
-    ``mindformers/loading.py``). They meet in each exchange, and write to no common folder, so their order decides
-    nothing."""
+    """The same as real threads, for what reads with threads of its own pools, which a simulated
+    cluster cannot run (``reshard``, ``mindformers/loading.py``). They meet in each exchange, and
+    write to no common folder, so their order decides nothing."""
 
     def __init__(self, size: int):
         self.size = size
@@ -203,6 +253,7 @@ class Threads:
                 results[rank] = function(self.Member(self, rank))
             except Exception as error:
                 results[rank] = error
+
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -220,7 +271,10 @@ def folder_contents(folder: Path | str) -> dict[Path, bytes | None]:
 def tensors_in(path: Path | str) -> dict[str, np.ndarray]:
     """Returns all tensors of a weight file."""
     with open(path, "rb") as file:
-        return {name: read_tensor(file, entry) for name, entry in read_header(file, str(path)).tensors.items()}
+        return {
+            name: read_tensor(file, entry)
+            for name, entry in read_header(file, str(path)).tensors.items()
+        }
 
 
 def flip_bit(path: Path, offset: int = -3) -> None:
@@ -233,7 +287,9 @@ def start_of(path: Path, tensor: str | None = None) -> int:
     """Returns where the bytes of a tensor begin in a weight file; of the first one that has any."""
     with open(path, "rb") as file:
         entries = read_header(file, str(path)).tensors
-    return next(entry for name, entry in entries.items() if (name == tensor if tensor else entry.nbytes)).ranges[0][0]
+    return next(
+        entry for name, entry in entries.items() if (name == tensor if tensor else entry.nbytes)
+    ).ranges[0][0]
 
 
 def damage(root: Path, step: int, rank: int, tensor: str = "embedding.weight") -> str:
@@ -249,24 +305,26 @@ def leases(root: Path | str) -> list[str]:
 
 
 def open_below(folder: Path | str) -> list[str]:
-    """Returns the files there that this process holds open. Threads of other tests may open others at any time."""
+    """Returns the files there that this process holds open. Threads of other tests may open others
+    at any time."""
     found = []
     for handle in os.listdir("/proc/self/fd"):
-        with suppress(OSError):                     # that of the listing itself
+        with suppress(OSError):  # that of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{handle}"))
     return [path for path in found if path.startswith(str(folder))]
 
 
 @contextmanager
 def leaves_nothing(*folders: Path | str):
-    """Asserts that the work inside ends all threads that it started, and closes all files below ``folders``. What threads of
-    other tests do meanwhile does not count."""
+    """Asserts that the work inside ends all threads that it started, and closes all files below
+    ``folders``. What threads of other tests do meanwhile does not count."""
     own, begun, start = threading.current_thread(), [], threading.Thread.start
 
     def noted(thread: threading.Thread) -> None:
         if threading.current_thread() is own or threading.current_thread() in begun:
             begun.append(thread)
         start(thread)
+
     threading.Thread.start = noted
     try:
         yield

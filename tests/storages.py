@@ -1,4 +1,5 @@
 """Storages for the tests: the real file system, with faults and with eyes."""
+
 from __future__ import annotations
 
 import errno
@@ -11,7 +12,18 @@ from fakes import moxing
 from mindresume.storage.object_store import MoxingStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
 
-OPERATIONS = ("list", "status", "open", "write", "create", "rename", "sync", "remove", "make_folder", "free_space")
+OPERATIONS = (
+    "list",
+    "status",
+    "open",
+    "write",
+    "create",
+    "rename",
+    "sync",
+    "remove",
+    "make_folder",
+    "free_space",
+)
 
 
 def os_error(number: int, path: str = "") -> OSError:
@@ -19,8 +31,8 @@ def os_error(number: int, path: str = "") -> OSError:
 
 
 class Hooked(PosixStorage):
-    """Notes each operation in ``asked``, and calls ``before(operation, path)`` ahead of it; what that raises, the operation
-    raises. The path of a rename is the new one."""
+    """Notes each operation in ``asked``, and calls ``before(operation, path)`` ahead of it; what
+    that raises, the operation raises. The path of a rename is the new one."""
 
     def __init__(self, before: Callable[[str, str], object] = lambda operation, path: None):
         self.before, self.asked = before, []
@@ -31,6 +43,7 @@ def _hooked(name: str):
         self.asked.append((name, arguments[0] if name == "rename" else path))
         self.before(*self.asked[-1])
         return getattr(PosixStorage, name)(self, path, *arguments)
+
     return method
 
 
@@ -40,9 +53,11 @@ for _name in OPERATIONS:
 
 def failing(name: str, *operations: str, number: int = errno.ESTALE) -> Hooked:
     """Returns a storage on which these operations fail for files whose names contain ``name``."""
+
     def before(operation: str, path: str) -> None:
         if operation in operations and name in os.path.basename(path):
             raise os_error(number, path)
+
     return Hooked(before)
 
 
@@ -57,8 +72,8 @@ def moxing_store():
 
 
 class ListedLate(Hooked):
-    """Does not list these names in one folder yet: other hosts have created them. ``trouble``: a path that cannot be
-    looked at."""
+    """Does not list these names in one folder yet: other hosts have created them. ``trouble``: a
+    path that cannot be looked at."""
 
     def __init__(self, folder, *names: str, trouble: str | None = None):
         super().__init__(self._ask)
@@ -70,7 +85,9 @@ class ListedLate(Hooked):
 
     def list(self, folder):
         found = super().list(folder)
-        return [name for name in found if name not in self.names] if folder == self.folder else found
+        return (
+            [name for name in found if name not in self.names] if folder == self.folder else found
+        )
 
 
 class DiesInAFile(PosixStorage):

@@ -1,4 +1,6 @@
-"""Each benchmark starts: a name that has moved is noticed here, not when somebody wants to measure."""
+"""Each benchmark starts: a name that has moved is noticed here, not when somebody wants to
+measure."""
+
 import os
 import subprocess
 import sys
@@ -11,6 +13,13 @@ BENCHMARKS = sorted((Path(__file__).resolve().parents[1] / "benchmarks").glob("[
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_a_benchmark_explains_itself(path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}       # as in a fresh clone
-    done = subprocess.run([sys.executable, str(path), "--help"], capture_output=True, text=True, timeout=300, env=environment)
+    # as in a fresh clone
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(path), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
     assert done.returncode == 0 and "usage:" in done.stdout, done.stderr

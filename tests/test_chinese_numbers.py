@@ -1,5 +1,7 @@
-"""Checks that a Chinese page has the numbers of the English one: those of each row of a table, and in the text those that have
-a unit or several digits. Blocks of code are compared by tests/test_documents.py."""
+"""Checks that a Chinese page has the numbers of the English one: those of each row of a table, and
+in the text those that have a unit or several digits. Blocks of code are compared by
+tests/test_documents.py."""
+
 from __future__ import annotations
 
 import re
@@ -11,15 +13,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NUMBER = r"\d+(?:[.,:]\d+)*"
 UNIT = r"(?:%|(?:ms|s|min|hours?|minutes?|seconds?|days?|[KMGT]i?B|bytes|times)\b)"
-IN_TEXT = re.compile(rf"{NUMBER}(?= ?{UNIT})|\d[\d.,:]*\d")         # a single digit without a unit can be a word in Chinese
-PAIRS = [(ROOT / "README.md", ROOT / "README_CN.md"),
-         *((page.with_name(page.name.replace(".zh.md", ".md")), page) for page in sorted((ROOT / "docs").glob("*.zh.md")))]
+# a single digit without a unit can be a word in Chinese
+IN_TEXT = re.compile(rf"{NUMBER}(?= ?{UNIT})|\d[\d.,:]*\d")
+PAIRS = [
+    (ROOT / "README.md", ROOT / "README_CN.md"),
+    *(
+        (page.with_name(page.name.replace(".zh.md", ".md")), page)
+        for page in sorted((ROOT / "docs").glob("*.zh.md"))
+    ),
+]
 
 
 def tables_and_text(page: str) -> tuple[list[str], str]:
     """Returns the rows of the tables, and the other lines that are not code."""
     lines = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE).splitlines()
-    return [line for line in lines if line.startswith("|")], "\n".join(line for line in lines if not line.startswith("|"))
+    return [line for line in lines if line.startswith("|")], "\n".join(
+        line for line in lines if not line.startswith("|")
+    )
 
 
 def differences(english: str, chinese: str) -> list[str]:
@@ -27,10 +37,15 @@ def differences(english: str, chinese: str) -> list[str]:
     (rows, text), (chinese_rows, chinese_text) = tables_and_text(english), tables_and_text(chinese)
     if len(rows) != len(chinese_rows):
         return [f"{len(rows)} rows of tables in English, {len(chinese_rows)} in Chinese"]
-    found = [f"{row}   has other numbers than   {other}" for row, other in zip(rows, chinese_rows, strict=True)
-             if Counter(re.findall(NUMBER, row)) != Counter(re.findall(NUMBER, other))]
+    found = [
+        f"{row}   has other numbers than   {other}"
+        for row, other in zip(rows, chinese_rows, strict=True)
+        if Counter(re.findall(NUMBER, row)) != Counter(re.findall(NUMBER, other))
+    ]
     lacking = Counter(IN_TEXT.findall(text)) - Counter(re.findall(NUMBER, chinese_text))
-    return found + [f"{number} is {count} times less often in Chinese" for number, count in lacking.items()]
+    return found + [
+        f"{number} is {count} times less often in Chinese" for number, count in lacking.items()
+    ]
 
 
 @pytest.mark.parametrize("english, chinese", PAIRS, ids=lambda path: path.name)
@@ -38,16 +53,31 @@ def test_a_chinese_page_has_the_numbers_of_the_english_one(english, chinese):
     assert differences(english.read_text(), chinese.read_text()) == []
 
 
-@pytest.mark.parametrize("english, chinese", [
-    ("| a | 1.5 | 2 |", "| a | 1.5 | 3 |"), ("| a | 1 |\n| b | 2 |", "| a | 2 |\n| b | 1 |"), ("| a | 1 |\n", ""),
-    ("It takes 5 s.", "用时 6 s。"), ("1,077 runs, then 1,077", "1,077 次，然后 1,070"), ("10 to 12 ranks", "10 个 rank"),
-    ("```\n7 s\n```\n5 %", "```\n5 %\n```")])
+@pytest.mark.parametrize(
+    "english, chinese",
+    [
+        ("| a | 1.5 | 2 |", "| a | 1.5 | 3 |"),
+        ("| a | 1 |\n| b | 2 |", "| a | 2 |\n| b | 1 |"),
+        ("| a | 1 |\n", ""),
+        ("It takes 5 s.", "用时 6 s。"),
+        ("1,077 runs, then 1,077", "1,077 次，然后 1,070"),
+        ("10 to 12 ranks", "10 个 rank"),
+        ("```\n7 s\n```\n5 %", "```\n5 %\n```"),
+    ],
+)
 def test_another_number_is_noticed(english, chinese):
     assert differences(english, chinese)
 
 
-@pytest.mark.parametrize("english, chinese", [
-    ("| 2 of 3 | 1.0 |", "| 3 个中的 2 个 | 1.0 |"), ("2 ranks save in 3 s", "两个 rank 在 3 s 内保存"),
-    ("two ranks", "2 个 rank"), ("```\n7 s\n```", "```\n8 s\n```"), ("8:19 minutes; 1 GB", "1 GB，8:19 分钟")])
+@pytest.mark.parametrize(
+    "english, chinese",
+    [
+        ("| 2 of 3 | 1.0 |", "| 3 个中的 2 个 | 1.0 |"),
+        ("2 ranks save in 3 s", "两个 rank 在 3 s 内保存"),
+        ("two ranks", "2 个 rank"),
+        ("```\n7 s\n```", "```\n8 s\n```"),
+        ("8:19 minutes; 1 GB", "1 GB，8:19 分钟"),
+    ],
+)
 def test_order_and_words_of_the_text_are_free(english, chinese):
     assert differences(english, chinese) == []

@@ -1,4 +1,6 @@
-"""The CPU cluster imports modules that a training does not need on their first use, and then the real ones."""
+"""The CPU cluster imports modules that a training does not need on their first use, and then the
+real ones."""
+
 from __future__ import annotations
 
 import subprocess
@@ -17,7 +19,7 @@ import datasets
 import jieba
 from datasets.distributed import split_dataset_by_node
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-inspect.getmodule(inspect.currentframe())                                   # asks every module for its file
+inspect.getmodule(inspect.currentframe())  # asks every module for its file
 assert find_spec("datasets").name == "datasets"
 assert not {"pandas", "scipy", "nltk", "jieba.finalseg", "datasets.arrow_dataset"} & set(sys.modules)
 words = ["one", "two", "three", "four"]
@@ -26,12 +28,14 @@ halves = [list(split_dataset_by_node(datasets.Dataset.from_dict({"x": [1, 2]}), 
 assert halves == [[{"x": 1}], [{"x": 2}]]
 assert jieba.Tokenizer.__module__ == "jieba" and "jieba.finalseg" in sys.modules
 assert "arrow_dataset" in repr(datasets.Dataset) and sys.modules["datasets"].__version__
-"""
+"""  # noqa: E501
 
 
 def test_the_real_modules_are_imported_on_first_use():
     pytest.importorskip("datasets")
     pytest.importorskip("nltk")
     pytest.importorskip("jieba")
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

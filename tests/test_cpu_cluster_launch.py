@@ -1,4 +1,5 @@
 """st/cpu_cluster/launch.py and run.py with trivial commands: no MindSpore, no training."""
+
 import argparse
 import json
 import os
@@ -35,13 +36,28 @@ def is_running(pid):
 
 
 def test_every_worker_learns_its_rank_and_the_same_scheduler(tmp_path):
-    names = ["RANK_ID", "MS_NODE_ID", "MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_PORT", "CPU_CLUSTER_SHM", "OWN"]
-    with job(tmp_path, 3, f"import os; print([os.environ[n] for n in {names}], os.getcwd())", env={"OWN": "x"}) as j:
+    names = [
+        "RANK_ID",
+        "MS_NODE_ID",
+        "MS_ROLE",
+        "MS_WORKER_NUM",
+        "MS_SCHED_PORT",
+        "CPU_CLUSTER_SHM",
+        "OWN",
+    ]
+    with job(
+        tmp_path,
+        3,
+        f"import os; print([os.environ[n] for n in {names}], os.getcwd())",
+        env={"OWN": "x"},
+    ) as j:
         assert j.wait(timeout=300) == 0
         seen = [j.log(rank).strip() for rank in range(3)]
     assert j.codes() == [0, 0, 0]
     port, exchange = seen[0].split("'")[9], j.exchange
-    assert seen == [f"{[str(r), str(r), 'MS_WORKER', '3', port, exchange, 'x']} {tmp_path}" for r in range(3)]
+    assert seen == [
+        f"{[str(r), str(r), 'MS_WORKER', '3', port, exchange, 'x']} {tmp_path}" for r in range(3)
+    ]
     assert not os.path.exists(exchange)
     assert not is_running(j.scheduler.pid)
 
@@ -54,7 +70,10 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path):
 
 
 def test_keep_lets_the_others_finish(tmp_path):
-    code = "import os, sys, time\nif os.environ['RANK_ID'] == '1': sys.exit(7)\ntime.sleep(.3); print('done')"
+    code = (
+        "import os, sys, time\nif os.environ['RANK_ID'] == '1': sys.exit(7)\ntime.sleep(.3); "
+        "print('done')"
+    )
     with job(tmp_path, 2, code) as j:
         assert j.wait(timeout=300, keep=True) == 7
         assert j.log(0) == "done\n"
@@ -63,7 +82,7 @@ def test_keep_lets_the_others_finish(tmp_path):
 
 def test_timeout(tmp_path):
     with job(tmp_path, 2, SLEEP) as j:
-        assert j.wait(timeout=.2) == 124
+        assert j.wait(timeout=0.2) == 124
     assert j.codes() == [-9, -9]
 
 
@@ -103,11 +122,12 @@ def test_a_command_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     def recording_start(self, *args):
         started.append(start(self, *args))
         return started[-1]
+
     monkeypatch.setattr(Job, "_start", recording_start)
     monkeypatch.setattr(launch.tempfile, "mkdtemp", lambda **_: str(exchange))
     with pytest.raises(FileNotFoundError, match="no-such-program-here"):
         Job(2, ["no-such-program-here"], cwd=str(tmp_path), scheduler=IDLE)
-    assert [p.returncode for p in started] == [-9]          # the scheduler
+    assert [p.returncode for p in started] == [-9]  # the scheduler
     assert not exchange.exists()
 
 
@@ -119,7 +139,9 @@ def test_logs_of_an_earlier_job_are_removed(tmp_path):
     assert sorted(os.listdir(tmp_path / "msrun_log")) == ["scheduler.log", "worker_0.log"]
 
 
-@pytest.mark.parametrize("text", ["", "1", "x@t:1", "1@t:", "1@when:3", "@t:3", "-1@t:3", "1@t:soon", "1@log:("])
+@pytest.mark.parametrize(
+    "text", ["", "1", "x@t:1", "1@t:", "1@when:3", "@t:3", "-1@t:3", "1@t:soon", "1@log:("]
+)
 def test_a_kill_option_without_a_value_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected RANK"):
         Kill(text)
@@ -129,14 +151,14 @@ def test_when_a_kill_is_due(tmp_path):
     assert not Kill("0@t:2.5").due(2.4, "")
     assert Kill("0@t:2.5").due(2.5, "")
     by_log = Kill("all@log:Finish saving.*step 5")
-    assert not by_log.due(9., str(tmp_path))
+    assert not by_log.due(9.0, str(tmp_path))
     (tmp_path / "worker_0.log").write_text("x\nFinish saving ckpt of epoch 1 step 5\n")
-    assert by_log.due(9., str(tmp_path))
-    assert not Kill("1@log:Finish").due(9., str(tmp_path))
-    assert not Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9., str(tmp_path))
+    assert by_log.due(9.0, str(tmp_path))
+    assert not Kill("1@log:Finish").due(9.0, str(tmp_path))
+    assert not Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9.0, str(tmp_path))
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c.safetensors").write_text("")
-    assert Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9., str(tmp_path))
+    assert Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9.0, str(tmp_path))
 
 
 def test_exchange_folders_of_dead_launchers_are_removed(tmp_path):
@@ -160,8 +182,13 @@ def test_a_port_is_assigned_once_and_only_if_free():
 
 def test_command_line(tmp_path):
     code = "import os, sys; sys.exit(3 if os.environ['RANK_ID'] == '1' else 0)"
-    done = subprocess.run([sys.executable, LAUNCH, "--timeout", "60", "2", "--", *python(code)], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, LAUNCH, "--timeout", "60", "2", "--", *python(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 3, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["rc"] == 3
@@ -176,31 +203,43 @@ def test_the_workers_end_with_a_launcher_that_is_killed(tmp_path):
     deadline, pids = time.monotonic() + 300, []
     while len(pids) < 2 and time.monotonic() < deadline:
         logs = [tmp_path / "msrun_log" / f"worker_{r}.log" for r in range(2)]
-        pids = [int(log.read_text()) for log in logs if log.exists() and log.read_text().endswith("\n")]
-        time.sleep(.02)
+        pids = [
+            int(log.read_text()) for log in logs if log.exists() and log.read_text().endswith("\n")
+        ]
+        time.sleep(0.02)
     assert len(pids) == 2
     launcher.kill()
     launcher.wait()
     while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(.02)
+        time.sleep(0.02)
     assert not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"]])
 def test_run_without_a_program_explains_itself(arguments):
-    done = subprocess.run([sys.executable, RUN, *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, RUN, *arguments], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     assert "st/cpu_cluster/run.py program.py args..." in done.stderr
 
 
 def test_run_with_a_missing_program_names_it(tmp_path):
-    done = subprocess.run([sys.executable, RUN, "absent.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, RUN, "absent.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 1
     assert f"no program 'absent.py' in {tmp_path}" in done.stderr
 
 
 def worker_of(port, code):
-    return subprocess.Popen(python(code), env=dict(os.environ, MS_ROLE="MS_WORKER", MS_SCHED_PORT=port))
+    return subprocess.Popen(
+        python(code), env=dict(os.environ, MS_ROLE="MS_WORKER", MS_SCHED_PORT=port)
+    )
 
 
 def test_the_scheduler_sees_workers_of_its_own_job_only():
@@ -208,7 +247,8 @@ def test_the_scheduler_sees_workers_of_its_own_job_only():
         try:
             deadline = time.monotonic() + 300
             while not runner.workers_alive("17001") and time.monotonic() < deadline:
-                time.sleep(.02)             # a process has no environment for a moment after it was started
+                # a process has no environment for a moment after it was started
+                time.sleep(0.02)
             assert runner.workers_alive("17001")
             assert not runner.workers_alive("17002")
         finally:
@@ -229,17 +269,23 @@ def scheduler_environment(monkeypatch, tmp_path):
 def test_the_scheduler_does_not_outlive_the_last_worker(scheduler_environment, monkeypatch):
     monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
     with worker_of("17003", "import time; time.sleep(2)"):
-        assert runner.join_as_scheduler(first_worker=300, after_last=.1, poll=.02) == 0
+        assert runner.join_as_scheduler(first_worker=300, after_last=0.1, poll=0.02) == 0
     assert not scheduler_environment.exists()
 
 
-def test_the_scheduler_waits_for_a_first_worker_for_a_limited_time(scheduler_environment, monkeypatch):
+def test_the_scheduler_waits_for_a_first_worker_for_a_limited_time(
+    scheduler_environment, monkeypatch
+):
     monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
-    assert runner.join_as_scheduler(first_worker=.1, after_last=300, poll=.02) == 0
+    assert runner.join_as_scheduler(first_worker=0.1, after_last=300, poll=0.02) == 0
 
 
-@pytest.mark.parametrize(("code", "expected"), [("pass", 0), ("import sys; sys.exit(5)", 5),
-                                                ("import os; os.kill(os.getpid(), 15)", 143)])
-def test_a_scheduler_that_ends_by_itself_gives_its_exit_code(scheduler_environment, monkeypatch, code, expected):
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("pass", 0), ("import sys; sys.exit(5)", 5), ("import os; os.kill(os.getpid(), 15)", 143)],
+)
+def test_a_scheduler_that_ends_by_itself_gives_its_exit_code(
+    scheduler_environment, monkeypatch, code, expected
+):
     monkeypatch.setattr(runner, "SCHEDULER", code)
-    assert runner.join_as_scheduler(first_worker=300, poll=.02) == expected
+    assert runner.join_as_scheduler(first_worker=300, poll=0.02) == expected

@@ -1,4 +1,6 @@
-"""The parts of the PyNative test bed that need no mindformers: exact kills, and the stand-in for hyper_parallel."""
+"""The parts of the PyNative test bed that need no mindformers: exact kills, and the stand-in for
+hyper_parallel."""
+
 from __future__ import annotations
 
 import os
@@ -17,8 +19,13 @@ from st.training_run import ROOT
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("text", ["", "0", "@3", "one@3", "0@", "0@x", "0:3"])
@@ -41,34 +48,43 @@ def test_operations_that_change_the_folder_of_checkpoints_are_counted(tmp_path):
     inside, outside = str(tmp_path / "a"), "/elsewhere/a"
     assert kill.is_change("open", (inside, "w", os.O_WRONLY | os.O_CREAT))
     assert not kill.is_change("open", (inside, "r", os.O_RDONLY))
-    assert kill.is_change("os.rename", (inside, outside, -1, -1)) and not kill.is_change("os.rename", (outside, inside, -1, -1))
+    assert kill.is_change("os.rename", (inside, outside, -1, -1)) and not kill.is_change(
+        "os.rename", (outside, inside, -1, -1)
+    )
     assert kill.is_change("os.remove", ("a", 5)) and not kill.is_change("os.remove", (outside, -1))
     assert not kill.is_change("os.listdir", (inside,))
-    assert not kill.is_change("open", (7, "w", os.O_WRONLY))             # a descriptor
+    assert not kill.is_change("open", (7, "w", os.O_WRONLY))  # a descriptor
 
 
 def test_the_process_ends_before_the_operation(tmp_path):
-    code = ("import sys, os; from st.cpu_cluster.pynative.faults import Place, SaveKill\n"
-            "kill = SaveKill(Place('0@1:2')); sys.addaudithook(kill.audit); kill.folder = sys.argv[1] + '/'\n"
-            "os.mkdir(sys.argv[1] + '/before'); Place.step = 1\n"
-            "os.mkdir(sys.argv[1] + '/first'); os.mkdir(sys.argv[1] + '/second')\n")
+    code = (
+        "import sys, os; from st.cpu_cluster.pynative.faults import Place, SaveKill\n"
+        "kill = SaveKill(Place('0@1:2')); sys.addaudithook(kill.audit); kill.folder = sys.argv[1] "
+        "+ '/'\n"
+        "os.mkdir(sys.argv[1] + '/before'); Place.step = 1\n"
+        "os.mkdir(sys.argv[1] + '/first'); os.mkdir(sys.argv[1] + '/second')\n"
+    )
     done = python(code, str(tmp_path))
     assert done.returncode == -signal.SIGKILL and "os.mkdir" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "first"]
 
 
 def test_every_name_below_hyper_parallel_can_be_imported():
-    code = ("from st.cpu_cluster import hyper_parallel_standin as standin\n"
-            "standin.MEANINGS['answer'] = 42\n"
-            "assert standin.install() and standin.install()\n"
-            "import sys; assert sum(type(finder).__name__ == '_Finder' for finder in sys.meta_path) == 1\n"
-            "from hyper_parallel import DTensor, SkipDTensorDispatch\n"
-            "from hyper_parallel.core.dtensor.dtensor import DTensor as Same, distribute_tensor\n"
-            "from hyper_parallel.anything import answer, HSDPModule\n"
-            "assert DTensor is Same and answer == 42 and not isinstance(3, DTensor) and not isinstance(3, HSDPModule)\n"
-            "@SkipDTensorDispatch()\ndef two(): return 2\n"
-            "assert two() == 2\n"
-            "with SkipDTensorDispatch(): pass\n")
+    code = (
+        "from st.cpu_cluster import hyper_parallel_standin as standin\n"
+        "standin.MEANINGS['answer'] = 42\n"
+        "assert standin.install() and standin.install()\n"
+        "import sys; assert sum(type(finder).__name__ == '_Finder' for finder in sys.meta_path) == "
+        "1\n"
+        "from hyper_parallel import DTensor, SkipDTensorDispatch\n"
+        "from hyper_parallel.core.dtensor.dtensor import DTensor as Same, distribute_tensor\n"
+        "from hyper_parallel.anything import answer, HSDPModule\n"
+        "assert DTensor is Same and answer == 42 and not isinstance(3, DTensor) and not "
+        "isinstance(3, HSDPModule)\n"
+        "@SkipDTensorDispatch()\ndef two(): return 2\n"
+        "assert two() == 2\n"
+        "with SkipDTensorDispatch(): pass\n"
+    )
     done = python(code)
     assert done.returncode == 0, done.stderr
 
@@ -76,30 +92,46 @@ def test_every_name_below_hyper_parallel_can_be_imported():
 def test_an_installed_hyper_parallel_is_used(tmp_path):
     (tmp_path / "hyper_parallel").mkdir()
     (tmp_path / "hyper_parallel" / "__init__.py").write_text("real = True\n", encoding="utf-8")
-    code = ("import sys; sys.path.insert(0, sys.argv[1])\n"
-            "from st.cpu_cluster import hyper_parallel_standin as standin\n"
-            "assert standin.install() is False\n"
-            "import hyper_parallel; assert hyper_parallel.real\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from st.cpu_cluster import hyper_parallel_standin as standin\n"
+        "assert standin.install() is False\n"
+        "import hyper_parallel; assert hyper_parallel.real\n"
+    )
     done = python(code, str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("requirements, required", [
-    ([], False), (["numpy"], False), (["hyper-parallel~=1.0.0"], True), (["hyper_parallel"], True),
-    (["hyper-parallel-tools"], False), (["Hyper-Parallel (>=1) ; python_version >= '3'"], True)])
+@pytest.mark.parametrize(
+    "requirements, required",
+    [
+        ([], False),
+        (["numpy"], False),
+        (["hyper-parallel~=1.0.0"], True),
+        (["hyper_parallel"], True),
+        (["hyper-parallel-tools"], False),
+        (["Hyper-Parallel (>=1) ; python_version >= '3'"], True),
+    ],
+)
 def test_a_release_declares_whether_it_needs_hyper_parallel(requirements, required):
     assert hyper_parallel_standin.is_required(requirements) is required
 
 
 def test_an_attempt_has_a_configuration_of_its_own(tmp_path):
-    run = PynativeRun(tmp_path, data=Path("/data"), release="2.0.0", workers=2, changes={"training.steps": 30})
+    run = PynativeRun(
+        tmp_path, data=Path("/data"), release="2.0.0", workers=2, changes={"training.steps": 30}
+    )
     config = run.configuration({"checkpoint.save_max": 1, "mindresume.keep": 2})
     assert config["training"]["steps"] == 30 and config["training"]["local_batch_size"] == 4
     assert config["checkpoint"]["save_max"] == 1 and config["mindresume"] == {"keep": 2}
     assert config["train_dataset"]["dataloader"]["dataset_files"] == "/data/mcore.mindrecord"
     assert run.configuration({})["checkpoint"]["save_max"] == 3
     run.config = "c.yaml"
-    assert run.command()[0] == str(ROOT / ".venv-2.0.0" / "bin" / "python") == run.command()[run.command().index("--") + 1]
+    assert (
+        run.command()[0]
+        == str(ROOT / ".venv-2.0.0" / "bin" / "python")
+        == run.command()[run.command().index("--") + 1]
+    )
 
 
 def test_a_release_that_is_not_there_has_a_reason():

@@ -1,5 +1,7 @@
-"""Checks that what README.md and docs/ name exists: modules, classes, functions, targets of links and their anchors; that a
-Chinese page has what the English one has; and runs the commands that are Python programs."""
+"""Checks that what README.md and docs/ name exists: modules, classes, functions, targets of links
+and their anchors; that a Chinese page has what the English one has; and runs the commands that are
+Python programs."""
+
 import os
 import re
 import shlex
@@ -13,17 +15,30 @@ import pytest
 from mindresume.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-ROOMS = [ROOT, ROOT / "mindresume", ROOT / "sim", *(path for path in (ROOT / "mindresume").iterdir() if path.is_dir())]
+ROOMS = [
+    ROOT,
+    ROOT / "mindresume",
+    ROOT / "sim",
+    *(path for path in (ROOT / "mindresume").iterdir() if path.is_dir()),
+]
 FILES = sorted([*(ROOT / "mindresume").rglob("*.py"), *(ROOT / "sim").glob("*.py")])
-ABOUT_MODULES = {"architecture.md", "design_rules.md", "simulation.md"}         # elsewhere `report.x` can be a variable
+# elsewhere `report.x` can be a variable
+ABOUT_MODULES = {"architecture.md", "design_rules.md", "simulation.md"}
 DOCUMENTS = pytest.mark.parametrize(
-    "document", [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
+    "document",
+    [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda path: path.name,
+)
 
 
 def has(module: str, name: str) -> bool:
-    """Returns whether a module, or the ``__init__`` of a package, of this name contains the word ``name``; True if there is no
-    such module."""
-    texts = [path.read_text() for path in FILES if module == (path.parent.name if path.stem == "__init__" else path.stem)]
+    """Returns whether a module, or the ``__init__`` of a package, of this name contains the word
+    ``name``; True if there is no such module."""
+    texts = [
+        path.read_text()
+        for path in FILES
+        if module == (path.parent.name if path.stem == "__init__" else path.stem)
+    ]
     return not texts or any(re.search(rf"\b{name}\b", text) for text in texts)
 
 
@@ -35,27 +50,52 @@ def test_every_python_file_exists(document):
 
 @DOCUMENTS
 def test_every_class_and_every_name_of_a_module_exists(document):
-    text = re.sub(r"<!-- needs: Kubernetes -->\n```.*?```", "", document.read_text(), flags=re.DOTALL)     # has words of its own
+    # has words of its own
+    text = re.sub(
+        r"<!-- needs: Kubernetes -->\n```.*?```", "", document.read_text(), flags=re.DOTALL
+    )
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
     dotted = set(re.findall(r"\b(mindresume)\.(\w+)", code))
     if document.name in ABOUT_MODULES:
         dotted |= set(re.findall(r"(?<![\w./])([a-z]\w+)\.(?!(?:py|md|json)\b)(\w+)", code))
-    known = {field.name for field in fields(Settings)} | {path.stem for path in FILES} | {room.name for room in ROOMS}
+    known = (
+        {field.name for field in fields(Settings)}
+        | {path.stem for path in FILES}
+        | {room.name for room in ROOMS}
+    )
     classes = set(re.findall(r"\b[A-Z][a-z]+[A-Z][a-z]\w*", code))
-    assert {f"{module}.{name}" for module, name in dotted if name not in known and not has(module, name)} == set()
-    words = classes | set(re.findall(r"(?<![\w/])[a-z]+(?:_[a-z]+)+\b", code) if document.name in ABOUT_MODULES else ())
-    assert {word for word in words - known if not any(re.search(rf"\b{word}\b", path.read_text()) for path in FILES)} == set()
+    assert {
+        f"{module}.{name}" for module, name in dotted if name not in known and not has(module, name)
+    } == set()
+    words = classes | set(
+        re.findall(r"(?<![\w/])[a-z]+(?:_[a-z]+)+\b", code)
+        if document.name in ABOUT_MODULES
+        else ()
+    )
+    assert {
+        word
+        for word in words - known
+        if not any(re.search(rf"\b{word}\b", path.read_text()) for path in FILES)
+    } == set()
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.zh.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("*.zh.md")), ids=lambda path: path.name
+)
 def test_a_chinese_page_has_the_code_and_the_links_of_the_english_one(page):
     english = (page.parent / page.name.replace(".zh.md", ".md")).read_text()
 
     def facts(text):
         """Returns the lines of code without comments, and the targets of links."""
         blocks = [re.sub(r"#.*", "", block) for block in re.findall(r"```.*?```", text, re.DOTALL)]
-        return ({line.strip() for block in blocks for line in block.splitlines()},
-                {link.replace("_CN", "").replace(".zh.svg", ".svg") for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)})
+        return (
+            {line.strip() for block in blocks for line in block.splitlines()},
+            {
+                link.replace("_CN", "").replace(".zh.svg", ".svg")
+                for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)
+            },
+        )
+
     assert facts(page.read_text()) == facts(english)
 
 
@@ -67,25 +107,32 @@ def test_every_link_names_an_existing_file(document):
 
 def anchors_of(text: str) -> set[str]:
     """Returns the anchors of the headings, as GitHub makes them; mkdocs.yml makes the same."""
-    headings = re.findall(r"^#{1,6} +(.*?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    headings = re.findall(
+        r"^#{1,6} +(.*?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M
+    )
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
 def test_anchors_are_those_of_github():
-    text = "# A: `mindresume run`, 1.0\n```\n# no heading\n```\n## [Save](save.md) / load_it  \n### 配置段 `memory_tier`\n"
+    text = (
+        "# A: `mindresume run`, 1.0\n```\n# no heading\n```\n## [Save](save.md) / load_it  "
+        "\n### 配置段 `memory_tier`\n"
+    )
     assert anchors_of(text) == {"a-mindresume-run-10", "save--load_it", "配置段-memory_tier"}
 
 
 @DOCUMENTS
 def test_every_anchor_of_a_link_exists(document):
-    """A Chinese page names another page without a language, so what it links to is in Chinese on the site and in English on
-    GitHub: only links within the page can have an anchor."""
+    """A Chinese page names another page without a language, so what it links to is in Chinese on
+    the site and in English on GitHub: only links within the page can have an anchor."""
     broken = []
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text()):
         target = document.parent / link if link else document
         is_ambiguous = bool(link) and document.name.endswith(".zh.md")
-        if is_ambiguous or (target.suffix == ".md" and anchor not in anchors_of(target.read_text())):
+        if is_ambiguous or (
+            target.suffix == ".md" and anchor not in anchors_of(target.read_text())
+        ):
             broken.append(f"{link}#{anchor}")
     assert broken == []
 
@@ -105,5 +152,7 @@ def python_commands():
 @pytest.mark.parametrize("command", python_commands())
 def test_a_python_command_runs(command):
     words = [sys.executable, *shlex.split(command)[1:]]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0 and done.stdout, done.stderr

@@ -1,4 +1,6 @@
-"""The guide builds without a warning in both languages; its links are right, and no page loads anything from a network."""
+"""The guide builds without a warning in both languages; its links are right, and no page loads
+anything from a network."""
+
 from __future__ import annotations
 
 import json
@@ -21,10 +23,32 @@ DOCS = ROOT / "docs"
 NEEDED = ("mkdocs", "material", "mkdocs_static_i18n", "mkdocstrings", "mkdocstrings_handlers")
 MISSING = [name for name in NEEDED if find_spec(name) is None]
 NOT_PAGES = {"status.md"}
-LOADS = {("script", "src"), ("img", "src"), ("img", "srcset"), ("iframe", "src"), ("source", "src"), ("source", "srcset"),
-         ("video", "src"), ("video", "poster"), ("audio", "src"), ("embed", "src"), ("object", "data"), ("input", "src"),
-         ("image", "href"), ("use", "href")}
-LINKS_THAT_LOAD = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "manifest"}
+LOADS = {
+    ("script", "src"),
+    ("img", "src"),
+    ("img", "srcset"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("source", "srcset"),
+    ("video", "src"),
+    ("video", "poster"),
+    ("audio", "src"),
+    ("embed", "src"),
+    ("object", "data"),
+    ("input", "src"),
+    ("image", "href"),
+    ("use", "href"),
+}
+LINKS_THAT_LOAD = {
+    "stylesheet",
+    "icon",
+    "preload",
+    "modulepreload",
+    "prefetch",
+    "preconnect",
+    "dns-prefetch",
+    "manifest",
+}
 NETWORK = re.compile(r"^\s*(?:https?:)?//")
 IN_STYLES = re.compile(r"""(?:@import\s+|url\(\s*)["']?((?:https?:)?//[^"';)]*)""")
 
@@ -51,17 +75,23 @@ class Page(HTMLParser):
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         if "mermaid" in values.get("class", "").split():
-            self.loads.append("https://unpkg.com/mermaid")      # the theme loads it for such an element
+            # the theme loads it for such an element
+            self.loads.append("https://unpkg.com/mermaid")
         self.loads += IN_STYLES.findall(values.get("style", ""))
 
 
 def pages() -> list[str]:
     """Returns the names of the pages without .md."""
-    return sorted(path.stem for path in DOCS.glob("*.md") if not path.name.endswith(".zh.md") and path.name not in NOT_PAGES)
+    return sorted(
+        path.stem
+        for path in DOCS.glob("*.md")
+        if not path.name.endswith(".zh.md") and path.name not in NOT_PAGES
+    )
 
 
 def broken_links(site: Path, found: dict[Path, Page]) -> list[str]:
-    """Returns the links whose file or anchor does not exist, and the missing images, styles and scripts."""
+    """Returns the links whose file or anchor does not exist, and the missing images, styles and
+    scripts."""
     broken = []
     for path, page in found.items():
         for link in (*page.links, *page.loads):
@@ -71,75 +101,155 @@ def broken_links(site: Path, found: dict[Path, Page]) -> list[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if target.is_dir():
                 target /= "index.html"
-            if not target.is_file() or (target in found and unquote(parts.fragment) not in found[target].anchors):
+            if not target.is_file() or (
+                target in found and unquote(parts.fragment) not in found[target].anchors
+            ):
                 broken.append(f"{path.relative_to(site)}: {link}")
     return broken
 
 
 def network_loads(site: Path, found: dict[Path, Page]) -> list[str]:
     """Returns what a browser would load from a network."""
-    loads = [f"{path.relative_to(site)}: {load}" for path, page in found.items() for load in page.loads if NETWORK.match(load)]
-    styles = [path for path in site.rglob("*.css") if IN_STYLES.search(path.read_text(encoding="utf-8"))]
-    inline = [path for path in found for style in re.findall(r"<style[^>]*>(.*?)</style>", path.read_text(encoding="utf-8"), re.S)
-              if IN_STYLES.search(style)]
+    loads = [
+        f"{path.relative_to(site)}: {load}"
+        for path, page in found.items()
+        for load in page.loads
+        if NETWORK.match(load)
+    ]
+    styles = [
+        path for path in site.rglob("*.css") if IN_STYLES.search(path.read_text(encoding="utf-8"))
+    ]
+    inline = [
+        path
+        for path in found
+        for style in re.findall(
+            r"<style[^>]*>(.*?)</style>", path.read_text(encoding="utf-8"), re.S
+        )
+        if IN_STYLES.search(style)
+    ]
     return loads + [str(path.relative_to(site)) for path in (*styles, *inline)]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"the guide is not built: {', '.join(MISSING)} is not installed (mkdocs-material, "
-                                          f"mkdocs-static-i18n, mkdocstrings-python)")
+@pytest.mark.skipif(
+    bool(MISSING),
+    reason=f"the guide is not built: {', '.join(MISSING)} is not installed (mkdocs-material, "
+    f"mkdocs-static-i18n, mkdocstrings-python)",
+)
 def test_the_guide_builds_in_both_languages_without_warnings_and_without_a_network(tmp_path):
     site = (tmp_path / "site").resolve()
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT),
-                   "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml",
-                           "--site-dir", site], capture_output=True, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "NO_MKDOCS_2_WARNING": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--config-file",
+            ROOT / "mkdocs.yml",
+            "--site-dir",
+            site,
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     output = done.stdout + done.stderr
-    assert [line for line in output.splitlines() if re.search(r"\b(WARNING|ERROR|CRITICAL)\b", line)] == []
+    assert [
+        line for line in output.splitlines() if re.search(r"\b(WARNING|ERROR|CRITICAL)\b", line)
+    ] == []
     assert done.returncode == 0, output
 
-    found = {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html") if path.name != "404.html"}
+    found = {
+        path: Page(path.read_text(encoding="utf-8"))
+        for path in site.rglob("*.html")
+        if path.name != "404.html"
+    }
     assert {path.stem for path in found if path.parent == site} == set(pages())
     assert {path.stem for path in found if path.parent == site / "zh"} == set(pages())
     assert {page.language for path, page in found.items() if path.parent == site / "zh"} == {"zh"}
     assert broken_links(site, found) == []
     assert network_loads(site, found) == []
-    escaped = {path.name: re.findall(r"<td>(?:(?!</td>).)*<code>[^<]*\\\|[^<]*</code>", path.read_text(encoding="utf-8"))
-               for path in found}
-    assert {name: cells for name, cells in escaped.items() if cells} == {}, "a bar in code in a table: <code>a&#124;b</code>"
+    escaped = {
+        path.name: re.findall(
+            r"<td>(?:(?!</td>).)*<code>[^<]*\\\|[^<]*</code>", path.read_text(encoding="utf-8")
+        )
+        for path in found
+    }
+    assert {name: cells for name, cells in escaped.items() if cells} == {}, (
+        "a bar in code in a table: <code>a&#124;b</code>"
+    )
 
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     places = {row["location"].partition("#")[0] for row in index["docs"]}
-    assert index["config"]["lang"] == ["en", "zh"] and {"settings.html", "zh/settings.html"} <= places
+    assert (
+        index["config"]["lang"] == ["en", "zh"] and {"settings.html", "zh/settings.html"} <= places
+    )
     assert (site / "assets/javascripts/lunr/min/lunr.zh.min.js").is_file()
 
 
 def test_what_a_page_loads_is_found():
-    page = Page('<html lang="zh"><script src="//cdn.x/a.js"></script><link rel="preconnect stylesheet" href="https://f.x/b.css">'
-                '<a href="https://x.org">x</a><img src="a.png" id="b"><p class="mermaid" style="background: url(http://x/c.png)">')
+    page = Page(
+        '<html lang="zh"><script src="//cdn.x/a.js"></script><link rel="preconnect stylesheet" '
+        'href="https://f.x/b.css">'
+        '<a href="https://x.org">x</a><img src="a.png" id="b"><p class="mermaid" '
+        'style="background: url(http://x/c.png)">'
+    )
     assert (page.language, page.anchors, page.links) == ("zh", {"", "b"}, ["https://x.org"])
     assert [load for load in page.loads if NETWORK.match(load)] == [
-        "//cdn.x/a.js", "https://f.x/b.css", "https://unpkg.com/mermaid", "http://x/c.png"]
+        "//cdn.x/a.js",
+        "https://f.x/b.css",
+        "https://unpkg.com/mermaid",
+        "http://x/c.png",
+    ]
 
 
 @pytest.mark.parametrize("name", ["api_reference.md", "api_reference.zh.md"])
 def test_every_public_name_has_an_entry(name):
     entries = re.findall(r"^::: ([\w.]+)$", (DOCS / name).read_text(encoding="utf-8"), re.M)
-    of_errors = {f"mindresume.errors.{key}" for key, kind in vars(errors).items()
-                 if isinstance(kind, type) and kind is not errors.MindResumeError and issubclass(kind, errors.MindResumeError)}
-    assert {f"mindresume.{key}" for key in mindresume.__all__} | of_errors | {"mindresume.plugin.report_metric"} <= set(entries)
+    of_errors = {
+        f"mindresume.errors.{key}"
+        for key, kind in vars(errors).items()
+        if isinstance(kind, type)
+        and kind is not errors.MindResumeError
+        and issubclass(kind, errors.MindResumeError)
+    }
+    assert {f"mindresume.{key}" for key in mindresume.__all__} | of_errors | {
+        "mindresume.plugin.report_metric"
+    } <= set(entries)
     assert len(entries) == len(set(entries))
 
 
 def test_both_languages_have_the_same_entries():
-    texts = [(DOCS / name).read_text(encoding="utf-8") for name in ("api_reference.md", "api_reference.zh.md")]
+    texts = [
+        (DOCS / name).read_text(encoding="utf-8")
+        for name in ("api_reference.md", "api_reference.zh.md")
+    ]
     assert len({tuple(re.findall(r"^(?::::|    ).*$", text, re.M)) for text in texts}) == 1
 
 
 def test_a_broken_link_is_found(tmp_path):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
-    first.write_text('<p id="here"><a href="#here"></a><a href="b.html#配置"></a><a href="b.html#x"></a><a href="c.html"></a>',
-                     "utf-8")
-    second.write_text('<img src="c.svg"><img src="data:,x">'
-                      '<h2 id="配置"></h2><a href="a.html#%E4%B8"></a><a href="https://x.org/#y"></a>', "utf-8")
+    first.write_text(
+        '<p id="here"><a href="#here"></a><a href="b.html#配置"></a><a href="b.html#x"></a><a '
+        'href="c.html"></a>',
+        "utf-8",
+    )
+    second.write_text(
+        '<img src="c.svg"><img src="data:,x">'
+        '<h2 id="配置"></h2><a href="a.html#%E4%B8"></a><a href="https://x.org/#y"></a>',
+        "utf-8",
+    )
     found = {path: Page(path.read_text(encoding="utf-8")) for path in (first, second)}
-    assert broken_links(tmp_path, found) == ["a.html: b.html#x", "a.html: c.html", "b.html: a.html#%E4%B8", "b.html: c.svg"]
+    assert broken_links(tmp_path, found) == [
+        "a.html: b.html#x",
+        "a.html: c.html",
+        "b.html: a.html#%E4%B8",
+        "b.html: c.svg",
+    ]

@@ -1,7 +1,10 @@
-"""Hostile and damaged folders: whoever wrote them could compute right checksums, so the seal (first line) is always valid here.
+"""Hostile and damaged folders: whoever wrote them could compute right checksums, so the seal (first
+line) is always valid here.
 
-Refused by name, nothing read or removed elsewhere, in bounded time; and the older good checkpoint is taken.
+Refused by name, nothing read or removed elsewhere, in bounded time; and the older good checkpoint
+is taken.
 """
+
 import copy
 import io
 import json
@@ -17,7 +20,17 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import DEEP, DIGITS, SURROGATE, dump, places
-from rank_folders import RUN, STORAGE, Ranks, counters, dir_at, path_of, save, state_of, write_foreign
+from rank_folders import (
+    RUN,
+    STORAGE,
+    Ranks,
+    counters,
+    dir_at,
+    path_of,
+    save,
+    state_of,
+    write_foreign,
+)
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import read_locks
@@ -59,14 +72,21 @@ from mindresume.tensor_files import encode, read_header, read_scalar
 OLD, NEW, WORLD = 5, 10, 2
 
 
-# ---- altering sealed files -------------------------------------------------------------------------------------------
+# ---- altering sealed files -----------------------------------------------------------------------
+
 
 def sealed(line, tail=None):
-    return b"\n".join([xxhash.xxh3_128_hexdigest(line).encode(), line] + ([] if tail is None else [tail])) + b"\n"
+    return (
+        b"\n".join(
+            [xxhash.xxh3_128_hexdigest(line).encode(), line] + ([] if tail is None else [tail])
+        )
+        + b"\n"
+    )
 
 
 def resealed(content, change=None, change_details=None):
-    """Returns the same record or manifest with another head and other details, and right checksums."""
+    """Returns the same record or manifest with another head and other details, and right
+    checksums."""
     _, line, *rest = content.rstrip(b"\n").split(b"\n")
     head, tail = json.loads(line), rest[0] if rest else None
     if change_details:
@@ -86,6 +106,7 @@ def setting(*keys, value):
         for key in keys[:-1]:
             target = target[key]
         target[keys[-1]] = value
+
     return change
 
 
@@ -95,71 +116,204 @@ def deleting(*keys):
         for key in keys[:-1]:
             target = target[key]
         del target[keys[-1]]
+
     return change
 
 
-# ---- readers ---------------------------------------------------------------------------------------------------------
+# ---- readers -------------------------------------------------------------------------------------
 
 LAYOUT = TensorLayout((2, 2), (0, -1))
-FILES = tuple((FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safetensors", 100, "ab" * 16),) for rank in range(2))
-RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(Details(
-    {"w": TensorRecord("float32", (4, 4), "cd" * 16, LAYOUT, (8, 4)), "b": TensorRecord("float32", (5,), "ef" * 16)},
-    {"python": "of rank 1"}))
+FILES = tuple(
+    (FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safetensors", 100, "ab" * 16),)
+    for rank in range(2)
+)
+RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(
+    Details(
+        {
+            "w": TensorRecord("float32", (4, 4), "cd" * 16, LAYOUT, (8, 4)),
+            "b": TensorRecord("float32", (5,), "ef" * 16),
+        },
+        {"python": "of rank 1"},
+    )
+)
 COMMIT = Manifest(RUN, len(FILES), state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16)).encode()
 
 NO_COUNT = [None, True, "8", 8.0, 1e18, -1, 2**63, float("nan"), [], {}, DEEP]
-NO_PATH = ["/etc/passwd", "../x.safetensors", "rank_1/../../x.safetensors", "rank_1/../rank_1/x.safetensors", "rank_1/..",
-           "rank_1/", "rank_1", "./rank_1/x.safetensors", "rank_1//x.safetensors", "rank_1/./x.safetensors",
-           ".mindresume/x.safetensors", "rank_1/a/x.safetensors", "rank_0/x.safetensors", "rank_01/x.safetensors",
-           "rank_11/x.safetensors", "rank_1\\x.safetensors", "rank_1/..\\x.safetensors", "rank_1/a\0.safetensors",
-           "rank_1/a\n.safetensors", "rank_1/" + "x" * 300 + ".safetensors", "rank_1/x.ckpt", "rank_1/x.txt", "rank_1/x",
-           "C:\\x.safetensors", "", None, 3, ["rank_1/x.safetensors"], SURROGATE, DEEP]
+NO_PATH = [
+    "/etc/passwd",
+    "../x.safetensors",
+    "rank_1/../../x.safetensors",
+    "rank_1/../rank_1/x.safetensors",
+    "rank_1/..",
+    "rank_1/",
+    "rank_1",
+    "./rank_1/x.safetensors",
+    "rank_1//x.safetensors",
+    "rank_1/./x.safetensors",
+    ".mindresume/x.safetensors",
+    "rank_1/a/x.safetensors",
+    "rank_0/x.safetensors",
+    "rank_01/x.safetensors",
+    "rank_11/x.safetensors",
+    "rank_1\\x.safetensors",
+    "rank_1/..\\x.safetensors",
+    "rank_1/a\0.safetensors",
+    "rank_1/a\n.safetensors",
+    "rank_1/" + "x" * 300 + ".safetensors",
+    "rank_1/x.ckpt",
+    "rank_1/x.txt",
+    "rank_1/x",
+    "C:\\x.safetensors",
+    "",
+    None,
+    3,
+    ["rank_1/x.safetensors"],
+    SURROGATE,
+    DEEP,
+]
 
-state_cases = [(("state", field), value, field) for field in ("step", "steps_per_epoch", "global_step") for value in NO_COUNT
-               if (field, value) != ("global_step", -1)]                    # FusedAdamW counts from -1
+state_cases = [
+    (("state", field), value, field)
+    for field in ("step", "steps_per_epoch", "global_step")
+    for value in NO_COUNT
+    # FusedAdamW counts from -1
+    if (field, value) != ("global_step", -1)
+]
 state_cases += [(("state", "global_step"), -2, "global_step")]
-state_cases += [(("state", field), value, field) for field in ("global_batch_size", "sink_size", "dataset_size")
-                for value in [*NO_COUNT[1:], 0]]
-state_cases += [(("state", "loss_scale"), value, "loss_scale")
-                for value in [True, "1.0", [], {}, float("nan"), float("inf"), -float("inf"), 10**400]]
-state_cases += [(("state", "metrics"), value, "metric") for value in [{"loss": 10**400}, {"loss": True}, [1], "x" * 5000, None]]
+state_cases += [
+    (("state", field), value, field)
+    for field in ("global_batch_size", "sink_size", "dataset_size")
+    for value in [*NO_COUNT[1:], 0]
+]
+state_cases += [
+    (("state", "loss_scale"), value, "loss_scale")
+    for value in [True, "1.0", [], {}, float("nan"), float("inf"), -float("inf"), 10**400]
+]
+state_cases += [
+    (("state", "metrics"), value, "metric")
+    for value in [{"loss": 10**400}, {"loss": True}, [1], "x" * 5000, None]
+]
 state_cases += [(("state",), value, "state") for value in (None, [], "state", 3, True)]
-common_cases = state_cases + [(("saved_at",), value, "saved_at") for value in
-                              (None, "1000", True, float("nan"), float("inf"), -1.0, 1e300, 10**400, [])]
-common_cases += [(("run",), value, "run|type|text|expected string") for value in
-                 (None, 3, [], "", "0001", "../0001-0000aaaa", "00001-0000aaaa", "٠٠٠١-0000aaaa", "9" * 5000 + "-0000aaaa")]
-common_cases += [(("world_size",), value, "world_size|ranks") for value in [*NO_COUNT, 0, 10**15, MAX_RANKS + 1]]
-common_cases += [(("version",), value, "version") for value in
-                 (None, True, "1", 1.0, 0, -1, VERSION + 1, 10**400, [], {}, float("nan"))]
+common_cases = state_cases + [
+    (("saved_at",), value, "saved_at")
+    for value in (None, "1000", True, float("nan"), float("inf"), -1.0, 1e300, 10**400, [])
+]
+common_cases += [
+    (("run",), value, "run|type|text|expected string")
+    for value in (
+        None,
+        3,
+        [],
+        "",
+        "0001",
+        "../0001-0000aaaa",
+        "00001-0000aaaa",
+        "٠٠٠١-0000aaaa",
+        "9" * 5000 + "-0000aaaa",
+    )
+]
+common_cases += [
+    (("world_size",), value, "world_size|ranks") for value in [*NO_COUNT, 0, 10**15, MAX_RANKS + 1]
+]
+common_cases += [
+    (("version",), value, "version")
+    for value in (None, True, "1", 1.0, 0, -1, VERSION + 1, 10**400, [], {}, float("nan"))
+]
 common_cases += [(("kind",), value, "expected a") for value in (None, 1, [], "Record", "x" * 5000)]
 record_cases = common_cases + [(("rank",), value, "rank") for value in [*NO_COUNT, 2, 10**15]]
 record_cases += [(("files", 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
-record_cases += [(("files", 0, 1), value, "format") for value in (None, 1, [], "pkl", "ckpt", "SAFETENSORS", "")]
+record_cases += [
+    (("files", 0, 1), value, "format") for value in (None, 1, [], "pkl", "ckpt", "SAFETENSORS", "")
+]
 record_cases += [(("files", 0, 2), value, "size") for value in NO_COUNT]
-record_cases += [(("files", 0, 3), value, "checksum") for value in
-                 (None, 1, "", "ab", "zz" * 16, "AB" * 16, "ab" * 17, ["ab" * 16])]
-record_cases += [(("files", 0), value, "file") for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])]
+record_cases += [
+    (("files", 0, 3), value, "checksum")
+    for value in (None, 1, "", "ab", "zz" * 16, "AB" * 16, "ab" * 17, ["ab" * 16])
+]
+record_cases += [
+    (("files", 0), value, "file")
+    for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])
+]
 record_cases += [(("details",), value, "list of tensors") for value in (None, 1, "", "00" * 16, [])]
-manifest_cases = common_cases + [(("files", 1, 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
-manifest_cases += [(("files",), value, "files") for value in (None, [], {}, "ab", 2, [[list(FILES[0][0])]])]
-manifest_cases += [(("records",), value, "records") for value in (None, [], {}, "ab", 2, ["01" * 16])]
-manifest_cases += [(("records", 1), value, r"rank_00001.json: the checksum") for value in (None, 1, [], "", "ab" * 15, "é" * 32)]
-details_cases = [(("tensors", "w"), value, "w") for value in (None, [], "abcde", {}, ["float32", [4, 4], "cd" * 16, 0])]
-details_cases += [(("tensors", "w", 0), value, "tensor w: the dtype") for value in (None, 1, [], {})]
-details_cases += [(("tensors", "w", 1), value, "tensor w") for value in
-                  (None, 4, "44", {}, [4, -1], [4, True], [4, 4.0], [2**63], [1] * 100, [4], [2, 4], [[4, 4]], DEEP)]
-details_cases += [(("tensors", "w", 2), value, "tensor w: the checksum") for value in (None, 1, "", "cd" * 15)]
-details_cases += [(("tensors", "w", 3), value, "tensor w: layout") for value in (1, -1, True, "0", 0.0, [], 10**30, DEEP)]
-details_cases += [(("tensors", "w", 4), value, "tensor w|divide|dimensions") for value in
-                  (None, 8, "84", [7, 4], [16, 4], [8], [8, 4, 1], [-8, 4], [2**63, 4], [1] * 100)]
+manifest_cases = common_cases + [
+    (("files", 1, 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH
+]
+manifest_cases += [
+    (("files",), value, "files") for value in (None, [], {}, "ab", 2, [[list(FILES[0][0])]])
+]
+manifest_cases += [
+    (("records",), value, "records") for value in (None, [], {}, "ab", 2, ["01" * 16])
+]
+manifest_cases += [
+    (("records", 1), value, r"rank_00001.json: the checksum")
+    for value in (None, 1, [], "", "ab" * 15, "é" * 32)
+]
+details_cases = [
+    (("tensors", "w"), value, "w")
+    for value in (None, [], "abcde", {}, ["float32", [4, 4], "cd" * 16, 0])
+]
+details_cases += [
+    (("tensors", "w", 0), value, "tensor w: the dtype") for value in (None, 1, [], {})
+]
+details_cases += [
+    (("tensors", "w", 1), value, "tensor w")
+    for value in (
+        None,
+        4,
+        "44",
+        {},
+        [4, -1],
+        [4, True],
+        [4, 4.0],
+        [2**63],
+        [1] * 100,
+        [4],
+        [2, 4],
+        [[4, 4]],
+        DEEP,
+    )
+]
+details_cases += [
+    (("tensors", "w", 2), value, "tensor w: the checksum") for value in (None, 1, "", "cd" * 15)
+]
+details_cases += [
+    (("tensors", "w", 3), value, "tensor w: layout")
+    for value in (1, -1, True, "0", 0.0, [], 10**30, DEEP)
+]
+details_cases += [
+    (("tensors", "w", 4), value, "tensor w|divide|dimensions")
+    for value in (None, 8, "84", [7, 4], [16, 4], [8], [8, 4, 1], [-8, 4], [2**63, 4], [1] * 100)
+]
 details_cases += [(("tensors",), value, "tensors|items|attribute") for value in (None, [], "x", 3)]
-details_cases += [(("layouts",), value, "layout|iterable|index") for value in (None, {"a": 1}, [None], [3], "ab", 5)]
-details_cases += [(("layouts", 0, "device_matrix"), value, "layout|matrix") for value in
-                  ([], [10**18], [10**9, 10**9], [-1, 2], [0, 2], ["2"], "22", {"2": 2}, [1] * 10_000, [2**60] * 30, [True, 2],
-                   None)]
-details_cases += [(("layouts", 0, "tensor_map"), value, "layout|tensor_map") for value in
-                  (None, "0", {}, [0] * 10_000, [5, -1], [0, 0], [[0, 0], -1], [-2, -1], [[[0]], -1])]
-details_cases += [(("layouts", 0, "optimizer_shards"), value, "layout|shards") for value in (None, 3, 10**18, -2, "1", True)]
+details_cases += [
+    (("layouts",), value, "layout|iterable|index")
+    for value in (None, {"a": 1}, [None], [3], "ab", 5)
+]
+details_cases += [
+    (("layouts", 0, "device_matrix"), value, "layout|matrix")
+    for value in (
+        [],
+        [10**18],
+        [10**9, 10**9],
+        [-1, 2],
+        [0, 2],
+        ["2"],
+        "22",
+        {"2": 2},
+        [1] * 10_000,
+        [2**60] * 30,
+        [True, 2],
+        None,
+    )
+]
+details_cases += [
+    (("layouts", 0, "tensor_map"), value, "layout|tensor_map")
+    for value in (None, "0", {}, [0] * 10_000, [5, -1], [0, 0], [[0, 0], -1], [-2, -1], [[[0]], -1])
+]
+details_cases += [
+    (("layouts", 0, "optimizer_shards"), value, "layout|shards")
+    for value in (None, 3, 10**18, -2, "1", True)
+]
 details_cases += [(("random",), value, "random") for value in (None, [], "x", 3)]
 
 
@@ -169,8 +323,13 @@ def shown(case):
 
 def cases(rows):
     """``DEEP`` is refused before anybody can know which field it is."""
-    return pytest.mark.parametrize("keys, value, says", [
-        pytest.param(*row[:2], "not JSON" if row[1] == DEEP else row[2], id=shown(row)) for row in rows])
+    return pytest.mark.parametrize(
+        "keys, value, says",
+        [
+            pytest.param(*row[:2], "not JSON" if row[1] == DEEP else row[2], id=shown(row))
+            for row in rows
+        ],
+    )
 
 
 def refused(read, content, says):
@@ -178,7 +337,7 @@ def refused(read, content, says):
     with within(3), pytest.raises(RecordError) as caught:
         read(io.BytesIO(content))
     assert re.search(says, str(caught.value)) and len(str(caught.value)) < 1200
-    str(caught.value).encode()                                          # it can be printed
+    str(caught.value).encode()  # it can be printed
 
 
 @cases(record_cases)
@@ -197,7 +356,8 @@ def test_a_manifest_that_no_rank_can_have_written(keys, value, says):
 @cases(details_cases)
 def test_details_that_no_rank_can_have_written(keys, value, says):
     content = resealed(RECORD, None, setting(*keys, value=value))
-    assert read_record(io.BytesIO(content))[0].rank == 1                # the head is that of a good record
+    # the head is that of a good record
+    assert read_record(io.BytesIO(content))[0].rank == 1
     refused(read_details, content, says)
 
 
@@ -207,15 +367,36 @@ def test_the_unaltered_files_are_good():
 
 
 @pytest.mark.parametrize("read", [read_record, Manifest.read])
-@pytest.mark.parametrize("line", [b"", b"{", b"nonsense", b'{"kind":"record","kind":"record"}', b"\xff\xfe", b"\xef\xbb\xbf{}",
-                                  '{"kind":"record"}'.encode("utf-16"), b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000,
-                                  b'{"\\ud800":1}', b"NaN", b"[]", b"null", b'"record"'], ids=lambda line: str(line[:20]))
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"kind":"record","kind":"record"}',
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        '{"kind":"record"}'.encode("utf-16"),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 10_000,
+        b'{"\\ud800":1}',
+        b"NaN",
+        b"[]",
+        b"null",
+        b'"record"',
+    ],
+    ids=lambda line: str(line[:20]),
+)
 def test_a_sealed_line_that_is_no_record(read, line):
     with within(3), pytest.raises(RecordError, match="record|manifest"):
         read(io.BytesIO(sealed(line)))
 
 
-@pytest.mark.parametrize("read, limit", [(read_record, HEAD_LIMIT), (read_details, HEAD_LIMIT), (Manifest.read, MANIFEST_LIMIT)])
+@pytest.mark.parametrize(
+    "read, limit",
+    [(read_record, HEAD_LIMIT), (read_details, HEAD_LIMIT), (Manifest.read, MANIFEST_LIMIT)],
+)
 def test_an_endless_line_is_not_read_to_its_end(read, limit):
     with within(5), Endless(b"0" * 32 + b"\n") as file:
         with pytest.raises(RecordError, match=f"more than {limit} bytes"):
@@ -239,7 +420,7 @@ class Endless(io.RawIOBase):
 
     def readline(self, size=-1):
         assert size >= 0, "a line of any length is asked for"
-        line = self.start[self.given:self.given + size].partition(b"\n")
+        line = self.start[self.given : self.given + size].partition(b"\n")
         found = line[0] + line[1] if self.given < len(self.start) else b"x" * size
         self.given += len(found)
         return found
@@ -253,24 +434,42 @@ def test_a_tensor_that_occurs_twice_is_refused_by_name():
 
 
 def test_the_largest_job_that_is_allowed_can_be_read_back():
-    files = tuple((FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16),)
-                  for rank in range(MAX_RANKS // 10))
+    files = tuple(
+        (FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16),)
+        for rank in range(MAX_RANKS // 10)
+    )
     manifest = Manifest(RUN, len(files), state_of(NEW), 1000.0, files, ("01" * 16,) * len(files))
     assert len(manifest.encode()) * 10 < MANIFEST_LIMIT / 2
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 
 
 def test_values_that_cannot_be_read_back_are_not_written():
-    record = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, (FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16),))
+    record = Record(
+        RUN,
+        1,
+        WORLD,
+        state_of(NEW),
+        1000.0,
+        (FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16),),
+    )
     with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
         record.encode(Details())
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", [
-    "step-00000000015-run-0001-0000aaaa", "step-0000000015-run-00001-0000aaaa", "step-٠٠٠٠٠٠٠٠١٥-run-0001-0000aaaa",
-    "step-0000000015-run-٠٠٠١-0000aaaa", f"step-{'9' * 100}-run-0001-0000aaaa", f"step-0000000015-run-{'9' * 100}-0000aaaa"])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-00000000015-run-0001-0000aaaa",
+        "step-0000000015-run-00001-0000aaaa",
+        "step-٠٠٠٠٠٠٠٠١٥-run-0001-0000aaaa",
+        "step-0000000015-run-٠٠٠١-0000aaaa",
+        f"step-{'9' * 100}-run-0001-0000aaaa",
+        f"step-0000000015-run-{'9' * 100}-0000aaaa",
+    ],
+)
 def test_an_attempt_has_one_name(name):
     assert parse_attempt(name) is None
 
@@ -287,15 +486,22 @@ def test_no_run_follows_one_of_an_absurd_number():
         run_name(run_sequence(last) + 1, "0000bbbb")
 
 
-# ---- folders: the older good checkpoint is selected ------------------------------------------------------------------
+# ---- folders: the older good checkpoint is selected ----------------------------------------------
+
 
 @contextmanager
 def within(seconds):
-    """Fails if what is inside takes longer: so many seconds of the processor, which others cannot take, or, where a system call
-    blocks, ten minutes."""
+    """Fails if what is inside takes longer: so many seconds of the processor, which others cannot
+    take, or, where a system call blocks, ten minutes."""
+
     def late(*_):
-        pytest.fail(f"still at work after {seconds} s")             # no Exception: nothing in the product can catch it
-    clocks = (signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 600)
+        # no Exception: nothing in the product can catch it
+        pytest.fail(f"still at work after {seconds} s")
+
+    clocks = (
+        (signal.SIGPROF, signal.ITIMER_PROF, seconds),
+        (signal.SIGALRM, signal.ITIMER_REAL, 600),
+    )
     before = [signal.signal(number, late) for number, _, _ in clocks]
     for _, clock, limit in clocks:
         signal.setitimer(clock, limit)
@@ -330,8 +536,8 @@ def record_path(root, rank, step=NEW):
 
 
 def alter(root, rank=1, change=None, change_details=None, manifest="matching"):
-    """Alters the record of one rank of the newest checkpoint. ``manifest``: "matching" is computed from the altered records, as
-    an attacker would; "none": the job was killed before it."""
+    """Alters the record of one rank of the newest checkpoint. ``manifest``: "matching" is computed
+    from the altered records, as an attacker would; "none": the job was killed before it."""
     path = record_path(root, rank)
     commit, content = attempt(root) / MANIFEST, path.read_bytes()
     path.write_bytes(resealed(content, change, change_details))
@@ -346,39 +552,58 @@ def alter(root, rank=1, change=None, change_details=None, manifest="matching"):
             head["records"][rank] = path.read_bytes().split(b"\n")[0].decode()
             if manifest == "matching":
                 head["files"][rank] = altered.get("files")
+
         commit.write_bytes(resealed(commit.read_bytes(), match))
 
 
 def put_file(root, content, rank=1, name=None, details=None):
-    """Replaces the weights of one rank of the newest checkpoint, and records their size and checksum."""
+    """Replaces the weights of one rank of the newest checkpoint, and records their size and
+    checksum."""
     path = path_of(root, NEW, rank) if name is None else root / name
     path.write_bytes(content)
 
     def change(head):
-        head["files"] = [[os.path.relpath(path, root), path.suffix[1:], len(content), xxhash.xxh3_128_hexdigest(content)]]
+        head["files"] = [
+            [
+                os.path.relpath(path, root),
+                path.suffix[1:],
+                len(content),
+                xxhash.xxh3_128_hexdigest(content),
+            ]
+        ]
+
     alter(root, rank, change, details)
 
 
 def choose(root, world=WORLD):
     with within(5):
-        return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank))
+        return select_checkpoint(
+            STORAGE, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank)
+        )
 
 
 def assert_falls_back(root, *says, world=WORLD):
     choice = choose(root, world)
     assert choice.chosen is not None and choice.chosen.step == OLD
     text = "\n".join(map(str, choice.refused))
-    assert choice.refused[0].step in (NEW, None) and all(re.search(part, text) for part in says), text
+    assert choice.refused[0].step in (NEW, None) and all(re.search(part, text) for part in says), (
+        text
+    )
     return choice
 
 
 folder_cases = [
-    ("world_size", setting("world_size", value=10**15)), ("world_size", setting("world_size", value="8")),
-    ("world_size", deleting("world_size")), ("rank", setting("rank", value=-1)), ("saved_at", setting("saved_at", value=1e300)),
+    ("world_size", setting("world_size", value=10**15)),
+    ("world_size", setting("world_size", value="8")),
+    ("world_size", deleting("world_size")),
+    ("rank", setting("rank", value=-1)),
+    ("saved_at", setting("saved_at", value=1e300)),
     ("loss_scale", setting("state", "loss_scale", value=[])),
     ("global_batch_size", setting("state", "global_batch_size", value="8")),
-    ("steps_per_epoch", setting("state", "steps_per_epoch", value=10**400)), ("JSON", setting("more", value=DEEP)),
-    ("JSON", setting("more", value=DIGITS)), ("version 2", setting("version", value=2)),
+    ("steps_per_epoch", setting("state", "steps_per_epoch", value=10**400)),
+    ("JSON", setting("more", value=DEEP)),
+    ("JSON", setting("more", value=DIGITS)),
+    ("version 2", setting("version", value=2)),
     ("rank_1/../../x.ckpt", setting("files", 0, 0, value="rank_1/../../x.ckpt")),
     ("/etc/passwd", setting("files", 0, 0, value="/etc/passwd")),
     ("rank_0/net", setting("files", 0, 0, value="rank_0/net_rank_0-1_10.safetensors")),
@@ -387,7 +612,11 @@ folder_cases = [
 
 
 @pytest.mark.parametrize("manifest", ["none", "intact", "records only"])
-@pytest.mark.parametrize("says, change", folder_cases, ids=[f"{index}-{row[0]}" for index, row in enumerate(folder_cases)])
+@pytest.mark.parametrize(
+    "says, change",
+    folder_cases,
+    ids=[f"{index}-{row[0]}" for index, row in enumerate(folder_cases)],
+)
 def test_a_hostile_record(root, says, change, manifest):
     intact = (attempt(root) / MANIFEST).read_bytes()
     alter(root, 1, change, manifest="none" if manifest == "none" else "records only")
@@ -396,18 +625,32 @@ def test_a_hostile_record(root, says, change, manifest):
     assert_falls_back(root, "rank 1", re.escape(says))
 
 
-@pytest.mark.parametrize("says, change", folder_cases, ids=[f"{index}-{row[0]}" for index, row in enumerate(folder_cases)])
+@pytest.mark.parametrize(
+    "says, change",
+    folder_cases,
+    ids=[f"{index}-{row[0]}" for index, row in enumerate(folder_cases)],
+)
 def test_a_hostile_record_that_the_manifest_agrees_with(root, says, change):
     """The manifest is then hostile itself, and the records decide, which are no better."""
     alter(root, 1, change)
     assert_falls_back(root, "rank 1", re.escape(says))
 
 
-@pytest.mark.parametrize("details, says", [
-    (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias: layout 0"),
-    (setting("layouts", value=[{"device_matrix": [10**18], "tensor_map": [], "optimizer_shards": -1}]), "layout"),
-    (setting("more", value=DEEP), "JSON"), (deleting("tensors"), "tensors"),
-])
+@pytest.mark.parametrize(
+    "details, says",
+    [
+        (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias: layout 0"),
+        (
+            setting(
+                "layouts",
+                value=[{"device_matrix": [10**18], "tensor_map": [], "optimizer_shards": -1}],
+            ),
+            "layout",
+        ),
+        (setting("more", value=DEEP), "JSON"),
+        (deleting("tensors"), "tensors"),
+    ],
+)
 @pytest.mark.parametrize("lost", [False, True], ids=["file there", "file lost"])
 def test_hostile_details(root, details, says, lost):
     alter(root, 1, None, details)
@@ -416,24 +659,36 @@ def test_hostile_details(root, details, says, lost):
     assert_falls_back(root, "rank 1", re.escape(says))
 
 
-@pytest.mark.parametrize("change", [
-    setting("world_size", value=10**15), setting("files", value=[]), setting("state", "step", value=OLD),
-    setting("run", value="0009-0000ffff"), setting("version", value=2), setting("more", value=DEEP), deleting("records"),
-    setting("files", 1, 0, 0, value="/etc/passwd"), setting("files", 1, 0, 0, value="rank_0/net_rank_0-1_10.safetensors"),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        setting("world_size", value=10**15),
+        setting("files", value=[]),
+        setting("state", "step", value=OLD),
+        setting("run", value="0009-0000ffff"),
+        setting("version", value=2),
+        setting("more", value=DEEP),
+        deleting("records"),
+        setting("files", 1, 0, 0, value="/etc/passwd"),
+        setting("files", 1, 0, 0, value="rank_0/net_rank_0-1_10.safetensors"),
+    ],
+)
 def test_a_hostile_manifest_is_ignored_and_the_records_decide(root, change):
     path = attempt(root) / MANIFEST
     path.write_bytes(resealed(path.read_bytes(), change))
     choice = choose(root)
     assert choice.chosen.step == NEW and not choice.chosen.committed
     assert any(MANIFEST in note and "using the records" in note for note in choice.notes)
-    record_path(root, 1).unlink()                                       # without them it was never complete
+    # without them it was never complete
+    record_path(root, 1).unlink()
     assert_falls_back(root, "missing: rank 1")
 
 
 def test_a_manifest_without_ranks_is_not_a_checkpoint(root):
     path = attempt(root) / MANIFEST
-    path.write_bytes(resealed(path.read_bytes(), lambda head: head.update(world_size=0, files=[], records=[])))
+    path.write_bytes(
+        resealed(path.read_bytes(), lambda head: head.update(world_size=0, files=[], records=[]))
+    )
     for rank in range(WORLD):
         record_path(root, rank).unlink()
     assert_falls_back(root, "no rank recorded", world=None)
@@ -456,7 +711,8 @@ def test_no_file_where_a_record_or_manifest_should_be(root, name, kind):
         assert_falls_back(root, "rank 1")
 
 
-# ---- hostile weights -------------------------------------------------------------------------------------------------
+# ---- hostile weights -----------------------------------------------------------------------------
+
 
 def safetensors(header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -471,13 +727,20 @@ hostile_weights = {
     "same bytes": safetensors({"a": ENTRY, "b": ENTRY}, bytes(8)),
     "gap": safetensors({"a": {**ENTRY, "data_offsets": [8, 16]}}, bytes(16)),
     "twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(ENTRY).encode(),) * 2), bytes(8)),
-    "nested": safetensors(b'{"a":' * 50_000), "list": safetensors(b"[]"), "digits": safetensors(b'{"a":' + b"9" * 6000 + b"}"),
+    "nested": safetensors(b'{"a":' * 50_000),
+    "list": safetensors(b"[]"),
+    "digits": safetensors(b'{"a":' + b"9" * 6000 + b"}"),
     "shape of gigabytes": safetensors({"a": {**ENTRY, "shape": [2**31, 2**31]}}, bytes(8)),
     "negative": safetensors({"a": {**ENTRY, "shape": [-2, -1]}}, bytes(8)),
-    "metadata": safetensors({"__metadata__": {"a": 1}}), "dtype": safetensors({"a": {**ENTRY, "dtype": ["F32"]}}, bytes(8)),
-    "nothing but lists": safetensors(b'{"a":[' + b"[]," * 9_000_000 + b"[]]}"), "nested shape": safetensors(
-        b'{"a":{"dtype":"F32","shape":%s,"data_offsets":[0,0]}}' % (b"[" * 500 + b"]" * 500)),
-    "pickle": b"\x80\x04cos\nsystem\n(S'false'\ntR.", "empty": b"", "short": b"1234567",
+    "metadata": safetensors({"__metadata__": {"a": 1}}),
+    "dtype": safetensors({"a": {**ENTRY, "dtype": ["F32"]}}, bytes(8)),
+    "nothing but lists": safetensors(b'{"a":[' + b"[]," * 9_000_000 + b"[]]}"),
+    "nested shape": safetensors(
+        b'{"a":{"dtype":"F32","shape":%s,"data_offsets":[0,0]}}' % (b"[" * 500 + b"]" * 500)
+    ),
+    "pickle": b"\x80\x04cos\nsystem\n(S'false'\ntR.",
+    "empty": b"",
+    "short": b"1234567",
 }
 
 
@@ -495,18 +758,32 @@ def test_hostile_weights_without_a_record(root, content):
     assert choice.chosen.step == NEW and "net_rank_1_1-2_10.safetensors" in str(choice.refused[0])
 
 
-@pytest.mark.parametrize("content", [b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x0a\x00" * 1000, b"\xff" * 64,
-                                     b"\x80\x04cos\nsystem\n(S'false'\ntR."])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"\x0a\x00" * 1000,
+        b"\xff" * 64,
+        b"\x80\x04cos\nsystem\n(S'false'\ntR.",
+    ],
+)
 def test_hostile_weights_of_the_other_format(root, content):
     put_file(root, content, name="rank_1/net_rank_1-1_10.ckpt")
     assert_falls_back(root, "rank_1/net_rank_1-1_10.ckpt")
 
 
 def foreign_file(path, **tensors):
-    path.write_bytes(b"".join(bytes(piece) for _, piece in encode("safetensors", {**counters(20), **tensors}, {"format": "ms"})))
+    path.write_bytes(
+        b"".join(
+            bytes(piece)
+            for _, piece in encode("safetensors", {**counters(20), **tensors}, {"format": "ms"})
+        )
+    )
 
 
-@pytest.mark.parametrize("step", [np.array([20, 20]), np.array(-5), np.array(True), np.array(20.5), np.array(np.nan)])
+@pytest.mark.parametrize(
+    "step", [np.array([20, 20]), np.array(-5), np.array(True), np.array(20.5), np.array(np.nan)]
+)
 def test_an_invalid_step_is_refused(root, step):
     for rank in range(WORLD):
         foreign_file(path_of(root, 20, rank, 1), step_num=step)
@@ -517,7 +794,11 @@ def test_an_invalid_step_is_refused(root, step):
 def test_a_counter_of_gigabytes_is_not_read(tmp_path):
     """A sparse file of 64 GiB whose header declares one number."""
     path, nbytes = tmp_path / "x.safetensors", 2**36
-    path.write_bytes(safetensors({"step_num": {"dtype": "I64", "shape": [nbytes // 8], "data_offsets": [0, nbytes]}}))
+    path.write_bytes(
+        safetensors(
+            {"step_num": {"dtype": "I64", "shape": [nbytes // 8], "data_offsets": [0, nbytes]}}
+        )
+    )
     os.truncate(path, path.stat().st_size + nbytes)
     with within(3), open(path, "rb") as file:
         header = read_header(file, str(path))
@@ -525,18 +806,26 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
             read_scalar(file, header, "step_num")
 
 
-@pytest.mark.parametrize("text", ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "0001-0000aaaa -5", " ", "../x 5", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "0001-0000aaaa -5", " ", "../x 5", ""],
+)
 def test_an_invalid_label_does_not_stop_the_selection(root, text):
     for rank in range(WORLD):
-        path_of(root, 20, rank, 1).write_bytes(b"".join(
-            bytes(piece) for _, piece in encode("safetensors", counters(20), {"mindresume": text})))
+        path_of(root, 20, rank, 1).write_bytes(
+            b"".join(
+                bytes(piece)
+                for _, piece in encode("safetensors", counters(20), {"mindresume": text})
+            )
+        )
     with within(5):
         found = scan(dir_at(root)).candidates
     assert {candidate.step for candidate in found} == {OLD, NEW, 20}
     assert choose(root).chosen.step in (NEW, 20)
 
 
-# ---- consistent by itself, but not with the rest ---------------------------------------------------------------------
+# ---- consistent by itself, but not with the rest -------------------------------------------------
+
 
 def test_details_that_describe_another_file(root):
     """All checksums are right, but the list of tensors is not that of the file."""
@@ -585,7 +874,8 @@ def test_all_ranks_of_a_job_come_to_the_same_result(root):
     assert len({str(choice.refused) for choice in choices}) == 1
 
 
-# ---- files beside them -----------------------------------------------------------------------------------------------
+# ---- files beside them ---------------------------------------------------------------------------
+
 
 def test_a_strategy_file_of_an_absurd_rank(root):
     (root.parent / "strategy").mkdir()
@@ -594,8 +884,20 @@ def test_a_strategy_file_of_an_absurd_rank(root):
     assert choose(root, world=None).chosen.step in (NEW, 20)
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"last_ckpt_file":' * 50_000, b'{"last_ckpt_file":["a"]}', b"9" * 10_000,
-                                     b'{"last_ckpt_file":"\\ud800"}', b"\xff", b"[]", b"null"], ids=lambda text: str(text[:20]))
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"last_ckpt_file":' * 50_000,
+        b'{"last_ckpt_file":["a"]}',
+        b"9" * 10_000,
+        b'{"last_ckpt_file":"\\ud800"}',
+        b"\xff",
+        b"[]",
+        b"null",
+    ],
+    ids=lambda text: str(text[:20]),
+)
 def test_a_hostile_hint(root, content):
     (root / "rank_0" / "meta.json").write_bytes(content)
     choice = choose(root)
@@ -615,19 +917,33 @@ def deep(path):
 
 
 @pytest.mark.parametrize("fill", [sparse, deep])
-@pytest.mark.parametrize("name", [f"{FOLDER}/trial-{attempt_name(NEW, RUN)}", f"{FOLDER}/common", f"{FOLDER}/tracker-0000000010",
-                                  "rank_0/meta.json", "latest_checkpointed_iteration.txt", "../strategy_0123abcd/used_for.json",
-                                  f"{FOLDER}/claim-{RUN}.json", "iteration_00000030/common.json",
-                                  "../strategy/ckpt_strategy_rank_0.ckpt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{FOLDER}/trial-{attempt_name(NEW, RUN)}",
+        f"{FOLDER}/common",
+        f"{FOLDER}/tracker-0000000010",
+        "rank_0/meta.json",
+        "latest_checkpointed_iteration.txt",
+        "../strategy_0123abcd/used_for.json",
+        f"{FOLDER}/claim-{RUN}.json",
+        "iteration_00000030/common.json",
+        "../strategy/ckpt_strategy_rank_0.ckpt",
+    ],
+)
 def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
-    write_foreign(root, 20, WORLD, suffix=1)                # so that a strategy is asked for
+    write_foreign(root, 20, WORLD, suffix=1)  # so that a strategy is asked for
     (root / "rank_1" / path_of(root, 20, 1, 1).name).unlink()
     fill(root / name)
     with within(5):
         list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
-        choice = select_checkpoint(STORAGE, str(root), SingleProcess(),
-                        SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
-                                   CheckpointSources(strategy_lookup(STORAGE)))
+        choice = select_checkpoint(
+            STORAGE,
+            str(root),
+            SingleProcess(),
+            SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
+            CheckpointSources(strategy_lookup(STORAGE)),
+        )
         assert read_locks(CheckpointDir(STORAGE, str(root))) is not None
     assert choice.chosen.step == NEW
 
@@ -675,14 +991,16 @@ def test_weights_that_are_a_pipe(root):
     assert choose(root).chosen.step == NEW
 
 
-# ---- nothing is removed that is not the checkpoint's -----------------------------------------------------------------
+# ---- nothing is removed that is not the checkpoint's ---------------------------------------------
+
 
 def files_below(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
 def prune(root):
-    """Prunes as the next run does after its commit of a newer checkpoint; step 5 must be removed."""
+    """Prunes as the next run does after its commit of a newer checkpoint; step 5 must be
+    removed."""
     run = run_name(2, "0000bbbb")
     committer = save(root, 15, WORLD, run=run)
     with within(10):
@@ -694,11 +1012,21 @@ def test_a_good_prune_for_comparison(root):
     assert not path_of(root, OLD, 0).exists() and path_of(root, NEW, 0).exists()
 
 
-@pytest.mark.parametrize("name", ["../target.ckpt", "rank_0/../../target.ckpt", "/{outside}/target.ckpt", "target.ckpt",
-                                  "rank_1/net_rank_1-1_7.safetensors", ".mindresume/target.ckpt",
-                                  "rank_0/net_rank_0-1_7.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../target.ckpt",
+        "rank_0/../../target.ckpt",
+        "/{outside}/target.ckpt",
+        "target.ckpt",
+        "rank_1/net_rank_1-1_7.safetensors",
+        ".mindresume/target.ckpt",
+        "rank_0/net_rank_0-1_7.safetensors",
+    ],
+)
 def test_prune_removes_no_file_that_a_hostile_record_names(root, name):
-    """Every record of the oldest checkpoint names something else: outside, or what mindformers saved."""
+    """Every record of the oldest checkpoint names something else: outside, or what mindformers
+    saved."""
     write_foreign(root, 7, WORLD, meta=False)
     name = name.format(outside=str(root.parent).strip("/"))
     for path in (root.parent / "target.ckpt", root / "target.ckpt", root / FOLDER / "target.ckpt"):
@@ -711,7 +1039,9 @@ def test_prune_removes_no_file_that_a_hostile_record_names(root, name):
     gone = before - files_below(root.parent)
     ours = {str(path_of(root, OLD, rank).relative_to(root.parent)) for rank in range(WORLD)}
     assert {path for path in gone if FOLDER not in path} <= ours
-    assert {path for path in gone if FOLDER in path} <= {path for path in before if attempt_name(OLD, RUN) in path}
+    assert {path for path in gone if FOLDER in path} <= {
+        path for path in before if attempt_name(OLD, RUN) in path
+    }
 
 
 @pytest.mark.parametrize("trash", ["", "trash-"], ids=["attempt", "trash"])
@@ -730,23 +1060,59 @@ def test_prune_removes_nothing_through_a_link(root, tmp_path, trash):
     assert path_of(root, NEW, 0).exists()
 
 
-# ---- anything at all -------------------------------------------------------------------------------------------------
+# ---- anything at all -----------------------------------------------------------------------------
 
 strange = st.one_of(
-    st.sampled_from([None, True, False, "", "8", -1, 0, 1, 2, 5, 1.5, 1e18, 1e300, 10**15, 10**30, 10**400, float("nan"),
-                     float("inf"), [], {}, [[]], "../x", "/x", "rank_0/x.ckpt", "x" * 10_000, DEEP, DIGITS, SURROGATE]),
-    st.integers(), st.floats(), st.text(max_size=10), st.lists(st.integers(), max_size=3))
+    st.sampled_from(
+        [
+            None,
+            True,
+            False,
+            "",
+            "8",
+            -1,
+            0,
+            1,
+            2,
+            5,
+            1.5,
+            1e18,
+            1e300,
+            10**15,
+            10**30,
+            10**400,
+            float("nan"),
+            float("inf"),
+            [],
+            {},
+            [[]],
+            "../x",
+            "/x",
+            "rank_0/x.ckpt",
+            "x" * 10_000,
+            DEEP,
+            DIGITS,
+            SURROGATE,
+        ]
+    ),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=10),
+    st.lists(st.integers(), max_size=3),
+)
 
 
 @st.composite
 def mutation(draw):
-    """Draws a function that alters a document in one to three places: another value, none, or one more."""
+    """Draws a function that alters a document in one to three places: another value, none, or one
+    more."""
     hows = st.sampled_from(["set", "set", "set", "delete", "wrap", "add"])
     moves = draw(st.lists(st.tuples(st.integers(0, 10**6), hows, strange), min_size=1, max_size=3))
 
     def change(document):
         for where, how, drawn in moves:
-            value, found = copy.deepcopy(drawn), places(document)       # a list drawn twice would get into itself
+            # a list drawn twice would get into itself
+            value, found = copy.deepcopy(drawn), places(document)
             if not found:
                 return
             *path, key = found[where % len(found)]
@@ -761,13 +1127,16 @@ def mutation(draw):
                 target["added"] = value
             else:
                 target[key] = [target[key]] if how == "wrap" else value
+
     return change
 
 
 @settings(max_examples=300)
 @given(mutation(), mutation(), st.sampled_from(["head", "details", "both"]))
 def test_any_altered_record_is_read_or_refused(change, change_details, part):
-    content = resealed(RECORD, change if part != "details" else None, change_details if part != "head" else None)
+    content = resealed(
+        RECORD, change if part != "details" else None, change_details if part != "head" else None
+    )
     for read in (read_record, read_details):
         try:
             record, _ = read(io.BytesIO(content))
@@ -787,27 +1156,39 @@ def test_any_altered_manifest_is_read_or_refused(change):
     except RecordError as error:
         assert len(str(error)) < 1200
     else:
-        assert [file.path.split("/")[0] for (file,) in manifest.files] == [f"rank_{rank}" for rank in range(manifest.world_size)]
+        assert [file.path.split("/")[0] for (file,) in manifest.files] == [
+            f"rank_{rank}" for rank in range(manifest.world_size)
+        ]
         assert len(manifest.records) == len(manifest.files) > 0
 
 
 @settings(max_examples=60)
-@given(mutation(), mutation(), st.sampled_from(["record", "details", "manifest"]), st.sampled_from([WORLD, None]))
+@given(
+    mutation(),
+    mutation(),
+    st.sampled_from(["record", "details", "manifest"]),
+    st.sampled_from([WORLD, None]),
+)
 def test_a_checkpoint_is_selected_after_any_alteration(good, change, also, part, world):
-    """The older checkpoint is unchanged, so one of the two is selected whatever the alteration, and no error ends the job."""
+    """The older checkpoint is unchanged, so one of the two is selected whatever the alteration, and
+    no error ends the job."""
     kept = {path: path.read_bytes() for path in attempt(good).iterdir()}
     try:
         if part == "manifest":
             path = attempt(good) / MANIFEST
             path.write_bytes(resealed(path.read_bytes(), change))
         else:
-            alter(good, 1, change if part == "record" else None, also if part == "details" else None)
+            alter(
+                good, 1, change if part == "record" else None, also if part == "details" else None
+            )
         try:
             chosen = choose(good, world).chosen
         except UnusableCheckpointError as error:
             pytest.fail(f"the older one is good: {error}")
         assert chosen is not None and chosen.step in (OLD, NEW)
-        assert all(not os.path.isabs(file.path) and ".." not in file.path for file in chosen.all_files)
+        assert all(
+            not os.path.isabs(file.path) and ".." not in file.path for file in chosen.all_files
+        )
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
@@ -815,4 +1196,7 @@ def test_a_checkpoint_is_selected_after_any_alteration(good, change, also, part,
 
 def test_the_label_has_the_form_that_the_cases_assume(root):
     with open(path_of(root, NEW, 0), "rb") as file:
-        assert read_header(file, "x.safetensors").metadata["mindresume"] == label(RUN, NEW)["mindresume"]
+        assert (
+            read_header(file, "x.safetensors").metadata["mindresume"]
+            == label(RUN, NEW)["mindresume"]
+        )

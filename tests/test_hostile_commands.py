@@ -1,9 +1,12 @@
-"""The command line on damaged folders, files, logs and arguments: each command ends with one of its exit statuses, in one clear
-line and never in a traceback, and what it prints is text. The damage is another one each time: seeds are fresh.
+"""The command line on damaged folders, files, logs and arguments: each command ends with one of its
+exit statuses, in one clear line and never in a traceback, and what it prints is text. The damage is
+another one each time: seeds are fresh.
 
     MINDRESUME_HOSTILE_SEED=123 pytest tests/test_hostile_commands.py         one case again
-    MINDRESUME_HOSTILE_SECONDS=600 pytest tests/test_hostile_commands.py      more cases: CPU seconds
+    MINDRESUME_HOSTILE_SECONDS=600 pytest tests/test_hostile_commands.py      more cases: CPU
+    seconds
 """
+
 import contextlib
 import io
 import json
@@ -29,19 +32,24 @@ from training_logs import INFO, RUNS, ZERO, Log, Training
 from mindresume import cli
 from mindresume.events.event_file import FOLDER
 
-SECONDS = os.environ.get("MINDRESUME_HOSTILE_SECONDS")                  # of CPU
+SECONDS = os.environ.get("MINDRESUME_HOSTILE_SECONDS")  # of CPU
 SEED = os.environ.get("MINDRESUME_HOSTILE_SEED")
-HANGS = 600                     # seconds after which a command is taken to hang: none needs a twentieth of it
+# seconds after which a command is taken to hang: none needs a twentieth of it
+HANGS = 600
 STATUSES = {0, 1, 2, 3}
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
 def run(*arguments):
-    """Returns (status, stdout, stderr) of a command in this process. Exceptions propagate, and text that is not UTF-8 is one."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    """Returns (status, stdout, stderr) of a command in this process. Exceptions propagate, and text
+    that is not UTF-8 is one."""
+    streams = [
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)
+    ]
 
     def late(*_):
         pytest.fail(f"mindresume {arguments} hangs")
+
     before, handler = sys.argv, signal.signal(signal.SIGALRM, late)
     sys.argv = ["mindresume", *map(str, arguments)]
     signal.alarm(HANGS)
@@ -77,7 +85,8 @@ def refused(*arguments, says=""):
     return err
 
 
-# ---- one at a time ---------------------------------------------------------------------------------------------------
+# ---- one at a time -------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def merged(tmp_path):
@@ -86,22 +95,45 @@ def merged(tmp_path):
     return tmp_path / "merged"
 
 
-@pytest.mark.parametrize("field, value", [
-    ("fingerprint", 3), ("what", ["x"]), ("files", 7), ("files", [[1, 2, 3]]), ("files", [["a"]]), ("tensors", [1]),
-    ("files", [["/etc/passwd", 1, "x"]]), ("files", [["../source", 1, "x"]]), ("files", [["part0.safetensors", "9", "x"]]),
-    ("tensors", {"embedding.weight": 5})])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("fingerprint", 3),
+        ("what", ["x"]),
+        ("files", 7),
+        ("files", [[1, 2, 3]]),
+        ("files", [["a"]]),
+        ("tensors", [1]),
+        ("files", [["/etc/passwd", 1, "x"]]),
+        ("files", [["../source", 1, "x"]]),
+        ("files", [["part0.safetensors", "9", "x"]]),
+        ("tensors", {"embedding.weight": 5}),
+    ],
+)
 def test_a_sealed_conversion_with_an_odd_field(merged, field, value):
     from test_hostile import resealed, setting
+
     path = merged / "conversion.json"
     path.write_bytes(resealed(path.read_bytes(), setting(field, value=value)))
     err = refused("merge", merged.parent / "source", merged, says="not empty")
-    assert "bytes" not in err                                           # nothing outside was looked at
+    # nothing outside was looked at
+    assert "bytes" not in err
     checked("verify", merged)
     checked("inspect", merged, "--json")
 
 
-@pytest.mark.parametrize("name, value", [("epoch_num", np.nan), ("epoch_num", np.inf), ("loss_scale", np.nan), ("epoch_num", -5),
-                                         ("global_step", np.inf), ("global_batch_size", np.nan), ("step_num", np.inf)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("epoch_num", np.nan),
+        ("epoch_num", np.inf),
+        ("loss_scale", np.nan),
+        ("epoch_num", -5),
+        ("global_step", np.inf),
+        ("global_batch_size", np.nan),
+        ("step_num", np.inf),
+    ],
+)
 @pytest.mark.parametrize("command", ["which", "ls", "verify", "inspect"])
 def test_counters_that_are_not_numbers_cause_no_traceback(tmp_path, name, value, command):
     root = tmp_path / "checkpoint"
@@ -113,27 +145,72 @@ def test_counters_that_are_not_numbers_cause_no_traceback(tmp_path, name, value,
         checked(command, place)
 
 
-@pytest.mark.parametrize("values", [
-    {"event": "save_committed", "step": 2**63, "ranks": 1, "size_bytes": 1}, {"event": "save_begun", "step": 10**400},
-    {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e17},
-    {"event": "save_written", "step": 5, "size_bytes": 1, "write_seconds": -1e9, "stall_seconds": -1e9},
-    {"event": "checkpoint_selected", "step": 2**59, "epoch": 1, "run_id": "\x1b]0;", "checkpoint_dir": "/",
-     "description": "x" * 9000},
-    {"event": "progress_restored", "step": 2**59, "epochs_done": 0, "saved_step": 0, "step_scale": 1e17},
-    {"event": "training_ended", "outcome": "preempted", "reason": "\x1b]0;\ud800" + "x" * 9000, "step": 2**59},
-    {"event": "training_started", "host": "", "process_id": 1, "world_size": 2**59, "version": "", "utc_offset_seconds": 10**18},
-    {"event": "run_opened", "run_id": "x" * 9000, "checkpoint_dir": "", "file_prefix": "", "world_size": 1, "time": 4e11},
-    {"event": "candidate_refused", "step": 5, "reason": "<script>", "file": "\0"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"event": "save_committed", "step": 2**63, "ranks": 1, "size_bytes": 1},
+        {"event": "save_begun", "step": 10**400},
+        {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e17},
+        {
+            "event": "save_written",
+            "step": 5,
+            "size_bytes": 1,
+            "write_seconds": -1e9,
+            "stall_seconds": -1e9,
+        },
+        {
+            "event": "checkpoint_selected",
+            "step": 2**59,
+            "epoch": 1,
+            "run_id": "\x1b]0;",
+            "checkpoint_dir": "/",
+            "description": "x" * 9000,
+        },
+        {
+            "event": "progress_restored",
+            "step": 2**59,
+            "epochs_done": 0,
+            "saved_step": 0,
+            "step_scale": 1e17,
+        },
+        {
+            "event": "training_ended",
+            "outcome": "preempted",
+            "reason": "\x1b]0;\ud800" + "x" * 9000,
+            "step": 2**59,
+        },
+        {
+            "event": "training_started",
+            "host": "",
+            "process_id": 1,
+            "world_size": 2**59,
+            "version": "",
+            "utc_offset_seconds": 10**18,
+        },
+        {
+            "event": "run_opened",
+            "run_id": "x" * 9000,
+            "checkpoint_dir": "",
+            "file_prefix": "",
+            "world_size": 1,
+            "time": 4e11,
+        },
+        {"event": "candidate_refused", "step": 5, "reason": "<script>", "file": "\0"},
+    ],
+)
 def test_forged_events_are_ignored(tmp_path, values):
     Training().start(0).run(1, RUNS[0]).steps(10, 1, 20).write_all(tmp_path)
-    path, = (tmp_path / FOLDER).iterdir()
+    (path,) = (tmp_path / FOLDER).iterdir()
     with open(path, "a") as file:
         file.write(json.dumps({"time": ZERO + 40, "rank": 0, **values}) + "\n")
     assert checked("report", tmp_path, "--json")[0] == 0
     assert checked("report", tmp_path, "-o", tmp_path / "page.html")[0] == 0
 
 
-@pytest.mark.parametrize("step, size, value", [(1, 10, "9" * 400), (2**63, 1, "4.0"), (2**40, 2**40, "4.0"), (1, 10, "1e999")])
+@pytest.mark.parametrize(
+    "step, size, value",
+    [(1, 10, "9" * 400), (2**63, 1, "4.0"), (2**40, 2**40, "4.0"), (1, 10, "1e999")],
+)
 def test_forged_losses_are_ignored(tmp_path, step, size, value):
     Log().start(0).steps(10, 1, 20).loss(40, step, value, size=size).write(tmp_path / INFO)
     assert checked("report", tmp_path, "--json")[0] == 0
@@ -147,8 +224,15 @@ def test_a_log_that_is_a_pipe(tmp_path):
     assert json.loads(checked("report", tmp_path, "--json")[1])["steps"]["done"] == 20
 
 
-@pytest.mark.parametrize("name", [b"net\xff_rank_0-1_5.safetensors", b"\x1b[2J\x1b[31m.ckpt", b"x\xe2\x80\xaegnp.ckpt",
-                                  b"a\nb.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"net\xff_rank_0-1_5.safetensors",
+        b"\x1b[2J\x1b[31m.ckpt",
+        b"x\xe2\x80\xaegnp.ckpt",
+        b"a\nb.safetensors",
+    ],
+)
 @pytest.mark.parametrize("command", ["ls", "which", "verify", "report", "inspect"])
 def test_names_that_are_not_text_are_printed_as_text(tmp_path, name, command):
     root = tmp_path / os.fsdecode(b"[/b] \xff\x1b[2J") / "checkpoint"
@@ -163,50 +247,83 @@ def test_names_that_are_not_text_are_printed_as_text(tmp_path, name, command):
 def test_a_path_is_not_markup(tmp_path):
     root = tmp_path / "[b]x[/b] [/nothing] :smile:"
     save(root, 5, 1)
-    assert checked("ls", root)[1].splitlines()[0] == str(root)              # in one piece, however narrow the terminal
+    # in one piece, however narrow the terminal
+    assert checked("ls", root)[1].splitlines()[0] == str(root)
 
 
-@pytest.mark.parametrize("size", ["9" * 310, "1" * 19 + "GiB", "1e9", "-1", "0", "nan", "inf", "1.", "", "²", "1" + "0" * 4400])
+@pytest.mark.parametrize(
+    "size",
+    ["9" * 310, "1" * 19 + "GiB", "1e9", "-1", "0", "nan", "inf", "1.", "", "²", "1" + "0" * 4400],
+)
 @pytest.mark.parametrize("option", ["--part-size", "--memory-limit"])
 def test_invalid_sizes_are_refused(tmp_path, size, option):
     save(tmp_path / "checkpoint", 5, 1)
     refused("merge", tmp_path / "checkpoint", tmp_path / "new", f"{option}={size}", says=option)
 
 
-@pytest.mark.parametrize("arguments", [
-    ("which", "--world-size", 10**8), ("ls", "--world-size", 10**8), ("verify", "--world-size", "9" * 5000),
-    ("merge", "--workers", 10**8), ("convert", "--workers", 10**8), ("drill", "--jobs", 10**8)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("which", "--world-size", 10**8),
+        ("ls", "--world-size", 10**8),
+        ("verify", "--world-size", "9" * 5000),
+        ("merge", "--workers", 10**8),
+        ("convert", "--workers", 10**8),
+        ("drill", "--jobs", 10**8),
+    ],
+)
 def test_counts_are_bounded(tmp_path, arguments):
     command, *options = arguments
     write_foreign(tmp_path / "checkpoint", 5, 2)
-    paths = [] if command == "drill" else [tmp_path / "checkpoint"] + [tmp_path / "new"] * (command in ("merge", "convert"))
+    paths = (
+        []
+        if command == "drill"
+        else [tmp_path / "checkpoint"] + [tmp_path / "new"] * (command in ("merge", "convert"))
+    )
     status, out, err = checked(command, *paths, *options)
     assert (status, out) == (2, "") and options[0] in err
 
 
-@pytest.mark.parametrize("change, says", [
-    ({"model_type": []}, "model_type"), ({"model_type": {}}, "model_type"), ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
-    ({"num_attention_heads": 2**23, "num_key_value_heads": 2**23}, "num_key_value_heads"), ({"vocab_size": 2**63}, "vocab_size"),
-    ({"architectures": ["x" * 5000]}, "architectures"), ({"quantization_config": "x" * 5000}, "quantization_config")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"model_type": []}, "model_type"),
+        ({"model_type": {}}, "model_type"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
+        ({"num_attention_heads": 2**23, "num_key_value_heads": 2**23}, "num_key_value_heads"),
+        ({"vocab_size": 2**63}, "vocab_size"),
+        ({"architectures": ["x" * 5000]}, "architectures"),
+        ({"quantization_config": "x" * 5000}, "quantization_config"),
+    ],
+)
 def test_configurations_without_a_model_are_refused(tmp_path, change, says):
     save(tmp_path / "checkpoint", 5, 1)
     (tmp_path / "config.json").write_text(json.dumps({**document(GROUPED), **change}))
-    refused("export-hf", tmp_path / "checkpoint", tmp_path / "hf", "--config", tmp_path / "config.json", says=says)
+    refused(
+        "export-hf",
+        tmp_path / "checkpoint",
+        tmp_path / "hf",
+        "--config",
+        tmp_path / "config.json",
+        says=says,
+    )
     checked("which", tmp_path)
 
 
 def test_many_counters_are_merged_in_time(tmp_path):
     """40,000 single numbers: with a new set for each of them this takes minutes."""
-    tensors = {f"counter_{index}": np.array(index) for index in range(40_000)} | {"layer.weight": np.zeros((2, 2), np.float32)}
+    tensors = {f"counter_{index}": np.array(index) for index in range(40_000)} | {
+        "layer.weight": np.zeros((2, 2), np.float32)
+    }
     path = tmp_path / "net_rank_0-1_5.safetensors"
     put(path, tensors, {"format": "ms"})
     started = time.process_time()
     status, out, _ = checked("merge", path, tmp_path / "new", "--dry-run", "--json")
     assert status == 0 and json.loads(out)["tensors"] == 40_001
-    assert time.process_time() - started < 60                           # of CPU; it takes one
+    assert time.process_time() - started < 60  # of CPU; it takes one
 
 
-# ---- random damage -------------------------------------------------------------------------------------------------
+# ---- random damage -------------------------------------------------------------------------------
 
 TENSORS = random_tensors(MODEL)
 
@@ -215,7 +332,9 @@ def logs(root):
     root.mkdir(parents=True)
     save(root / "checkpoint", 10, 1)
     training = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 12).save(25, 10)
-    training.start(100).resume(101, 10, RUNS[0]).run(102, RUNS[1]).steps(110, 11, 20).save(125, 20).over(130)
+    training.start(100).resume(101, 10, RUNS[0]).run(102, RUNS[1]).steps(110, 11, 20).save(
+        125, 20
+    ).over(130)
     training.write_all(root)
 
 
@@ -260,30 +379,49 @@ def whole(tmp_path_factory):
     return folder
 
 
-STEPS, COUNTS = ["5", "10", "-1", "0", "9" * 30, "9" * 5000, "x", ""], ["1", "2", "4", "0", "-1", "100000", "9" * 30, "nan"]
+STEPS, COUNTS = (
+    ["5", "10", "-1", "0", "9" * 30, "9" * 5000, "x", ""],
+    ["1", "2", "4", "0", "-1", "100000", "9" * 30, "nan"],
+)
 SIZES = ["1kB", "3GiB", "0", "-1", "9" * 310, "nan", "1e5", "", "x"]
 NAMED = ["5", "9" * 5000, "²", "x.ckpt", "../x", "net_rank_0-1_5"]
 PLANS = ["dp=2", "dp=2,tp=2", "dp=99999999999", "tp=0", "x", "", "dp=" + "9" * 5000]
 PATTERNS = ["*", "adam_*", "[", ""]
-OPTIONS = {                     # of each command: {option: values, None: it has none}
+OPTIONS = {  # of each command: {option: values, None: it has none}
     "ls": {"--world-size": COUNTS},
     "which": {"--world-size": COUNTS, "--name": NAMED, "--quick": None},
     "verify": {"--world-size": COUNTS, "--step": STEPS},
     "inspect": {"--step": STEPS, "--rank": COUNTS, "--tensor": PATTERNS, "--all": None},
-    "prune": {"--keep-last": COUNTS, "--keep-every-steps": COUNTS, "--keep-minutes": [*COUNTS, "1e400"], "--keep-best": COUNTS},
-    "merge": {"--part-size": SIZES, "--workers": COUNTS, "--memory-limit": SIZES, "--drop": PATTERNS, "--hf-index": None,
-              "--step": STEPS},
+    "prune": {
+        "--keep-last": COUNTS,
+        "--keep-every-steps": COUNTS,
+        "--keep-minutes": [*COUNTS, "1e400"],
+        "--keep-best": COUNTS,
+    },
+    "merge": {
+        "--part-size": SIZES,
+        "--workers": COUNTS,
+        "--memory-limit": SIZES,
+        "--drop": PATTERNS,
+        "--hf-index": None,
+        "--step": STEPS,
+    },
     "convert": {"--to": PLANS, "--step": STEPS, "--format": ["ckpt", "iteration", "x"]},
     "export-hf": {"--max-shard-size": SIZES, "--dtype": ["bfloat16", "x"], "--step": STEPS},
     "diff": {"--tolerance": ["0", "nan", "1e400", "-1"]},
-    "report": {}}
+    "report": {},
+}
 
 
 def command_for(folder, draw):
     """Returns the arguments of one command on ``folder``."""
     command = draw.choice(list(OPTIONS))
     places = [folder / "checkpoint", folder / "checkpoint", folder / "checkpoint", folder]
-    places += sorted((path for path in folder.rglob("*")), key=os.fsencode)[:40] if draw.random() < 0.3 else []
+    places += (
+        sorted((path for path in folder.rglob("*")), key=os.fsencode)[:40]
+        if draw.random() < 0.3
+        else []
+    )
     arguments = [command, str(draw.choice(places))]
     if command in ("merge", "convert", "export-hf"):
         arguments += [str(folder / "new")] + ["--dry-run"] * draw.randint(0, 1)
@@ -310,7 +448,10 @@ def one_case(whole, folder, seed):
         try:
             checked(*arguments)
         except BaseException as error:
-            error.add_note(f"MINDRESUME_HOSTILE_SEED={seed}: {kind}, {done}, mindresume {[text[:200] for text in arguments]}")
+            error.add_note(
+                f"MINDRESUME_HOSTILE_SEED={seed}: {kind}, {done}, mindresume "
+                f"{[text[:200] for text in arguments]}"
+            )
             raise
 
 
@@ -322,6 +463,7 @@ def test_any_damage_ends_a_command_in_one_line(whole, tmp_path, soak):
         one_case(whole, Path(tmp_path, f"case{cases}"), seed)
         shutil.rmtree(tmp_path / f"case{cases}", ignore_errors=True)
         cases += 1
-        if time.process_time() - begun > limit or time.monotonic() - started > 4 * limit:   # the machine has other work
+        # the machine has other work
+        if time.process_time() - begun > limit or time.monotonic() - started > 4 * limit:
             break
     assert cases

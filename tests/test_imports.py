@@ -1,4 +1,5 @@
 """Which packages import mindformers, mindspore and the plugin."""
+
 import ast
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 import mindresume
 
 PACKAGE = Path(mindresume.__file__).parent
-MINDFORMERS = ("plugin.py", "mindformers/", "reshard/mindspore_engine.py")      # the last one starts transform_worker
+# the last one starts transform_worker
+MINDFORMERS = ("plugin.py", "mindformers/", "reshard/mindspore_engine.py")
 
 
 def imported(path):
@@ -21,18 +23,41 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("name, rooms", [
-    ("mindresume.mindformers", MINDFORMERS), ("mindformers", ("mindformers/",)), ("mindspore", ("mindformers/",))])
+@pytest.mark.parametrize(
+    "name, rooms",
+    [
+        ("mindresume.mindformers", MINDFORMERS),
+        ("mindformers", ("mindformers/",)),
+        ("mindspore", ("mindformers/",)),
+    ],
+)
 def test_only_listed_packages_import_the_module(name, rooms):
-    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")
-             if any(f"{module}.".startswith(f"{name}.") for module in imported(path))}
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(f"{module}.".startswith(f"{name}.") for module in imported(path))
+    }
     assert found and not [path for path in found if not path.startswith(rooms)]
 
 
-@pytest.mark.parametrize("modules", [["saving.checkpoint_manager", "saving.save_session", "coordination.preemption",
-                                      "resume.job_selection"]])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [
+            "saving.checkpoint_manager",
+            "saving.save_session",
+            "coordination.preemption",
+            "resume.job_selection",
+        ]
+    ],
+)
 def test_the_flows_of_a_training_are_imported_without_mindformers(modules):
-    program = (f"import sys, {', '.join('mindresume.' + name for name in modules)}; "
-               f"print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'mindformers', 'mindspore'}}))")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        f"import sys, {', '.join('mindresume.' + name for name in modules)}; "
+        f"print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'mindformers', "
+        f"'mindspore'}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

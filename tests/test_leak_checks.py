@@ -1,4 +1,5 @@
 """tests/rank_folders.py: the check for leftovers can fail, and is not disturbed by others."""
+
 import threading
 
 import pytest
@@ -30,6 +31,7 @@ def test_processes_and_files_of_others_do_not_count(tmp_path):
             threading.Thread(target=over.wait, daemon=True).start()
             started.set()
             over.wait()
+
     thread = threading.Thread(target=other, daemon=True)
     thread.start()
     with leaves_nothing(tmp_path / "elsewhere"):

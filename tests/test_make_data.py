@@ -1,4 +1,6 @@
-"""st/data/make_data.py: the tokenising part without MindSpore, and one folder through to MindDataset."""
+"""st/data/make_data.py: the tokenising part without MindSpore, and one folder through to
+MindDataset."""
+
 import json
 import os
 
@@ -80,15 +82,27 @@ def test_a_folder_is_complete_only_with_all_files_and_equal_parameters(tmp_path)
 def test_the_records_hold_the_windows(tmp_path, story, tokenizer):
     pytest.importorskip("mindspore", reason="the records are read with MindSpore")
     from mindspore.dataset import MindDataset
+
     folder = str(tmp_path / "data")
     assert make_data.make(folder, story, samples=40, seq=16)
     assert not make_data.make(folder, story, samples=40, seq=16)
     assert make_data.make(folder, story, samples=20, seq=16)
     assert not [name for name in os.listdir(folder) if name.startswith(".making")]
     windows = make_data.cut(np.array(tokenizer.encode(story).ids), 20, 16)
-    mcore = list(MindDataset(f"{folder}/mcore.mindrecord", shuffle=False).create_dict_iterator(output_numpy=True))
-    legacy = list(MindDataset(f"{folder}/legacy.mindrecord", shuffle=False).create_dict_iterator(output_numpy=True))
+    mcore = list(
+        MindDataset(f"{folder}/mcore.mindrecord", shuffle=False).create_dict_iterator(
+            output_numpy=True
+        )
+    )
+    legacy = list(
+        MindDataset(f"{folder}/legacy.mindrecord", shuffle=False).create_dict_iterator(
+            output_numpy=True
+        )
+    )
     assert (np.stack([row["input_ids"] for row in legacy]) == windows).all()
     assert (np.stack([row["input_ids"] for row in mcore]) == windows[:, :-1]).all()
     assert (np.stack([row["labels"] for row in mcore]) == windows[:, 1:]).all()
-    assert all((row["loss_mask"] == 1).all() and (row["position_ids"] == np.arange(16)).all() for row in mcore)
+    assert all(
+        (row["loss_mask"] == 1).all() and (row["position_ids"] == np.arange(16)).all()
+        for row in mcore
+    )

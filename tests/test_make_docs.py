@@ -1,4 +1,5 @@
 """The generated parts of the guide are those of their sources, and whole in both languages."""
+
 import ast
 import re
 
@@ -16,22 +17,32 @@ from scripts.make_docs.templates import messages as messages_of
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_is_stale(name):
-    assert (DOCS / name).read_text(encoding="utf-8") == made(name), "run: python -m scripts.make_docs"
+    assert (DOCS / name).read_text(encoding="utf-8") == made(name), (
+        "run: python -m scripts.make_docs"
+    )
 
 
 def test_a_part_is_replaced_between_its_marks():
     page = f"# A\n\n{begin('x.py')}\nold\n{END}\n\nhand-written\n"
-    assert with_part(page, "x.py", "new") == f"# A\n\n{begin('x.py')}\n\nnew\n\n{END}\n\nhand-written\n"
+    assert (
+        with_part(page, "x.py", "new")
+        == f"# A\n\n{begin('x.py')}\n\nnew\n\n{END}\n\nhand-written\n"
+    )
     with pytest.raises(ValueError, match="y.py"):
         with_part(page, "y.py", "new")
 
 
 def test_every_setting_has_a_meaning_in_both_languages_and_nothing_else_has():
-    names = {f"{section}.{field.name}".partition(".")[2]: field for section, kind in settings.sections()
-             for field in settings_of(kind)}
+    names = {
+        f"{section}.{field.name}".partition(".")[2]: field
+        for section, kind in settings.sections()
+        for field in settings_of(kind)
+    }
     assert all(field.metadata["meaning"] for field in names.values())
     assert set(settings.CHINESE["meanings"]) == set(names)
-    assert set(settings.CHINESE["units"]) == {field.metadata["unit"] for field in names.values()} - {""}
+    assert set(settings.CHINESE["units"]) == {
+        field.metadata["unit"] for field in names.values()
+    } - {""}
 
 
 @pytest.mark.parametrize("name", [name for name, _ in commands.commands()])
@@ -45,19 +56,28 @@ def test_the_reference_of_a_command_has_the_options_of_its_help(name):
 
 
 def test_a_parameter_without_help_is_refused():
-    def command(count: int = 3):
-        ...
+    def command(count: int = 3): ...
+
     with pytest.raises(TypeError, match="count"):
         commands.parameters(command)
 
 
 def test_every_error_is_explained_in_both_languages():
-    builtin = {"BaseException", "Exception", "RuntimeError", "AssertionError", "OSError", "ValueError"}
+    builtin = {
+        "BaseException",
+        "Exception",
+        "RuntimeError",
+        "AssertionError",
+        "OSError",
+        "ValueError",
+    }
     defined = messages.source().exceptions(*builtin) - builtin
     assert set(messages.INTERNAL) <= defined
     for page in ("messages.md", "messages.zh.md"):
         titles = re.findall(r"^## (\w+Error)$", (DOCS / page).read_text(encoding="utf-8"), re.M)
-        assert sorted(titles) == sorted(defined - set(messages.INTERNAL) - {"MindResumeError"}), page
+        assert sorted(titles) == sorted(defined - set(messages.INTERNAL) - {"MindResumeError"}), (
+            page
+        )
 
 
 def test_every_part_of_the_package_that_raises_has_a_label():
@@ -87,16 +107,24 @@ def damage(reason):
     return CorruptFileError("x", f"at some byte: {reason}")
 def read():
     raise damage("truncated")
-"""
+"""  # noqa: E501
 
 
 def test_templates_of_texts():
     tree = ast.parse(SOURCE)
     path = PACKAGE / "formats" / "x.py"
     found = messages_of(Source.of({path: tree}), {"ConfigError", "CorruptFileError"})
-    assert found == [Message(error, template, "formats") for error, template in (
-        ("ConfigError", "<name> is <value>; choose one of a, b[ (<number of rows> row[s])]"),
-        ("CorruptFileError", "<path>: it has <size> bytes, [none | <count>] expected: the folder above <path>[; ...]"),
-        ("ConfigError", "there is no step at all"),
-        ("ConfigError", "there is no step <step + 1>: ⏎ <error>"),
-        ("CorruptFileError", "<path>: at some byte: truncated"))]
+    assert found == [
+        Message(error, template, "formats")
+        for error, template in (
+            ("ConfigError", "<name> is <value>; choose one of a, b[ (<number of rows> row[s])]"),
+            (
+                "CorruptFileError",
+                "<path>: it has <size> bytes, [none | <count>] expected: the folder above <path>[; "
+                "...]",
+            ),
+            ("ConfigError", "there is no step at all"),
+            ("ConfigError", "there is no step <step + 1>: ⏎ <error>"),
+            ("CorruptFileError", "<path>: at some byte: truncated"),
+        )
+    ]

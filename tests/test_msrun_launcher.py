@@ -1,8 +1,10 @@
 """scripts/msrun_launcher.sh: what it passes on, what it returns, what it leaves running.
 
-Most tests put a fake ``msrun`` first on PATH. It mimics the options of the real one that the launcher uses, its way of
-starting workers (a session of their own, MS_ROLE and RANK_ID set), its words about a failed worker and its exit status 1.
+Most tests put a fake ``msrun`` first on PATH. It mimics the options of the real one that the
+launcher uses, its way of starting workers (a session of their own, MS_ROLE and RANK_ID set), its
+words about a failed worker and its exit status 1.
 """
+
 import json
 import os
 import shutil
@@ -55,7 +57,7 @@ if failed:
         time.sleep(3600)
     raise SystemExit(1)
 sys.exit(int(os.environ.get("FAKE_STATUS", 0)))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -79,8 +81,14 @@ class Job:
         return {**clean, "PATH": self.path, **env}
 
     def start(self, *args, **env):
-        return subprocess.Popen(["bash", LAUNCHER, *args], cwd=self.folder, env=self.environment(**env), text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            ["bash", LAUNCHER, *args],
+            cwd=self.folder,
+            env=self.environment(**env),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def run(self, *args, **env):
         process = self.start(*args, **env)
@@ -88,7 +96,9 @@ class Job:
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
     def program(self, text, name="train.py"):
-        (self.folder / name).write_text(f"import os, signal, sys, time\nrank = os.environ.get('RANK_ID')\n{text}\n")
+        (self.folder / name).write_text(
+            f"import os, signal, sys, time\nrank = os.environ.get('RANK_ID')\n{text}\n"
+        )
 
     def seen(self):
         return json.loads((self.folder / "msrun.json").read_text())
@@ -107,26 +117,65 @@ class Job:
     def wait_for(self, condition, seconds=300):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s in vain; processes: {self.processes()}"
+            assert time.monotonic() < deadline, (
+                f"waited {seconds} s in vain; processes: {self.processes()}"
+            )
             time.sleep(0.02)
 
 
-DEFAULTS = {"worker_num": 8, "local_worker_num": 8, "master_port": 8118, "log_dir": "output/msrun_log", "join": "True",
-            "tail_worker_log": "8", "cluster_time_out": 7200, "master_addr": None, "node_rank": None}
+DEFAULTS = {
+    "worker_num": 8,
+    "local_worker_num": 8,
+    "master_port": 8118,
+    "log_dir": "output/msrun_log",
+    "join": "True",
+    "tail_worker_log": "8",
+    "cluster_time_out": 7200,
+    "master_addr": None,
+    "node_rank": None,
+}
 
 
-@pytest.mark.parametrize(("args", "changed"), [
-    ([], {}),
-    (["4"], {"worker_num": 4, "local_worker_num": 4, "tail_worker_log": "4"}),
-    (["4", "9000", "logs", "True", "60"],
-     {"worker_num": 4, "local_worker_num": 4, "master_port": 9000, "log_dir": "logs", "tail_worker_log": None,
-      "cluster_time_out": 60}),
-    (["16", "8", "10.0.0.1", "9000", "1", "logs", "false", "60"],
-     {"worker_num": 16, "master_addr": "10.0.0.1", "master_port": 9000, "node_rank": 1, "log_dir": "logs",
-      "tail_worker_log": "16", "cluster_time_out": 60}),
-    (["8", "8", "10.0.0.1", "9000", "0", "logs", "True", "60"],
-     {"master_port": 9000, "log_dir": "logs", "tail_worker_log": None, "cluster_time_out": 60}),
-], ids=["1", "2", "6", "9", "9-one-host"])
+@pytest.mark.parametrize(
+    ("args", "changed"),
+    [
+        ([], {}),
+        (["4"], {"worker_num": 4, "local_worker_num": 4, "tail_worker_log": "4"}),
+        (
+            ["4", "9000", "logs", "True", "60"],
+            {
+                "worker_num": 4,
+                "local_worker_num": 4,
+                "master_port": 9000,
+                "log_dir": "logs",
+                "tail_worker_log": None,
+                "cluster_time_out": 60,
+            },
+        ),
+        (
+            ["16", "8", "10.0.0.1", "9000", "1", "logs", "false", "60"],
+            {
+                "worker_num": 16,
+                "master_addr": "10.0.0.1",
+                "master_port": 9000,
+                "node_rank": 1,
+                "log_dir": "logs",
+                "tail_worker_log": "16",
+                "cluster_time_out": 60,
+            },
+        ),
+        (
+            ["8", "8", "10.0.0.1", "9000", "0", "logs", "True", "60"],
+            {
+                "master_port": 9000,
+                "log_dir": "logs",
+                "tail_worker_log": None,
+                "cluster_time_out": 60,
+            },
+        ),
+    ],
+    ids=["1", "2", "6", "9", "9-one-host"],
+)
 def test_argument_forms(job, args, changed):
     done = job.run("nothing --a 1", *args)
     assert done.returncode == 0, done.stderr
@@ -135,11 +184,14 @@ def test_argument_forms(job, args, changed):
     assert [seen["script"], *seen["args"]] == ["nothing", "--a", "1"]
 
 
-@pytest.mark.parametrize("command", [
-    "run.py --config  X.yaml --options a=[1,2] (b) *",
-    "run.py \\\n --config X.yaml \\\n  --options a=[1,2] (b) * \\\n",
-    "run.py --config X.yaml \\  \n\t--options 'a=[1,2]' \"(b)\" *\n",
-])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run.py --config  X.yaml --options a=[1,2] (b) *",
+        "run.py \\\n --config X.yaml \\\n  --options a=[1,2] (b) * \\\n",
+        "run.py --config X.yaml \\  \n\t--options 'a=[1,2]' \"(b)\" *\n",
+    ],
+)
 def test_command_is_split_but_not_expanded(job, command):
     (job.folder / "run.py").write_text("")
     assert job.run(command, "2").returncode == 0
@@ -147,8 +199,19 @@ def test_command_is_split_but_not_expanded(job, command):
 
 
 def test_quotes_inside_the_command(job):
-    assert job.run("""job --predict_data 'I love Beijing, because' "it's $HOME; exit 9" a\\ b ''""", "2").returncode == 0
-    assert job.seen()["args"] == ["--predict_data", "I love Beijing, because", "it's $HOME; exit 9", "a b", ""]
+    assert (
+        job.run(
+            """job --predict_data 'I love Beijing, because' "it's $HOME; exit 9" a\\ b ''""", "2"
+        ).returncode
+        == 0
+    )
+    assert job.seen()["args"] == [
+        "--predict_data",
+        "I love Beijing, because",
+        "it's $HOME; exit 9",
+        "a b",
+        "",
+    ]
 
 
 def test_environment(job):
@@ -162,7 +225,8 @@ def test_environment(job):
     seen = job.seen()
     assert (seen["env"]["LOG_MF_PATH"], seen["log_dir"]) == ("/elsewhere", "output/msrun_log")
     assert "ASCEND_PROCESS_LOG_PATH" not in seen["env"]
-    assert seen["env"]["PYTHONPATH"] == str(LAUNCHER.parents[1])      # no empty entry, which would be the working directory
+    # no empty entry, which would be the working directory
+    assert seen["env"]["PYTHONPATH"] == str(LAUNCHER.parents[1])
 
 
 def test_python_of_the_user_comes_first(job, tmp_path):
@@ -172,17 +236,23 @@ def test_python_of_the_user_comes_first(job, tmp_path):
     assert job.seen()["env"]["PATH"].split(":")[0] == str(mine)
 
 
-@pytest.mark.parametrize(("args", "words"), [
-    ([], "expected 1, 2, 6 or 9 arguments, got 0"),
-    (["x", "2", "8118"], "expected 1, 2, 6 or 9 arguments, got 3"),
-    (["x", "two"], "WORKER_NUM must be a number from 1 on, got 'two'"),
-    (["x", "0"], "WORKER_NUM must be a number from 1 on, got '0'"),
-    (["x", "2", "8118", "logs", "maybe", "60"], "JOIN must be True or False, got 'maybe'"),
-    (["x", "2", "4", "h", "8118", "0", "logs", "True", "60"], "LOCAL_WORKER is 4, more than WORKER_NUM, 2"),
-    (["x 'y", "2"], "quotes are not closed"),
-    (["", "2"], "CMD is empty"),
-    (["gone.py --config x", "2"], "gone.py: no such file"),
-])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "expected 1, 2, 6 or 9 arguments, got 0"),
+        (["x", "2", "8118"], "expected 1, 2, 6 or 9 arguments, got 3"),
+        (["x", "two"], "WORKER_NUM must be a number from 1 on, got 'two'"),
+        (["x", "0"], "WORKER_NUM must be a number from 1 on, got '0'"),
+        (["x", "2", "8118", "logs", "maybe", "60"], "JOIN must be True or False, got 'maybe'"),
+        (
+            ["x", "2", "4", "h", "8118", "0", "logs", "True", "60"],
+            "LOCAL_WORKER is 4, more than WORKER_NUM, 2",
+        ),
+        (["x 'y", "2"], "quotes are not closed"),
+        (["", "2"], "CMD is empty"),
+        (["gone.py --config x", "2"], "gone.py: no such file"),
+    ],
+)
 def test_wrong_arguments(job, args, words):
     done = job.run(*args)
     assert done.returncode == 2
@@ -195,7 +265,10 @@ def test_wrong_arguments(job, args, words):
 def test_help(job, flag):
     done = job.run(flag)
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(word in done.stdout for word in ("usage:", "MSRUN_DETACH", "CLUSTER_TIME_OUT", "exit status"))
+    assert all(
+        word in done.stdout
+        for word in ("usage:", "MSRUN_DETACH", "CLUSTER_TIME_OUT", "exit status")
+    )
 
 
 def test_missing_msrun_is_an_error(job):
@@ -204,10 +277,14 @@ def test_missing_msrun_is_an_error(job):
     assert done.returncode == 2 and "no msrun on PATH" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------- one worker
+# --------------------------------------------------------------------------------------------------
+
 
 def test_one_worker_runs_and_is_logged(job):
-    job.program("print('trained', sys.argv[1:], os.environ.get('MS_ROLE'), flush=True); print('oh', file=sys.stderr)")
+    job.program(
+        "print('trained', sys.argv[1:], os.environ.get('MS_ROLE'), flush=True); print('oh', "
+        "file=sys.stderr)"
+    )
     for command in ("train.py --a 'b c'", "python train.py --a 'b c'"):
         done = job.run(command, "1")
         assert done.returncode == 0
@@ -223,8 +300,10 @@ def test_one_worker_exit_status(job):
 
 
 def test_one_worker_may_end_gracefully_on_sigterm(job):
-    job.program("signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
-                "print('up', flush=True); time.sleep(3600)")
+    job.program(
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True); time.sleep(3600)"
+    )
     process = job.start("train.py", "1")
     log = job.folder / "output/msrun_log/worker_0.log"
     job.wait_for(lambda: log.exists() and "up" in log.read_text())
@@ -235,14 +314,17 @@ def test_one_worker_may_end_gracefully_on_sigterm(job):
     assert job.processes() == []
 
 
-# ---------------------------------------------------------------------------------------------------- several workers
+# --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("join", ["True", "False"])
 def test_status_of_the_failed_worker(job, join):
     job.program("time.sleep(3600) if rank == '0' else sys.exit(3)")
     done = job.run("train.py", "2", "8118", "logs", join, "60")
     assert done.returncode == 3
-    assert done.stderr.splitlines()[-1].startswith("msrun_launcher.sh: the job failed with exit status 3; logs: logs/")
+    assert done.stderr.splitlines()[-1].startswith(
+        "msrun_launcher.sh: the job failed with exit status 3; logs: logs/"
+    )
     assert job.processes() == []
 
 
@@ -262,7 +344,10 @@ def test_scheduler_that_waits_for_dead_workers_is_ended(job):
 
 
 def test_join_false_waits_unless_detached(job):
-    job.program("while not os.path.exists('go'): time.sleep(0.02)\ntime.sleep(0.3); open(f'done_{rank}', 'w').close()")
+    job.program(
+        "while not os.path.exists('go'): time.sleep(0.02)\ntime.sleep(0.3); open(f'done_{rank}', "
+        "'w').close()"
+    )
     (job.folder / "go").touch()
     assert job.run("train.py", "2").returncode == 0
     assert (job.folder / "done_0").exists() and (job.folder / "done_1").exists()
@@ -272,7 +357,13 @@ def test_join_false_waits_unless_detached(job):
     assert job.seen()["join"] == "False"
     assert not (job.folder / "done_0").exists() and len(job.processes()) == 2
     (job.folder / "go").touch()
-    job.wait_for(lambda: (job.folder / "done_0").exists() and (job.folder / "done_1").exists() and not job.processes())
+    job.wait_for(
+        lambda: (
+            (job.folder / "done_0").exists()
+            and (job.folder / "done_1").exists()
+            and not job.processes()
+        )
+    )
     assert job.run("train.py", "2", "8118", "logs", "True", "60", MSRUN_DETACH="1").returncode == 0
     assert job.seen()["join"] == "True"
 
@@ -286,7 +377,7 @@ if rank == '1':
     import subprocess
     subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'], start_new_session=True)
 print('up', flush=True)
-time.sleep(3600)""")
+time.sleep(3600)""")  # noqa: E501
     process = job.start("train.py", "2", "8118", "logs", "True", "60", MSRUN_GRACE="1")
     logs = [job.folder / f"logs/worker_{rank}.log" for rank in range(2)]
     job.wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs))
@@ -310,19 +401,28 @@ else:
         import subprocess
         subprocess.Popen([sys.executable, __file__], env=dict(os.environ, MS_ROLE='MS_SCHED'), start_new_session=True)
 note('up')
-time.sleep(3600)""")
-    process, order = job.start("train.py", "2", "8118", "logs", "True", "60"), job.folder / "order.txt"
+time.sleep(3600)""")  # noqa: E501
+    process, order = (
+        job.start("train.py", "2", "8118", "logs", "True", "60"),
+        job.folder / "order.txt",
+    )
     job.wait_for(lambda: order.exists() and order.read_text().count("up") == 3)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 143 and err.strip() == "msrun_launcher.sh: SIGTERM: ending the job (up to 60 s)"
+    assert (
+        process.returncode == 143
+        and err.strip() == "msrun_launcher.sh: SIGTERM: ending the job (up to 60 s)"
+    )
     assert order.read_text().splitlines()[3:] == ["saved", "saved", "scheduler ends"]
     assert job.processes() == []
 
 
 def test_second_signal_does_not_wait(job):
-    job.program("signal.signal(signal.SIGTERM, lambda *_: print('not yet', flush=True)); print('up', flush=True)\n"
-                "while True: time.sleep(3600)")
+    job.program(
+        "signal.signal(signal.SIGTERM, lambda *_: print('not yet', flush=True)); print('up', "
+        "flush=True)\n"
+        "while True: time.sleep(3600)"
+    )
     process = job.start("train.py", "1", MSRUN_GRACE="60")
     log = job.folder / "output/msrun_log/worker_0.log"
     for word in ("up", "not yet"):
@@ -335,26 +435,39 @@ def test_second_signal_does_not_wait(job):
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_process_that_does_not_end_after_sigkill_is_named_and_left(job, workers):
-    """A process cannot be put into state D here: ``grep``, by which the launcher finds its processes, always finds one more."""
-    stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()              # no process has this number
-    (job.folder / "bin" / "grep").write_text(f"#!/bin/bash\n"
-                                             f"[[ $1 == -lsaF ]] && echo /proc/{stuck}/environ\nexec /usr/bin/grep \"$@\"\n")
+    """A process cannot be put into state D here: ``grep``, by which the launcher finds its
+    processes, always finds one more."""
+    # no process has this number
+    stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()
+    (job.folder / "bin" / "grep").write_text(
+        f'#!/bin/bash\n[[ $1 == -lsaF ]] && echo /proc/{stuck}/environ\nexec /usr/bin/grep "$@"\n'
+    )
     (job.folder / "bin" / "grep").chmod(0o755)
     job.program("print('up', flush=True); time.sleep(3600)")
-    process = job.start("train.py", workers, "8118", "logs", "True", "60", MSRUN_GRACE="0", MSRUN_STUCK="1")
-    job.wait_for(lambda: "up" in "".join(log.read_text() for log in job.folder.glob("logs/worker_*.log")))
+    process = job.start(
+        "train.py", workers, "8118", "logs", "True", "60", MSRUN_GRACE="0", MSRUN_STUCK="1"
+    )
+    job.wait_for(
+        lambda: "up" in "".join(log.read_text() for log in job.folder.glob("logs/worker_*.log"))
+    )
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 143 and f"process {stuck} (state not known) does not end after SIGKILL and is left" in err
+    assert (
+        process.returncode == 143
+        and f"process {stuck} (state not known) does not end after SIGKILL and is left" in err
+    )
     assert err.count("left behind") == 1 and job.processes() == []
 
 
 @pytest.mark.parametrize("ends_by", ["itself", "signal"])
 def test_a_killed_writer_is_waited_for_and_named_if_it_does_not_end(job, ends_by):
     """``grep`` finds a writer that no signal ends, as one in state D."""
-    stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()              # no process has this number
-    (job.folder / "bin" / "grep").write_text(f"#!/bin/bash\n[[ $1 == -lsaF && $3 == MSRUN_LAUNCHER_WRITER=* ]] && "
-                                             f"echo /proc/{stuck}/environ\nexec /usr/bin/grep \"$@\"\n")
+    # no process has this number
+    stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()
+    (job.folder / "bin" / "grep").write_text(
+        f"#!/bin/bash\n[[ $1 == -lsaF && $3 == MSRUN_LAUNCHER_WRITER=* ]] && "
+        f'echo /proc/{stuck}/environ\nexec /usr/bin/grep "$@"\n'
+    )
     (job.folder / "bin" / "grep").chmod(0o755)
     job.program("print('up', flush=True)" + ("; time.sleep(3600)" if ends_by == "signal" else ""))
     process = job.start("train.py", "1", MSRUN_GRACE="0", MSRUN_STUCK="1")
@@ -364,11 +477,17 @@ def test_a_killed_writer_is_waited_for_and_named_if_it_does_not_end(job, ends_by
         process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == (143 if ends_by == "signal" else 0)
-    assert err.count(f"process {stuck} (state not known) does not end after SIGKILL and is left behind") == 1
+    assert (
+        err.count(
+            f"process {stuck} (state not known) does not end after SIGKILL and is left behind"
+        )
+        == 1
+    )
 
 
 def test_real_msrun(job):
-    """The real msrun reports a worker that exits with 3 as 1; the launcher finds the 3 in its message."""
+    """The real msrun reports a worker that exits with 3 as 1; the launcher finds the 3 in its
+    message."""
     if not REAL_MSRUN.exists():
         pytest.skip("msrun is not installed: it comes with mindspore")
     (job.folder / "bin" / "msrun").unlink()

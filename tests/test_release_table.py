@@ -1,4 +1,6 @@
-"""The tables of docs/releases.md and releases.zh.md: which results they keep, and what they say of a cell that is not green."""
+"""The tables of docs/releases.md and releases.zh.md: which results they keep, and what they say of
+a cell that is not green."""
+
 from __future__ import annotations
 
 import json
@@ -8,15 +10,34 @@ import pytest
 from st.release_table import BEGIN, CHINESE, END, ENGLISH, PAGES, RESULTS, merged, page
 
 
-def record(outcome: str, cell: tuple[str, str, str] = ("features", "kill", "1.8.0"), reason: str = "") -> str:
-    return json.dumps({"cell": cell, "outcome": outcome, "reason": reason, "test": f"st/test_x.py::test_y[{outcome}]",
-                       "seconds": 1.0})
+def record(
+    outcome: str, cell: tuple[str, str, str] = ("features", "kill", "1.8.0"), reason: str = ""
+) -> str:
+    return json.dumps(
+        {
+            "cell": cell,
+            "outcome": outcome,
+            "reason": reason,
+            "test": f"st/test_x.py::test_y[{outcome}]",
+            "seconds": 1.0,
+        }
+    )
 
 
-@pytest.mark.parametrize("runs, expected", [
-    (["not run"], "not run"), (["not run", "passed"], "passed"), (["passed", "not run"], "passed"),
-    (["passed", "skipped"], "passed"), (["not run", "skipped"], "skipped"), (["skipped", "failed"], "failed"),
-    (["passed", "failed"], "failed"), (["failed", "passed"], "passed"), (["failed", "skipped"], "failed")])
+@pytest.mark.parametrize(
+    "runs, expected",
+    [
+        (["not run"], "not run"),
+        (["not run", "passed"], "passed"),
+        (["passed", "not run"], "passed"),
+        (["passed", "skipped"], "passed"),
+        (["not run", "skipped"], "skipped"),
+        (["skipped", "failed"], "failed"),
+        (["passed", "failed"], "failed"),
+        (["failed", "passed"], "passed"),
+        (["failed", "skipped"], "failed"),
+    ],
+)
 def test_a_run_replaces_the_results_that_it_has(runs, expected):
     rows = []
     for day, outcome in enumerate(runs):
@@ -26,15 +47,23 @@ def test_a_run_replaces_the_results_that_it_has(runs, expected):
 
 
 def test_the_tests_of_a_cell_all_count():
-    """Several tests have one cell: a later one that passes does not hide a failure of the same run."""
+    """Several tests have one cell: a later one that passes does not hide a failure of the same
+    run."""
     other = record("passed").replace("test_y", "test_z")
     assert [row["outcome"] for row in merged([], [record("failed"), other], "day")] == ["failed"]
 
 
 def test_a_cell_that_is_not_green_says_why_once():
-    rows = merged([], [record("passed"), record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other"),
-                       record("not run", ("features", "async", "1.8.0")),
-                       record("passed", ("2.0, written with mindresume", "1.8.0", "1.9.0"))], "day")
+    rows = merged(
+        [],
+        [
+            record("passed"),
+            record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other"),
+            record("not run", ("features", "async", "1.8.0")),
+            record("passed", ("2.0, written with mindresume", "1.8.0", "1.9.0")),
+        ],
+        "day",
+    )
     text = page(rows)
     assert "| kill | passed | **failed** (1) |" in text
     assert "1. failed: step 7: loss \\| other (`test_y[failed]`)" in text
@@ -44,15 +73,27 @@ def test_a_cell_that_is_not_green_says_why_once():
 
 def test_what_a_release_lacks_comes_from_its_profile():
     text = page([])
-    assert "- mindformers 1.8.0, tested with mindspore 2.7.2: the section checkpoint: (since 1.9.0)" in text
+    assert (
+        "- mindformers 1.8.0, tested with mindspore 2.7.2: the section checkpoint: (since 1.9.0)"
+        in text
+    )
     assert "- mindformers 1.9.0, tested with mindspore 2.9.0: nothing" in text
 
 
 def test_the_chinese_page_has_the_same_results():
-    cells = [("features", "kill", "1.8.0"), ("2.0, written with mindresume", "1.8.0", "1.9.0"),
-             ("changes", "1.8.0, 1.9.0", "2.0")]
-    rows = merged([], [*(record("passed", cell) for cell in cells),
-                       record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other")], "2026-11-23")
+    cells = [
+        ("features", "kill", "1.8.0"),
+        ("2.0, written with mindresume", "1.8.0", "1.9.0"),
+        ("changes", "1.8.0, 1.9.0", "2.0"),
+    ]
+    rows = merged(
+        [],
+        [
+            *(record("passed", cell) for cell in cells),
+            record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other"),
+        ],
+        "2026-11-23",
+    )
     english, chinese = page(rows, ENGLISH).splitlines(), page(rows, CHINESE).splitlines()
     assert [line[:2] for line in chinese] == ["共 ", *(line[:2] for line in english[1:])]
     assert "| kill | 通过 | **失败**（1） |" in chinese

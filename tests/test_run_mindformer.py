@@ -1,7 +1,10 @@
-"""run_mindformer.py and mindresume.launch: what the command line means, what it writes, in what order things run.
+"""run_mindformer.py and mindresume.launch: what the command line means, what it writes, in what
+order things run.
 
-The flow is tested with a fake ``mindformers`` and a fake ``mindresume.plugin`` that record what is done with them.
+The flow is tested with a fake ``mindformers`` and a fake ``mindresume.plugin`` that record what is
+done with them.
 """
+
 import copy
 import importlib.util
 import math
@@ -43,7 +46,8 @@ callbacks:
 
 
 class Config(dict):
-    """Is like MindFormerConfig: keys are attributes, a missing one is None, sections are Configs, lists hold plain dicts."""
+    """Is like MindFormerConfig: keys are attributes, a missing one is None, sections are Configs,
+    lists hold plain dicts."""
 
     def __init__(self, **keys):
         super().__init__({k: Config(**v) if isinstance(v, dict) else v for k, v in keys.items()})
@@ -67,9 +71,11 @@ def yaml_file(tmp_path):
 @pytest.fixture
 def run(yaml_file, config):
     """Returns a function: command line -> (configuration after it, remarks)."""
+
     def run(*argv):
         notes = override(config, ["--config", yaml_file, *argv])
         return config, notes
+
     return run
 
 
@@ -81,20 +87,55 @@ def refusal(capsys, *argv):
     return capsys.readouterr().err.splitlines()[-1]
 
 
-# ---------------------------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("True", True), ("false", False), ("TRUE", True), ("None", None), ("null", None), ("~", None),
-    ("1", 1), ("-3", -3), ("007", 7), ("1.0", 1.0), ("1e3", 1000.0), ("1e-5", 1e-5), (".5", 0.5), ("-2.5E+1", -25.0),
-    ("inf", math.inf), ("", ""), ("./output/checkpoint", "./output/checkpoint"), ("on", "on"), ("yes", "yes"),
-    ("12:30", "12:30"), ("2024-01-01", "2024-01-01"), ("1_000", "1_000"), ("a: b", "a: b"), ("#1", "#1"), ("a,b", "a,b"),
-    ("'1'", "1"), ('"True"', "True"), ("[]", []), ("[1, 2]", [1, 2]), ("[[1,1],[4,1]]", [[1, 1], [4, 1]]),
-    ("((1,1),(4,1))", ((1, 1), (4, 1))), ("(a, 1)", ("a", 1)), ("[true, None, 1e-5, on, '1']", [True, None, 1e-5, "on", "1"]),
-    ("{a: 1, b: [x, False]}", {"a": 1, "b": ["x", False]}), ('{"a": true}', {"a": True}), ("{'a': None}", {"a": None}),
-])
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("True", True),
+        ("false", False),
+        ("TRUE", True),
+        ("None", None),
+        ("null", None),
+        ("~", None),
+        ("1", 1),
+        ("-3", -3),
+        ("007", 7),
+        ("1.0", 1.0),
+        ("1e3", 1000.0),
+        ("1e-5", 1e-5),
+        (".5", 0.5),
+        ("-2.5E+1", -25.0),
+        ("inf", math.inf),
+        ("", ""),
+        ("./output/checkpoint", "./output/checkpoint"),
+        ("on", "on"),
+        ("yes", "yes"),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("1_000", "1_000"),
+        ("a: b", "a: b"),
+        ("#1", "#1"),
+        ("a,b", "a,b"),
+        ("'1'", "1"),
+        ('"True"', "True"),
+        ("[]", []),
+        ("[1, 2]", [1, 2]),
+        ("[[1,1],[4,1]]", [[1, 1], [4, 1]]),
+        ("((1,1),(4,1))", ((1, 1), (4, 1))),
+        ("(a, 1)", ("a", 1)),
+        ("[true, None, 1e-5, on, '1']", [True, None, 1e-5, "on", "1"]),
+        ("{a: 1, b: [x, False]}", {"a": 1, "b": ["x", False]}),
+        ('{"a": true}', {"a": True}),
+        ("{'a': None}", {"a": None}),
+    ],
+)
 def test_a_text_becomes_a_value(run, text, value):
     config, _ = run(f"--context.a={text}")
-    assert config.context.a == value and type(config.context.a) is (Config if isinstance(value, dict) else type(value))
+    assert config.context.a == value and type(config.context.a) is (
+        Config if isinstance(value, dict) else type(value)
+    )
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "{a: 1", "(1, 2", "'abc", "[1]]", "[(a, b), c]"])
@@ -102,12 +143,31 @@ def test_unclosed_brackets_are_refused(capsys, yaml_file, text):
     assert "brackets" in refusal(capsys, "--config", yaml_file, f"--context.a={text}")
 
 
-@pytest.mark.parametrize("text", ["{{}}", "{[1]: 2}", "[!!timestamp foo]", "[!!int '']", "[!!float x]", "[!!binary 1]",
-                                  "[&a [*a]]", "{a: &b 1, c: *b}", "[!!python/name:os.system ]", "[" * 5000 + "]" * 5000,
-                                  "{? [1] : 2}", "[!!omap [a]]", "[" + "9" * 5000 + "]", "{<<: 1}"], ids=lambda text: text[:20])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{}}",
+        "{[1]: 2}",
+        "[!!timestamp foo]",
+        "[!!int '']",
+        "[!!float x]",
+        "[!!binary 1]",
+        "[&a [*a]]",
+        "{a: &b 1, c: *b}",
+        "[!!python/name:os.system ]",
+        "[" * 5000 + "]" * 5000,
+        "{? [1] : 2}",
+        "[!!omap [a]]",
+        "[" + "9" * 5000 + "]",
+        "{<<: 1}",
+    ],
+    ids=lambda text: text[:20],
+)
 def test_invalid_values_are_refused_in_a_short_line(capsys, yaml_file, text):
     try:
-        assert dict(parsed("--config", yaml_file, f"--context.a={text}").free)["context.a"] in ({"<<": 1},)
+        assert dict(parsed("--config", yaml_file, f"--context.a={text}").free)["context.a"] in (
+            {"<<": 1},
+        )
     except SystemExit:
         assert len(capsys.readouterr().err.splitlines()[-1]) < 500
 
@@ -117,49 +177,99 @@ def test_commas_make_a_list_only_in_options(run):
     assert (config.context.a, config.context.b) == ([1, "x", True], "1,x,True")
 
 
-@pytest.mark.parametrize("text, value", [*((text, True) for text in ("true", "True", "TRUE", "1", "yes", "Yes")),
-                                         *((text, False) for text in ("false", "False", "0", "no", "NO"))])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        *((text, True) for text in ("true", "True", "TRUE", "1", "yes", "Yes")),
+        *((text, False) for text in ("false", "False", "0", "no", "NO")),
+    ],
+)
 def test_truth_values(run, text, value):
     config, _ = run("--do_eval", text, "--resume_training", text)
     assert config.do_eval is value and config.resume_training is value
 
 
 def test_resume_training_accepts_a_name(run, capsys, yaml_file):
-    assert run("--resume_training", "qwen3_rank_0-2_5.safetensors")[0].resume_training == "qwen3_rank_0-2_5.safetensors"
+    assert (
+        run("--resume_training", "qwen3_rank_0-2_5.safetensors")[0].resume_training
+        == "qwen3_rank_0-2_5.safetensors"
+    )
     assert "empty" in refusal(capsys, "--config", yaml_file, "--resume_training", " ")
 
 
-# ---------------------------------------------------------------------------------------------------- flags
+# --------------------------------------------------------------------------------------------------
 
 UPSTREAM = {
-    "config", "mode", "device_id", "device_target", "run_mode", "do_eval", "train_dataset_dir",
-    "eval_dataset_dir", "predict_data", "modal_type", "predict_batch_size", "adapter_id", "load_checkpoint",
-    "src_strategy_path_or_dir", "auto_trans_ckpt", "transform_process_num", "only_save_strategy",
-    "resume_training", "strategy_load_checkpoint", "remote_save_url", "seed", "use_parallel", "profile",
-    "options", "epochs", "batch_size", "gradient_accumulation_steps", "sink_mode", "num_samples", "output_dir",
-    "register_path", "do_sample", "trust_remote_code",
+    "config",
+    "mode",
+    "device_id",
+    "device_target",
+    "run_mode",
+    "do_eval",
+    "train_dataset_dir",
+    "eval_dataset_dir",
+    "predict_data",
+    "modal_type",
+    "predict_batch_size",
+    "adapter_id",
+    "load_checkpoint",
+    "src_strategy_path_or_dir",
+    "auto_trans_ckpt",
+    "transform_process_num",
+    "only_save_strategy",
+    "resume_training",
+    "strategy_load_checkpoint",
+    "remote_save_url",
+    "seed",
+    "use_parallel",
+    "profile",
+    "options",
+    "epochs",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "sink_mode",
+    "num_samples",
+    "output_dir",
+    "register_path",
+    "do_sample",
+    "trust_remote_code",
 }
 
 
-@pytest.mark.parametrize(("flag", "text", "key", "value"), [
-    ("mode", "0", "context.mode", 0), ("device_id", "3", "context.device_id", 3),
-    ("device_target", "CPU", "context.device_target", "CPU"), ("run_mode", "finetune", "run_mode", "finetune"),
-    ("do_eval", "yes", "do_eval", True), ("seed", "7", "seed", 7), ("use_parallel", "0", "use_parallel", False),
-    ("load_checkpoint", "./ckpt", "load_checkpoint", "./ckpt"), ("load_checkpoint", "", "load_checkpoint", ""),
-    ("src_strategy_path_or_dir", "s", "src_strategy_path_or_dir", "s"), ("auto_trans_ckpt", "1", "auto_trans_ckpt", True),
-    ("transform_process_num", "2", "transform_process_num", 2), ("only_save_strategy", "no", "only_save_strategy", False),
-    ("resume_training", "TRUE", "resume_training", True), ("resume_training", "a-1_2", "resume_training", "a-1_2"),
-    ("strategy_load_checkpoint", "s.ckpt", "parallel.strategy_ckpt_load_file", "s.ckpt"),
-    ("remote_save_url", "obs://x", "remote_save_url", "obs://x"), ("profile", "true", "profile", True),
-    ("train_dataset_dir", "d", "train_dataset.data_loader.dataset_dir", "d"),
-    ("train_dataset", "d", "train_dataset.data_loader.dataset_dir", "d"),
-    ("train_data", "d", "train_dataset.data_loader.dataset_dir", "d"),
-    ("epochs", "3", "runner_config.epochs", 3), ("batch_size", "4", "runner_config.batch_size", 4),
-    ("gradient_accumulation_steps", "2", "runner_config.gradient_accumulation_steps", 2),
-    ("sink_mode", "False", "runner_config.sink_mode", False), ("num_samples", "9", "train_dataset.data_loader.num_samples", 9),
-    ("output_dir", "out", "output_dir", "out"), ("trust_remote_code", "True", "trust_remote_code", True),
-    ("do_sample", "False", "model.model_config.do_sample", False),
-])
+@pytest.mark.parametrize(
+    ("flag", "text", "key", "value"),
+    [
+        ("mode", "0", "context.mode", 0),
+        ("device_id", "3", "context.device_id", 3),
+        ("device_target", "CPU", "context.device_target", "CPU"),
+        ("run_mode", "finetune", "run_mode", "finetune"),
+        ("do_eval", "yes", "do_eval", True),
+        ("seed", "7", "seed", 7),
+        ("use_parallel", "0", "use_parallel", False),
+        ("load_checkpoint", "./ckpt", "load_checkpoint", "./ckpt"),
+        ("load_checkpoint", "", "load_checkpoint", ""),
+        ("src_strategy_path_or_dir", "s", "src_strategy_path_or_dir", "s"),
+        ("auto_trans_ckpt", "1", "auto_trans_ckpt", True),
+        ("transform_process_num", "2", "transform_process_num", 2),
+        ("only_save_strategy", "no", "only_save_strategy", False),
+        ("resume_training", "TRUE", "resume_training", True),
+        ("resume_training", "a-1_2", "resume_training", "a-1_2"),
+        ("strategy_load_checkpoint", "s.ckpt", "parallel.strategy_ckpt_load_file", "s.ckpt"),
+        ("remote_save_url", "obs://x", "remote_save_url", "obs://x"),
+        ("profile", "true", "profile", True),
+        ("train_dataset_dir", "d", "train_dataset.data_loader.dataset_dir", "d"),
+        ("train_dataset", "d", "train_dataset.data_loader.dataset_dir", "d"),
+        ("train_data", "d", "train_dataset.data_loader.dataset_dir", "d"),
+        ("epochs", "3", "runner_config.epochs", 3),
+        ("batch_size", "4", "runner_config.batch_size", 4),
+        ("gradient_accumulation_steps", "2", "runner_config.gradient_accumulation_steps", 2),
+        ("sink_mode", "False", "runner_config.sink_mode", False),
+        ("num_samples", "9", "train_dataset.data_loader.num_samples", 9),
+        ("output_dir", "out", "output_dir", "out"),
+        ("trust_remote_code", "True", "trust_remote_code", True),
+        ("do_sample", "False", "model.model_config.do_sample", False),
+    ],
+)
 @pytest.mark.parametrize("equals", [False, True])
 def test_flag_sets_its_key_and_nothing_else(run, config, flag, text, key, value, equals):
     expected = copy.deepcopy(dict(config))
@@ -172,27 +282,44 @@ def test_flag_sets_its_key_and_nothing_else(run, config, flag, text, key, value,
     assert (changed, notes) == (expected, [])
 
 
-BOOLEANS = ["use_parallel", "profile", "trust_remote_code", "auto_trans_ckpt", "only_save_strategy", "do_eval", "sink_mode",
-            "do_sample"]
+BOOLEANS = [
+    "use_parallel",
+    "profile",
+    "trust_remote_code",
+    "auto_trans_ckpt",
+    "only_save_strategy",
+    "do_eval",
+    "sink_mode",
+    "do_sample",
+]
 
 
 @pytest.mark.parametrize("flag", BOOLEANS)
 def test_wrong_truth_value_names_the_flag(capsys, yaml_file, flag):
     line = refusal(capsys, "--config", yaml_file, f"--{flag}", "ture")
-    assert line == f"run_mindformer.py: error: argument --{flag}: expected true or false (also 1/0, yes/no), got 'ture'"
+    assert (
+        line == f"run_mindformer.py: error: argument --{flag}: expected true or false (also 1/0, "
+        "yes/no), got 'ture'"
+    )
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
-    (["--mode", "2"], "argument --mode: invalid choice: 2"),
-    (["--run_mode", "trian"], "argument --run_mode: invalid choice: 'trian'"),
-    (["--options", "a.b"], "argument --options: expected KEY=VALUE, got 'a.b'"),
-    (["--options", "a.b=[1"], "argument --options a.b: '[1' begins like a list"),
-    (["--a.b"], "argument --a.b: expected a value"),
-    (["--a.b", "--c.d", "1"], "argument --a.b: expected a value"),
-    (["--a.b", "1", "stray"], "unexpected argument 'stray'"),
-    (["--register_path", "no/such"], f"argument --register_path: no such folder: {ROOT}/no/such"),
-])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--epochs", "many"], "argument --epochs: invalid int value: 'many'"),
+        (["--mode", "2"], "argument --mode: invalid choice: 2"),
+        (["--run_mode", "trian"], "argument --run_mode: invalid choice: 'trian'"),
+        (["--options", "a.b"], "argument --options: expected KEY=VALUE, got 'a.b'"),
+        (["--options", "a.b=[1"], "argument --options a.b: '[1' begins like a list"),
+        (["--a.b"], "argument --a.b: expected a value"),
+        (["--a.b", "--c.d", "1"], "argument --a.b: expected a value"),
+        (["--a.b", "1", "stray"], "unexpected argument 'stray'"),
+        (
+            ["--register_path", "no/such"],
+            f"argument --register_path: no such folder: {ROOT}/no/such",
+        ),
+    ],
+)
 def test_wrong_command_line(capsys, yaml_file, argv, words):
     assert words in refusal(capsys, "--config", yaml_file, *argv)
 
@@ -203,7 +330,8 @@ def test_config_file(capsys, tmp_path, yaml_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "tiny.yaml").write_text(CONFIG)
-    for script, found in (("beside", str(tmp_path / "beside" / "tiny.yaml")), ("empty", yaml_file)):    # the script's first
+    # the script's first
+    for script, found in (("beside", str(tmp_path / "beside" / "tiny.yaml")), ("empty", yaml_file)):
         assert parsed("--config", "tiny.yaml", script=tmp_path / script).config == found
     (tmp_path / "tiny.json").write_text("{}")
     assert "must end in .yaml" in refusal(capsys, "--config", "tiny.json")
@@ -212,18 +340,29 @@ def test_config_file(capsys, tmp_path, yaml_file, monkeypatch):
 def test_num_samples_needs_no_eval_dataset(run, config):
     config["eval_dataset"] = Config(data_loader={"type": "MindDataset"})
     changed, _ = run("--num_samples", "5")
-    assert changed.train_dataset.data_loader.num_samples == changed.eval_dataset.data_loader.num_samples == 5
+    assert (
+        changed.train_dataset.data_loader.num_samples
+        == changed.eval_dataset.data_loader.num_samples
+        == 5
+    )
 
 
 def test_a_data_set_flag_without_data_set_is_an_error(run, config):
-    with pytest.raises(ConfigError, match="--eval_dataset_dir: eval_dataset is empty, so it has no key 'data_loader'"):
+    with pytest.raises(
+        ConfigError,
+        match="--eval_dataset_dir: eval_dataset is empty, so it has no key 'data_loader'",
+    ):
         run("--eval_dataset_dir", "d")
-    assert run("--eval_dataset_dir", "")[0] == config      # an empty shell variable: as if not given
+    # an empty shell variable: as if not given
+    assert run("--eval_dataset_dir", "")[0] == config
 
 
 def test_strategy_folder(run, tmp_path, monkeypatch):
     def taken():
-        return run("--strategy_load_checkpoint", str(tmp_path / "strategy"))[0].parallel.strategy_ckpt_load_file
+        return run("--strategy_load_checkpoint", str(tmp_path / "strategy"))[
+            0
+        ].parallel.strategy_ckpt_load_file
+
     monkeypatch.delenv("RANK_ID", raising=False)
     (tmp_path / "strategy").mkdir()
     (tmp_path / "strategy" / "notes.txt").touch()
@@ -241,20 +380,44 @@ def test_strategy_folder(run, tmp_path, monkeypatch):
 
 def test_predict(run, config, tmp_path):
     config["model"]["model_config"]["pet_config"]["pet_type"] = "slora"
-    changed, _ = run("--run_mode", "predict", "--predict_data", r"a\nb", "--predict_batch_size", "2", "--adapter_id", "x", "y")
-    assert (changed.input_data, changed.predict_batch_size, changed.adapter_id) == ("a\nb", 2, ["x", "y"])
+    changed, _ = run(
+        "--run_mode",
+        "predict",
+        "--predict_data",
+        r"a\nb",
+        "--predict_batch_size",
+        "2",
+        "--adapter_id",
+        "x",
+        "y",
+    )
+    assert (changed.input_data, changed.predict_batch_size, changed.adapter_id) == (
+        "a\nb",
+        2,
+        ["x", "y"],
+    )
     (tmp_path / "sub").mkdir()
     for name in ("b.JPG", "a.txt", "sub/c.png"):
         (tmp_path / name).touch()
 
     def given(*data, kinds=()):
-        return run("--run_mode", "predict", *(["--predict_data", *data] if data else []),
-                   *(["--modal_type", *kinds] if kinds else []))[0].input_data
+        return run(
+            "--run_mode",
+            "predict",
+            *(["--predict_data", *data] if data else []),
+            *(["--modal_type", *kinds] if kinds else []),
+        )[0].input_data
+
     assert given(str(tmp_path)) == [f"{tmp_path}/b.JPG", f"{tmp_path}/sub/c.png"]
     assert given("a", "b") == ["a", "b"] and given() is None
-    assert given("a.png", "what?", kinds=["Image", "text"]) == [[{"image": "a.png"}, {"text": "what?"}]]
-    for data, kinds, words in (("a", ["text", "text"], "one kind for each"), ("a", ["sound"], "expected text, image"),
-                               ("a.txt", ["image"], "ends in one of")):
+    assert given("a.png", "what?", kinds=["Image", "text"]) == [
+        [{"image": "a.png"}, {"text": "what?"}]
+    ]
+    for data, kinds, words in (
+        ("a", ["text", "text"], "one kind for each"),
+        ("a", ["sound"], "expected text, image"),
+        ("a.txt", ["image"], "ends in one of"),
+    ):
         with pytest.raises(ConfigError, match=words):
             given(data, kinds=kinds)
 
@@ -264,40 +427,89 @@ def test_predict_flags_do_nothing_in_training(run, config):
     assert run("--predict_data", "x", "--predict_batch_size", "2")[0] == before
 
 
-# ---------------------------------------------------------------------------------------------------- any key
+# --------------------------------------------------------------------------------------------------
+
 
 def test_options_and_free_keys(run):
-    config, notes = run("--options", "resume_training=True", "callbacks.1.save_checkpoint_steps=5", "parallel.s=a=b",
-                        "--callbacks.1.prefix=x=y", "--runner_config.sink_size", "-1", "--options", "context.mode=1")
+    config, notes = run(
+        "--options",
+        "resume_training=True",
+        "callbacks.1.save_checkpoint_steps=5",
+        "parallel.s=a=b",
+        "--callbacks.1.prefix=x=y",
+        "--runner_config.sink_size",
+        "-1",
+        "--options",
+        "context.mode=1",
+    )
     assert config.resume_training is True
-    assert config.callbacks[1] == {"type": "CheckpointMonitor", "prefix": "x=y", "save_checkpoint_steps": 5}
-    assert (config.runner_config.sink_size, config.context.mode, config.parallel.s) == (-1, 1, "a=b")
+    assert config.callbacks[1] == {
+        "type": "CheckpointMonitor",
+        "prefix": "x=y",
+        "save_checkpoint_steps": 5,
+    }
+    assert (config.runner_config.sink_size, config.context.mode, config.parallel.s) == (
+        -1,
+        1,
+        "a=b",
+    )
     assert notes == ["--options parallel.s adds a key that parallel did not have"]
 
 
 def test_order_of_effect(run):
-    config, _ = run("--seed", "1", "--epochs", "1", "--options", "seed=2", "runner_config.epochs=2", "runner_config.a=2",
-                    "--runner_config.a=3", "--runner_config.a=4")
+    config, _ = run(
+        "--seed",
+        "1",
+        "--epochs",
+        "1",
+        "--options",
+        "seed=2",
+        "runner_config.epochs=2",
+        "runner_config.a=2",
+        "--runner_config.a=3",
+        "--runner_config.a=4",
+    )
     assert (config.seed, config.runner_config.epochs, config.runner_config.a) == (2, 1, 4)
 
 
 def test_a_section_becomes_a_configuration(run):
-    config, _ = run("--checkpoint", "{load_path: ./ckpt, deep: {a: 1}}", "--checkpoint.no_load_optim", "False")
+    config, _ = run(
+        "--checkpoint", "{load_path: ./ckpt, deep: {a: 1}}", "--checkpoint.no_load_optim", "False"
+    )
     assert config.checkpoint == {"load_path": "./ckpt", "deep": {"a": 1}, "no_load_optim": False}
     assert config.checkpoint.deep.a == 1
 
 
-@pytest.mark.parametrize(("key", "words"), [
-    ("checkpoint.load_path", ["the configuration has no key 'checkpoint'", "callbacks, context", "checkpoint='{key: value}'"]),
-    ("runer_config.epochs", ["did you mean 'runner_config'?"]),
-    ("runner_config.x.y", ["runner_config has no key 'x'", "it has: batch_size, epochs, sink_mode, sink_size"]),
-    ("callbacks.2.prefix", ["callbacks is a list of 2 entries, '2' is none of them", "0: MFLossMonitor, 1: CheckpointMonitor"]),
-    ("callbacks.first", ["'first' is none of them"]),
-    ("callbacks.-1.prefix", ["'-1' is none of them"]),
-    ("eval_dataset.data_loader", ["eval_dataset is empty", "eval_dataset=VALUE"]),
-    ("run_mode.x.y", ["run_mode is 'train', not a section"]),
-    ("context.", ["ends in a dot"]),
-])
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (
+            "checkpoint.load_path",
+            [
+                "the configuration has no key 'checkpoint'",
+                "callbacks, context",
+                "checkpoint='{key: value}'",
+            ],
+        ),
+        ("runer_config.epochs", ["did you mean 'runner_config'?"]),
+        (
+            "runner_config.x.y",
+            ["runner_config has no key 'x'", "it has: batch_size, epochs, sink_mode, sink_size"],
+        ),
+        (
+            "callbacks.2.prefix",
+            [
+                "callbacks is a list of 2 entries, '2' is none of them",
+                "0: MFLossMonitor, 1: CheckpointMonitor",
+            ],
+        ),
+        ("callbacks.first", ["'first' is none of them"]),
+        ("callbacks.-1.prefix", ["'-1' is none of them"]),
+        ("eval_dataset.data_loader", ["eval_dataset is empty", "eval_dataset=VALUE"]),
+        ("run_mode.x.y", ["run_mode is 'train', not a section"]),
+        ("context.", ["ends in a dot"]),
+    ],
+)
 def test_missing_parent_is_named_and_nothing_changes(run, config, key, words):
     before = copy.deepcopy(dict(config))
     with pytest.raises(ConfigError) as error:
@@ -311,8 +523,15 @@ def test_section_keys_must_be_text(run):
         run("--checkpoint", "{1: 2}")
 
 
-@pytest.mark.parametrize(("key", "meant"), [("load_chekpoint", "load_checkpoint"), ("resume_trainig", "resume_training"),
-                                            ("load_checkpoints", "load_checkpoint"), ("no_mindresumes", "no-mindresume")])
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("load_chekpoint", "load_checkpoint"),
+        ("resume_trainig", "resume_training"),
+        ("load_checkpoints", "load_checkpoint"),
+        ("no_mindresumes", "no-mindresume"),
+    ],
+)
 def test_misspelled_flag_is_an_error(run, key, meant):
     with pytest.raises(ConfigError, match=f"did you mean --{meant}"):
         run(f"--{key}", "x")
@@ -320,17 +539,22 @@ def test_misspelled_flag_is_an_error(run, key, meant):
 
 def test_a_new_key_similar_to_another_is_reported(run):
     assert run("--remove_redundancy", "True", "--checkpoint", "{load_path: x}")[1] == []
-    assert run("--my_own_key", "1")[1] == ["--my_own_key adds a key that the configuration did not have"]
+    assert run("--my_own_key", "1")[1] == [
+        "--my_own_key adds a key that the configuration did not have"
+    ]
     assert run("--runner_config.sink_sise", "2")[1][0].endswith("; did you mean 'sink_size'?")
 
 
 def test_run_mode_of_the_file_is_checked(run, config):
     config["run_mode"] = "pretrain"
-    with pytest.raises(ConfigError, match="run_mode is 'pretrain'; expected one of train, finetune"):
+    with pytest.raises(
+        ConfigError, match="run_mode is 'pretrain'; expected one of train, finetune"
+    ):
         run()
 
 
-# ---------------------------------------------------------------------------------------------------- trainer block
+# --------------------------------------------------------------------------------------------------
+
 
 def test_documented_data_skip_keys_are_lifted(run, config):
     config["trainer"].update(ignore_data_skip=True, data_skip_steps=4)
@@ -347,7 +571,9 @@ def test_command_line_beats_lifted_keys(run, config):
 
 def test_contradicting_data_skip_keys(run, config):
     config["trainer"]["data_skip_steps"], config["data_skip_steps"] = 4, 5
-    with pytest.raises(ConfigError, match="data_skip_steps is 5 at the top level .* but 4 in trainer"):
+    with pytest.raises(
+        ConfigError, match="data_skip_steps is 5 at the top level .* but 4 in trainer"
+    ):
         run()
 
 
@@ -360,23 +586,28 @@ def test_line_of_the_plug_in_is_dropped(run, config):
 
 
 def test_plug_in_file_passes_the_checks_of_auto_register():
-    """mindformers searches the text, docstrings included, for lines that begin with import or from."""
+    """mindformers searches the text, docstrings included, for lines that begin with import or
+    from."""
     path = ROOT / "mindresume" / "mindformers" / "shim" / "mindresume_plugin.py"
     text = path.read_text()
-    assert re.findall(r"^\s*(?:import|from)\b.*$", text, re.MULTILINE) == ["import mindresume.plugin"]
+    assert re.findall(r"^\s*(?:import|from)\b.*$", text, re.MULTILINE) == [
+        "import mindresume.plugin"
+    ]
     assert "class MindResume:" in text and "auto_register: mindresume_plugin.MindResume " in text
 
 
-# ---------------------------------------------------------------------------------------------------- the script
+# --------------------------------------------------------------------------------------------------
 
 FAKES = {
     "mindformers/__init__.py": "",
     "mindformers/core/__init__.py": "",
-    "mindformers/core/context.py": "from recorder import EVENTS\ndef build_context(c): EVENTS.append(('context', c.seed))\n",
+    "mindformers/core/context.py": "from recorder import EVENTS\ndef build_context(c): "
+    "EVENTS.append(('context', c.seed))\n",
     "mindformers/tools/__init__.py": "",
     "mindformers/tools/register.py": "from recorder import MindFormerConfig\n",
     "mindformers/utils/__init__.py": "",
-    "mindformers/utils/file_utils.py": "from recorder import EVENTS\ndef set_output_path(p): EVENTS.append(('output', p))\n",
+    "mindformers/utils/file_utils.py": "from recorder import EVENTS\ndef set_output_path(p): "
+    "EVENTS.append(('output', p))\n",
     "mindformers/trainer.py": "from recorder import Trainer\n",
     "mindformers/pynative/__init__.py": "",
     "mindformers/pynative/trainer.py": "from recorder import PynativeTrainer as Trainer\n",
@@ -407,10 +638,16 @@ class PynativeTrainer:
 
 @pytest.fixture
 def script(tmp_path, yaml_file, monkeypatch):
-    """Runs main(argv) of run_mindformer.py with the fakes: returns its status; ``script.events`` lists the calls."""
+    """Runs main(argv) of run_mindformer.py with the fakes: returns its status; ``script.events``
+    lists the calls."""
+
     def loaded():
-        return [name for name in sys.modules if name.split(".")[0] in ("mindformers", "recorder", "tests_config")
-                or name.startswith("mindresume.plugin")]
+        return [
+            name
+            for name in sys.modules
+            if name.split(".")[0] in ("mindformers", "recorder", "tests_config")
+            or name.startswith("mindresume.plugin")
+        ]
 
     for name, text in FAKES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -423,6 +660,7 @@ def script(tmp_path, yaml_file, monkeypatch):
         monkeypatch.setenv(name, "")
     sys.modules["tests_config"] = types.SimpleNamespace(Config=Config)
     import recorder
+
     spec = importlib.util.spec_from_file_location("run_mindformer_script", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -430,6 +668,7 @@ def script(tmp_path, yaml_file, monkeypatch):
     def main(*argv):
         recorder.EVENTS.clear()
         return module.main(["--config", yaml_file, *argv])
+
     main.events, main.fail = recorder.EVENTS, recorder.FAIL
     yield main
     for name in loaded():
@@ -441,9 +680,20 @@ def script(tmp_path, yaml_file, monkeypatch):
 
 
 def test_flow_of_a_training(script):
-    assert script("--load_checkpoint", "c", "--seed", "3", "--run_mode", "finetune", "--output_dir", "o") == 0
-    assert script.events == [("plugin",), ("read", {"run_mode": "finetune"}), ("output", "o"), ("context", 3),
-                             ("Trainer", "c"), ("train",)]
+    assert (
+        script(
+            "--load_checkpoint", "c", "--seed", "3", "--run_mode", "finetune", "--output_dir", "o"
+        )
+        == 0
+    )
+    assert script.events == [
+        ("plugin",),
+        ("read", {"run_mode": "finetune"}),
+        ("output", "o"),
+        ("context", 3),
+        ("Trainer", "c"),
+        ("train",),
+    ]
 
 
 def test_no_mindresume(script):
@@ -456,8 +706,10 @@ def test_flow_of_eval_and_predict(script):
     script("--run_mode", "eval", "--load_checkpoint", "c")
     assert script.events[-1] == ("evaluate", {"eval_checkpoint": "c"})
     script("--run_mode", "predict", "--load_checkpoint", "c", "--predict_data", "hello")
-    assert script.events[-1] == ("predict", {"predict_checkpoint": "c", "input_data": "hello", "batch_size": None,
-                                             "adapter_id": None})
+    assert script.events[-1] == (
+        "predict",
+        {"predict_checkpoint": "c", "input_data": "hello", "batch_size": None, "adapter_id": None},
+    )
 
 
 @pytest.mark.parametrize("words, installed", [((), [("plugin",)]), (("--no-mindresume",), [])])
@@ -485,7 +737,9 @@ def test_failure_ends_with_a_readable_line(script, capsys, monkeypatch):
 
 
 def test_an_error_of_ours_ends_with_all_its_lines(script, capsys):
-    script.fail.append(NoUsableCheckpointError("out holds checkpoints, but none can be used:\n  step 5: truncated"))
+    script.fail.append(
+        NoUsableCheckpointError("out holds checkpoints, but none can be used:\n  step 5: truncated")
+    )
     assert script() == 1
     err = capsys.readouterr().err
     assert "Traceback" not in err and err.splitlines()[-1] == "  step 5: truncated"
@@ -494,12 +748,15 @@ def test_an_error_of_ours_ends_with_all_its_lines(script, capsys):
 def test_wrong_setting_ends_with_its_text_alone(script, capsys):
     assert script("--callbacks.7.prefix", "x") == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("run_mindformer.py: error: --callbacks.7.prefix: callbacks is a list")
+    assert len(lines) == 1 and lines[0].startswith(
+        "run_mindformer.py: error: --callbacks.7.prefix: callbacks is a list"
+    )
     assert ("train",) not in script.events
 
 
 def test_nothing_left_to_train_is_not_a_failure(script, capsys):
     from mindresume.errors import TrainingCompleteError
+
     script.fail.append(TrainingCompleteError("step 20 of 20 is done"))
     assert script() == 0
     assert "step 20 of 20 is done" in capsys.readouterr().err
@@ -507,19 +764,30 @@ def test_nothing_left_to_train_is_not_a_failure(script, capsys):
 
 def test_help_and_errors_answer_at_once():
     """Less than half a second of processor time: neither mindspore nor mindformers is imported."""
+
     def cost(*argv):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, SCRIPT, *argv], capture_output=True, text=True, cwd="/", check=False)
+        done = subprocess.run(
+            [sys.executable, SCRIPT, *argv], capture_output=True, text=True, cwd="/", check=False
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
     done, seconds = cost("--help")
     assert (done.returncode, done.stderr) == (0, "") and seconds < 0.5
-    for word in ("start:", "resume from", "--callbacks.1.save_checkpoint_steps 5", "checkpoint and resume:",
-                 *(f"--{name}" for name in UPSTREAM)):
+    for word in (
+        "start:",
+        "resume from",
+        "--callbacks.1.save_checkpoint_steps 5",
+        "checkpoint and resume:",
+        *(f"--{name}" for name in UPSTREAM),
+    ):
         assert word in done.stdout
     done, seconds = cost("--config", "absent.yaml")
     assert done.returncode == 2 and seconds < 0.5
-    assert done.stderr.splitlines()[-1].startswith("run_mindformer.py: error: argument --config: no such file: ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "run_mindformer.py: error: argument --config: no such file: "
+    )
 
 
 def test_nothing_is_said_of_a_launch_without_flags(yaml_file):

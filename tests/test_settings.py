@@ -10,35 +10,73 @@ from mindresume.settings import Settings, _section
 def test_defaults_section_and_environment():
     assert Settings.load(None, {}) == Settings()
     assert Settings.load({"on_save_error": "raise", "commit_timeout": 5}, {}).commit_timeout == 5.0
-    assert Settings.load({"on_save_error": "raise"}, {"MINDRESUME_ON_SAVE_ERROR": "warn"}).on_save_error == "warn"
+    assert (
+        Settings.load(
+            {"on_save_error": "raise"}, {"MINDRESUME_ON_SAVE_ERROR": "warn"}
+        ).on_save_error
+        == "warn"
+    )
     assert Settings.load({}, {"MINDRESUME_MAX_FAILED_SAVES": "0"}).max_failed_saves == 0
 
 
 def test_keys_of_retention():
     off = Settings.load({}, {}).retention
-    assert (off.keep_every_steps, off.keep_best, off.keep_best_metric, off.keep_best_mode) == (0, 0, "loss", "min")
-    found = Settings.load({"keep_every_steps": 1000, "keep_best": 2, "keep_best_mode": "max"},
-                          {"MINDRESUME_KEEP_BEST_METRIC": "bleu", "MINDRESUME_KEEP_BEST": "3"}).retention
-    assert (found.keep_every_steps, found.keep_best, found.keep_best_metric, found.keep_best_mode) == (1000, 3, "bleu", "max")
+    assert (off.keep_every_steps, off.keep_best, off.keep_best_metric, off.keep_best_mode) == (
+        0,
+        0,
+        "loss",
+        "min",
+    )
+    found = Settings.load(
+        {"keep_every_steps": 1000, "keep_best": 2, "keep_best_mode": "max"},
+        {"MINDRESUME_KEEP_BEST_METRIC": "bleu", "MINDRESUME_KEEP_BEST": "3"},
+    ).retention
+    assert (
+        found.keep_every_steps,
+        found.keep_best,
+        found.keep_best_metric,
+        found.keep_best_mode,
+    ) == (1000, 3, "bleu", "max")
 
 
-@pytest.mark.parametrize("section, word", [
-    ({"on_save_errors": "warn"}, "on_save_errors"), ({"on_save_error": "ignore"}, "warn, raise"),
-    ({"commit_timeout": "soon"}, "commit_timeout"), ({"commit_timeout": -1}, "at least 0"),
-    ({"keep_best_metric": ""}, "keep_best_metric"), ({"keep_best_metric": " "}, "not empty"), ({"keep_best_metric": 3}, "text"),
-    ({"keep_best_mode": "least"}, "min, max"), ({"keep_best": -1}, "at least 0"), ({"keep_every_steps": "often"}, "keep_every_"),
-    ({"max_failed_saves": True}, "max_failed_saves"), ({"verify": False}, "full, quick")])
+@pytest.mark.parametrize(
+    "section, word",
+    [
+        ({"on_save_errors": "warn"}, "on_save_errors"),
+        ({"on_save_error": "ignore"}, "warn, raise"),
+        ({"commit_timeout": "soon"}, "commit_timeout"),
+        ({"commit_timeout": -1}, "at least 0"),
+        ({"keep_best_metric": ""}, "keep_best_metric"),
+        ({"keep_best_metric": " "}, "not empty"),
+        ({"keep_best_metric": 3}, "text"),
+        ({"keep_best_mode": "least"}, "min, max"),
+        ({"keep_best": -1}, "at least 0"),
+        ({"keep_every_steps": "often"}, "keep_every_"),
+        ({"max_failed_saves": True}, "max_failed_saves"),
+        ({"verify": False}, "full, quick"),
+    ],
+)
 def test_wrong_settings_are_named(section, word):
     with pytest.raises(ConfigError, match=word):
         Settings.load(section, {})
 
 
-@pytest.mark.parametrize("section, variables, name", [
-    ({"scrub": {"every_hours": 24}}, {}, r"mindresume\.scrub"), ({"scrub": None}, {}, r"mindresume\.scrub"),
-    ({}, {"MINDRESUME_SCRUB_EVERY_HOURS": "24"}, "MINDRESUME_SCRUB_EVERY_HOURS"),
-    (None, {"MINDRESUME_SCRUB_REPAIR": "0"}, "MINDRESUME_SCRUB_REPAIR")])
-def test_a_setting_that_no_longer_exists_is_refused_with_what_to_do_instead(section, variables, name):
-    with pytest.raises(ConfigError, match=rf"{name} no longer exists.* mindresume scrub DIR .* cron or .*docs/scrub\.md"):
+@pytest.mark.parametrize(
+    "section, variables, name",
+    [
+        ({"scrub": {"every_hours": 24}}, {}, r"mindresume\.scrub"),
+        ({"scrub": None}, {}, r"mindresume\.scrub"),
+        ({}, {"MINDRESUME_SCRUB_EVERY_HOURS": "24"}, "MINDRESUME_SCRUB_EVERY_HOURS"),
+        (None, {"MINDRESUME_SCRUB_REPAIR": "0"}, "MINDRESUME_SCRUB_REPAIR"),
+    ],
+)
+def test_a_setting_that_no_longer_exists_is_refused_with_what_to_do_instead(
+    section, variables, name
+):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} no longer exists.* mindresume scrub DIR .* cron or .*docs/scrub\.md",
+    ):
         Settings.load(section, variables)
 
 
@@ -63,10 +101,15 @@ def test_a_section_within_the_section():
     read = partial(_section, _Outer, "mindresume")
     assert read(None, {}) == _Outer()
     assert read({"inner": {"every_steps": 5}}, {}) == _Outer(_Inner(5))
-    assert read({"inner": {"every_steps": 5}}, {"MINDRESUME_INNER_EVERY_STEPS": "7"}) == _Outer(_Inner(7))
+    assert read({"inner": {"every_steps": 5}}, {"MINDRESUME_INNER_EVERY_STEPS": "7"}) == _Outer(
+        _Inner(7)
+    )
     with pytest.raises(ConfigError, match=r"mindresume.inner: unknown key 'every'"):
         read({"inner": {"every": 5}}, {})
-    with pytest.raises(ConfigError, match=r"mindresume.inner is 5; expected a section with the keys every_steps, mode"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mindresume.inner is 5; expected a section with the keys every_steps, mode",
+    ):
         read({"inner": 5}, {})
     with pytest.raises(ConfigError, match=r"mindresume.inner.every_steps is -1"):
         read({"inner": {"every_steps": -1}}, {})

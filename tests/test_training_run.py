@@ -1,4 +1,5 @@
 """st/training_run.py: which end of a job counts as success."""
+
 import subprocess
 import warnings
 
@@ -30,9 +31,17 @@ def test_a_crash_after_every_rank_has_finished_is_a_warning(tmp_path):
         assert run.wait_for_success() is run
 
 
-@pytest.mark.parametrize("status, log", [
-    (1, STARTED + ENDED % "finished"), (137, STARTED + ENDED % "finished"), (139, STARTED), (139, ""),
-    (139, STARTED + ENDED % "failed"), (139, (STARTED + ENDED % "finished")[:-3])])
+@pytest.mark.parametrize(
+    "status, log",
+    [
+        (1, STARTED + ENDED % "finished"),
+        (137, STARTED + ENDED % "finished"),
+        (139, STARTED),
+        (139, ""),
+        (139, STARTED + ENDED % "failed"),
+        (139, (STARTED + ENDED % "finished")[:-3]),
+    ],
+)
 def test_every_other_failure_is_one(tmp_path, status, log):
     with pytest.raises(AssertionError, match=f"exit status {status}"):
         run_that_ended(tmp_path, status, STARTED + ENDED % "finished", log).wait_for_success()

@@ -1,8 +1,10 @@
-"""Implements the Python API. ``import mindresume`` offers its names, and imports a module of this package at the first use of
-one.
+"""Implements the Python API. ``import mindresume`` offers its names, and imports a module of this
+package at the first use of one.
 
-    catalog.py      open() and Catalog: the checkpoints of a folder, which one a resume would take, whether bytes are intact
-    checkpoint.py   Checkpoint: the state and the tensors of one saved step, held while they are read
+    catalog.py      open() and Catalog: the checkpoints of a folder, which one a resume would take,
+                    whether bytes are intact
+    checkpoint.py   Checkpoint: the state and the tensors of one saved step, held while they are
+                    read
     tensors.py      TensorInfo, TensorSlice: shapes, layouts, which rank stores what
     inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy
     conversion.py   convert(), merge(), export_hf()
@@ -13,5 +15,6 @@ one.
     sources.py      opens a checkpoint that a caller names: a path, or a Checkpoint
     progress.py     Progress: receives the progress of long work
 
-The command line calls these functions and prints their results; its ``--json`` is ``to_json()`` of the result.
+The command line calls these functions and prints their results; its ``--json`` is ``to_json()`` of
+the result.
 """

@@ -1,12 +1,14 @@
 """Reads a folder of checkpoints, of mindresume or mindformers, and answers as a resume would.
 
-    catalog = mindresume.open("output/checkpoint")
-    catalog.steps()                         # (100, 200, 300)
-    catalog.latest()                        # the newest complete Checkpoint
-    catalog.select(world_size=8).chosen     # what a resume on 8 ranks would take; .refused says why nothing newer
-    catalog.verify(step=300).damaged        # compares every byte with what was written
-    catalog[300].read("embedding.weight")
+catalog = mindresume.open("output/checkpoint")
+catalog.steps()                         # (100, 200, 300)
+catalog.latest()                        # the newest complete Checkpoint
+# what a resume on 8 ranks would take; .refused says why nothing newer
+catalog.select(world_size=8).chosen
+catalog.verify(step=300).damaged        # compares every byte with what was written
+catalog[300].read("embedding.weight")
 """
+
 from __future__ import annotations
 
 import os
@@ -41,7 +43,15 @@ from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import ConfigError, MissingCheckpointError
 from mindresume.events import DISK, MEMORY
 from mindresume.events.progress import SILENT, Progress
-from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan, missing_ranks_text, steps_text
+from mindresume.formats import (
+    MINDFORMERS,
+    Candidate,
+    CheckpointDir,
+    Refusal,
+    Scan,
+    missing_ranks_text,
+    steps_text,
+)
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import is_consolidated, locate
 from mindresume.reshard import consolidated_checkpoint
@@ -76,13 +86,15 @@ class Selection(Result):
         notes: What was assumed or ignored, as sentences.
         fresh: True if no save was ever complete there: a resume starts the training afresh.
         verified: Whether every byte of the chosen one was read.
-        description: The chosen one in a phrase: who wrote it, and what was checked; empty without one.
-        local: Where nodes share no disk and none is chosen: the newest checkpoint of which this node has its part. The job takes
-            the newest step that all nodes have.
+        description: The chosen one in a phrase: who wrote it, and what was checked; empty without
+            one.
+        local: Where nodes share no disk and none is chosen: the newest checkpoint of which this
+            node has its part. The job takes the newest step that all nodes have.
         error: Why a resume would stop with an error, as sentences; empty if it would not.
-        source: Where the chosen one lies: "disk", or "memory": a job whose setting ``memory_tier`` is on takes it from memory of
-            this node.
+        source: Where the chosen one lies: "disk", or "memory": a job whose setting ``memory_tier``
+            is on takes it from memory of this node.
     """
+
     root: str
     chosen: Checkpoint | None
     refused: tuple[Problem, ...]
@@ -95,19 +107,26 @@ class Selection(Result):
     source: str = DISK
 
 
-def open(path: str | os.PathLike[str], *, world_size: int | None = None, strategy: str | os.PathLike[str] | None = None,
-         hold: bool = True, missing_ok: bool = False) -> Catalog:
-    """Opens a folder of checkpoints for reading: of Checkpoint 1.0 or 2.0, written by mindresume or mindformers.
+def open(
+    path: str | os.PathLike[str],
+    *,
+    world_size: int | None = None,
+    strategy: str | os.PathLike[str] | None = None,
+    hold: bool = True,
+    missing_ok: bool = False,
+) -> Catalog:
+    """Opens a folder of checkpoints for reading: of Checkpoint 1.0 or 2.0, written by mindresume or
+    mindformers.
 
     Args:
-        path: The checkpoint folder; or the output folder or run folder above it, a rank folder, an iteration folder, consolidated
-            (merged) weights, or one file.
-        world_size: Number of ranks of the job that would resume. None: that of the manifest, else of the folder ``strategy``
-            beside it, else the number of rank folders.
-        strategy: Strategy file or folder with which mindformers saved, if neither records nor the folder ``strategy`` beside the
-            checkpoints describe the layouts.
-        hold: Whether a checkpoint is held while it is read, so that no job removes it; see ``Checkpoint``. False: nothing is
-            written.
+        path: The checkpoint folder; or the output folder or run folder above it, a rank folder, an
+            iteration folder, consolidated (merged) weights, or one file.
+        world_size: Number of ranks of the job that would resume. None: that of the manifest, else
+            of the folder ``strategy`` beside it, else the number of rank folders.
+        strategy: Strategy file or folder with which mindformers saved, if neither records nor the
+            folder ``strategy`` beside the checkpoints describe the layouts.
+        hold: Whether a checkpoint is held while it is read, so that no job removes it; see
+            ``Checkpoint``. False: nothing is written.
         missing_ok: Whether ``path`` may be missing, because nothing was saved yet.
 
     Returns:
@@ -117,27 +136,38 @@ def open(path: str | os.PathLike[str], *, world_size: int | None = None, strateg
         FileNotFoundError: ``path`` does not exist.
     """
     path = os.fspath(path) if missing_ok else existing(path)
-    return Catalog(PosixStorage(), path, world_size, None if strategy is None else os.fspath(strategy), hold)
+    return Catalog(
+        PosixStorage(), path, world_size, None if strategy is None else os.fspath(strategy), hold
+    )
 
 
 class _Location(NamedTuple):
     """Says where the checkpoints are; ``is_consolidated``: they are consolidated weights."""
+
     path: str
     is_consolidated: bool
 
 
 class Catalog:
-    """Gives access to the checkpoints of a folder. ``mindresume.open`` returns it; it changes nothing.
+    """Gives access to the checkpoints of a folder. ``mindresume.open`` returns it; it changes
+    nothing.
 
-    ``len(catalog)``, ``500 in catalog`` and iteration refer to ``steps()``. As a context manager it releases everything that its
-    checkpoints hold, at the end of the block.
+    ``len(catalog)``, ``500 in catalog`` and iteration refer to ``steps()``. As a context manager it
+    releases everything that its checkpoints hold, at the end of the block.
 
-    Every method raises MissingCheckpointError if the path is no folder of checkpoints, or if several folders below it are;
-    ``select`` returns that as an error of the resume. Every method raises ConfigError if the path is a file of another kind.
+    Every method raises MissingCheckpointError if the path is no folder of checkpoints, or if
+    several folders below it are; ``select`` returns that as an error of the resume. Every method
+    raises ConfigError if the path is a file of another kind.
     """
 
-    def __init__(self, storage: Storage, path: str, world_size: int | None = None, strategy: str | None = None,
-                 hold: bool = True):
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        world_size: int | None = None,
+        strategy: str | None = None,
+        hold: bool = True,
+    ):
         self.path, self.world_size = path, world_size
         self._storage, self._strategy, self._hold = storage, strategy, hold
         self._checkpoints: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
@@ -145,25 +175,41 @@ class Catalog:
     def __repr__(self) -> str:
         return f"<mindresume.Catalog of {self.path}>"
 
-    # ---- listing -----------------------------------------------------------------------------------------------------
+    # ---- listing ---------------------------------------------------------------------------------
 
     def list(self) -> Listing:
-        """Lists every saved step, complete or not, in the order in which a resume tries them, newest first.
+        """Lists every saved step, complete or not, in the order in which a resume tries them,
+        newest first.
 
         It checks names, records and sizes, and does not read contents (``verify`` does).
         """
         found, rows = self._scan(self._locate())
         steps = tuple(info_of(found.directory, row) for row in rows)
-        users = tuple(DirectoryUser(holder, is_alive(holder)) for holder in
-                      known_lease_holders(found.directory))
+        users = tuple(
+            DirectoryUser(holder, is_alive(holder))
+            for holder in known_lease_holders(found.directory)
+        )
         tier = self._tier(found.directory)
-        return Listing(found.root, steps, self._notes(found), users,
-                       tuple(info_of(tier, row) for row in self._in_memory(tier)))
+        return Listing(
+            found.root,
+            steps,
+            self._notes(found),
+            users,
+            tuple(info_of(tier, row) for row in self._in_memory(tier)),
+        )
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps that a resume could take, as far as names, records and sizes show, ascending."""
-        return tuple(sorted({row.candidate.step for row in self._scan(self._locate())[1]
-                             if row.problem is None and row.candidate.step is not None}))
+        """Returns the steps that a resume could take, as far as names, records and sizes show,
+        ascending."""
+        return tuple(
+            sorted(
+                {
+                    row.candidate.step
+                    for row in self._scan(self._locate())[1]
+                    if row.problem is None and row.candidate.step is not None
+                }
+            )
+        )
 
     def latest(self) -> Checkpoint | None:
         """Returns the first complete checkpoint that a resume would try; None if there is none.
@@ -172,10 +218,14 @@ class Catalog:
         """
         location = self._locate()
         found, rows = self._scan(location)
-        return next((self._checkpoint(location, found.root, row) for row in rows if row.problem is None), None)
+        return next(
+            (self._checkpoint(location, found.root, row) for row in rows if row.problem is None),
+            None,
+        )
 
     def __getitem__(self, step: int) -> Checkpoint:
-        """Returns the checkpoint of ``step``; if several runs saved it, the one that a resume would take.
+        """Returns the checkpoint of ``step``; if several runs saved it, the one that a resume would
+        take.
 
         Raises:
             MissingCheckpointError: There is no such step; the message names the existing ones.
@@ -199,16 +249,24 @@ class Catalog:
     def __len__(self) -> int:
         return len(self.steps())
 
-    # ---- selection ---------------------------------------------------------------------------------------------------
+    # ---- selection -------------------------------------------------------------------------------
 
-    def select(self, world_size: int | None = None, *, name: str | None = None, verify: bool = True, progress: Progress = SILENT
-               ) -> Selection:
+    def select(
+        self,
+        world_size: int | None = None,
+        *,
+        name: str | None = None,
+        verify: bool = True,
+        progress: Progress = SILENT,
+    ) -> Selection:
         """Selects the checkpoint as a job does at its start, for all ranks at once.
 
         Args:
             world_size: Number of ranks of the job; None: as given to ``open``.
-            name: Requests one checkpoint, as ``resume_training: NAME`` does: a file of any rank, an iteration folder or a step.
-            verify: Whether every byte of the chosen one is compared with what was written. False: sizes and headers only.
+            name: Requests one checkpoint, as ``resume_training: NAME`` does: a file of any rank, an
+                iteration folder or a step.
+            verify: Whether every byte of the chosen one is compared with what was written. False:
+                sizes and headers only.
             progress: Receives the numbers of bytes to read, and of bytes read.
 
         Returns:
@@ -219,36 +277,55 @@ class Catalog:
             CollectiveError: The path cannot be read.
         """
         world_size = self.world_size if world_size is None else world_size
-        policy = SelectionPolicy(world_size, name, FULL if verify else QUICK, every_rank,
-                                 max_failed_loads=Settings.load().max_failed_loads)
+        policy = SelectionPolicy(
+            world_size,
+            name,
+            FULL if verify else QUICK,
+            every_rank,
+            max_failed_loads=Settings.load().max_failed_loads,
+        )
         strategy_of = strategy_lookup(self._storage)
-        sources = CheckpointSources(strategy_of, ConsolidatedSource(SingleProcess(), verify, resume=True), memory={})
+        sources = CheckpointSources(
+            strategy_of, ConsolidatedSource(SingleProcess(), verify, resume=True), memory={}
+        )
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice, root, local = preview.choice, preview.choice.root, None
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.node_local is not None:
             found, _ = find_candidates(self._storage, self.path)
-            local = info_of(found.directory, status_of_candidate(found, preview.node_local, strategy_of))
+            local = info_of(
+                found.directory, status_of_candidate(found, preview.node_local, strategy_of)
+            )
         location = _Location(preview.place, is_consolidated(self._storage, preview.place))
         return Selection(
-            root, self._checkpoint(location, root, chosen) if chosen else None,
-            tuple(problem_of(root, refusal) for refusal in choice.refused), choice.notes, choice.is_fresh_start,
-            choice.bytes_verified, describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "", local,
-            preview.error, MEMORY if choice.in_memory else DISK)
+            root,
+            self._checkpoint(location, root, chosen) if chosen else None,
+            tuple(problem_of(root, refusal) for refusal in choice.refused),
+            choice.notes,
+            choice.is_fresh_start,
+            choice.bytes_verified,
+            describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "",
+            local,
+            preview.error,
+            MEMORY if choice.in_memory else DISK,
+        )
 
-    # ---- verification ------------------------------------------------------------------------------------------------
+    # ---- verification ----------------------------------------------------------------------------
 
-    def verify(self, step: int | None = None, *, progress: Progress = SILENT, part: tuple[int, int] = WHOLE
-               ) -> VerificationReport:
+    def verify(
+        self, step: int | None = None, *, progress: Progress = SILENT, part: tuple[int, int] = WHOLE
+    ) -> VerificationReport:
         """Reads every byte, and names the damaged files and tensors.
 
-        What mindformers wrote has no checksums: its headers, sizes and counters are checked. What a job removes meanwhile is no
-        damage. Nothing is held, so a running job continues to remove old checkpoints.
+        What mindformers wrote has no checksums: its headers, sizes and counters are checked. What a
+        job removes meanwhile is no damage. Nothing is held, so a running job continues to remove
+        old checkpoints.
 
         Args:
             step: Only this step; None: all.
             progress: Receives the numbers of bytes to read, and of bytes read.
-            part: (K, N): only the K-th of N shares of the files, K from 1. Other calls verify the other ones.
+            part: (K, N): only the K-th of N shares of the files, K from 1. Other calls verify the
+                other ones.
 
         Returns:
             A VerificationReport; ``damaged`` and ``unreadable`` are the answer.
@@ -258,32 +335,61 @@ class Catalog:
             ConfigError: There is no such part.
         """
         if not 1 <= part[0] <= part[1]:
-            raise ConfigError(f"part is {part[0]} of {part[1]}; expected a number from 1 on, and at least as many parts")
+            raise ConfigError(
+                f"part is {part[0]} of {part[1]}; expected a number from 1 on, and at least as "
+                "many parts"
+            )
         started, read, location = runtime.monotonic(), _Counter(progress), self._locate()
         found, rows = self._scan(location, step)
         wanted = [*rows]
         if step is not None and not wanted:
             raise self._missing_step(step, found)
-        progress.expect(sum(read_size(row.candidate, [*row.candidate.files]) for row in wanted if row.candidate.maybe_completed)
-                        // part[1])
+        progress.expect(
+            sum(
+                read_size(row.candidate, [*row.candidate.files])
+                for row in wanted
+                if row.candidate.maybe_completed
+            )
+            // part[1]
+        )
         if location.is_consolidated:
-            verdicts = [consolidated_checkpoint.verify(self._storage, location.path, read.advance, part) for _ in wanted]
+            verdicts = [
+                consolidated_checkpoint.verify(self._storage, location.path, read.advance, part)
+                for _ in wanted
+            ]
         else:
-            verdicts = verify_checkpoints(found.directory, wanted, partial(self._present, location, step), read.advance, part)
+            verdicts = verify_checkpoints(
+                found.directory, wanted, partial(self._present, location, step), read.advance, part
+            )
         tier = self._tier(found.directory)
-        asked = [row for row in self._in_memory(tier) if step is None or row.candidate.step == step] if part[0] == 1 else []
+        asked = (
+            [row for row in self._in_memory(tier) if step is None or row.candidate.step == step]
+            if part[0] == 1
+            else []
+        )
         held = verify_checkpoints(tier, asked, partial(self._in_memory, tier), read.advance)
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
         states = {result.state for result in results}
-        of_part = [f"part {part[0]} of {part[1]}: only this share of the files was read"] if part[1] > 1 else []
+        of_part = (
+            [f"part {part[0]} of {part[1]}: only this share of the files was read"]
+            if part[1] > 1
+            else []
+        )
         return VerificationReport(
-            found.root, DAMAGED in states, results, tuple(sorted(removed)), read.count, round(runtime.monotonic() - started, 3),
-            (*self._notes(found), *of_part), tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
-            UNREADABLE in states)
+            found.root,
+            DAMAGED in states,
+            results,
+            tuple(sorted(removed)),
+            read.count,
+            round(runtime.monotonic() - started, 3),
+            (*self._notes(found), *of_part),
+            tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
+            UNREADABLE in states,
+        )
 
-    # ---- release -----------------------------------------------------------------------------------------------------
+    # ---- release ---------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Releases everything that checkpoints of this catalog hold."""
@@ -293,18 +399,25 @@ class Catalog:
     def __enter__(self) -> Catalog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def _locate(self) -> _Location:
         path = locate(self._storage, self.path)
         return _Location(path, is_consolidated(self._storage, path))
 
-    def _scan(self, location: _Location, step: int | None = None) -> tuple[Scan, Iterator[CheckpointStatus]]:
-        """Returns the present scan, and a row for each step of it, or for ``step``; the files of a step are examined when its row
-        is asked for."""
+    def _scan(
+        self, location: _Location, step: int | None = None
+    ) -> tuple[Scan, Iterator[CheckpointStatus]]:
+        """Returns the present scan, and a row for each step of it, or for ``step``; the files of a
+        step are examined when its row is asked for."""
         if location.is_consolidated:
             found, rows = consolidated_checkpoint.survey(self._storage, location.path)
             return found, (row for row in rows if step is None or row.candidate.step == step)
@@ -312,26 +425,38 @@ class Catalog:
         if found.fresh_start_refusal:
             raise MissingCheckpointError(found.fresh_start_refusal)
         strategy_of = strategy_lookup(self._storage)
-        return found, (status_of_candidate(found, candidate, strategy_of, self.world_size) for candidate in found.candidates
-                       if step is None or candidate.step == step)
+        return found, (
+            status_of_candidate(found, candidate, strategy_of, self.world_size)
+            for candidate in found.candidates
+            if step is None or candidate.step == step
+        )
 
     def _present(self, location: _Location, step: int | None) -> Iterator[CheckpointStatus]:
         return self._scan(location, step)[1]
 
     def _tier(self, directory: CheckpointDir) -> CheckpointDir:
-        """Returns the tier in memory of ``directory`` on this node; an empty path if there is none."""
+        """Returns the tier in memory of ``directory`` on this node; an empty path if there is
+        none."""
         return CheckpointDir(self._storage, find_tier(directory)[0])
 
     def _in_memory(self, tier: CheckpointDir) -> tuple[CheckpointStatus, ...]:
         """Returns a row for each save in memory."""
         found = Scan(tier, tuple(scan_records(tier)[0]) if tier.root else ())
         strategy_of = strategy_lookup(self._storage)
-        return tuple(status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates)
+        return tuple(
+            status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates
+        )
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
         directory = CheckpointDir(self._storage, root)
-        checkpoint = Checkpoint(directory, info_of(directory, row), row.candidate, self._strategy, self._hold,
-                                location.path if location.is_consolidated else "")
+        checkpoint = Checkpoint(
+            directory,
+            info_of(directory, row),
+            row.candidate,
+            self._strategy,
+            self._hold,
+            location.path if location.is_consolidated else "",
+        )
         self._checkpoints.add(checkpoint)
         return checkpoint
 
@@ -339,12 +464,15 @@ class Catalog:
         return (*found.notes, *world_size_notes(found, self.world_size))
 
     def _missing_step(self, step: int, found: Scan) -> MissingCheckpointError:
-        return MissingCheckpointError(f"{found.root} has no step {step}; {steps_text(found.candidates)}")
+        return MissingCheckpointError(
+            f"{found.root} has no step {step}; {steps_text(found.candidates)}"
+        )
 
 
 @dataclass
 class _Counter:
     """Counts the bytes that it reports."""
+
     progress: Progress
     count: int = 0
 
@@ -358,10 +486,18 @@ def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> Checkp
         state = INCOMPLETE
     else:
         state = UNVERIFIABLE if candidate.origin == MINDFORMERS else VERIFIED
-        if bad:                                                 # what cannot be read now may be as it was written
+        # what cannot be read now may be as it was written
+        if bad:
             state = UNREADABLE if all(refusal.is_unreadable for refusal in bad) else DAMAGED
-    return CheckpointVerification(candidate.step, candidate.run, candidate.origin, state, candidate.world_size,
-                                  candidate.missing_ranks,
-                                  candidate.local_ranks, tuple(problem_of(root, refusal) for refusal in bad),
-                                  tuple(filter(None, [missing_ranks_text(candidate)])),
-                                  state != INCOMPLETE and all(row.is_harmless for row in bad))
+    return CheckpointVerification(
+        candidate.step,
+        candidate.run,
+        candidate.origin,
+        state,
+        candidate.world_size,
+        candidate.missing_ranks,
+        candidate.local_ranks,
+        tuple(problem_of(root, refusal) for refusal in bad),
+        tuple(filter(None, [missing_ranks_text(candidate)])),
+        state != INCOMPLETE and all(row.is_harmless for row in bad),
+    )

@@ -1,8 +1,9 @@
 """Compares two checkpoints tensor by tensor, bit by bit, in any layouts and formats.
 
-    found = mindresume.compare("output/checkpoint", "merged")
-    found.equal, [difference.name for difference in found.differences]
+found = mindresume.compare("output/checkpoint", "merged")
+found.equal, [difference.name for difference in found.differences]
 """
+
 from __future__ import annotations
 
 import os
@@ -24,20 +25,32 @@ from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.storage.posix import PosixStorage
 
-__all__ = ["DTYPE", "ONLY_A", "ONLY_B", "SHAPE", "VALUES", "ComparedCheckpoint", "Comparison", "TensorDifference", "TensorForm",
-           "compare"]
+__all__ = [
+    "DTYPE",
+    "ONLY_A",
+    "ONLY_B",
+    "SHAPE",
+    "VALUES",
+    "ComparedCheckpoint",
+    "Comparison",
+    "TensorDifference",
+    "TensorForm",
+    "compare",
+]
 
 
 @dataclass(frozen=True)
 class TensorForm(Result):
     """Holds dtype and global shape, in elements, of a tensor."""
+
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorDifference(Result):
-    """Describes one tensor that differs in a bit. All but the first four fields are None unless ``kind`` is "values".
+    """Describes one tensor that differs in a bit. All but the first four fields are None unless
+    ``kind`` is "values".
 
     Attributes:
         name: Name of the tensor.
@@ -47,11 +60,13 @@ class TensorDifference(Result):
         elements: Number of its elements.
         differing: Number of elements with different bits.
         bits_only: How many of these have equal values (0.0 and -0.0; two NaN).
-        largest_absolute: Largest difference of two values, exact for integers; inf for a number against NaN.
+        largest_absolute: Largest difference of two values, exact for integers; inf for a number
+            against NaN.
         largest_relative: Largest difference relative to the larger one of both values.
         first_index: Index, in the global tensor, of the first element that differs.
         first_values: The values there, of A and of B.
     """
+
     name: str
     kind: str
     a: TensorForm | None
@@ -65,8 +80,13 @@ class TensorDifference(Result):
     first_values: tuple[float, float] | None = None
 
     def within(self, tolerance: float | None) -> bool:
-        """Returns whether no difference of values exceeds ``tolerance``. None: bits must be equal."""
-        return tolerance is not None and self.largest_absolute is not None and self.largest_absolute <= tolerance
+        """Returns whether no difference of values exceeds ``tolerance``. None: bits must be
+        equal."""
+        return (
+            tolerance is not None
+            and self.largest_absolute is not None
+            and self.largest_absolute <= tolerance
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class ComparedCheckpoint(Result):
         refused: Newer checkpoints of that folder that could not be used.
         notes: What was assumed or ignored, as sentences.
     """
+
     source: str
     step: int | None
     tensors: int
@@ -100,11 +121,13 @@ class Comparison(Result):
         within_tolerance: Whether all differences are within ``tolerance``.
         tolerance: As given.
         tensors: Number of examined tensors of both.
-        compared: Number of tensors that both have in one dtype and shape, so that their values were compared.
+        compared: Number of tensors that both have in one dtype and shape, so that their values were
+            compared.
         size_bytes: Bytes of these, of each side.
-        differences: Every tensor that differs; first those without values to compare, then by size of the difference, largest
-            first.
+        differences: Every tensor that differs; first those without values to compare, then by size
+            of the difference, largest first.
     """
+
     a: ComparedCheckpoint
     b: ComparedCheckpoint
     equal: bool
@@ -116,23 +139,35 @@ class Comparison(Result):
     differences: tuple[TensorDifference, ...]
 
 
-def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, step_b: int | None = None,
-            strategy_a: str | os.PathLike[str] | None = None, strategy_b: str | os.PathLike[str] | None = None,
-            tensors: str | None = None, tolerance: float | None = None, progress: Progress = SILENT) -> Comparison:
+def compare(
+    a: CheckpointLike,
+    b: CheckpointLike,
+    *,
+    step_a: int | None = None,
+    step_b: int | None = None,
+    strategy_a: str | os.PathLike[str] | None = None,
+    strategy_b: str | os.PathLike[str] | None = None,
+    tensors: str | None = None,
+    tolerance: float | None = None,
+    progress: Progress = SILENT,
+) -> Comparison:
     """Compares two checkpoints tensor by tensor, bit by bit, including counters.
 
-    It reads every byte of both once; if several ranks store the same piece, that of one rank. It ignores recorded checksums
-    (``Catalog.verify`` checks them). Both are held meanwhile.
+    It reads every byte of both once; if several ranks store the same piece, that of one rank. It
+    ignores recorded checksums (``Catalog.verify`` checks them). Both are held meanwhile.
 
     Args:
         a: Path of a checkpoint of any layout and format, or a Checkpoint of a catalog.
         b: The other one.
         step_a: The step of ``a``; None: the newest that can be opened.
         step_b: The same for ``b``.
-        strategy_a: Strategy file or folder with which ``a`` was saved, if mindformers wrote it on several ranks.
+        strategy_a: Strategy file or folder with which ``a`` was saved, if mindformers wrote it on
+            several ranks.
         strategy_b: The same for ``b``.
-        tensors: Only tensors whose names match this pattern (as of ``fnmatch``), such as "layers.0.*".
-        tolerance: Accepted differences of values; 0: values must be equal, bits need not. None: bits must be equal.
+        tensors: Only tensors whose names match this pattern (as of ``fnmatch``), such as
+            "layers.0.*".
+        tolerance: Accepted differences of values; 0: values must be equal, bits need not. None:
+            bits must be equal.
         progress: Receives the numbers of bytes of each side to compare, and of bytes compared.
 
     Returns:
@@ -143,35 +178,76 @@ def compare(a: CheckpointLike, b: CheckpointLike, *, step_a: int | None = None, 
         MindResumeError: As for ``Checkpoint.tensors``.
     """
     for subject in (a, b):
-        if not isinstance(subject, Checkpoint) and is_strategy(PosixStorage(), path := existing(subject)):
-            raise ConfigError(f"{path} is a strategy, which has no tensors to compare; `mindresume inspect` shows it")
+        if not isinstance(subject, Checkpoint) and is_strategy(
+            PosixStorage(), path := existing(subject)
+        ):
+            raise ConfigError(
+                f"{path} is a strategy, which has no tensors to compare; `mindresume inspect` "
+                "shows it"
+            )
     with ExitStack() as stack:
-        sources = (stack.enter_context(opened(a, step_a, strategy_a)), stack.enter_context(opened(b, step_b, strategy_b)))
-        if sources[0].is_iteration != sources[1].is_iteration:      # counters are tensors in one, and in common.json of the other
+        sources = (
+            stack.enter_context(opened(a, step_a, strategy_a)),
+            stack.enter_context(opened(b, step_b, strategy_b)),
+        )
+        # counters are tensors in one, and in common.json of the other
+        if sources[0].is_iteration != sources[1].is_iteration:
             sources = with_counters(sources[0]), with_counters(sources[1])
         mine, other = (source.weights for source in sources)
         for weights in (mine, other):
             check_replicas(weights, read=True)
-        names = {name for name in (*mine.tensors, *other.tensors) if tensors is None or fnmatchcase(name, tensors)}
+        names = {
+            name
+            for name in (*mine.tensors, *other.tensors)
+            if tensors is None or fnmatchcase(name, tensors)
+        }
         if tensors is not None and not names:
             raise ConfigError(f"no tensor of {a} or {b} matches {tensors!r}")
         compared, size = bits.comparable(mine, other, names)
         progress.expect(size)
         differences = bits.compare(mine, other, names, traffic=Traffic(progress=progress.advance))
         found = tuple(map(_difference, bits.by_size(differences)))
-    first, second = (ComparedCheckpoint(
-        source.what, source.state.step if source.state else None, len(source.weights.tensors),
-        source.weights.world_size if source.candidate else None, refused_of(source), source.notes) for source in sources)
-    return Comparison(first, second, not found, all(row.within(tolerance) for row in found), tolerance,
-                      len(names), compared, size, found)
+    first, second = (
+        ComparedCheckpoint(
+            source.what,
+            source.state.step if source.state else None,
+            len(source.weights.tensors),
+            source.weights.world_size if source.candidate else None,
+            refused_of(source),
+            source.notes,
+        )
+        for source in sources
+    )
+    return Comparison(
+        first,
+        second,
+        not found,
+        all(row.within(tolerance) for row in found),
+        tolerance,
+        len(names),
+        compared,
+        size,
+        found,
+    )
 
 
 def _difference(found: bits.Difference) -> TensorDifference:
     row = TensorDifference(found.name, found.kind, _form(found.a), _form(found.b))
     if found.kind != VALUES or found.a is None:
         return row
-    return TensorDifference(found.name, found.kind, row.a, row.b, elements(whole(found.a.shape)), found.count, found.bits_only,
-                            found.absolute, found.relative, found.first, found.values)
+    return TensorDifference(
+        found.name,
+        found.kind,
+        row.a,
+        row.b,
+        elements(whole(found.a.shape)),
+        found.count,
+        found.bits_only,
+        found.absolute,
+        found.relative,
+        found.first,
+        found.values,
+    )
 
 
 def _form(tensor: Tensor | None) -> TensorForm | None:

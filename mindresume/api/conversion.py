@@ -1,12 +1,15 @@
-"""Converts checkpoints to another layout or format: cut for another parallel strategy, merged, or with the names of Hugging Face.
+"""Converts checkpoints to another layout or format: cut for another parallel strategy, merged, or
+with the names of Hugging Face.
 
     mindresume.convert("output/checkpoint", "new", to="dp=4,tp=2")
     mindresume.merge("output/checkpoint", "merged", drop=["adam_*"])
     mindresume.export_hf("output/checkpoint", "hf", config="Qwen3-8B/config.json", dtype="bfloat16")
 
-The source is only read, and held meanwhile. The target appears completely or not at all. Any failure, including Ctrl-C, leaves
-nothing behind; after a kill, the same call continues with what is missing.
+The source is only read, and held meanwhile. The target appears completely or not at all. Any
+failure, including Ctrl-C, leaves nothing behind; after a kill, the same call continues with what is
+missing.
 """
+
 from __future__ import annotations
 
 import os
@@ -24,9 +27,25 @@ from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.manifest import FORMATS
-from mindresume.reshard.conversion_plan import PART_BYTES, ConversionPlan, ranks_in_group, to_consolidated, to_iteration, to_ranks
+from mindresume.reshard.conversion_plan import (
+    PART_BYTES,
+    ConversionPlan,
+    ranks_in_group,
+    to_consolidated,
+    to_iteration,
+    to_ranks,
+)
 from mindresume.reshard.converter import Conversion, Share
-from mindresume.reshard.direct_engine import AUTO, BUFFERS, BY_MINDSPORE, DIRECT, ENGINES, Engine, engine_for, tile_for
+from mindresume.reshard.direct_engine import (
+    AUTO,
+    BUFFERS,
+    BY_MINDSPORE,
+    DIRECT,
+    ENGINES,
+    Engine,
+    engine_for,
+    tile_for,
+)
 from mindresume.reshard.huggingface import read_config
 from mindresume.reshard.huggingface_export import KEEP, orders_in, to_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
@@ -38,7 +57,7 @@ from mindresume.storage.posix import PosixStorage
 
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)
-MAX_SHARD_BYTES = 5 << 30           # the default of transformers' save_pretrained
+MAX_SHARD_BYTES = 5 << 30  # the default of transformers' save_pretrained
 
 ALONE = (1, 1)
 
@@ -63,6 +82,7 @@ class PlannedConversion(Result):
         over_read: ``bytes_to_read / bytes_needed``.
         memory_bytes: Most memory for buffers.
     """
+
     source: str
     target: str
     engine: str
@@ -91,6 +111,7 @@ class ConversionResult(PlannedConversion):
         refused: Newer checkpoints of the source that could not be used.
         notes: What was assumed, ignored or done, as sentences.
     """
+
     dry_run: bool
     finished: bool
     bytes_read: int = 0
@@ -101,31 +122,49 @@ class ConversionResult(PlannedConversion):
     notes: tuple[str, ...] = ()
 
 
-def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None = None, strategy: Path | None = None,
-            format: str | None = None, engine: str = "auto", workers: int = 2, memory_limit_bytes: int | None = None,
-            dry_run: bool = False, progress: Progress = SILENT, part: tuple[int, int] = ALONE,
-            timeout_seconds: float = 0.0) -> ConversionResult:
-    """Cuts a checkpoint for another parallel strategy, converts it to another format, or both. Tensors are copied bit for bit.
+def convert(
+    src: CheckpointLike,
+    dst: Path,
+    *,
+    to: Path = SAME,
+    step: int | None = None,
+    strategy: Path | None = None,
+    format: str | None = None,
+    engine: str = "auto",
+    workers: int = 2,
+    memory_limit_bytes: int | None = None,
+    dry_run: bool = False,
+    progress: Progress = SILENT,
+    part: tuple[int, int] = ALONE,
+    timeout_seconds: float = 0.0,
+) -> ConversionResult:
+    """Cuts a checkpoint for another parallel strategy, converts it to another format, or both.
+    Tensors are copied bit for bit.
 
     Args:
         src: Path of a checkpoint, or a Checkpoint of a catalog.
         dst: The folder to create; it must not exist, or be empty.
-        to: The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as replicas), the path of a
-            strategy file or folder (mindformers with ``only_save_strategy: True`` writes one), or "same". A plan takes from
-            ``src`` which dimension of each tensor tensor parallelism cuts, and distributes layers evenly over pp.
+        to: The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as
+            replicas), the path of a strategy file or folder (mindformers with ``only_save_strategy:
+            True`` writes one), or "same". A plan takes from ``src`` which dimension of each tensor
+            tensor parallelism cuts, and distributes layers evenly over pp.
         step: The step of ``src``; None: the newest that can be opened.
-        strategy: Strategy file or folder with which ``src`` was saved, if mindformers wrote it on several ranks.
-        format: "safetensors" or "ckpt": rank folders (Checkpoint 1.0) with such files; "iteration": an iteration folder
-            (Checkpoint 2.0). None: as ``src``.
-        engine: "direct" reads only the bytes that are needed and compares them with recorded checksums; "mindspore" calls
-            ``mindspore.transform_checkpoints``; "auto": mindspore for ckpt sources, where it can.
+        strategy: Strategy file or folder with which ``src`` was saved, if mindformers wrote it on
+            several ranks.
+        format: "safetensors" or "ckpt": rank folders (Checkpoint 1.0) with such files; "iteration":
+            an iteration folder (Checkpoint 2.0). None: as ``src``.
+        engine: "direct" reads only the bytes that are needed and compares them with recorded
+            checksums; "mindspore" calls ``mindspore.transform_checkpoints``; "auto": mindspore for
+            ckpt sources, where it can.
         workers: Threads of the direct engine, processes of the other one.
         memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB per worker.
         dry_run: Whether to write nothing, and only return what would be done.
         progress: Receives the numbers of bytes to write, and of bytes written.
-        part: (K, N): this call writes the K-th of N shares of the files, K from 1; other calls, in other processes and on other
-            nodes that see the same folders, write the other ones. Whoever completes them commits.
-        timeout_seconds: How long to wait for the other parts without a sign of them; 0: this call does not wait for them.
+        part: (K, N): this call writes the K-th of N shares of the files, K from 1; other calls, in
+            other processes and on other nodes that see the same folders, write the other ones.
+            Whoever completes them commits.
+        timeout_seconds: How long to wait for the other parts without a sign of them; 0: this call
+            does not wait for them.
 
     Returns:
         A ConversionResult. If the target is already this conversion, nothing is done.
@@ -140,30 +179,58 @@ def convert(src: CheckpointLike, dst: Path, *, to: Path = SAME, step: int | None
         ProcessLostError: Another part gave no sign for ``timeout_seconds``, or failed.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
-    request = _Request(os.fspath(dst), engine, workers, memory_limit_bytes, dry_run, progress, _share(part, timeout_seconds))
+    request = _Request(
+        os.fspath(dst),
+        engine,
+        workers,
+        memory_limit_bytes,
+        dry_run,
+        progress,
+        _share(part, timeout_seconds),
+    )
     with opened(src, step, strategy, hold=not dry_run) as source:
         format = format or (ITERATION if source.is_iteration else source.weights.format)
         if format not in TARGET_FORMATS:
             raise ConfigError(f"format is {format!r}; choose one of {', '.join(TARGET_FORMATS)}")
         target = _target(os.fspath(to), source)
         each = ranks_in_group(target, part[1]) if part[1] > 1 else None
-        plan = to_iteration(source, target, each) if format == ITERATION else to_ranks(source, target, format, each)
+        plan = (
+            to_iteration(source, target, each)
+            if format == ITERATION
+            else to_ranks(source, target, format, each)
+        )
         return _carry_out(plan, request)
 
 
-def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: Path | None = None, hf_index: bool = False,
-          drop: Sequence[str] = (), part_size_bytes: int = PART_BYTES, engine: str = "auto", workers: int = 2,
-          memory_limit_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT,
-          part: tuple[int, int] = ALONE, timeout_seconds: float = 0.0) -> ConversionResult:
-    """Merges the slices of all ranks into consolidated weights, as MindSpore's ``unified_safetensors`` does.
+def merge(
+    src: CheckpointLike,
+    dst: Path,
+    *,
+    step: int | None = None,
+    strategy: Path | None = None,
+    hf_index: bool = False,
+    drop: Sequence[str] = (),
+    part_size_bytes: int = PART_BYTES,
+    engine: str = "auto",
+    workers: int = 2,
+    memory_limit_bytes: int | None = None,
+    dry_run: bool = False,
+    progress: Progress = SILENT,
+    part: tuple[int, int] = ALONE,
+    timeout_seconds: float = 0.0,
+) -> ConversionResult:
+    """Merges the slices of all ranks into consolidated weights, as MindSpore's
+    ``unified_safetensors`` does.
 
     Args:
         src: As for ``convert``.
-        dst: As for ``convert``. Files: part0.safetensors ..., hyper_param.safetensors with the counters, param_name_map.json.
+        dst: As for ``convert``. Files: part0.safetensors ..., hyper_param.safetensors with the
+            counters, param_name_map.json.
         step: As for ``convert``.
         strategy: As for ``convert``.
-        hf_index: Whether to write model-00001-of-0000N.safetensors and model.safetensors.index.json, without counters. Names and
-            shapes stay those of MindSpore.
+        hf_index: Whether to write model-00001-of-0000N.safetensors and
+            model.safetensors.index.json, without counters. Names and shapes stay those of
+            MindSpore.
         drop: Patterns (as of ``fnmatch``) of tensors to leave out, such as "adam_*".
         part_size_bytes: Most bytes of tensors in one file.
         engine: As for ``convert``.
@@ -180,31 +247,60 @@ def merge(src: CheckpointLike, dst: Path, *, step: int | None = None, strategy: 
     Raises:
         MindResumeError: As for ``convert``.
     """
-    request = _Request(os.fspath(dst), engine, workers, memory_limit_bytes, dry_run, progress, _share(part, timeout_seconds))
+    request = _Request(
+        os.fspath(dst),
+        engine,
+        workers,
+        memory_limit_bytes,
+        dry_run,
+        progress,
+        _share(part, timeout_seconds),
+    )
     with opened(src, step, strategy, hold=not dry_run) as source:
-        plan = to_consolidated(source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop))
+        plan = to_consolidated(
+            source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop)
+        )
         return _carry_out(plan, request)
 
 
-def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP, max_shard_size_bytes: int = MAX_SHARD_BYTES,
-              contiguous_attention: bool | None = None, contiguous_mlp: bool | None = None, step: int | None = None,
-              strategy: Path | None = None, workers: int = 2, memory_limit_bytes: int | None = None, dry_run: bool = False,
-              progress: Progress = SILENT, part: tuple[int, int] = ALONE, timeout_seconds: float = 0.0) -> ConversionResult:
-    """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3, TeleChat3.
+def export_hf(
+    src: CheckpointLike,
+    dst: Path,
+    *,
+    config: Path,
+    dtype: str = KEEP,
+    max_shard_size_bytes: int = MAX_SHARD_BYTES,
+    contiguous_attention: bool | None = None,
+    contiguous_mlp: bool | None = None,
+    step: int | None = None,
+    strategy: Path | None = None,
+    workers: int = 2,
+    memory_limit_bytes: int | None = None,
+    dry_run: bool = False,
+    progress: Progress = SILENT,
+    part: tuple[int, int] = ALONE,
+    timeout_seconds: float = 0.0,
+) -> ConversionResult:
+    """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3,
+    TeleChat3.
 
-    Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of linear_qkv, and so on. Counters and
-    the optimizer state are left out. A checkpoint contains no tokenizer.
+    Names, shapes and order become those of Hugging Face: q_proj, k_proj and v_proj instead of
+    linear_qkv, and so on. Counters and the optimizer state are left out. A checkpoint contains no
+    tokenizer.
 
     Args:
         src: As for ``convert``.
         dst: As for ``convert``.
-        config: The config.json of the Hugging Face model, or a folder with it: numbers of heads, layers and experts. It is copied
-            into ``dst``, with the dtype of the new weights.
-        dtype: "bfloat16", "float32" or "keep". float32 is rounded to bfloat16 to the nearest, ties to even.
+        config: The config.json of the Hugging Face model, or a folder with it: numbers of heads,
+            layers and experts. It is copied into ``dst``, with the dtype of the new weights.
+        dtype: "bfloat16", "float32" or "keep". float32 is rounded to bfloat16 to the nearest, ties
+            to even.
         max_shard_size_bytes: Most bytes of tensors in one file.
-        contiguous_attention: Whether the model was trained with ``use_contiguous_weight_layout_attention: True``. None: as the
-            checkpoint records it; False if it does not.
-        contiguous_mlp: Whether the model was trained with ``use_interleaved_weight_layout_mlp: False``. None: as above.
+        contiguous_attention: Whether the model was trained with
+            ``use_contiguous_weight_layout_attention: True``. None: as the checkpoint records it;
+            False if it does not.
+        contiguous_mlp: Whether the model was trained with ``use_interleaved_weight_layout_mlp:
+            False``. None: as above.
         step: As for ``convert``.
         strategy: As for ``convert``.
         workers: Threads.
@@ -218,16 +314,30 @@ def export_hf(src: CheckpointLike, dst: Path, *, config: Path, dtype: str = KEEP
         A ConversionResult with ``model_type``.
 
     Raises:
-        LoadError: A tensor that the model needs is missing or has another shape, or no rule applies to a tensor.
-        ConfigError: ``config`` is missing, or its model has no rules; or the checkpoint records another order.
+        LoadError: A tensor that the model needs is missing or has another shape, or no rule applies
+            to a tensor.
+        ConfigError: ``config`` is missing, or its model has no rules; or the checkpoint records
+            another order.
         MindResumeError: As for ``convert``.
     """
-    request = _Request(os.fspath(dst), DIRECT, workers, memory_limit_bytes, dry_run, progress, _share(part, timeout_seconds))
+    request = _Request(
+        os.fspath(dst),
+        DIRECT,
+        workers,
+        memory_limit_bytes,
+        dry_run,
+        progress,
+        _share(part, timeout_seconds),
+    )
     document, path = read_config(PosixStorage(), os.fspath(config))
-    model_from_config(document, path)               # refuses it before the checkpoint is opened
+    model_from_config(document, path)  # refuses it before the checkpoint is opened
     with opened(src, step, strategy, hold=not dry_run) as source:
-        model = model_from_config(document, path, *orders_in(source, contiguous_attention, contiguous_mlp))
-        return _carry_out(to_huggingface(source, model, dtype, max_shard_size_bytes, document), request)
+        model = model_from_config(
+            document, path, *orders_in(source, contiguous_attention, contiguous_mlp)
+        )
+        return _carry_out(
+            to_huggingface(source, model, dtype, max_shard_size_bytes, document), request
+        )
 
 
 def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
@@ -236,20 +346,35 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
         return own_strategy(source.weights)
     if not is_plan(to):
         return read_strategy(to)
-    tensors = {name: (tensor.shape, tensor.layout, tensor.stages) for name, tensor in source.weights.tensors.items()
-               if not tensor.is_counter}
+    tensors = {
+        name: (tensor.shape, tensor.layout, tensor.stages)
+        for name, tensor in source.weights.tensors.items()
+        if not tensor.is_counter
+    }
     plan = ParallelPlan.parse(to)
-    if plan.tp > 1 and not source.weights.split and any(pieces_of(layout) > 1 for _, layout, _ in tensors.values()):
-        raise ConfigError(f"{source.what}: its layouts do not tell shards over data parallelism from tensor parallelism, so it "
-                          f"is not known what {to} has to cut. Give the strategy of the target: a strategy file or folder, or "
-                          f"{SAME}")
-    sizes = {tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout}
+    if (
+        plan.tp > 1
+        and not source.weights.split
+        and any(pieces_of(layout) > 1 for _, layout, _ in tensors.values())
+    ):
+        raise ConfigError(
+            f"{source.what}: its layouts do not tell shards over data parallelism from tensor "
+            "parallelism, so it "
+            f"is not known what {to} has to cut. Give the strategy of the target: a strategy file "
+            "or folder, or "
+            f"{SAME}"
+        )
+    sizes = {
+        tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout
+    }
     return strategy_from_plan(plan, tensors, source.weights.world_size // max(sizes, default=1))
 
 
 @dataclass(frozen=True)
 class _Request:
-    """How a conversion is carried out, whatever it writes: the parameters that ``convert``, ``merge`` and ``export_hf`` share."""
+    """How a conversion is carried out, whatever it writes: the parameters that ``convert``,
+    ``merge`` and ``export_hf`` share."""
+
     target: str
     engine: str
     workers: int
@@ -262,49 +387,85 @@ class _Request:
 def _share(part: tuple[int, int], timeout_seconds: float) -> Share:
     number, count = part
     if not 1 <= number <= count:
-        raise ConfigError(f"part is {number} of {count}; expected a number from 1 on, and at least as many parts")
+        raise ConfigError(
+            f"part is {number} of {count}; expected a number from 1 on, and at least as many parts"
+        )
     return Share(number, count, timeout_seconds)
 
 
 def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
-    """Writes the files of a plan and commits them, unless it is a dry run or the target exists already.
+    """Writes the files of a plan and commits them, unless it is a dry run or the target exists
+    already.
 
-    The source is open, and the regions of all target files are planned. Then: the target is this conversion already, or free ─▶
-    read and compare what the engine cannot compare ─▶ read, verify, write group by group ─▶ records and manifest, or index ─▶
+    The source is open, and the regions of all target files are planned. Then: the target is this
+        conversion already, or free ─▶
+    read and compare what the engine cannot compare ─▶ read, verify, write group by group ─▶ records
+        and manifest, or index ─▶
     rename (``Conversion``).
     """
     source, target, share = plan.source, os.path.abspath(request.target), request.share
     if request.engine not in ENGINES:
         raise ConfigError(f"engine is {request.engine!r}; choose one of {', '.join(ENGINES)}")
     if share.count > 1 and request.engine == BY_MINDSPORE:
-        raise ConfigError(f"engine is mindspore, which does not share its work among {share.count} processes; leave it away, or "
-                          f"start one process")
+        raise ConfigError(
+            f"engine is mindspore, which does not share its work among {share.count} processes; "
+            "leave it away, or "
+            f"start one process"
+        )
     # tensors that are composed of others need more memory than tiles
     buffers = BUFFERS + (COMPOSED_MEMORY if isinstance(source.weights, TranslatedView) else 0)
     limit = request.memory_limit_bytes
     tile = tile_for(None if limit is None else limit * BUFFERS // buffers, request.workers)
     notes = [*source.notes]
-    engine = Engine(engine_for(request.engine, source.weights.format) if share.count == 1 else DIRECT, request.workers, tile,
-                    emit=texts_into(notes), falls_back=request.engine == AUTO)
+    engine = Engine(
+        engine_for(request.engine, source.weights.format) if share.count == 1 else DIRECT,
+        request.workers,
+        tile,
+        emit=texts_into(notes),
+        falls_back=request.engine == AUTO,
+    )
     conversion = Conversion(PosixStorage(), plan, request.target, texts_into(notes), share=share)
     tensors = source.weights.tensors
-    groups = [{name for number in group for name in plan.files[number].holds} for group in plan.groups]
+    groups = [
+        {name for number in group for name in plan.files[number].holds} for group in plan.groups
+    ]
     names = set[str]().union(*groups)
     needed = sum(tensors[name].nbytes for name in names)
     to_read = sum(tensors[name].nbytes for group in groups for name in group)
     result = ConversionResult(
-        source.what, target, engine.name, len(plan.files), len(names), tuple(sorted({tensors[name].dtype for name in names})),
-        plan.model_type, needed, to_read, plan.tensor_bytes(), round(to_read / needed, 4) if needed else 1.0,
-        buffers * request.workers * tile, request.dry_run, conversion.finished(),
-        refused=refused_of(source))
+        source.what,
+        target,
+        engine.name,
+        len(plan.files),
+        len(names),
+        tuple(sorted({tensors[name].dtype for name in names})),
+        plan.model_type,
+        needed,
+        to_read,
+        plan.tensor_bytes(),
+        round(to_read / needed, 4) if needed else 1.0,
+        buffers * request.workers * tile,
+        request.dry_run,
+        conversion.finished(),
+        refused=refused_of(source),
+    )
     if request.dry_run or result.finished:
         return replace(result, notes=tuple(notes))
     started = runtime.monotonic()
-    request.progress.expect(plan.tensor_bytes([plan.groups[number] for number in share.groups(plan)]))
+    request.progress.expect(
+        plan.tensor_bytes([plan.groups[number] for number in share.groups(plan)])
+    )
     engine.traffic.progress = request.progress.advance
     finished = conversion.run(engine, checks_source=True)
     if not finished:
         notes.append(f"{share} is written; {target} appears when the other parts are, too")
-    return replace(result, engine=engine.name, finished=finished, bytes_read=engine.traffic.read,
-                   bytes_written=engine.traffic.written, bytes_verified=engine.traffic.verified,
-                   seconds=round(runtime.monotonic() - started, 3), notes=tuple(notes))
+    return replace(
+        result,
+        engine=engine.name,
+        finished=finished,
+        bytes_read=engine.traffic.read,
+        bytes_written=engine.traffic.written,
+        bytes_verified=engine.traffic.verified,
+        seconds=round(runtime.monotonic() - started, 3),
+        notes=tuple(notes),
+    )

@@ -1,4 +1,6 @@
-"""Writes a save in memory of this node to disk: for a training that has ended and does not come back to this node."""
+"""Writes a save in memory of this node to disk: for a training that has ended and does not come
+back to this node."""
+
 from __future__ import annotations
 
 import os
@@ -32,6 +34,7 @@ class FlushResult(Result):
         up_to_date: The disk had a checkpoint that is as new.
         reason: Why nothing was written, as a sentence.
     """
+
     root: str
     step: int | None = None
     size_bytes: int = 0
@@ -40,10 +43,13 @@ class FlushResult(Result):
     reason: str = ""
 
 
-def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage: Storage | None = None) -> FlushResult:
-    """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the disk is older. Of a job of
-    several nodes it writes older ones too, until one is complete: a node can have died before the others. Watches the lease of a
-    job on another node for some heartbeats, to find out whether it is alive.
+def flush(
+    path: str | os.PathLike[str], *, progress: Progress = SILENT, storage: Storage | None = None
+) -> FlushResult:
+    """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the
+    disk is older. Of a job of several nodes it writes older ones too, until one is complete: a node
+    can have died before the others. Watches the lease of a job on another node for some heartbeats,
+    to find out whether it is alive.
 
     Args:
         path: The checkpoint folder, or one above it.
@@ -64,17 +70,34 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
     if owner is None or owner.is_alive:
         who = f"run {owner.run}" if owner else "an unknown run"
         raise LeaseHeldError(f"{root} is in use by {who}; a job that runs saves by itself")
-    check_no_live_job(directory)            # a killed job has left its lease, mostly on another node
-    newest = max((candidate.order[:2] for candidate in scan(directory).candidates if candidate.problem is None
-                  and (candidate.committed or not candidate.local_ranks)), default=(0, 0))     # else a part that a flush wrote
+    # a killed job has left its lease, mostly on another node
+    check_no_live_job(directory)
+    newest = max(
+        (
+            candidate.order[:2]
+            for candidate in scan(directory).candidates
+            if candidate.problem is None
+            # else a part that a flush wrote
+            and (candidate.committed or not candidate.local_ranks)
+        ),
+        default=(0, 0),
+    )
     in_memory, reasons, written = CheckpointDir(storage, tier), [], None
     for candidate in scan_records(in_memory)[0]:
         if candidate.problem is not None:
             continue
         if candidate.order[:2] <= newest:
-            return written or FlushResult(root, up_to_date=True, reason="the disk has a checkpoint that is as new")
-        refused = next((found for found in map(Verifier(in_memory, candidate).verify, candidate.files)
-                        if isinstance(found, Refusal)), None)
+            return written or FlushResult(
+                root, up_to_date=True, reason="the disk has a checkpoint that is as new"
+            )
+        refused = next(
+            (
+                found
+                for found in map(Verifier(in_memory, candidate).verify, candidate.files)
+                if isinstance(found, Refusal)
+            ),
+            None,
+        )
         if refused is not None:
             reasons.append(str(refused))
             continue
@@ -85,11 +108,16 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT, storage:
         result = FlushResult(root, candidate.step, size, copy.commit())
         if result.committed or not candidate.local_ranks:
             return result
-        written = written or result             # another node may have only an older one
-    return written or FlushResult(root, reason="; ".join(reasons) or "no save in memory of this node is whole")
+        written = written or result  # another node may have only an older one
+    return written or FlushResult(
+        root, reason="; ".join(reasons) or "no save in memory of this node is whole"
+    )
 
 
 def _root_of(storage: Storage, path: str) -> str:
-    """Returns the checkpoint directory that ``path`` means, also if only memory has a save of it."""
+    """Returns the checkpoint directory that ``path`` means, also if only memory has a save of
+    it."""
     found = [locate(storage, path), *(os.path.join(path, inner) for inner in JOB_FOLDERS)]
-    return next((root for root in found if read_mark(CheckpointDir(storage, root)) is not None), found[0])
+    return next(
+        (root for root in found if read_mark(CheckpointDir(storage, root)) is not None), found[0]
+    )

@@ -1,8 +1,11 @@
-"""Defines the results of the API: frozen values. ``to_json()`` returns plain JSON values whose keys are the names of the fields.
+"""Defines the results of the API: frozen values. ``to_json()`` returns plain JSON values whose keys
+are the names of the fields.
 
-In JSON a tuple becomes a list, a path a text, and a number that JSON lacks one of the texts "nan", "inf", "-inf". Field names
-contain the unit: ``..._bytes`` or ``bytes_...`` in bytes, ``seconds`` in seconds, ``..._at`` and ``since`` in seconds since 1970.
+In JSON a tuple becomes a list, a path a text, and a number that JSON lacks one of the texts "nan",
+"inf", "-inf". Field names contain the unit: ``..._bytes`` or ``bytes_...`` in bytes, ``seconds`` in
+seconds, ``..._at`` and ``since`` in seconds since 1970.
 """
+
 from __future__ import annotations
 
 import os
@@ -12,13 +15,35 @@ from typing import Any
 
 from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, CheckpointDir, Refusal
-from mindresume.resume.candidates import COMPLETE, INCOMPLETE, NODE_LOCAL, UNUSABLE, CheckpointStatus, size_of
+from mindresume.resume.candidates import (
+    COMPLETE,
+    INCOMPLETE,
+    NODE_LOCAL,
+    UNUSABLE,
+    CheckpointStatus,
+    size_of,
+)
 from mindresume.typed import json_value
 
 VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
 
-__all__ = ["COMPLETE", "DAMAGED", "INCOMPLETE", "NODE_LOCAL", "UNREADABLE", "UNUSABLE", "UNVERIFIABLE", "VERIFIED",
-           "CheckpointInfo", "CheckpointVerification", "DirectoryUser", "Listing", "Problem", "Result", "VerificationReport"]
+__all__ = [
+    "COMPLETE",
+    "DAMAGED",
+    "INCOMPLETE",
+    "NODE_LOCAL",
+    "UNREADABLE",
+    "UNUSABLE",
+    "UNVERIFIABLE",
+    "VERIFIED",
+    "CheckpointInfo",
+    "CheckpointVerification",
+    "DirectoryUser",
+    "Listing",
+    "Problem",
+    "Result",
+    "VerificationReport",
+]
 
 
 @dataclass(frozen=True)
@@ -27,7 +52,10 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Returns {name of a field: its value as plain JSON values}."""
-        return {field.name: json_value(getattr(self, field.name), is_text=True) for field in fields(self)}
+        return {
+            field.name: json_value(getattr(self, field.name), is_text=True)
+            for field in fields(self)
+        }
 
 
 @dataclass(frozen=True)
@@ -39,8 +67,10 @@ class Problem(Result):
         reason: What was expected and found, as a sentence.
         file: Path of the file; None if it is not one file.
         rank: The rank; None if it is not one rank.
-        tensors: Names of the damaged tensors in ``file``; empty if the damage is outside the tensors, or its tensors are unknown.
+        tensors: Names of the damaged tensors in ``file``; empty if the damage is outside the
+            tensors, or its tensors are unknown.
     """
+
     step: int | None
     reason: str
     file: str | None = None
@@ -50,35 +80,46 @@ class Problem(Result):
 
 def problem_of(root: str, refusal: Refusal) -> Problem:
     """Returns ``refusal`` as a Problem, with its file as a path below ``root``."""
-    return Problem(refusal.step, refusal.reason, os.path.join(root, refusal.file) if refusal.file else None, refusal.rank,
-                   refusal.tensors)
+    return Problem(
+        refusal.step,
+        refusal.reason,
+        os.path.join(root, refusal.file) if refusal.file else None,
+        refusal.rank,
+        refusal.tensors,
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointInfo(Result):
-    """Describes one saved step, as a listing shows it: names, records and sizes were checked, contents were not.
+    """Describes one saved step, as a listing shows it: names, records and sizes were checked,
+    contents were not.
 
     ``to_json()`` has these fields and ``usable``.
 
     Attributes:
         step: Absolute optimizer step since the training began; None for weights without a step.
         epoch: Epoch of that step, from 1; None if it is unknown.
-        state: "complete"; "incomplete" (the save never completed, so nothing is lost with it); "unusable" (damaged, or not for a
-            job of ``world_size`` ranks); "node-local" (nodes share no disk, and this node's part is here).
+        state: "complete"; "incomplete" (the save never completed, so nothing is lost with it);
+            "unusable" (damaged, or not for a job of ``world_size`` ranks); "node-local" (nodes
+            share no disk, and this node's part is here).
         problem: Why a resume skips it; None if it can be used.
         warnings: What is wrong with it although it can be used, as sentences.
         format: Format of its files, "safetensors" or "ckpt".
-        iteration_dir: Name of its iteration folder (Checkpoint 2.0); None for rank folders and consolidated weights.
-        origin: "mindresume", "mindformers" (written without records) or "merged" (consolidated weights that mindresume wrote).
+        iteration_dir: Name of its iteration folder (Checkpoint 2.0); None for rank folders and
+            consolidated weights.
+        origin: "mindresume", "mindformers" (written without records) or "merged" (consolidated
+            weights that mindresume wrote).
         run_id: The run that saved it; None unless ``origin`` is "mindresume".
         committed: Whether its manifest was written.
         world_size: Number of ranks that saved it; 1 for consolidated weights.
         missing_ranks: Ranks that wrote nothing to it; the others wrote everything that they held.
-        local_ranks: Where nodes share no disk, the ranks whose files are on this node; empty otherwise.
+        local_ranks: Where nodes share no disk, the ranks whose files are on this node; empty
+            otherwise.
         saved_at: Seconds since 1970; None if no record says.
         size_bytes: Bytes of its existing files.
         files: Paths of its weight files, in the order of the ranks.
     """
+
     step: int | None
     epoch: int | None
     state: str
@@ -109,12 +150,23 @@ def info_of(directory: CheckpointDir, status: CheckpointStatus) -> CheckpointInf
     """Returns the listing of one step below ``root``; looks up the size of each file."""
     found: Candidate = status.candidate
     return CheckpointInfo(
-        found.step, found.epoch, status.state, problem_of(directory.root, status.problem) if status.problem else None,
-                          status.warnings,
+        found.step,
+        found.epoch,
+        status.state,
+        problem_of(directory.root, status.problem) if status.problem else None,
+        status.warnings,
         found.format,
-        found.iteration_dir or None, found.origin, found.run, found.committed, found.world_size,
-        found.missing_ranks, found.local_ranks, found.saved_at,
-        size_of(directory, found), tuple(directory.path(file.path) for file in found.all_files))
+        found.iteration_dir or None,
+        found.origin,
+        found.run,
+        found.committed,
+        found.world_size,
+        found.missing_ranks,
+        found.local_ranks,
+        found.saved_at,
+        size_of(directory, found),
+        tuple(directory.path(file.path) for file in found.all_files),
+    )
 
 
 @dataclass(frozen=True)
@@ -122,17 +174,21 @@ class DirectoryUser(Result):
     """Describes a process that saves into the folder, or reads one of its checkpoints.
 
     Attributes:
-        holder: The process: ``purpose`` ("saving", "loading", "scrubbing"), ``run``, ``host``, ``pid``, ``world_size``, ``since``
-            (seconds since 1970), ``holds`` (names of what it reads), ``step`` (the last one known), ``every`` (seconds between
-            heartbeats).
-        alive: Whether the process runs; None if it is on another machine, where only its heartbeat shows that.
+        holder: The process: ``purpose`` ("saving", "loading", "scrubbing"), ``run``, ``host``,
+            ``pid``, ``world_size``, ``since`` (seconds since 1970), ``holds`` (names of what it
+            reads), ``step`` (the last one known), ``every`` (seconds between heartbeats).
+        alive: Whether the process runs; None if it is on another machine, where only its heartbeat
+            shows that.
     """
+
     holder: LeaseHolder
     alive: bool | None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of ``holder``, and ``alive``."""
-        found: dict[str, Any] = json_value({**asdict(self.holder), "alive": self.alive}, is_text=True)
+        found: dict[str, Any] = json_value(
+            {**asdict(self.holder), "alive": self.alive}, is_text=True
+        )
         return found
 
 
@@ -145,8 +201,10 @@ class Listing(Result):
         checkpoints: In the order in which a resume tries them, newest first.
         notes: What was assumed or ignored, as sentences.
         in_use_by: The processes that save there, or read.
-        memory: Saves of this training in memory of this node, newest first. They are lost with the node.
+        memory: Saves of this training in memory of this node, newest first. They are lost with the
+            node.
     """
+
     root: str
     checkpoints: tuple[CheckpointInfo, ...]
     notes: tuple[str, ...] = ()
@@ -168,16 +226,20 @@ class CheckpointVerification(Result):
         step: None for weights without a step.
         run_id: None unless mindresume saved it.
         origin: "mindresume", "mindformers" or "merged".
-        state: "verified" (every byte is as written), "unverifiable" (mindformers wrote no checksums; headers, sizes and counters
-            are right), "damaged", "unreadable" (no damage is known, and some files could not be read now), or "incomplete" (the
-            save never completed).
+        state: "verified" (every byte is as written), "unverifiable" (mindformers wrote no
+            checksums; headers, sizes and counters are right), "damaged", "unreadable" (no damage is
+            known, and some files could not be read now), or "incomplete" (the save never
+            completed).
         world_size: Number of ranks that saved it.
         missing_ranks: Ranks that wrote nothing to it.
         local_ranks: Where nodes share no disk, the ranks that were read; empty: all.
-        problems: What is damaged, missing or cannot be read, each with its file and, where checksums show them, its tensors.
+        problems: What is damaged, missing or cannot be read, each with its file and, where
+            checksums show them, its tensors.
         notes: What is unusual about it but no damage, as sentences.
-        is_usable: Whether a resume takes it: nothing is damaged, or replicas or records replace all that is.
+        is_usable: Whether a resume takes it: nothing is damaged, or replicas or records replace all
+            that is.
     """
+
     step: int | None
     run_id: str | None
     origin: str
@@ -202,9 +264,12 @@ class VerificationReport(Result):
         bytes_read: Number of bytes read.
         seconds: Duration.
         notes: What was assumed or ignored, as sentences.
-        memory: Saves of this training in memory of this node, newest first. ``damaged`` does not refer to them.
-        unreadable: Whether a checkpoint that was complete once, without known damage, has files that could not be read now.
+        memory: Saves of this training in memory of this node, newest first. ``damaged`` does not
+            refer to them.
+        unreadable: Whether a checkpoint that was complete once, without known damage, has files
+            that could not be read now.
     """
+
     root: str
     damaged: bool
     checkpoints: tuple[CheckpointVerification, ...]

@@ -1,4 +1,5 @@
 """Opens the checkpoint that a caller names: by a path, or as a ``Checkpoint`` of a catalog."""
+
 from __future__ import annotations
 
 import os
@@ -20,12 +21,17 @@ CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
 
 
 @contextmanager
-def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.PathLike[str] | None = None, hold: bool = True
-           ) -> Iterator[OpenCheckpoint]:
+def opened(
+    subject: CheckpointLike,
+    step: int | None = None,
+    strategy: str | os.PathLike[str] | None = None,
+    hold: bool = True,
+) -> Iterator[OpenCheckpoint]:
     """Opens a checkpoint, and holds it until the end of the block.
 
     Args:
-        subject: A path as for ``mindresume.open``, or a Checkpoint, which has its step and strategy.
+        subject: A path as for ``mindresume.open``, or a Checkpoint, which has its step and
+            strategy.
         step: The step; None: the newest that can be opened.
         strategy: Strategy file or folder with which mindformers saved.
         hold: False: it is not held, and nothing is written.
@@ -37,7 +43,9 @@ def opened(subject: CheckpointLike, step: int | None = None, strategy: str | os.
     """
     if isinstance(subject, Checkpoint):
         if step is not None or strategy is not None:
-            raise ConfigError(f"{subject!r} has a step and a strategy; leave out the arguments step and strategy")
+            raise ConfigError(
+                f"{subject!r} has a step and a strategy; leave out the arguments step and strategy"
+            )
         yield subject.source()
         return
     storage, path = PosixStorage(), existing(subject)
@@ -64,8 +72,8 @@ def existing(path: str | os.PathLike[str]) -> str:
 
 
 def is_strategy(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is a strategy, or a folder of strategies. Weight files may end in .ckpt too, but their first byte
-    differs."""
+    """Returns whether ``path`` is a strategy, or a folder of strategies. Weight files may end in
+    .ckpt too, but their first byte differs."""
     status = storage.status(path)
     names = [path]
     if status is not None and status.is_folder:
@@ -77,7 +85,11 @@ def is_strategy(storage: Storage, path: str) -> bool:
         if name.endswith(".ckpt"):
             with storage.open(name) as file:
                 first = file.read(1)
-            return first in (b"\x08", b"\x12") or first != b"\n" and "strategy" in os.path.basename(name)
+            return (
+                first in (b"\x08", b"\x12")
+                or first != b"\n"
+                and "strategy" in os.path.basename(name)
+            )
         if name.endswith(".json"):
             return True
     return False

@@ -1,4 +1,5 @@
 """Contains what the commands share: arguments, tables, sizes, the progress bar."""
+
 from __future__ import annotations
 
 import json
@@ -22,14 +23,28 @@ if TYPE_CHECKING:
     from mindresume.api.results import Problem, VerificationReport
     from mindresume.api.scrubbing import ScrubReport
 
-Folder = Annotated[str, typer.Argument(
-    metavar="DIR", help="The checkpoint folder (which contains the rank folders; or the output folder or run folder "
-                        "above it), a rank folder, or one file.")]
+Folder = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="The checkpoint folder (which contains the rank folders; or the output folder or run "
+        "folder "
+        "above it), a rank folder, or one file.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
-WorldSize = Annotated[int | None, typer.Option(
-    "--world-size", min=1, max=MAX_RANKS, metavar="N", help="Ranks of the job that would resume. Default: as the manifest says, "
-                                                            "else the strategy folder beside it, else the number of rank "
-                                                            "folders.")]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size",
+        min=1,
+        max=MAX_RANKS,
+        metavar="N",
+        help="Ranks of the job that would resume. Default: as the manifest says, "
+        "else the strategy folder beside it, else the number of rank "
+        "folders.",
+    ),
+]
 
 
 def locate(folder: str) -> str:
@@ -42,25 +57,32 @@ def locate(folder: str) -> str:
     from mindresume.api.sources import existing
     from mindresume.formats import scan
     from mindresume.storage.posix import PosixStorage
+
     return scan.locate(PosixStorage(), existing(folder))
 
 
 def say(text: object = "", error: bool = False) -> None:
-    """Prints ``text``, of one line or several; characters that a terminal cannot show are escaped."""
+    """Prints ``text``, of one line or several; characters that a terminal cannot show are
+    escaped."""
     stream = sys.stderr if error else sys.stdout
     line = shown(text, keep="\n")
-    print(line.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"), file=stream)
+    print(
+        line.encode(stream.encoding or "ascii", "backslashreplace").decode(
+            stream.encoding or "ascii"
+        ),
+        file=stream,
+    )
 
 
-WIDE = 1000                     # columns of a table in a file or a pipe: nothing is wrapped
-NOTHING = 3                     # exit status: there is no usable checkpoint
+WIDE = 1000  # columns of a table in a file or a pipe: nothing is wrapped
+NOTHING = 3  # exit status: there is no usable checkpoint
 
 
 def print_json(value: Any) -> None:
     """Prints ``value`` as one JSON document."""
     try:
         text = json.dumps(value, indent=1, allow_nan=False)
-    except ValueError:                              # JSON has no NaN and no infinity
+    except ValueError:  # JSON has no NaN and no infinity
         text = json.dumps(json_value(value), indent=1)
     print(text)
 
@@ -70,6 +92,7 @@ def print_explanations(tables: dict[str, dict[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
     for title, rows in tables.items():
         table = Table(box=None, pad_edge=False)
         table.add_column(title)
@@ -95,8 +118,13 @@ def problem_text(problem: Problem) -> str:
     return f"step {step_text(problem.step)}: {problem.reason}"
 
 
-def say_checkpoint(step: int | None, written_by: str, state: str, rows: Iterable[tuple[str, str | None]], where: str = ""
-                   ) -> None:
+def say_checkpoint(
+    step: int | None,
+    written_by: str,
+    state: str,
+    rows: Iterable[tuple[str, str | None]],
+    where: str = "",
+) -> None:
     """Prints what was found out about a checkpoint.
 
     Args:
@@ -113,11 +141,15 @@ def say_checkpoint(step: int | None, written_by: str, state: str, rows: Iterable
 def origin_text(origin: str | None, run_id: str | None) -> str:
     """Returns who wrote a checkpoint, as a phrase."""
     from mindresume.formats import MERGED, MINDFORMERS
-    return {MINDFORMERS: "mindformers", MERGED: "mindresume, consolidated weights"}.get(origin or "", f"run {run_id}")
+
+    return {MINDFORMERS: "mindformers", MERGED: "mindresume, consolidated weights"}.get(
+        origin or "", f"run {run_id}"
+    )
 
 
 class Stopped(BaseException):
-    """Says that a signal stopped the command. ``signal``: its number; ``str``: what was done before."""
+    """Says that a signal stopped the command. ``signal``: its number; ``str``: what was done
+    before."""
 
     def __init__(self, number: int, text: str = "stopped"):
         super().__init__(text)
@@ -125,7 +157,8 @@ class Stopped(BaseException):
 
 
 def stopped_by_signals() -> AbstractContextManager[None]:
-    """Makes Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after itself."""
+    """Makes Ctrl-C and SIGTERM raise Stopped in the main thread. Only for work that cleans up after
+    itself."""
     return runtime.interrupts_to(_stop)
 
 
@@ -135,7 +168,8 @@ def _stop(number: int, frame: object) -> None:
 
 @contextmanager
 def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progress]:
-    """Shows progress on stderr: a bar on a terminal, else a line every ten seconds; nothing if ``quiet``."""
+    """Shows progress on stderr: a bar on a terminal, else a line every ten seconds; nothing if
+    ``quiet``."""
     if quiet:
         yield SILENT
         return
@@ -152,10 +186,20 @@ def progress_bar(what: str, quiet: bool, unit: str = "bytes") -> Iterator[Progre
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
-    columns = [DownloadColumn(binary_units=True), TransferSpeedColumn()] if unit == "bytes" else \
-        [MofNCompleteColumn(), TextColumn(unit)]
-    with Progress(TextColumn(what), BarColumn(), *columns, TimeRemainingColumn(), console=Console(stderr=True),
-                  transient=True) as progress:
+
+    columns = (
+        [DownloadColumn(binary_units=True), TransferSpeedColumn()]
+        if unit == "bytes"
+        else [MofNCompleteColumn(), TextColumn(unit)]
+    )
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
         progress.add_task(what, total=None)
         yield _Bar(progress)
 
@@ -178,24 +222,34 @@ class _Bar:
 
 
 def new_table(columns: Iterable[str], right: Sequence[str] = (), wrapped: str = "") -> Table:
-    """Returns an empty table. ``right``: columns of numbers. ``wrapped``: the column that may be wrapped."""
+    """Returns an empty table. ``right``: columns of numbers. ``wrapped``: the column that may be
+    wrapped."""
     from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wrapped)
+        table.add_column(
+            name, justify="right" if name in right else "left", no_wrap=name != wrapped
+        )
     return table
 
 
 def say_read(report: VerificationReport | ScrubReport) -> None:
     """Prints how much was read, and how fast."""
     rate = report.bytes_read / report.seconds if report.seconds else 0
-    say(f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)" if report.checkpoints else
-        f"{report.root}: no checkpoints")
+    say(
+        f"{size_text(report.bytes_read)} read in {report.seconds:.1f} s ({size_text(rate)}/s)"
+        if report.checkpoints
+        else f"{report.root}: no checkpoints"
+    )
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()) -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()
+) -> None:
     """Prints a table without the ``hidden`` columns."""
     from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     visible = [index for index, name in enumerate(columns) if name not in hidden]
     for index in visible:
@@ -208,4 +262,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: S
 def show_table(table: Table) -> None:
     """Prints a table: on a terminal as wide as it is, else so wide that nothing is cut."""
     from rich.console import Console
-    Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
+
+    Console(
+        markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE
+    ).print(table)

@@ -1,4 +1,6 @@
-"""Implements ``mindresume inspect`` and ``mindresume diff``: the tensors of a checkpoint, and those of two compared."""
+"""Implements ``mindresume inspect`` and ``mindresume diff``: the tensors of a checkpoint, and those
+of two compared."""
+
 from __future__ import annotations
 
 import re
@@ -9,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, origin_text, print_json, print_table, problem_text, progress_bar, say
+from mindresume.cli.common import (
+    AsJson,
+    origin_text,
+    print_json,
+    print_table,
+    problem_text,
+    progress_bar,
+    say,
+)
 from mindresume.formatting import counted, size_text
 
 if TYPE_CHECKING:
@@ -19,29 +29,70 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint (the folder that contains the rank folders, the run "
-                                                        "folder, a rank folder, a folder of consolidated weights, one file), or "
-                                                        "a strategy file or folder.")]
-From = Annotated[str | None, typer.Option("--from", metavar="STRATEGY", help="Strategy file or folder with which the "
-                                          "checkpoint was saved, if it has neither layouts nor the folder 'strategy' beside it.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The step; default: the newest complete one.")]
-Rank = Annotated[int | None, typer.Option("--rank", min=0, metavar="R", help="Only the slices that this rank holds.")]
-Pattern = Annotated[str | None, typer.Option("--tensor", metavar="PATTERN", help="Only tensors whose names match, such as "
-                                             "'layers.0.*', and which ranks hold which slice of them.")]
-All = Annotated[bool, typer.Option("--all", help="One row per tensor: do not merge names that differ only in a number.")]
+Path = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="A checkpoint (the folder that contains the rank folders, the run "
+        "folder, a rank folder, a folder of consolidated weights, one file), or "
+        "a strategy file or folder.",
+    ),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="STRATEGY",
+        help="Strategy file or folder with which the "
+        "checkpoint was saved, if it has neither layouts nor the folder 'strategy' beside it.",
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="N", help="The step; default: the newest complete one."),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option("--rank", min=0, metavar="R", help="Only the slices that this rank holds."),
+]
+Pattern = Annotated[
+    str | None,
+    typer.Option(
+        "--tensor",
+        metavar="PATTERN",
+        help="Only tensors whose names match, such as "
+        "'layers.0.*', and which ranks hold which slice of them.",
+    ),
+]
+All = Annotated[
+    bool,
+    typer.Option(
+        "--all", help="One row per tensor: do not merge names that differ only in a number."
+    ),
+]
 
 
 @app.command()
-def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step = None, rank: Rank = None,
-            pattern: Pattern = None, everything: All = False) -> None:
-    """Shows what a checkpoint or strategy holds: every tensor with its global shape, its cut, and the ranks that store it.
+def inspect(
+    path: Path,
+    json: AsJson = False,
+    strategy: From = None,
+    step: Step = None,
+    rank: Rank = None,
+    pattern: Pattern = None,
+    everything: All = False,
+) -> None:
+    """Shows what a checkpoint or strategy holds: every tensor with its global shape, its cut, and
+    the ranks that store it.
 
-    Only headers and records are read. A cut such as "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2" means: the ranks of a
-    stage form a 2 x 2 matrix, numbered row by row; dimension 0 is halved along its axis 0, the last one (axes count from the
-    right); each half is halved again, in dimension 0, among the ranks that would hold the same half. stage: the pipeline stages
-    that hold it; copies: ranks of a stage that hold each element. Slices are written as in Python: [0:4, :].
+    Only headers and records are read. A cut such as "dim 0 / 2 over axis 0 of [2, 2]; optimizer
+    shard 2" means: the ranks of a stage form a 2 x 2 matrix, numbered row by row; dimension 0 is
+    halved along its axis 0, the last one (axes count from the right); each half is halved again, in
+    dimension 0, among the ranks that would hold the same half. stage: the pipeline stages that hold
+    it; copies: ranks of a stage that hold each element. Slices are written as in Python: [0:4, :].
     """
     from mindresume.api import inspection
+
     found = inspection.inspect(path, step=step, strategy=strategy, tensors=pattern, rank=rank)
     if json:
         print_json(found.to_json())
@@ -50,7 +101,11 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
         say(line)
     say()
     if found.slices is None:
-        _print_tensors([(row.name, [row]) for row in found.tensors] if everything else merge_similar_rows(found.tensors))
+        _print_tensors(
+            [(row.name, [row]) for row in found.tensors]
+            if everything
+            else merge_similar_rows(found.tensors)
+        )
     elif not found.slices:
         say(f"rank {rank} holds none of {counted(len(found.tensors), 'tensor')}")
     else:
@@ -59,18 +114,35 @@ def inspect(path: Path, json: AsJson = False, strategy: From = None, step: Step 
 
 def _lines(found: Inspection) -> list[str]:
     if found.kind == "strategy":
-        return [f"{found.source}: a strategy of {found.tensor_count} parameters, "
-                f"{_ranks_text(found.world_size, found.stage_size)}",
-                "A strategy has neither shapes nor dtypes: inspect a checkpoint (--from this strategy) to see them."]
-    dtypes = ", ".join(f"{total.tensors} {dtype} ({size_text(total.size_bytes)})" for dtype, total in found.dtypes.items())
-    return [*(f"not usable: {problem_text(refused)}" for refused in found.refused), found.source,
-            *([f"written by {origin_text(found.origin, found.run_id)}, {found.format}; "
-               f"{_ranks_text(found.world_size, found.stage_size)}"] if found.origin else []),
-            f"{counted(found.tensor_count, 'tensor')}, {size_text(found.size_bytes)}: {dtypes}",
-            f"{size_text(found.bytes_on_disk)} on disk, files: {found.files}", *found.notes]
+        return [
+            f"{found.source}: a strategy of {found.tensor_count} parameters, "
+            f"{_ranks_text(found.world_size, found.stage_size)}",
+            "A strategy has neither shapes nor dtypes: inspect a checkpoint (--from this strategy) "
+            "to see them.",
+        ]
+    dtypes = ", ".join(
+        f"{total.tensors} {dtype} ({size_text(total.size_bytes)})"
+        for dtype, total in found.dtypes.items()
+    )
+    return [
+        *(f"not usable: {problem_text(refused)}" for refused in found.refused),
+        found.source,
+        *(
+            [
+                f"written by {origin_text(found.origin, found.run_id)}, {found.format}; "
+                f"{_ranks_text(found.world_size, found.stage_size)}"
+            ]
+            if found.origin
+            else []
+        ),
+        f"{counted(found.tensor_count, 'tensor')}, {size_text(found.size_bytes)}: {dtypes}",
+        f"{size_text(found.bytes_on_disk)} on disk, files: {found.files}",
+        *found.notes,
+    ]
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
+
 
 def slice_text(part: TensorSlice) -> str:
     """Returns a slice in Python's notation: "[0:4, :]"; "whole"; or "?" if it is unknown."""
@@ -80,31 +152,53 @@ def slice_text(part: TensorSlice) -> str:
         return "whole"
     if part.unit == "pieces":
         return f"piece {tuple(start for start, _ in part.region)} of {part.of}"
-    return "[" + ", ".join(":" if (start, stop) == (0, size) else f"{start}:{stop}"
-                           for (start, stop), size in zip(part.region, part.of, strict=True)) + "]"
+    return (
+        "["
+        + ", ".join(
+            ":" if (start, stop) == (0, size) else f"{start}:{stop}"
+            for (start, stop), size in zip(part.region, part.of, strict=True)
+        )
+        + "]"
+    )
 
 
 def merge_similar_rows(rows: Iterable[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
-    """Merges rows whose names differ only in the numbers between dots, and in the stage, into one: 'layers.*.weight'."""
+    """Merges rows whose names differ only in the numbers between dots, and in the stage, into one:
+    'layers.*.weight'."""
     groups: dict[Any, list[TensorInfo]] = {}
     for row in rows:
-        groups.setdefault((_NUMBER.sub("*", row.name), row.dtype, row.shape, row.layout), []).append(row)
-    return [(".".join(words[0] if len(set(words)) == 1 else "*"
-                      for words in zip(*(row.name.split(".") for row in group), strict=True)), group)
-            for group in groups.values()]
+        groups.setdefault(
+            (_NUMBER.sub("*", row.name), row.dtype, row.shape, row.layout), []
+        ).append(row)
+    return [
+        (
+            ".".join(
+                words[0] if len(set(words)) == 1 else "*"
+                for words in zip(*(row.name.split(".") for row in group), strict=True)
+            ),
+            group,
+        )
+        for group in groups.values()
+    ]
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
     """Returns numbers as ranges: '0,2,4-7'."""
     from mindresume.model.manifest import rank_ranges
-    return ",".join(str(first) if first == last else f"{first}{'-' if last > first + 1 else ','}{last}"
-                    for first, last in rank_ranges(sorted(numbers)))
+
+    return ",".join(
+        str(first) if first == last else f"{first}{'-' if last > first + 1 else ','}{last}"
+        for first, last in rank_ranges(sorted(numbers))
+    )
 
 
 def _ranks_text(ranks: int, stage_size: int | None) -> str:
     from mindresume.formatting import ranks_count
+
     if stage_size is None:
-        return ranks_count(ranks) + ("" if ranks == 1 else ", no layouts: every tensor is whole on every rank")
+        return ranks_count(ranks) + (
+            "" if ranks == 1 else ", no layouts: every tensor is whole on every rank"
+        )
     stages = ranks // stage_size
     return f"{ranks_count(ranks)} = {stages} stage{'' if stages == 1 else 's'} x {stage_size}"
 
@@ -116,59 +210,138 @@ def _print_tensors(groups: Sequence[tuple[str, list[TensorInfo]]]) -> None:
     for name, rows in groups:
         row, stages = rows[0], sorted({stage for row in rows for stage in row.stages})
         shape, local = (str(row.shape), str(row.local_shape)) if known else ("", "")
-        table.append((name + (f"  x{len(rows)}" if len(rows) > 1 else ""), row.dtype or "", shape, row.cut,
-                      ranges_text(stages) if stages else "all", local, str(row.copies)))
+        table.append(
+            (
+                name + (f"  x{len(rows)}" if len(rows) > 1 else ""),
+                row.dtype or "",
+                shape,
+                row.cut,
+                ranges_text(stages) if stages else "all",
+                local,
+                str(row.copies),
+            )
+        )
     columns = ("tensor", "dtype", "shape", "cut", "stage", "local shape", "copies")
     print_table(columns, table, () if known else ("dtype", "shape", "local shape"))
 
 
-def _print_slices(rows: Sequence[TensorInfo], parts: Sequence[TensorSlice], rank: int | None) -> None:
+def _print_slices(
+    rows: Sequence[TensorInfo], parts: Sequence[TensorSlice], rank: int | None
+) -> None:
     by_name = {row.name: row for row in rows}
     table, last = [], None
     for part in parts:
         row = by_name[part.name]
-        first = (row.name, row.dtype or "", str(row.shape), row.cut) if part.name != last else ("",) * 4
-        table.append((*first, slice_text(part), row.file or ranges_text(part.ranks), ranges_text(part.missing_ranks)))
+        first = (
+            (row.name, row.dtype or "", str(row.shape), row.cut) if part.name != last else ("",) * 4
+        )
+        table.append(
+            (
+                *first,
+                slice_text(part),
+                row.file or ranges_text(part.ranks),
+                ranges_text(part.missing_ranks),
+            )
+        )
         last = part.name
     hidden = () if rows[0].shape is not None else ("dtype", "shape")
     hidden += () if any(part.missing_ranks for part in parts) else ("not in the file of",)
     hidden += () if rank is None else ("ranks",)
-    print_table(("tensor", "dtype", "shape", "cut", "slice", "file" if rows[0].file else "ranks", "not in the file of"), table,
-                hidden)
+    print_table(
+        (
+            "tensor",
+            "dtype",
+            "shape",
+            "cut",
+            "slice",
+            "file" if rows[0].file else "ranks",
+            "not in the file of",
+        ),
+        table,
+        hidden,
+    )
 
 
-# ---- diff ------------------------------------------------------------------------------------------------------------
+# ---- diff ----------------------------------------------------------------------------------------
 
 
 MOST_SHOWN = 20
 
-A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint: the folder that contains the rank folders (or the run "
-                                  "folder), a rank folder, a folder of consolidated weights, or one file.")]
+A = Annotated[
+    str,
+    typer.Argument(
+        metavar="A",
+        help="A checkpoint: the folder that contains the rank folders (or the run "
+        "folder), a rank folder, a folder of consolidated weights, or one file.",
+    ),
+]
 B = Annotated[str, typer.Argument(metavar="B", help="The other one, of any layout and format.")]
-FromA = Annotated[str | None, typer.Option("--from-a", metavar="STRATEGY", help="Strategy file or folder with which A was "
-                                           "saved, if A has neither layouts nor the folder 'strategy' beside it.")]
+FromA = Annotated[
+    str | None,
+    typer.Option(
+        "--from-a",
+        metavar="STRATEGY",
+        help="Strategy file or folder with which A was "
+        "saved, if A has neither layouts nor the folder 'strategy' beside it.",
+    ),
+]
 FromB = Annotated[str | None, typer.Option("--from-b", metavar="STRATEGY", help="The same for B.")]
-StepA = Annotated[int | None, typer.Option("--step-a", metavar="N", help="The step of A; default: the newest complete one.")]
+StepA = Annotated[
+    int | None,
+    typer.Option("--step-a", metavar="N", help="The step of A; default: the newest complete one."),
+]
 StepB = Annotated[int | None, typer.Option("--step-b", metavar="N", help="The same for B.")]
-Only = Annotated[str | None, typer.Option("--tensor", metavar="PATTERN", help="Only tensors whose names match, such as "
-                                             "'layers.0.*'.")]
-Tolerance = Annotated[float | None, typer.Option("--tolerance", min=0, metavar="X", help="Accept differences up to X; 0: values "
-                                                 "must be equal, bits need not.")]
+Only = Annotated[
+    str | None,
+    typer.Option(
+        "--tensor", metavar="PATTERN", help="Only tensors whose names match, such as 'layers.0.*'."
+    ),
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        min=0,
+        metavar="X",
+        help="Accept differences up to X; 0: values must be equal, bits need not.",
+    ),
+]
 
 
 @app.command()
-def diff(a: A, b: B, json: AsJson = False, from_a: FromA = None, from_b: FromB = None, step_a: StepA = None,
-         step_b: StepB = None, pattern: Only = None, tolerance: Tolerance = None) -> None:
-    """Compares two checkpoints of any layouts and formats tensor by tensor, bit by bit, including counters.
+def diff(
+    a: A,
+    b: B,
+    json: AsJson = False,
+    from_a: FromA = None,
+    from_b: FromB = None,
+    step_a: StepA = None,
+    step_b: StepB = None,
+    pattern: Only = None,
+    tolerance: Tolerance = None,
+) -> None:
+    """Compares two checkpoints of any layouts and formats tensor by tensor, bit by bit, including
+    counters.
 
-    Bits are compared: 0.0 and -0.0 differ, two identical NaN do not. A relative difference refers to the larger value. Every byte
-    of both is read once; if several ranks store the same piece, that of one rank. Recorded checksums are ignored (`verify` checks
+    Bits are compared: 0.0 and -0.0 differ, two identical NaN do not. A relative difference refers
+    to the larger value. Every byte of both is read once; if several ranks store the same piece,
+    that of one rank. Recorded checksums are ignored (`verify` checks
     them). Exit status: 0 equal, or all within --tolerance; 1 different; 2 an error.
     """
     from mindresume.api import comparison
+
     with progress_bar("comparing", json) as progress:
-        found = comparison.compare(a, b, step_a=step_a, step_b=step_b, strategy_a=from_a, strategy_b=from_b, tensors=pattern,
-                                   tolerance=tolerance, progress=progress)
+        found = comparison.compare(
+            a,
+            b,
+            step_a=step_a,
+            step_b=step_b,
+            strategy_a=from_a,
+            strategy_b=from_b,
+            tensors=pattern,
+            tolerance=tolerance,
+            progress=progress,
+        )
     if json:
         print_json(found.to_json())
     else:
@@ -183,8 +356,18 @@ def _say_differences(found: Comparison) -> None:
     if found.differences:
         say(f"A: {found.a.source}")
         say(f"B: {found.b.source}")
-        print_table(("tensor", "what differs", "elements", "largest absolute", "relative", "first at", "there, A -> B"),
-                    map(_row, found.differences[:MOST_SHOWN]))
+        print_table(
+            (
+                "tensor",
+                "what differs",
+                "elements",
+                "largest absolute",
+                "relative",
+                "first at",
+                "there, A -> B",
+            ),
+            map(_row, found.differences[:MOST_SHOWN]),
+        )
     if len(found.differences) > MOST_SHOWN:
         say(f"and {len(found.differences) - MOST_SHOWN} more (--json lists all)")
     same = f"{counted(found.compared, 'tensor')}, {size_text(found.size_bytes)}"
@@ -192,10 +375,19 @@ def _say_differences(found: Comparison) -> None:
     if found.equal:
         say(f"equal: {same}, bit for bit")
     elif not outside:
-        say(f"equal within {found.tolerance:g}: {same}; {len(found.differences)} of them differ in bits")
+        say(
+            f"equal within {found.tolerance:g}: {same}; {len(found.differences)} of them differ in "
+            "bits"
+        )
     else:
-        say(f"different: {outside} of {counted(found.tensors, 'tensor')}"
-            + ("" if found.tolerance is None else f" by more than {found.tolerance:g}, or in shape or dtype"))
+        say(
+            f"different: {outside} of {counted(found.tensors, 'tensor')}"
+            + (
+                ""
+                if found.tolerance is None
+                else f" by more than {found.tolerance:g}, or in shape or dtype"
+            )
+        )
 
 
 def _row(found: TensorDifference) -> tuple[str, ...]:
@@ -204,8 +396,15 @@ def _row(found: TensorDifference) -> tuple[str, ...]:
         return found.name, f"{found.kind}: {forms}", "", "", "", "", ""
     a, b = found.first_values
     only = found.bits_only == found.differing
-    return (found.name, "bits only: signs of 0, or NaN" if only else "values", f"{found.differing} of {found.elements}",
-            _text(found.largest_absolute), _text(found.largest_relative), str([*found.first_index]), f"{_text(a)} -> {_text(b)}")
+    return (
+        found.name,
+        "bits only: signs of 0, or NaN" if only else "values",
+        f"{found.differing} of {found.elements}",
+        _text(found.largest_absolute),
+        _text(found.largest_relative),
+        str([*found.first_index]),
+        f"{_text(a)} -> {_text(b)}",
+    )
 
 
 def _text(value: Any) -> str:

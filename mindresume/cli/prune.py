@@ -1,4 +1,6 @@
-"""Implements ``mindresume prune`` and ``mindresume flush``: what is removed from a disk, and what memory brings to it."""
+"""Implements ``mindresume prune`` and ``mindresume flush``: what is removed from a disk, and what
+memory brings to it."""
+
 from __future__ import annotations
 
 import sys
@@ -8,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import NOTHING, AsJson, Folder, new_table, print_json, progress_bar, say, show_table, time_text
+from mindresume.cli.common import (
+    NOTHING,
+    AsJson,
+    Folder,
+    new_table,
+    print_json,
+    progress_bar,
+    say,
+    show_table,
+    time_text,
+)
 from mindresume.errors import ConfigError
 from mindresume.formatting import shown, size_text
 
@@ -16,34 +28,77 @@ if TYPE_CHECKING:
     from mindresume.api.pruning import PruneResult
     from mindresume.saving.retention import Policy
 
-Root = Annotated[str, typer.Argument(metavar="DIR", help="The checkpoint folder (which contains the rank folders; or the output "
-                                                         "folder or run folder above it).")]
+Root = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="The checkpoint folder (which contains the rank folders; or the output "
+        "folder or run folder above it).",
+    ),
+]
 
 
 @app.command()
-def prune(folder: Root, json: AsJson = False,
-          last: Annotated[int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep the N newest.")] = None,
-          every: Annotated[int | None, typer.Option("--keep-every-steps", min=1, metavar="N", help="Keep the first checkpoint "
-                                                    "at or after every multiple of N steps.")] = None,
-          best: Annotated[int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep the N best by a metric, of "
-                                                   "those that have it recorded.")] = None,
-          metric: Annotated[str | None, typer.Option("--metric", metavar="NAME", help="For --keep-best; default: "
-                                                     "loss.")] = None,
-          mode: Annotated[str | None, typer.Option("--mode", metavar="min|max", help="For --keep-best: min (default): small "
-                                                   "values are better; max: large ones.")] = None,
-          minutes: Annotated[float | None, typer.Option("--keep-minutes", metavar="M", help="Keep one every M "
-                                                        "minutes.")] = None,
-          all_trainings: Annotated[bool, typer.Option("--all-trainings", help="Count and remove the checkpoints of all trainings "
-                                                      "in this folder, not only of the one that saved last.")] = False,
-          dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False) -> None:
+def prune(
+    folder: Root,
+    json: AsJson = False,
+    last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep the N newest.")
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-every-steps",
+            min=1,
+            metavar="N",
+            help="Keep the first checkpoint at or after every multiple of N steps.",
+        ),
+    ] = None,
+    best: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-best",
+            min=1,
+            metavar="N",
+            help="Keep the N best by a metric, of those that have it recorded.",
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", metavar="NAME", help="For --keep-best; default: loss.")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--mode",
+            metavar="min|max",
+            help="For --keep-best: min (default): small values are better; max: large ones.",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--keep-minutes", metavar="M", help="Keep one every M minutes.")
+    ] = None,
+    all_trainings: Annotated[
+        bool,
+        typer.Option(
+            "--all-trainings",
+            help="Count and remove the checkpoints of all trainings "
+            "in this folder, not only of the one that saved last.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be removed.")
+    ] = False,
+) -> None:
     """Removes the checkpoints that no --keep option keeps, and saves that never completed.
 
-    At least one --keep option is needed; a checkpoint stays if any of them keeps it. If several trainings started afresh in the
-    folder, only the checkpoints of the one that saved last are counted and removed. These always stay: the newest checkpoint
-    whose files are complete, what a job is reading, incomplete saves of a job that may still run, and everything that mindformers
+    At least one --keep option is needed; a checkpoint stays if any of them keeps it. If several
+    trainings started afresh in the folder, only the checkpoints of the one that saved last are
+    counted and removed. These always stay: the newest checkpoint whose files are complete, what a
+    job is reading, incomplete saves of a job that may still run, and everything that mindformers
     wrote alone.
     """
     from mindresume.api import pruning
+
     policy = _policy(last, every, best, metric, mode, minutes)
     result = pruning.prune(folder, policy=policy, all_trainings=all_trainings, dry_run=dry_run)
     if json:
@@ -52,9 +107,22 @@ def prune(folder: Root, json: AsJson = False,
         _print(result)
 
 
-def _policy(last: int | None, every: int | None, best: int | None, metric: str | None, mode: str | None,
-            minutes: float | None) -> Policy:
-    from mindresume.saving.retention import KeepBest, KeepEverySteps, KeepLast, KeepPerMinutes, any_of
+def _policy(
+    last: int | None,
+    every: int | None,
+    best: int | None,
+    metric: str | None,
+    mode: str | None,
+    minutes: float | None,
+) -> Policy:
+    from mindresume.saving.retention import (
+        KeepBest,
+        KeepEverySteps,
+        KeepLast,
+        KeepPerMinutes,
+        any_of,
+    )
+
     if best is None and (metric is not None or mode is not None):
         raise ConfigError("--metric and --mode belong to --keep-best, which is not given")
     policies: list[Policy] = [] if last is None else [KeepLast(last)]
@@ -62,44 +130,77 @@ def _policy(last: int | None, every: int | None, best: int | None, metric: str |
     policies += [] if best is None else [KeepBest(metric or "loss", best, mode or "min")]
     policies += [] if minutes is None else [KeepPerMinutes(minutes)]
     if not policies:
-        raise ConfigError("prune: no policy is given; give at least one of --keep-last, --keep-every-steps, --keep-best, "
-                          "--keep-minutes")
+        raise ConfigError(
+            "prune: no policy is given; give at least one of --keep-last, --keep-every-steps, "
+            "--keep-best, "
+            "--keep-minutes"
+        )
     return any_of(policies)
 
 
 def _print(result: PruneResult) -> None:
     from mindresume.model.manifest import run_sequence
-    words = {"kept": "kept", "held": "held", "removed": "would be removed" if result.dry_run else "removed"}
+
+    words = {
+        "kept": "kept",
+        "held": "held",
+        "removed": "would be removed" if result.dry_run else "removed",
+    }
     rows = [(name, row) for name in words for row in getattr(result, name)]
     if not rows:
-        say(f"{result.root}: mindresume saved nothing here; what mindformers wrote alone is never removed")
+        say(
+            f"{result.root}: mindresume saved nothing here; what mindformers wrote alone is never "
+            "removed"
+        )
     else:
         say(result.root)
-        table = new_table(("step", "run", "saved at", "size", "state", "why"), ("step", "size"), wrapped="why")
-        ordered = sorted(((run_sequence(str(row.run_id)), row.step or 0, name, row) for name, row in rows),
-                         key=itemgetter(0, 1), reverse=True)                   # as a resume orders them: by run, then by step
+        table = new_table(
+            ("step", "run", "saved at", "size", "state", "why"), ("step", "size"), wrapped="why"
+        )
+        ordered = sorted(
+            ((run_sequence(str(row.run_id)), row.step or 0, name, row) for name, row in rows),
+            # as a resume orders them: by run, then by step
+            key=itemgetter(0, 1),
+            reverse=True,
+        )
         for run, _, name, row in ordered:
-            table.add_row(str(row.step), str(run), time_text(row.saved_at), size_text(row.size_bytes),
-                          words[name], shown(row.reason), style="yellow" if name == "removed" else "")
+            table.add_row(
+                str(row.step),
+                str(run),
+                time_text(row.saved_at),
+                size_text(row.size_bytes),
+                words[name],
+                shown(row.reason),
+                style="yellow" if name == "removed" else "",
+            )
         show_table(table)
     if result.resumed_removals:
-        say(f"{'would also finish' if result.dry_run else 'also finished'} {len(result.resumed_removals)} interrupted "
-            f"removal(s) ({', '.join(result.resumed_removals)})")
+        say(
+            f"{'would also finish' if result.dry_run else 'also finished'} "
+            f"{len(result.resumed_removals)} interrupted "
+            f"removal(s) ({', '.join(result.resumed_removals)})"
+        )
     freed = size_text(result.freed_bytes)
-    say(f"{freed} would be freed; dry run, nothing was changed" if result.dry_run else f"{freed} freed")
+    say(
+        f"{freed} would be freed; dry run, nothing was changed"
+        if result.dry_run
+        else f"{freed} freed"
+    )
 
 
-# ---- flush -----------------------------------------------------------------------------------------------------------
+# ---- flush ---------------------------------------------------------------------------------------
+
 
 @app.command()
 def flush(folder: Folder, json: AsJson = False) -> None:
     """Writes the newest save in memory of this node to disk, if the disk is older.
 
-    For a training with memory_tier that has ended and is not started again on this node. Every byte is verified first. On
-    several nodes call it on each; the last one completes the checkpoint.
-    Exit status: 0 the disk is up to date, 3 there is nothing in memory of this node.
+    For a training with memory_tier that has ended and is not started again on this node. Every byte
+    is verified first. On several nodes call it on each; the last one completes the checkpoint. Exit
+    status: 0 the disk is up to date, 3 there is nothing in memory of this node.
     """
     from mindresume.api import memory
+
     with progress_bar("writing", json) as progress:
         result = memory.flush(folder, progress=progress)
     if json:
@@ -107,6 +208,12 @@ def flush(folder: Folder, json: AsJson = False) -> None:
     elif result.step is None:
         say(f"{result.root}: {result.reason}")
     else:
-        say(f"{result.root}: step {result.step}, {size_text(result.size_bytes)} written" + (
-            "" if result.committed else "; it counts once the other nodes have written their parts"))
+        say(
+            f"{result.root}: step {result.step}, {size_text(result.size_bytes)} written"
+            + (
+                ""
+                if result.committed
+                else "; it counts once the other nodes have written their parts"
+            )
+        )
     sys.exit(NOTHING if result.step is None and not result.up_to_date else 0)

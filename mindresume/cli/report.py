@@ -1,4 +1,6 @@
-"""Implements ``mindresume report`` and ``mindresume advise``, which read what a training has left behind."""
+"""Implements ``mindresume report`` and ``mindresume advise``, which read what a training has left
+behind."""
+
 from __future__ import annotations
 
 import os
@@ -17,41 +19,70 @@ from mindresume.storage.posix import PosixStorage
 if TYPE_CHECKING:
     from mindresume.report.builder import Report
 
-Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="The output folder of the training, with its logs, event "
-                                       "files and checkpoint folder (or the folder above it, or the checkpoint folder).")]
-Page = Annotated[str | None, typer.Option("--output", "-o", metavar="FILE", help="The page; the figure beside it has the same "
-                                          "name with .png. Default: report.html, with --json none.")]
-Logs = Annotated[list[str] | None, typer.Option("--logs", metavar="DIR", help="Another folder with logs or event files: "
-                                                "LOG_MF_PATH, or LOG_DIR of msrun_launcher.sh. May be given several times.")]
+Output = Annotated[
+    str,
+    typer.Argument(
+        metavar="OUTPUT_DIR",
+        help="The output folder of the training, with its logs, event "
+        "files and checkpoint folder (or the folder above it, or the checkpoint folder).",
+    ),
+]
+Page = Annotated[
+    str | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="The page; the figure beside it has the same "
+        "name with .png. Default: report.html, with --json none.",
+    ),
+]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logs",
+        metavar="DIR",
+        help="Another folder with logs or event files: "
+        "LOG_MF_PATH, or LOG_DIR of msrun_launcher.sh. May be given several times.",
+    ),
+]
 
 
 @app.command()
 def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs = None) -> None:
-    """Writes one page about a training over all its restarts: losses, saves, failures, lost steps, goodput and timeline.
+    """Writes one page about a training over all its restarts: losses, saves, failures, lost steps,
+    goodput and timeline.
 
-    It reads mindresume's event files (mindresume_events/*.jsonl) and mindformers' logs (log*/rank_*/info.log*,
-    msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the checkpoints. The page says what is missing. Only the page
-    and the figure are written.
+    It reads mindresume's event files (mindresume_events/*.jsonl) and mindformers' logs
+    (log*/rank_*/info.log*, msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the
+    checkpoints. The page says what is missing. Only the page and the figure are written.
     """
     from mindresume.report.advice import advice_of, sentence_of
     from mindresume.report.builder import build_report, folders_of, to_json
+
     output, root = folders_of(folder)
     check_folders(logs or ())
     target = Path(page) if page is not None else None if json else Path("report.html")
     if target is not None and target.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {page}: the page is an HTML file; give a name that ends in .html")
     if target is not None and not target.absolute().parent.is_dir():
-        raise ConfigError(f"-o {page}: there is no folder {target.parent}; make it first, or give another name")
+        raise ConfigError(
+            f"-o {page}: there is no folder {target.parent}; make it first, or give another name"
+        )
     if target is not None:
         from mindresume.report import chart
+
         chart.check_installed()
     built = build_report(PosixStorage(), output, root, logs or ())
     files = write(built, target) if target is not None else []
     if json:
         advice = advice_of(built)
-        print_json({**to_json(built), "advice": advice.to_json() if advice else None, "files": files})
+        print_json(
+            {**to_json(built), "advice": advice.to_json() if advice else None, "files": files}
+        )
         return
     from mindresume.report.page import recovery_summary, summary
+
     say(summary(built))
     if recovered := recovery_summary(built):
         say(recovered)
@@ -68,9 +99,10 @@ def check_folders(logs: Iterable[str]) -> None:
 
 
 def write(report: Report, target: Path) -> list[str]:
-    """Writes the page and the figure, and returns their paths. The page is replaced atomically, so that a browser never reads a
-    part of it."""
+    """Writes the page and the figure, and returns their paths. The page is replaced atomically, so
+    that a browser never reads a part of it."""
     from mindresume.report import chart, page
+
     figure = chart.draw(report.accounts) if report.accounts else None
     picture = target.with_suffix(".png")
     contents = {target: page.html(report, chart.svg(figure) if figure else "").encode()}
@@ -81,19 +113,22 @@ def write(report: Report, target: Path) -> list[str]:
     return [str(path) for path in contents]
 
 
-# ---- advise ----------------------------------------------------------------------------------------------------------
+# ---- advise --------------------------------------------------------------------------------------
+
 
 @app.command()
 def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
-    """Advises how often to save: the interval between saves that loses the least time, by what the training has measured.
+    """Advises how often to save: the interval between saves that loses the least time, by what the
+    training has measured.
 
-    It reads what `report` reads: how long the training stopped for a save, how long a save took, the steps and the failures. The
-    interval is that of Young and Daly; below five failures nothing is proposed. Nothing is written. docs/advice.md explains the
-    numbers.
+    It reads what `report` reads: how long the training stopped for a save, how long a save took,
+    the steps and the failures. The interval is that of Young and Daly; below five failures nothing
+    is proposed. Nothing is written. docs/advice.md explains the numbers.
     Exit status: 0; 2 if too little was measured.
     """
     from mindresume.report.advice import advise as advise_on
     from mindresume.report.advice import lines_of
+
     check_folders(logs or ())
     found = advise_on(folder, logs=logs or ())
     if json:

@@ -1,4 +1,5 @@
 """Implements ``mindresume run``, and ``plugin-path`` for a start without it."""
+
 from __future__ import annotations
 
 import json as json_module
@@ -22,79 +23,226 @@ _HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
-def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to start: msrun, "
-                                                     "scripts/msrun_launcher.sh or any other command, with its arguments.")],
-        max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, metavar="N", help="Restarts in a row without progress "
-                                                  "before the job is given up. A start makes progress if it leaves a later "
-                                                  "checkpoint than all before it. 0: no restart at all.")] = 5,
-        hang_timeout: Annotated[float, typer.Option("--hang-timeout", min=0, metavar="S", rich_help_panel=_HANG,
-                                                    help="Seconds without a finished step after the first one; an evaluation "
-                                                    "between two steps counts. 0: never.")] = 1800,
-        start_timeout: Annotated[float, typer.Option("--start-timeout", min=0, metavar="S", rich_help_panel=_HANG,
-                                                     help="Seconds from the start to the end of the first step, and for the end "
-                                                     "of the training (last save, uploads). 0: no limit.")] = 7200,
-        kill_after: Annotated[float, typer.Option("--kill-after", min=0, metavar="S", rich_help_panel=_END,
-                                                  help="Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The "
-                                                  "others wait for it in a collective and cannot handle SIGTERM.")] = 1.0,
-        save_timeout: Annotated[float, typer.Option("--save-timeout", min=0, metavar="S", rich_help_panel=_END,
-                                                    help="The same for a rank or process that is writing a checkpoint.")] = 20.0,
-        leave: Annotated[float | None, typer.Option("--leave", min=0, metavar="S", rich_help_panel=_END, show_default=False,
-                                                    help="Seconds to save and exit after this process got SIGTERM. Default: "
-                                                    "MSRUN_LEAVE, else MSRUN_GRACE, else 60.")] = None,
-        stuck: Annotated[float | None, typer.Option("--stuck", min=0, metavar="S", rich_help_panel=_END, show_default=False,
-                                                    help="Seconds after SIGKILL until a process is named and left behind. "
-                                                    "Default: MSRUN_STUCK, else 60.")] = None,
-        nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", rich_help_panel=_NODES,
-                                           help="Nodes of the job. Start this command on each of them.")] = 1,
-        node_rank: Annotated[int, typer.Option("--node-rank", min=0, metavar="K", rich_help_panel=_NODES,
-                                               help="Number of this node, from 0.")] = 0,
-        rendezvous: Annotated[str | None, typer.Option("--rendezvous", metavar="DIR", rich_help_panel=_NODES, show_default=False,
-                                                       help="A folder that all nodes see, of this job alone. Needed with "
-                                                       "--nodes.")] = None,
-        node_timeout: Annotated[float, typer.Option("--node-timeout", min=1, metavar="S", rich_help_panel=_NODES,
-                                                    help="Seconds for which a node is waited for, at a start and while it is not "
-                                                    "heard of. NFS can show its files a minute late.")] = 600,
-        min_nodes: Annotated[int | None, typer.Option("--min-nodes", min=1, metavar="M", rich_help_panel=_NODES,
-                                                      show_default=False, help="Go on with as many nodes if others do not come "
-                                                      "back; needs placeholders in COMMAND. Default: all nodes.")] = None,
-        local_workers: Annotated[int, typer.Option("--local-workers", min=1, metavar="W", rich_help_panel=_NODES,
-                                                   help="Ranks of each node, for {workers}.")] = 8,
-        node_address: Annotated[str, typer.Option("--node-address", metavar="ADDRESS", rich_help_panel=_NODES,
-                                                  show_default=False, help="Address of this node, for {master_addr}. Default: "
-                                                  "that of its host name.")] = "",
-        events: Annotated[str, typer.Option("--events", metavar="DIR", show_default=False,
-                                            help="Folder for the event file. Default: the output folder of the training, as the "
-                                            "ranks tell it.")] = "",
-        keep_logs: Annotated[int, typer.Option("--keep-logs", min=0, metavar="N",
-                                               help="Starts whose logs are kept, in the folder earlier/ beside the logs of "
-                                               "msrun, which each start overwrites. 0: none.")] = 5,
-        json: Annotated[bool, typer.Option("--json", help="Print what happens as JSON lines on standard output; the command "
-                                           "prints to standard error.")] = False) -> None:
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND",
+            help="What to start: msrun, "
+            "scripts/msrun_launcher.sh or any other command, with its arguments.",
+        ),
+    ],
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            metavar="N",
+            help="Restarts in a row without progress "
+            "before the job is given up. A start makes progress if it leaves a later "
+            "checkpoint than all before it. 0: no restart at all.",
+        ),
+    ] = 5,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            "--hang-timeout",
+            min=0,
+            metavar="S",
+            rich_help_panel=_HANG,
+            help="Seconds without a finished step after the first one; an evaluation "
+            "between two steps counts. 0: never.",
+        ),
+    ] = 1800,
+    start_timeout: Annotated[
+        float,
+        typer.Option(
+            "--start-timeout",
+            min=0,
+            metavar="S",
+            rich_help_panel=_HANG,
+            help="Seconds from the start to the end of the first step, and for the end "
+            "of the training (last save, uploads). 0: no limit.",
+        ),
+    ] = 7200,
+    kill_after: Annotated[
+        float,
+        typer.Option(
+            "--kill-after",
+            min=0,
+            metavar="S",
+            rich_help_panel=_END,
+            help="Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The "
+            "others wait for it in a collective and cannot handle SIGTERM.",
+        ),
+    ] = 1.0,
+    save_timeout: Annotated[
+        float,
+        typer.Option(
+            "--save-timeout",
+            min=0,
+            metavar="S",
+            rich_help_panel=_END,
+            help="The same for a rank or process that is writing a checkpoint.",
+        ),
+    ] = 20.0,
+    leave: Annotated[
+        float | None,
+        typer.Option(
+            "--leave",
+            min=0,
+            metavar="S",
+            rich_help_panel=_END,
+            show_default=False,
+            help="Seconds to save and exit after this process got SIGTERM. Default: "
+            "MSRUN_LEAVE, else MSRUN_GRACE, else 60.",
+        ),
+    ] = None,
+    stuck: Annotated[
+        float | None,
+        typer.Option(
+            "--stuck",
+            min=0,
+            metavar="S",
+            rich_help_panel=_END,
+            show_default=False,
+            help="Seconds after SIGKILL until a process is named and left behind. "
+            "Default: MSRUN_STUCK, else 60.",
+        ),
+    ] = None,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes",
+            min=1,
+            metavar="N",
+            rich_help_panel=_NODES,
+            help="Nodes of the job. Start this command on each of them.",
+        ),
+    ] = 1,
+    node_rank: Annotated[
+        int,
+        typer.Option(
+            "--node-rank",
+            min=0,
+            metavar="K",
+            rich_help_panel=_NODES,
+            help="Number of this node, from 0.",
+        ),
+    ] = 0,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            "--rendezvous",
+            metavar="DIR",
+            rich_help_panel=_NODES,
+            show_default=False,
+            help="A folder that all nodes see, of this job alone. Needed with --nodes.",
+        ),
+    ] = None,
+    node_timeout: Annotated[
+        float,
+        typer.Option(
+            "--node-timeout",
+            min=1,
+            metavar="S",
+            rich_help_panel=_NODES,
+            help="Seconds for which a node is waited for, at a start and while it is not "
+            "heard of. NFS can show its files a minute late.",
+        ),
+    ] = 600,
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--min-nodes",
+            min=1,
+            metavar="M",
+            rich_help_panel=_NODES,
+            show_default=False,
+            help="Go on with as many nodes if others do not come "
+            "back; needs placeholders in COMMAND. Default: all nodes.",
+        ),
+    ] = None,
+    local_workers: Annotated[
+        int,
+        typer.Option(
+            "--local-workers",
+            min=1,
+            metavar="W",
+            rich_help_panel=_NODES,
+            help="Ranks of each node, for {workers}.",
+        ),
+    ] = 8,
+    node_address: Annotated[
+        str,
+        typer.Option(
+            "--node-address",
+            metavar="ADDRESS",
+            rich_help_panel=_NODES,
+            show_default=False,
+            help="Address of this node, for {master_addr}. Default: that of its host name.",
+        ),
+    ] = "",
+    events: Annotated[
+        str,
+        typer.Option(
+            "--events",
+            metavar="DIR",
+            show_default=False,
+            help="Folder for the event file. Default: the output folder of the training, as the "
+            "ranks tell it.",
+        ),
+    ] = "",
+    keep_logs: Annotated[
+        int,
+        typer.Option(
+            "--keep-logs",
+            min=0,
+            metavar="N",
+            help="Starts whose logs are kept, in the folder earlier/ beside the logs of "
+            "msrun, which each start overwrites. 0: none.",
+        ),
+    ] = 5,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print what happens as JSON lines on standard output; the command "
+            "prints to standard error.",
+        ),
+    ] = False,
+) -> None:
     """Starts a training, and starts it again when a rank has died or hangs.
 
-    [bold]mindresume run -- bash scripts/msrun_launcher.sh "run_mindformer.py --config qwen3.yaml" 8[/bold]
+    [bold]mindresume run -- bash scripts/msrun_launcher.sh
+    "run_mindformer.py --config qwen3.yaml" 8[/bold]
 
-    [bold]mindresume run --max-restarts 3 --hang-timeout 600 -- msrun --worker_num=8 ... run_mindformer.py ...[/bold]
+    [bold]mindresume run --max-restarts 3 --hang-timeout 600 --
+    msrun --worker_num=8 ... run_mindformer.py ...[/bold]
 
-    [bold]MSRUN_RESTARTS=5 bash scripts/msrun_launcher.sh "run_mindformer.py ..." 8[/bold]      the same as the first one
+    [bold]MSRUN_RESTARTS=5 bash scripts/msrun_launcher.sh "run_mindformer.py ..." 8[/bold]      the same
 
-    The command must be one that resumes when it is started again (load_checkpoint and resume_training, or a fresh start in the
-    folder that it saves to).
+    The command must be one that resumes when it is started again (load_checkpoint and
+    resume_training, or a fresh start in the folder that it saves to).
 
-    A dead rank is noticed at once, by its process; a hang by the heartbeats that mindresume writes in each rank: the stacks of
-    all ranks are then written beside the event file. Everything that is left of the job is ended, and the command starts again:
-    at once if the job had made progress, else after 1, 2, 4 ... 60 seconds. A job that makes no progress is given up with a page
-    that says what each start did and died of.
+    A dead rank is noticed at once, by its process; a hang by the heartbeats that mindresume writes
+    in each rank: the stacks of all ranks are then written beside the event file. Everything that is
+    left of the job is ended, and the command starts again: at once if the job had made progress,
+    else after 1, 2, 4 ... 60 seconds. A job that makes no progress is given up with a page that
+    says what each start did and died of.
 
-    With several nodes, --rendezvous makes all of them start, end and restart together. COMMAND may contain {nodes}, {node_rank},
-    {workers} and {master_addr}: the numbers of the nodes that take part, which change with --min-nodes.
+    With several nodes, --rendezvous makes all of them start, end and restart together. COMMAND may
+    contain {nodes}, {node_rank}, {workers} and {master_addr}: the numbers of the nodes that take
+    part, which change with --min-nodes.
 
-    [bold]mindresume run --nodes 2 --node-rank 1 --rendezvous /shared/job7/supervisor -- bash scripts/msrun_launcher.sh
-    "run_mindformer.py ..." {workers} 8 {master_addr} 8118 {node_rank} output/msrun_log False 7200[/bold]
+    [bold]mindresume run --nodes 2 --node-rank 1 --rendezvous /shared/job7/supervisor --
+    bash scripts/msrun_launcher.sh "run_mindformer.py ..." {workers} 8 {master_addr} 8118
+    {node_rank} output/msrun_log False 7200[/bold]
 
-    It is not started again after status 0; status 2 (a wrong argument or setting); SIGTERM, which reaches the ranks, so that they
-    save (status 143); Ctrl-C (130). If a job that failed or was stopped is not started again, and memory of this node has a newer
-    save than the disk (memory_tier), that is written to disk.
+    It is not started again after status 0; status 2 (a wrong argument or setting); SIGTERM, which
+    reaches the ranks, so that they save (status 143); Ctrl-C (130). If a job that failed or was
+    stopped is not started again, and memory of this node has a newer save than the disk
+    (memory_tier), that is written to disk.
 
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
@@ -106,41 +254,81 @@ def run(command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Wh
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
+
     if command[:1] == ["--"]:
         command = command[1:]
     if not command or shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0] if command else 'COMMAND'}: there is no such command; give it after --, for example: "
-                          f"mindresume run -- bash scripts/msrun_launcher.sh ...")
-    job = JobSettings(HangLimits(hang_timeout, start_timeout), kill_after, save_timeout,
-                      _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"), _seconds(stuck, 60.0, "MSRUN_STUCK"))
-    settings = SupervisorSettings(RestartPolicy(max_restarts), job, events, json, local_workers, keep_logs)
+        raise ConfigError(
+            f"{command[0] if command else 'COMMAND'}: there is no such command; give it after --, "
+            "for example: "
+            f"mindresume run -- bash scripts/msrun_launcher.sh ..."
+        )
+    job = JobSettings(
+        HangLimits(hang_timeout, start_timeout),
+        kill_after,
+        save_timeout,
+        _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"),
+        _seconds(stuck, 60.0, "MSRUN_STUCK"),
+    )
+    settings = SupervisorSettings(
+        RestartPolicy(max_restarts), job, events, json, local_workers, keep_logs
+    )
     meeting = None
     if nodes > 1:
         if rendezvous is None:
-            raise ConfigError(f"--nodes {nodes}: --rendezvous DIR is missing. Give the same folder on every node: on a disk that "
-                              f"all nodes see, of this job alone, for example --rendezvous /shared/JOB/supervisor. None is "
-                              f"assumed, because only a folder in which the nodes have met is known to be shared")
-        if min_nodes is not None and min_nodes < nodes and not any("{node_rank}" in word for word in command):
-            raise ConfigError("--min-nodes: the command must change with the nodes that take part; write {nodes} or {workers}, "
-                              "{node_rank} and {master_addr} into it")
-        place = Place(node_rank, nodes, min_nodes or nodes, node_timeout, node_address or _own_address())
-        meeting = Rendezvous(PosixStorage(), os.path.abspath(rendezvous), place, AwakeClock(), states=BackgroundStates)
+            raise ConfigError(
+                f"--nodes {nodes}: --rendezvous DIR is missing. Give the same folder on every "
+                "node: on a disk that "
+                "all nodes see, of this job alone, for example --rendezvous "
+                "/shared/JOB/supervisor. None is "
+                f"assumed, because only a folder in which the nodes have met is known to be shared"
+            )
+        if (
+            min_nodes is not None
+            and min_nodes < nodes
+            and not any("{node_rank}" in word for word in command)
+        ):
+            raise ConfigError(
+                "--min-nodes: the command must change with the nodes that take part; write {nodes} "
+                "or {workers}, "
+                "{node_rank} and {master_addr} into it"
+            )
+        place = Place(
+            node_rank, nodes, min_nodes or nodes, node_timeout, node_address or _own_address()
+        )
+        meeting = Rendezvous(
+            PosixStorage(),
+            os.path.abspath(rendezvous),
+            place,
+            AwakeClock(),
+            states=BackgroundStates,
+        )
     printed = BackgroundHandler(_JsonLines() if json else _Lines())
     sys.exit(Supervisor(command, settings, Emitter(printed), meeting, flush=_flush_memory).run())
 
 
 def _flush_memory(output: str, hurry: Hurry) -> Event | None:
-    """Writes what is newer in memory of this node to disk: it is not known whether a start on this node follows."""
+    """Writes what is newer in memory of this node to disk: it is not known whether a start on this
+    node follows."""
     from mindresume.api import memory
+
     try:
         found = memory.flush(output, progress=_StopsInHurry(hurry))
     except (MindResumeError, OSError) as error:
-        return None if isinstance(error, FileNotFoundError) else warning(
-            f"what memory of this node has was not written to disk: {error}; mindresume flush {output} does it")
+        return (
+            None
+            if isinstance(error, FileNotFoundError)
+            else warning(
+                f"what memory of this node has was not written to disk: {error}; mindresume flush "
+                f"{output} does it"
+            )
+        )
     if found.step is None:
         return None
-    return Notice(f"step {found.step} was in memory only and is on disk now" + (
-        "" if found.committed else "; it counts once the other nodes have written their parts"))
+    return Notice(
+        f"step {found.step} was in memory only and is on disk now"
+        + ("" if found.committed else "; it counts once the other nodes have written their parts")
+    )
 
 
 class _StopsInHurry:
@@ -167,7 +355,8 @@ def _own_address() -> str:
 
 
 def _seconds(given: float | None, default: float, *variables: str) -> float:
-    """Returns the option, else the first of the environment variables that is set, else the default."""
+    """Returns the option, else the first of the environment variables that is set, else the
+    default."""
     if given is not None:
         return given
     for name in variables:
@@ -179,7 +368,8 @@ def _seconds(given: float | None, default: float, *variables: str) -> float:
 
 
 class _Lines:
-    """Prints the log line of each event to standard error: the command prints to standard output."""
+    """Prints the log line of each event to standard error: the command prints to standard
+    output."""
 
     def handle(self, event: Event, time_s: float) -> None:
         if text := event.line():
@@ -200,12 +390,14 @@ class _JsonLines:
         pass
 
 
-# ---- plugin-path -----------------------------------------------------------------------------------------------------
+# ---- plugin-path ---------------------------------------------------------------------------------
+
 
 @app.command("plugin-path")
 def plugin_path() -> None:
     """Prints the folder for `--register_path` of mindformers' own run_mindformer.py.
 
-    The YAML file then needs one more line, in the `trainer:` block: `auto_register: mindresume_plugin.MindResume`.
+    The YAML file then needs one more line, in the `trainer:` block: `auto_register:
+    mindresume_plugin.MindResume`.
     """
     print(Path(__file__).resolve().parent.parent / "mindformers" / "shim")

@@ -1,7 +1,10 @@
-"""Makes several processes agree: collectives with errors, leases and read locks, storage topology, visibility, preemption.
+"""Makes several processes agree: collectives with errors, leases and read locks, storage topology,
+visibility, preemption.
 
-    lease_acquisition ─▶ lease      one job saves to a directory            read_locks    what is read is not removed
-    collectives                     one result on all ranks, or one error   preemption    one step at which all ranks leave
-    signal_sender                   who has sent SIGTERM
-    storage_topology, common_checkpoint, peer_state   nodes that share no disk
+lease_acquisition ─▶ lease      one job saves to a directory            read_locks    what is read
+    is not removed
+collectives                     one result on all ranks, or one error   preemption    one step at
+                                which all ranks leave
+signal_sender                   who has sent SIGTERM
+storage_topology, common_checkpoint, peer_state   nodes that share no disk
 """

@@ -3,10 +3,12 @@
     run_on_rank0(group, work)           # broadcast: every rank gets the result of rank 0
     gather_results(group, work)         # all-gather: every rank gets the results of all ranks
     gather_values(group, value)         # the same, of what each rank has already
-    run_on_all(group, work)             # every rank keeps its own result, after all ranks have succeeded
+    run_on_all(group, work)  # every rank keeps its own result, after all ranks have succeeded
 
-An error on one rank reaches all ranks as text and is raised there as CollectiveError, so that no rank waits for it in vain.
+An error on one rank reaches all ranks as text and is raised there as CollectiveError, so that no
+rank waits for it in vain.
 """
+
 from __future__ import annotations
 
 import json
@@ -39,6 +41,7 @@ class Group(Protocol):
 @dataclass(frozen=True)
 class SingleProcess:
     """A job of one process."""
+
     rank: int = 0
     size: int = 1
 
@@ -58,21 +61,25 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class Watchdog:
-    """Supervises work that may take minutes. No rank waits in a collective meanwhile, which HCCL would end: each rank works in a
-    thread, and every few seconds all ranks exchange which of them are done.
+    """Supervises work that may take minutes. No rank waits in a collective meanwhile, which HCCL
+    would end: each rank works in a thread, and every few seconds all ranks exchange which of them
+    are done.
 
     Attributes:
         what: the work, for the error.
         progress: counts the work of this rank while it goes on; None: it does not say.
-        stall_timeout: seconds, by the clock of rank 0, without a changed number or another rank done, after which all ranks raise
-            CollectiveError that names the ranks that are not done.
+        stall_timeout: seconds, by the clock of rank 0, without a changed number or another rank
+            done, after which all ranks raise CollectiveError that names the ranks that are not
+            done.
     """
+
     what: str = "long work"
     progress: Progress | None = None
     stall_timeout: float = 1800.0
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0              # seconds between two exchanges; doubled each time
+# seconds between two exchanges; doubled each time
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 
 
 class _Always:
@@ -81,12 +88,13 @@ class _Always:
         return runtime.monotonic()
 
 
-ALWAYS_ADVANCING = _Always()                        # progress of work that has a timeout of its own: it never stalls
+# progress of work that has a timeout of its own: it never stalls
+ALWAYS_ADVANCING = _Always()
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
-    """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for work that may take minutes.
-    Raises CollectiveError on all ranks if it fails."""
+    """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for
+    work that may take minutes. Raises CollectiveError on all ranks if it fails."""
     own = _reply_of(group, work if group.rank == 0 else _nothing, watchdog)
     reply = json.loads(group.broadcast(json.dumps(own if group.rank == 0 else None).encode()))
     if "error" in reply:
@@ -94,9 +102,12 @@ def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | Non
     return reply["value"]
 
 
-def gather_results(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> list[Any]:
-    """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order. ``watchdog``: for work that may take
-    minutes. Raises CollectiveError on all ranks, with the first rank that failed."""
+def gather_results(
+    group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None
+) -> list[Any]:
+    """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order.
+    ``watchdog``: for work that may take minutes. Raises CollectiveError on all ranks, with the
+    first rank that failed."""
     return _gather(group, _reply_of(group, work, watchdog))
 
 
@@ -105,8 +116,11 @@ def gather_values(group: Group, value: Any) -> list[Any]:
     return _gather(group, {"value": value})
 
 
-def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None) -> Result:
-    """Runs ``work`` on every rank. Returns the result of this rank. Raises CollectiveError on all ranks if one of them failed."""
+def run_on_all(
+    group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None
+) -> Result:
+    """Runs ``work`` on every rank. Returns the result of this rank. Raises CollectiveError on all
+    ranks if one of them failed."""
     own = _reply_of(group, work, watchdog)
     _gather(group, own if "error" in own else {"value": None})
     result: Result = own["value"]
@@ -114,8 +128,9 @@ def run_on_all(group: Group, work: Callable[[], Result], watchdog: Watchdog | No
 
 
 def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watchdog) -> None:
-    """Runs ``work``, which must not raise, on every rank, and returns when all ranks are done. Raises the error of a failed
-    exchange only when this rank is done, or after ``stall_timeout``: its work must end, whether or not other ranks know."""
+    """Runs ``work``, which must not raise, on every rank, and returns when all ranks are done.
+    Raises the error of a failed exchange only when this rank is done, or after ``stall_timeout``:
+    its work must end, whether or not other ranks know."""
     done = runtime.Event()
 
     def run() -> None:
@@ -123,6 +138,7 @@ def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watch
             work()
         finally:
             done.set()
+
     try:
         gather_results(group, run, watchdog)
     except Exception:
@@ -136,7 +152,9 @@ def _nothing() -> None:
 
 @dataclass
 class _Work:
-    """The work of this rank in a thread, and what came of it. ``reply``: {"value": its result} or {"error": text}."""
+    """The work of this rank in a thread, and what came of it. ``reply``: {"value": its result} or
+    {"error": text}."""
+
     work: Callable[[], Any]
     reply: dict[str, Any] = field(default_factory=dict)
     done: runtime.Event = field(default_factory=runtime.Event)
@@ -144,24 +162,26 @@ class _Work:
     def run(self) -> None:
         try:
             self.reply = {"value": self.work()}
-        except Exception as error:          # any error: the other ranks wait for this message
+        except Exception as error:  # any error: the other ranks wait for this message
             self.reply = {"error": f"{type(error).__name__}: {error}"}
-        except BaseException as error:      # noqa: B036  SystemExit, too: no rank may wait for this one in vain
+        except BaseException as error:  # noqa: B036  SystemExit, too: no rank may wait for this one in vain
             self.reply = {"error": f"the work was interrupted: {error!r}"}
         self.done.set()
 
 
 def _reply_of(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> dict[str, Any]:
-    """Runs ``work`` on this rank. Returns {"value": its result} or {"error": text}; with ``watchdog`` once all ranks are done."""
+    """Runs ``work`` on this rank. Returns {"value": its result} or {"error": text}; with
+    ``watchdog`` once all ranks are done."""
     if watchdog is None or group.size == 1:
         try:
             return {"value": work()}
-        except Exception as error:          # any error: the other ranks wait for this message
+        except Exception as error:  # any error: the other ranks wait for this message
             return {"error": f"{type(error).__name__}: {error}"}
     own = _Work(work)
     try:
         runtime.Thread(target=own.run, name="mindresume-work", daemon=True).start()
-    except RuntimeError:                        # the limit of threads is reached; the other ranks wait all the same
+    except RuntimeError:
+        # the limit of threads is reached; the other ranks wait all the same
         own.run()
     _wait_for_all(group, own.done, watchdog)
     return own.reply
@@ -177,12 +197,17 @@ def _gather(group: Group, own: dict[str, Any]) -> list[Any]:
 
 
 def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None:
-    """Waits until the work of all ranks is ``done``. Raises CollectiveError on all ranks if nothing goes on any more."""
+    """Waits until the work of all ranks is ``done``. Raises CollectiveError on all ranks if nothing
+    goes on any more."""
     idle = runtime.Event()
     pause, before, since = FIRST_PAUSE, None, 0.0
     while True:
         (idle if done.is_set() else done).wait(pause)
-        own = [done.is_set(), watchdog.progress.done if watchdog.progress else 0, runtime.monotonic()]
+        own = [
+            done.is_set(),
+            watchdog.progress.done if watchdog.progress else 0,
+            runtime.monotonic(),
+        ]
         rows = [json.loads(row) for row in group.gather(json.dumps(own).encode())]
         busy = [rank for rank, (is_done, _, _) in enumerate(rows) if not is_done]
         if not busy:
@@ -191,6 +216,9 @@ def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None
         if state != before:
             before, since = state, now
         elif now - since > watchdog.stall_timeout:
-            raise CollectiveError(f"rank {', '.join(map(str, busy[:10]))}: {watchdog.what}: no progress for {now - since:.0f} s; "
-                                 f"its host or its disk does not answer. Check that host, then start the job again")
+            raise CollectiveError(
+                f"rank {', '.join(map(str, busy[:10]))}: {watchdog.what}: no progress for "
+                f"{now - since:.0f} s; "
+                f"its host or its disk does not answer. Check that host, then start the job again"
+            )
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -3,14 +3,19 @@
     process = HeartbeatProcess.start(path, encoded, every, tag)     # None: it cannot be started
     process.reached(500);  process.is_alive();  process.end(seconds)
 
-MindSpore holds the interpreter lock while it compiles a graph, for minutes with a large one. A thread is silent in that time, and
-another host would take the job for dead. So the process is a new interpreter, which waits for nothing of the training. It imports
-neither numpy nor a framework (13 MB). It lives and beats for its parent alone:
+MindSpore holds the interpreter lock while it compiles a graph, for minutes with a large one. A
+thread is silent in that time, and another host would take the job for dead. So the process is a new
+interpreter, which waits for nothing of the training. It imports neither numpy nor a framework (13
+MB). It lives and beats for its parent alone:
 
-* It ends when its parent is not its parent any more, which it checks each second and right before each heartbeat.
-* It sends nothing while its parent is stopped (SIGSTOP, a debugger) or has SIGKILL pending: as a thread of the parent would.
-* It ignores the signals that ask to end, which launchers send to all processes of a job: its parent may still save.
+* It ends when its parent is not its parent any more, which it checks each second and right before
+  each heartbeat.
+* It sends nothing while its parent is stopped (SIGSTOP, a debugger) or has SIGKILL pending: as a
+  thread of the parent would.
+* It ignores the signals that ask to end, which launchers send to all processes of a job: its parent
+  may still save.
 """
+
 from __future__ import annotations
 
 import io
@@ -30,12 +35,15 @@ from mindresume.model.manifest import encode_head, read_head
 from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
-_CHECK = 1.0                    # seconds between two looks at the parent
+_CHECK = 1.0  # seconds between two looks at the parent
 _END = b"end"
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_KEPT = ("PATH", "LD_LIBRARY_PATH")             # environment; the marks by which launchers find the ranks of a job are left out
-_PROGRAM = ("import sys; sys.path += sys.argv[1:3]; from mindresume.coordination import heartbeat_process; "
-            "heartbeat_process.main(*sys.argv[3:])")
+# environment; the marks by which launchers find the ranks of a job are left out
+_KEPT = ("PATH", "LD_LIBRARY_PATH")
+_PROGRAM = (
+    "import sys; sys.path += sys.argv[1:3]; from mindresume.coordination import heartbeat_process; "
+    "heartbeat_process.main(*sys.argv[3:])"
+)
 
 
 class HeartbeatProcess:
@@ -46,7 +54,8 @@ class HeartbeatProcess:
 
     @classmethod
     def start(cls, path: str, encoded: bytes, every: float, tag: str) -> HeartbeatProcess | None:
-        """Starts the process. Returns None if that is not possible: no interpreter, the limit of processes, no memory.
+        """Starts the process. Returns None if that is not possible: no interpreter, the limit of
+        processes, no memory.
 
         Args:
             path: of the lease.
@@ -54,19 +63,40 @@ class HeartbeatProcess:
             every: seconds between two heartbeats.
             tag: part of the temporary names.
         """
-        folders = [str(Path(__file__).resolve().parents[2]), str(Path(xxhash.__file__).resolve().parents[1])]
+        folders = [
+            str(Path(__file__).resolve().parents[2]),
+            str(Path(xxhash.__file__).resolve().parents[1]),
+        ]
         # The mask of this thread alone; the new process inherits it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, *folders, path, encoded.hex(), repr(every), tag, str(os.getpid())],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                env={name: os.environ[name] for name in _KEPT if name in os.environ}, cwd="/", bufsize=0)
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-c",
+                    _PROGRAM,
+                    *folders,
+                    path,
+                    encoded.hex(),
+                    repr(every),
+                    tag,
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={name: os.environ[name] for name in _KEPT if name in os.environ},
+                cwd="/",
+                bufsize=0,
+            )
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.set_blocking(process.stdin.fileno(), False)      # it may hang in its file system
+        os.set_blocking(process.stdin.fileno(), False)  # it may hang in its file system
         return cls(process)
 
     @property
@@ -85,7 +115,8 @@ class HeartbeatProcess:
             os.write(self._process.stdin.fileno(), line + b"\n")
 
     def end(self, seconds: float) -> bool:
-        """Ends the process. Returns whether it is gone; False if it hangs in the file system for longer than ``seconds``."""
+        """Ends the process. Returns whether it is gone; False if it hangs in the file system for
+        longer than ``seconds``."""
         self._tell(_END)
         for last in (False, True):
             try:
@@ -103,7 +134,12 @@ class HeartbeatProcess:
 def main(path: str, encoded: str, every: str, tag: str, parent: str) -> None:
     """Runs the process. Arguments: as of ``start``, and the number of the parent."""
     head, _ = read_head(io.BytesIO(bytes.fromhex(encoded)), "claim")
-    storage, due, poll, heard = PosixStorage(), runtime.monotonic() + float(every), select.poll(), b""
+    storage, due, poll, heard = (
+        PosixStorage(),
+        runtime.monotonic() + float(every),
+        select.poll(),
+        b"",
+    )
     poll.register(0, select.POLLIN)
     while True:
         if poll.poll(max(0.0, min(_CHECK, due - runtime.monotonic())) * 1000):
@@ -120,5 +156,5 @@ def main(path: str, encoded: str, every: str, tag: str, parent: str) -> None:
                 continue
             due = runtime.monotonic() + float(every)
             head["beat"] += 1
-            with suppress(OSError):             # the next heartbeat tries again
+            with suppress(OSError):  # the next heartbeat tries again
                 publish(storage, path, [encode_head(head)], tag)

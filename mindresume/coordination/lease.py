@@ -1,15 +1,19 @@
-"""Leases on a checkpoint directory: of the one job that saves there, and of readers, whose checkpoints must not be removed.
+"""Leases on a checkpoint directory: of the one job that saves there, and of readers, whose
+checkpoints must not be removed.
 
-    lease = Lease(directory, holder)            # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
+    # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
+    lease = Lease(directory, holder)
     lease.publish();  lease.start();  lease.release()
-    fence(directory, run)                       # every rank before it writes: LeaseHeldError if a later run took over
+    fence(directory, run)  # every rank before it writes: LeaseHeldError if a later run took over
 
-A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder and has a counter, which the holder
-increments (a heartbeat). The age of a lease never decides whether its holder is alive: on the same machine its process is looked
-up; on another machine the counter is watched for some heartbeats. A holder counts as alive if this cannot be known (its lease
-cannot be read, or it is on another machine and has no heartbeat); then a person decides. A job that was taken for dead and goes
-on finds the lease of its successor and stops saving.
+A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder and has a
+counter, which the holder increments (a heartbeat). The age of a lease never decides whether its
+holder is alive: on the same machine its process is looked up; on another machine the counter is
+watched for some heartbeats. A holder counts as alive if this cannot be known (its lease cannot be
+read, or it is on another machine and has no heartbeat); then a person decides. A job that was taken
+for dead and goes on finds the lease of its successor and stops saving.
 """
+
 from __future__ import annotations
 
 import os
@@ -22,26 +26,41 @@ from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
-from mindresume.coordination.process_identity import boot_id, is_running, process_namespace, start_ticks
+from mindresume.coordination.process_identity import (
+    boot_id,
+    is_running,
+    process_namespace,
+    start_ticks,
+)
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import parse_iteration
 from mindresume.formatting import ranks_count
-from mindresume.model.manifest import FOLDER, attempts, encode_head, is_run, read_head, run_name, run_sequence, strip_trash
+from mindresume.model.manifest import (
+    FOLDER,
+    attempts,
+    encode_head,
+    is_run,
+    read_head,
+    run_name,
+    run_sequence,
+    strip_trash,
+)
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import TEMPORARY, parallel, publish
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import uncached
 from mindresume.typed import Count, Limits, Time, decode
 
-BEAT = 15.0                     # seconds between two heartbeats
+BEAT = 15.0  # seconds between two heartbeats
 SAVING, LOADING, REMOVING, SCRUBBING = "saving", "loading", "removing", "scrubbing"
-READER = 0                     # run number of readers and removals: never later than any job
+READER = 0  # run number of readers and removals: never later than any job
 _Text = Annotated[str, Limits(0, 4095)]
 PREFIX, SUFFIX = "claim-", ".json"
-_TRIES = 5                      # starts of the process that sends heartbeats
-start_process = HeartbeatProcess.start          # of a job that saves; tests and the simulation let a thread send them
-ENDED = "ended-"               # prefix of the marker of a run that is over, which keeps its number
+_TRIES = 5  # starts of the process that sends heartbeats
+# of a job that saves; tests and the simulation let a thread send them
+start_process = HeartbeatProcess.start
+ENDED = "ended-"  # prefix of the marker of a run that is over, which keeps its number
 
 
 @dataclass(frozen=True)
@@ -50,21 +69,24 @@ class LeaseHolder:
 
     Attributes:
         purpose: SAVING, LOADING, REMOVING or SCRUBBING.
-        run: number and random part of the run, such as "0003-5f0c21aa"; empty before ``acquire`` chooses it.
+        run: number and random part of the run, such as "0003-5f0c21aa"; empty before ``acquire``
+            chooses it.
         host: name of the host.
         machine: one boot of one kernel and one namespace of processes, in which ``pid`` is valid.
         pid: process id.
-        started: start of the process in kernel ticks; distinguishes it from a later process with the same pid.
+        started: start of the process in kernel ticks; distinguishes it from a later process with
+            the same pid.
         since: seconds since 1970, for people.
         world_size: number of ranks of the job.
         holds: names of attempt folders.
         beat: number of heartbeats so far.
         step: the step that the training has reached; 0: not known.
         every: seconds between two heartbeats; 0: none.
-        folder: identity of the folder in which it was published (``Status.identity``); empty: not known. A copy of that folder
-            has another one.
+        folder: identity of the folder in which it was published (``Status.identity``); empty: not
+            known. A copy of that folder has another one.
         is_copy: it was read in another folder. Not stored.
     """
+
     purpose: _Text
     run: _Text
     host: _Text
@@ -86,7 +108,10 @@ class LeaseHolder:
 
     def __str__(self) -> str:
         since = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(self.since))
-        return f"run {self.run} on host {self.host} (process {self.pid}, {ranks_count(self.world_size)}, since {since})"
+        return (
+            f"run {self.run} on host {self.host} (process {self.pid}, "
+            f"{ranks_count(self.world_size)}, since {since})"
+        )
 
     def encode(self) -> bytes:
         row = asdict(self)
@@ -95,8 +120,8 @@ class LeaseHolder:
 
     @classmethod
     def read(cls, storage: Storage, path: str) -> LeaseHolder:
-        """Reads a lease. Raises RecordError if it is torn, altered, of another kind or of a later version; FileNotFoundError if
-        it is gone, OSError if it cannot be read."""
+        """Reads a lease. Raises RecordError if it is torn, altered, of another kind or of a later
+        version; FileNotFoundError if it is gone, OSError if it cannot be read."""
         with storage.open(path) as file:
             head, _ = read_head(file, "claim")
         holder = decode(cls, {**head, "is_copy": False}, "lease")
@@ -105,29 +130,44 @@ class LeaseHolder:
 
 
 @runtime.asks_machine
-def holder_of_this_process(purpose: str, world_size: int = 1, holds: Iterable[str] = ()) -> LeaseHolder:
-    """Returns a holder that describes this process. Its ``run`` is empty: ``acquire`` chooses it."""
-    return LeaseHolder(purpose, "", runtime.gethostname(), _machine(), os.getpid(), start_ticks(os.getpid()) or 0, runtime.time(),
-                       world_size, tuple(holds))
+def holder_of_this_process(
+    purpose: str, world_size: int = 1, holds: Iterable[str] = ()
+) -> LeaseHolder:
+    """Returns a holder that describes this process. Its ``run`` is empty: ``acquire`` chooses
+    it."""
+    return LeaseHolder(
+        purpose,
+        "",
+        runtime.gethostname(),
+        _machine(),
+        os.getpid(),
+        start_ticks(os.getpid()) or 0,
+        runtime.time(),
+        world_size,
+        tuple(holds),
+    )
 
 
 def _machine() -> str:
-    """Returns the identity of this machine; empty if it cannot be read, and then every other process counts as remote."""
+    """Returns the identity of this machine; empty if it cannot be read, and then every other
+    process counts as remote."""
     boot, namespace = boot_id(), process_namespace()
     return f"{boot}/{namespace}" if boot and namespace else ""
 
 
 @runtime.asks_machine
 def is_alive(holder: LeaseHolder) -> bool | None:
-    """Returns whether the process of a holder runs and holds this lease. None: only its heartbeats can tell, because the process
-    is on another machine, cannot be looked at (``process_identity.is_running``), or has published the lease in another folder."""
+    """Returns whether the process of a holder runs and holds this lease. None: only its heartbeats
+    can tell, because the process is on another machine, cannot be looked at
+    (``process_identity.is_running``), or has published the lease in another folder."""
     if not holder.machine or holder.machine != _machine():
         return None
     runs = is_running(holder.pid, holder.started)
     return None if runs and holder.is_copy else runs
 
 
-# ---- the folder ----------------------------------------------------------------------------------------------------
+# ---- the folder ----------------------------------------------------------------------------------
+
 
 def lease_name(run: str) -> str:
     return f"{PREFIX}{run}{SUFFIX}"
@@ -144,14 +184,23 @@ def run_order(run: str) -> tuple[int, str]:
 
 def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
     """Returns the runs of the leases among ``names``."""
-    return [run for name in names if name.startswith(prefix) and name.endswith(SUFFIX)
-            and is_run(run := name[len(prefix):-len(SUFFIX)])]
+    return [
+        run
+        for name in names
+        if name.startswith(prefix)
+        and name.endswith(SUFFIX)
+        and is_run(run := name[len(prefix) : -len(SUFFIX)])
+    ]
 
 
 def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
     """Returns (name, run) of the temporary files among ``names``."""
-    return [(name, run) for name in names if name.endswith(TEMPORARY)
-            and is_run(run := name.removesuffix(TEMPORARY).rpartition(".")[2])]
+    return [
+        (name, run)
+        for name in names
+        if name.endswith(TEMPORARY)
+        and is_run(run := name.removesuffix(TEMPORARY).rpartition(".")[2])
+    ]
 
 
 def lease_holders(directory: CheckpointDir, names: list[str] | None = None) -> list[LeaseHolder]:
@@ -159,19 +208,30 @@ def lease_holders(directory: CheckpointDir, names: list[str] | None = None) -> l
     return read_leases(directory, names)[0]
 
 
-def read_leases(directory: CheckpointDir, names: list[str] | None = None) -> tuple[list[LeaseHolder], dict[str, str]]:
-    """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones. Another host has just
-    replaced such a file (ESTALE), a later version wrote it, or it is damaged: its holder counts as alive."""
+def read_leases(
+    directory: CheckpointDir, names: list[str] | None = None
+) -> tuple[list[LeaseHolder], dict[str, str]]:
+    """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones.
+    Another host has just replaced such a file (ESTALE), a later version wrote it, or it is damaged:
+    its holder counts as alive."""
     runs = leased_runs(directory.storage.list(directory.path(FOLDER)) if names is None else names)
     here = _identity(directory) if runs else ""
-    rows = dict(zip(runs, parallel(directory.storage, partial(_read_lease, directory, here), runs), strict=True))
-    return ([row for row in rows.values() if isinstance(row, LeaseHolder)],
-            {run: row for run, row in sorted(rows.items()) if row and isinstance(row, str)})
+    rows = dict(
+        zip(
+            runs,
+            parallel(directory.storage, partial(_read_lease, directory, here), runs),
+            strict=True,
+        )
+    )
+    return (
+        [row for row in rows.values() if isinstance(row, LeaseHolder)],
+        {run: row for run, row in sorted(rows.items()) if row and isinstance(row, str)},
+    )
 
 
 def _read_lease(directory: CheckpointDir, here: str, run: str) -> LeaseHolder | str:
-    """Returns the holder of a lease, why it cannot be read, or an empty text: it has just ended. ``here``: the identity of the
-    folder."""
+    """Returns the holder of a lease, why it cannot be read, or an empty text: it has just ended.
+    ``here``: the identity of the folder."""
     try:
         holder = LeaseHolder.read(directory.storage, lease_path(directory.root, run))
     except FileNotFoundError:
@@ -204,16 +264,20 @@ def known_lease_holders(directory: CheckpointDir) -> list[LeaseHolder]:
 
 
 def next_run(names: Iterable[str]) -> str:
-    """Returns the name of a run later than every one that left a trace among ``names`` of folders of records."""
+    """Returns the name of a run later than every one that left a trace among ``names`` of folders
+    of records."""
     names = list(names)
     used = past_runs(names) + leased_runs(names)
-    used += [run for _, run in half_written(names)]        # of a run that died while it acquired the directory
+    # of a run that died while it acquired the directory
+    used += [run for _, run in half_written(names)]
     return run_name(max(map(run_sequence, used), default=0) + 1, runtime.token_hex(4))
 
 
 def past_runs(names: list[str]) -> list[str]:
     """Returns the runs with a folder of records among ``names``, and those with a marker only."""
-    return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(names, ENDED)
+    return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(
+        names, ENDED
+    )
 
 
 def iteration_record_names(directory: CheckpointDir) -> list[str]:
@@ -221,39 +285,50 @@ def iteration_record_names(directory: CheckpointDir) -> list[str]:
     found: list[str] = []
     for base in directory.storage.list(directory.root):
         if parse_iteration(base) is not None:
-            with suppress(OSError):             # one that cannot be listed blocks no job; nothing can be removed there
+            # one that cannot be listed blocks no job; nothing can be removed there
+            with suppress(OSError):
                 found += directory.storage.list(directory.path(base, FOLDER))
     return found
 
 
 def record_run_number(directory: CheckpointDir, run: str) -> None:
-    """Leaves a marker of ``run``, which saved elsewhere, so that the next run in ``root`` gets a larger number."""
+    """Leaves a marker of ``run``, which saved elsewhere, so that the next run in ``root`` gets a
+    larger number."""
     directory.storage.make_folder(directory.path(FOLDER))
     publish(directory.storage, directory.path(FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
 
 
 def fence(directory: CheckpointDir, run: str) -> None:
-    """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this one was taken for dead. A
-    run that has published its lease and not sent a heartbeat yet may still give way, and does not count."""
+    """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this
+    one was taken for dead. A run that has published its lease and not sent a heartbeat yet may
+    still give way, and does not count."""
     names, own = directory.storage.list(directory.path(FOLDER)), (run_sequence(run), run)
     over = (*leased_runs(names, ENDED), *(other for _, _, other in attempts(names)))
     later = [other for other in over if (run_sequence(other), other) > own]
     if not later and all((run_sequence(other), other) <= own for other in leased_runs(names)):
         return
     holders, unreadable = read_leases(directory, names)
-    later += [other for other in (*unreadable, *(holder.run for holder in holders if holder.beat)) if run_order(other) > own]
+    later += [
+        other
+        for other in (*unreadable, *(holder.run for holder in holders if holder.beat))
+        if run_order(other) > own
+    ]
     if later:
         known = {holder.run: str(holder) for holder in holders}
         newest = max(later, key=run_order)
-        raise LeaseHeldError(f"{known.get(newest, f'run {newest}')} has taken over {directory.root}; this job, "
-                             f"{known.get(run, f'run {run}')}, stops saving there. Checkpoints of two jobs are never mixed: end "
-                             f"one of them, or give it an output_dir of its own")
+        raise LeaseHeldError(
+            f"{known.get(newest, f'run {newest}')} has taken over {directory.root}; this job, "
+            f"{known.get(run, f'run {run}')}, stops saving there. Checkpoints of two jobs are "
+            "never mixed: end "
+            f"one of them, or give it an output_dir of its own"
+        )
 
 
 class EndedRuns:
-    """The runs that are certainly over, those without a lease or whose process is gone: ``run in EndedRuns(directory)``. Leases
-    are read once, at the first question, which must be after the caller has read the directory. ``before``: only runs with a
-    smaller number than this one are over."""
+    """The runs that are certainly over, those without a lease or whose process is gone: ``run in
+    EndedRuns(directory)``. Leases are read once, at the first question, which must be after the
+    caller has read the directory. ``before``: only runs with a smaller number than this one are
+    over."""
 
     def __init__(self, directory: CheckpointDir, before: str = ""):
         self.directory, self.before = directory, before
@@ -264,20 +339,28 @@ class EndedRuns:
             return False
         if self._living is None:
             holders, unreadable = read_leases(self.directory)
-            self._living = {holder.run for holder in holders if holder.purpose == SAVING and is_alive(holder) is not False}
+            self._living = {
+                holder.run
+                for holder in holders
+                if holder.purpose == SAVING and is_alive(holder) is not False
+            }
             self._living |= unreadable.keys()
         return run not in self._living
 
 
 class Lease:
-    """A lease. ``start`` begins heartbeats; one that fails is tried again at the next. Those of a job that saves come from a
-    process of their own (``heartbeat_process``), or from a thread where none can be started; those of others from a thread.
-    ``keep_run_marker``: ``release`` leaves a marker with the number of the run, because a commit moves iteration folders out of
-    the folder of records."""
+    """A lease. ``start`` begins heartbeats; one that fails is tried again at the next. Those of a
+    job that saves come from a process of their own (``heartbeat_process``), or from a thread where
+    none can be started; those of others from a thread. ``keep_run_marker``: ``release`` leaves a
+    marker with the number of the run, because a commit moves iteration folders out of the folder of
+    records."""
 
-    def __init__(self, directory: CheckpointDir, holder: LeaseHolder, keep_run_marker: bool = False):
+    def __init__(
+        self, directory: CheckpointDir, holder: LeaseHolder, keep_run_marker: bool = False
+    ):
         self.directory, self.holder, self.keep_run_marker = directory, holder, keep_run_marker
-        self.step = 0                           # reached by the training; published with the next heartbeat
+        # reached by the training; published with the next heartbeat
+        self.step = 0
         self._stop = runtime.Event()
         self._lock = runtime.Lock()
         self._process = os.getpid()
@@ -298,7 +381,8 @@ class Lease:
         publish(self.directory.storage, self.path, [self.holder.encode()], self.run)
 
     def beat(self) -> None:
-        """Sends a heartbeat. The first one says that the directory is acquired. Raises OSError if it cannot be written."""
+        """Sends a heartbeat. The first one says that the directory is acquired. Raises OSError if
+        it cannot be written."""
         with self._lock:
             if not self._stop.is_set():
                 self.holder = replace(self.holder, beat=self.holder.beat + 1, step=self.step)
@@ -312,7 +396,8 @@ class Lease:
         return self
 
     def _work(self) -> None:
-        """Tells the process that sends the heartbeats the step, or sends them where there is none."""
+        """Tells the process that sends the heartbeats the step, or sends them where there is
+        none."""
         while not self._stop.wait(self.holder.every):
             with self._lock:
                 is_beating = self._beating is not None and self._beating.is_alive()
@@ -327,33 +412,44 @@ class Lease:
             self._end_process()
 
     def _start_process(self) -> None:
-        """Lets a process send the heartbeats from here on, at most ``_TRIES`` times: it may be killed, or not be able to run."""
+        """Lets a process send the heartbeats from here on, at most ``_TRIES`` times: it may be
+        killed, or not be able to run."""
         with self._lock:
-            if self._tries and not self._stop.is_set() and type(uncached(self.directory.storage)) is PosixStorage:
+            if (
+                self._tries
+                and not self._stop.is_set()
+                and type(uncached(self.directory.storage)) is PosixStorage
+            ):
                 self._tries -= 1
-                self._beating = start_process(self.path, self.holder.encode(), self.holder.every, self.run)
+                self._beating = start_process(
+                    self.path, self.holder.encode(), self.holder.every, self.run
+                )
 
     def _end_process(self) -> bool:
-        """Ends the process that sends the heartbeats. Returns whether it is gone; False if it hangs in the file system."""
+        """Ends the process that sends the heartbeats. Returns whether it is gone; False if it hangs
+        in the file system."""
         beating, self._beating = self._beating, None
         return beating is None or beating.end(BEAT)
 
     def release(self, is_acquired: bool = True) -> None:
-        """Removes the lease. Does nothing the second time, and nothing in a child process. If a heartbeat hangs in the file
-        system, the lease stays, so that the job can end; the next job finds its holder dead. ``is_acquired`` False: of a job that
-        has not acquired the directory, which leaves no marker: others would take it for a later run."""
+        """Removes the lease. Does nothing the second time, and nothing in a child process. If a
+        heartbeat hangs in the file system, the lease stays, so that the job can end; the next job
+        finds its holder dead. ``is_acquired`` False: of a job that has not acquired the directory,
+        which leaves no marker: others would take it for a later run."""
         if self._stop.is_set() or os.getpid() != self._process:
             return
         self._stop.set()
         if self._lock.acquire(timeout=BEAT):
             try:
-                if not self._end_process():     # it could publish the lease again
+                if not self._end_process():  # it could publish the lease again
                     return
                 if self.keep_run_marker and is_acquired:
-                    self.directory.storage.rename(self.path, self.directory.path(FOLDER, f"{ENDED}{self.run}{SUFFIX}"))
+                    self.directory.storage.rename(
+                        self.path, self.directory.path(FOLDER, f"{ENDED}{self.run}{SUFFIX}")
+                    )
                 else:
                     self.directory.storage.remove(self.path)
-            except OSError:                 # as above
+            except OSError:  # as above
                 return
             finally:
                 self._lock.release()

@@ -1,17 +1,22 @@
-"""Handles preemption: all ranks of a training that is asked to stop agree on a step, save it, and end.
+"""Handles preemption: all ranks of a training that is asked to stop agree on a step, save it, and
+end.
 
     SIGTERM on any rank, or the file of mindformers' graceful exit ─▶ a request of this rank
-    at the same steps on all ranks, about every ``preemption_check_interval`` seconds ─▶ has any rank a request?
-    all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0 after the file
+    at the same steps on all ranks, about every ``preemption_check_interval`` seconds ─▶ has any
+        rank a request?
+    all ranks: save this step ─▶ the training stops ─▶ committed ─▶ exit status 143 after SIGTERM, 0
+        after the file
 
-    SIGTERM that MindSpore sends to its own process ─▶ a failure: ``on_own_signal`` ends this process at once
+    SIGTERM that MindSpore sends to its own process ─▶ a failure: ``on_own_signal`` ends this
+        process at once
 
-Only a collective can agree on a step. One at every step would cost too much, so with each exchange rank 0 sets the step of the
-next one. A single process needs no exchange.
+Only a collective can agree on a step. One at every step would cost too much, so with each exchange
+rank 0 sets the step of the next one. A single process needs no exchange.
 
-A file with a request from before the training has most likely ended the previous one, and would end every training after its
-first step. It counts again as soon as it is written again.
+A file with a request from before the training has most likely ended the previous one, and would end
+every training after its first step. It counts again as soon as it is written again.
 """
+
 from __future__ import annotations
 
 import os
@@ -26,18 +31,21 @@ from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
 from mindresume.storage.posix import PosixStorage
 from mindresume.typed import parse_json
 
-STATUS = 128 + signal.SIGTERM           # exit status of a process that stopped because of the signal
+# exit status of a process that stopped because of the signal
+STATUS = 128 + signal.SIGTERM
 BY_SIGNAL, BY_FILE, BY_UNKNOWN = "SIGTERM", "graceful exit", "SIGTERM of an unknown sender"
-REASONS = BY_SIGNAL, BY_FILE, BY_UNKNOWN    # what counts first
-SIGNALS = BY_SIGNAL, BY_UNKNOWN             # the process ends with STATUS
-FILE = "graceful_exit.json"             # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
-_KEY = "GracefulExit"                   # mindspore train/callback/_on_request_exit.py
-_FILE_CHECK = 1.0                       # seconds between two checks of the file
-_LIMIT = 1 << 16                        # bytes of the file
+REASONS = BY_SIGNAL, BY_FILE, BY_UNKNOWN  # what counts first
+SIGNALS = BY_SIGNAL, BY_UNKNOWN  # the process ends with STATUS
+# with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
+FILE = "graceful_exit.json"
+_KEY = "GracefulExit"  # mindspore train/callback/_on_request_exit.py
+_FILE_CHECK = 1.0  # seconds between two checks of the file
+_LIMIT = 1 << 16  # bytes of the file
 
 
 class Version(NamedTuple):
     """Distinguishes the contents of a file at different times."""
+
     inode: int
     changed: int
     size: int
@@ -54,21 +62,30 @@ class Peers(Protocol):
 
 
 class ExitFile:
-    """The file of the graceful exit, as this rank sees it. A request in it from before the training does not count.
+    """The file of the graceful exit, as this rank sees it. A request in it from before the training
+    does not count.
 
     Args:
-        callbacks: MindSpore's OnRequestExit among the callbacks of the training, which can name the file. Its callback reads the
-            file itself, and would stop the training because of a request that does not count: that is kept from it.
+        callbacks: MindSpore's OnRequestExit among the callbacks of the training, which can name the
+            file. Its callback reads the file itself, and would stop the training because of a
+            request that does not count: that is kept from it.
         before: as of ``requests``, before the network was compiled; other files are read now.
     """
 
-    def __init__(self, callbacks: Sequence[Any], before: Mapping[str, Version | None], time: runtime.Clock):
-        self.path = next((str(other.remote_config_file) for other in callbacks if other.remote_config_file),
-                         FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "")
+    def __init__(
+        self, callbacks: Sequence[Any], before: Mapping[str, Version | None], time: runtime.Clock
+    ):
+        self.path = next(
+            (str(other.remote_config_file) for other in callbacks if other.remote_config_file),
+            FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "",
+        )
         self._time, self._looked = time, -_FILE_CHECK
         asks = request(self.path) if self.path else None
-        self._stale = asks if asks == before.get(self.path, asks) else None         # a request that does not count
-        self._ignoring = [other for other in callbacks if self._stale and other.remote_config_file == self.path]
+        # a request that does not count
+        self._stale = asks if asks == before.get(self.path, asks) else None
+        self._ignoring = [
+            other for other in callbacks if self._stale and other.remote_config_file == self.path
+        ]
         for other in self._ignoring:
             other.remote_config_file = None
 
@@ -77,9 +94,13 @@ class ExitFile:
         """Returns a message about a request from before the training; empty if there is none."""
         if self._stale is None:
             return ""
-        return (f"{os.path.abspath(self.path)} requested a stop ({_KEY}: 1) before this training began, and most likely ended "
-                f"the previous one: it is ignored until it is written again. Set {_KEY} to 0, or remove the file; a 1 after that "
-                f"stops this training")
+        return (
+            f"{os.path.abspath(self.path)} requested a stop ({_KEY}: 1) before this training "
+            "began, and most likely ended "
+            f"the previous one: it is ignored until it is written again. Set {_KEY} to 0, or "
+            "remove the file; a 1 after that "
+            f"stops this training"
+        )
 
     def asks(self) -> bool:
         """Returns whether the file requests a stop now. Looks at it once in a second."""
@@ -100,27 +121,40 @@ class PreemptionHandler:
 
     Args:
         seconds: approximate time between two exchanges; 0: none, so requests have no effect.
-        callbacks: of the training. MindSpore's OnRequestExit names the file of the graceful exit, and may handle the signal.
+        callbacks: of the training. MindSpore's OnRequestExit names the file of the graceful exit,
+            and may handle the signal.
         before: see ``ExitFile``.
-        on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the ranks have agreed to stop.
+        on_own_signal: called once, in any thread, after SIGTERM of this process itself, unless the
+            ranks have agreed to stop.
     """
 
-    def __init__(self, group: Group, seconds: float, callbacks: Iterable[Any] = (), time: runtime.Clock = runtime,
-                 peers: Peers | None = None, before: Mapping[str, Version | None] | None = None,
-                 on_own_signal: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        group: Group,
+        seconds: float,
+        callbacks: Iterable[Any] = (),
+        time: runtime.Clock = runtime,
+        peers: Peers | None = None,
+        before: Mapping[str, Version | None] | None = None,
+        on_own_signal: Callable[[], None] | None = None,
+    ):
         self.group, self.seconds, self.peers, self.time = group, seconds, peers, time
-        self.others = [callback for callback in callbacks if hasattr(callback, "remote_config_file")]
+        self.others = [
+            callback for callback in callbacks if hasattr(callback, "remote_config_file")
+        ]
         self.file = ExitFile(self.others, before or {}, time)
         self.signalled = False
-        self._is_decided = False                                # the ranks stop, or this one ends by its own signal
+        # the ranks stop, or this one ends by its own signal
+        self._is_decided = False
         self._senders, self._on_own_signal = SignalSenders(self._end_by_own_signal), on_own_signal
         self._next, self._interval = 0, 1
-        self._asked: tuple[int, float] | None = None            # (step, time) of the last exchange
+        self._asked: tuple[int, float] | None = None  # (step, time) of the last exchange
         self._before: Any = None
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Installs a handler of SIGTERM, so that the signal does not end the process at once. Only in the main thread."""
+        """Installs a handler of SIGTERM, so that the signal does not end the process at once. Only
+        in the main thread."""
         if self.seconds and runtime.current_thread() is runtime.main_thread():
             self._before = runtime.signal(signal.SIGTERM, self._note)
             self._senders.begin()
@@ -133,7 +167,8 @@ class PreemptionHandler:
             self._before = None
 
     def _note(self, *_: Any) -> None:
-        if os.getpid() != self._pid:                            # a fork of this process: nobody asks for its signals
+        # a fork of this process: nobody asks for its signals
+        if os.getpid() != self._pid:
             runtime.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.signalled = True
@@ -147,7 +182,8 @@ class PreemptionHandler:
     def local_request(self) -> str:
         """Returns the request of this rank, one of REASONS, or empty."""
         if self._before is not None and self.others:
-            self._senders.arm()                                 # MindSpore's callback has installed a handler of its own
+            # MindSpore's callback has installed a handler of its own
+            self._senders.arm()
         if self.signalled or any(other.exit for other in self.others):
             sender = self._senders.look()
             if sender != OWN:
@@ -156,7 +192,8 @@ class PreemptionHandler:
         return BY_FILE if self.file.path and self.file.asks() else ""
 
     def check(self, step: int) -> str:
-        """Returns why to stop after ``step``, the same on all ranks; empty: go on. A collective at some steps."""
+        """Returns why to stop after ``step``, the same on all ranks; empty: go on. A collective at
+        some steps."""
         if not self.seconds or self.group.size > 1 and step < self._next:
             return ""
         reason = self.local_request() if self.group.size == 1 else self._exchange(step)
@@ -164,7 +201,8 @@ class PreemptionHandler:
         return reason
 
     def _exchange(self, step: int) -> str:
-        """Returns the request of all ranks that counts first. A collective, which sets the step of the next one."""
+        """Returns the request of all ranks that counts first. A collective, which sets the step of
+        the next one."""
         rows = gather_results(self.group, partial(self._own_row, step))
         if self.peers:
             self.peers.on_peer_state([state for _, _, state in rows])
@@ -173,10 +211,15 @@ class PreemptionHandler:
         return next((reason for reason in REASONS for row in rows if row[0] == reason), "")
 
     def _own_row(self, step: int) -> list[Any]:
-        return [self.local_request(), self._propose(step), self.peers.local_state() if self.peers else None]
+        return [
+            self.local_request(),
+            self._propose(step),
+            self.peers.local_state() if self.peers else None,
+        ]
 
     def _propose(self, step: int) -> int:
-        """Returns the steps until the next exchange: as many as take ``seconds``, at most twice as many as last time."""
+        """Returns the steps until the next exchange: as many as take ``seconds``, at most twice as
+        many as last time."""
         if self._asked is None:
             return 1
         before, then = self._asked
@@ -185,13 +228,19 @@ class PreemptionHandler:
 
 
 def requests(config: Any) -> dict[str, Version | None]:
-    """Returns {path: version, if it requests a stop} of every file that the configuration of a training may name."""
-    named = [callback.get("config_file") for callback in config.get("callbacks") or () if isinstance(callback, Mapping)]
+    """Returns {path: version, if it requests a stop} of every file that the configuration of a
+    training may name."""
+    named = [
+        callback.get("config_file")
+        for callback in config.get("callbacks") or ()
+        if isinstance(callback, Mapping)
+    ]
     return {str(path): request(str(path)) for path in (FILE, *named) if path}
 
 
 def request(path: str) -> Version | None:
-    """Returns the version of the file if it requests a stop. None: it does not, does not exist, or is being written."""
+    """Returns the version of the file if it requests a stop. None: it does not, does not exist, or
+    is being written."""
     try:
         with PosixStorage().open(path) as file:
             status, value = os.fstat(file.fileno()), parse_json(file.read(_LIMIT))

@@ -1,8 +1,9 @@
 """Identifies a process of this machine: its number alone can belong to another process later.
 
-    holder = (os.getpid(), start_ticks(os.getpid()))
-    is_running(*holder)                                 # True, False, or None: that cannot be found out
+holder = (os.getpid(), start_ticks(os.getpid()))
+is_running(*holder)                                 # True, False, or None: that cannot be found out
 """
+
 from __future__ import annotations
 
 import os
@@ -11,13 +12,15 @@ from contextlib import suppress
 
 from mindresume import runtime
 
-_STATE, _START = 0, 19          # fields of /proc/PID/stat after the name of the program (proc(5): 3 and 22)
-_STOPPED = (b"T", b"t")         # by a signal, by a debugger
-_ENDED = (b"Z", b"X")           # states of a process that runs no code any more
+# fields of /proc/PID/stat after the name of the program (proc(5): 3 and 22)
+_STATE, _START = 0, 19
+_STOPPED = (b"T", b"t")  # by a signal, by a debugger
+_ENDED = (b"Z", b"X")  # states of a process that runs no code any more
 
 
 def stat_fields(pid: int) -> list[bytes] | None:
-    """Returns the fields of /proc/PID/stat after the name of the program; None if there is no such process."""
+    """Returns the fields of /proc/PID/stat after the name of the program; None if there is no such
+    process."""
     with suppress(OSError):
         return _read_stat(pid)
     return None
@@ -29,7 +32,8 @@ def _read_stat(pid: int) -> list[bytes]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns when a process was started, in clock ticks since boot; None if it does not exist or has ended (a zombie)."""
+    """Returns when a process was started, in clock ticks since boot; None if it does not exist or
+    has ended (a zombie)."""
     try:
         fields = _read_stat(pid)
     except OSError:
@@ -38,15 +42,17 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int) -> bool | None:
-    """Returns whether the process ``pid`` that was started at ``ticks`` still runs. None: unknown, which never means dead.
+    """Returns whether the process ``pid`` that was started at ``ticks`` still runs. None: unknown,
+    which never means dead.
 
     | what is seen | answer |
     |---|---|
     | its entry in /proc, with the same start | True |
     | an entry with another start, or of a process that has ended (a zombie) | False |
     | the kernel has no process of this number (ESRCH of kill(2)) | False |
-    | an entry of a process with SIGKILL pending: it runs no code any more, but a call in the kernel may never end | None |
-    | no entry, but a process (hidepid hides those of other users); an entry that cannot be read (EMFILE, EACCES) | None |
+    | an entry of a process with SIGKILL pending: a call in the kernel may never end | None |
+    | no entry, but a process (hidepid hides those of other users) | None |
+    | an entry that cannot be read (EMFILE, EACCES) | None |
     | a process of this number, while ``ticks`` is 0, not known | None |
     """
     if not ticks:
@@ -56,7 +62,7 @@ def is_running(pid: int, ticks: int) -> bool | None:
         if fields[_STATE] in _ENDED or int(fields[_START]) != ticks:
             return False
         return None if _is_being_killed(pid) else True
-    except ProcessLookupError:                  # it ended while it was read
+    except ProcessLookupError:  # it ended while it was read
         return False
     except (OSError, IndexError, ValueError):
         return _without_entry(pid)
@@ -64,10 +70,10 @@ def is_running(pid: int, ticks: int) -> bool | None:
 
 def _without_entry(pid: int) -> bool | None:
     """Returns whether a process that /proc does not show runs: False, or unknown."""
-    if pid <= 0:                                # not a process, but a group of them
+    if pid <= 0:  # not a process, but a group of them
         return None
     try:
-        os.kill(pid, 0)                         # asks, and sends nothing
+        os.kill(pid, 0)  # asks, and sends nothing
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
@@ -76,24 +82,28 @@ def _without_entry(pid: int) -> bool | None:
 
 
 def can_go_on(pid: int) -> bool:
-    """Returns whether a process runs its program: False if it is stopped, has ended, or SIGKILL is pending for it. True if that
-    cannot be found out."""
+    """Returns whether a process runs its program: False if it is stopped, has ended, or SIGKILL is
+    pending for it. True if that cannot be found out."""
     fields = stat_fields(pid)
     with suppress(OSError):
-        return not fields or fields[_STATE] not in (*_ENDED, *_STOPPED) and not _is_being_killed(pid)
+        return (
+            not fields or fields[_STATE] not in (*_ENDED, *_STOPPED) and not _is_being_killed(pid)
+        )
     return True
 
 
 def _is_being_killed(pid: int) -> bool:
     """Returns whether SIGKILL is pending for a process, as /proc/PID/status says."""
     with open(f"/proc/{pid}/status", "rb") as file:
-        pending = (int(line.split()[1], 16) for line in file if line.startswith((b"SigPnd:", b"ShdPnd:")))
+        pending = (
+            int(line.split()[1], 16) for line in file if line.startswith((b"SigPnd:", b"ShdPnd:"))
+        )
         return any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def start_time(ticks: int) -> float | None:
-    """Returns in seconds since 1970 what ``ticks`` says in clock ticks since boot, to about a hundredth of a second; None if
-    ``ticks`` is 0, not known, or the kernel does not tell."""
+    """Returns in seconds since 1970 what ``ticks`` says in clock ticks since boot, to about a
+    hundredth of a second; None if ``ticks`` is 0, not known, or the kernel does not tell."""
     try:
         with open("/proc/uptime") as file:
             up = float(file.read().split()[0])
@@ -103,7 +113,8 @@ def start_time(ticks: int) -> float | None:
 
 
 def process_namespace() -> int:
-    """Returns the namespace in which the numbers of processes hold that this process sees; 0: not known."""
+    """Returns the namespace in which the numbers of processes hold that this process sees; 0: not
+    known."""
     return _namespace("pid")
 
 
@@ -120,8 +131,8 @@ def _namespace(kind: str) -> int:
 
 
 def host_identity() -> str:
-    """Returns a text that is the same for all processes of one host, or of one container of it, and for no other: the boot of the
-    kernel and the host name. Several nodes can have one host name."""
+    """Returns a text that is the same for all processes of one host, or of one container of it, and
+    for no other: the boot of the kernel and the host name. Several nodes can have one host name."""
     return f"{boot_id()} {runtime.gethostname()}"
 
 

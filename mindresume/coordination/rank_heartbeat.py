@@ -1,15 +1,18 @@
-"""Holds the heartbeat of one rank: a small mapped file that the rank writes and the supervisor of its node reads.
+"""Holds the heartbeat of one rank: a small mapped file that the rank writes and the supervisor of
+its node reads.
 
-    {MINDRESUME_SUPERVISOR_DIR}/process_4711.heartbeat      one file for each rank, in memory or on the local disk
+    {MINDRESUME_SUPERVISOR_DIR}/process_4711.heartbeat      one file for each rank, in memory or on
+                                                            the local disk
 
     heartbeat = RankHeartbeat.create(folder)    # the rank, once
     heartbeat.enter(LOADING); heartbeat.reach(500)
     read_heartbeats(folder)                     # the supervisor
 
-A write is one store of 8 aligned bytes, a microsecond without a system call, so a rank writes in each step. A reader can see some
-fields of one moment and some of the next, but never half of a number. Times of the monotonic clock are comparable, because both
-processes run on one host.
+A write is one store of 8 aligned bytes, a microsecond without a system call, so a rank writes in
+each step. A reader can see some fields of one moment and some of the next, but never half of a
+number. Times of the monotonic clock are comparable, because both processes run on one host.
 """
+
 from __future__ import annotations
 
 import mmap
@@ -22,22 +25,64 @@ from mindresume import runtime
 from mindresume.coordination.process_identity import process_namespace, start_ticks
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 
-VARIABLE = "MINDRESUME_SUPERVISOR_DIR"          # environment: the folder for heartbeats; absent: there is no supervisor
-ENDED_BY_US = "MINDRESUME_SUPERVISOR_ENDED"     # environment: the supervisor has ended the start before, after a failure
-SUFFIX, STACKS = ".heartbeat", ".stacks"        # of the files of one process
-NONE = -1                                       # a number that is not known yet
+# environment: the folder for heartbeats; absent: there is no supervisor
+VARIABLE = "MINDRESUME_SUPERVISOR_DIR"
+# environment: the supervisor has ended the start before, after a failure
+ENDED_BY_US = "MINDRESUME_SUPERVISOR_ENDED"
+SUFFIX, STACKS = ".heartbeat", ".stacks"  # of the files of one process
+NONE = -1  # a number that is not known yet
 
 # A rank enters the phases in this order; TRAINING, SAVING and COMPILING more than once.
 # INFERENCE is an evaluation or a prediction without training.
-STARTING, JOINING, SELECTING, BUILDING, COMPILING, LOADING, FIRST_STEP, TRAINING, SAVING, INFERENCE, ENDING, ENDED = PHASES = (
-    "starting", "joining", "selecting", "building", "compiling", "loading", "first step", "training", "saving", "inference",
-    "ending", "ended")
+(
+    STARTING,
+    JOINING,
+    SELECTING,
+    BUILDING,
+    COMPILING,
+    LOADING,
+    FIRST_STEP,
+    TRAINING,
+    SAVING,
+    INFERENCE,
+    ENDING,
+    ENDED,
+) = PHASES = (
+    "starting",
+    "joining",
+    "selecting",
+    "building",
+    "compiling",
+    "loading",
+    "first step",
+    "training",
+    "saving",
+    "inference",
+    "ending",
+    "ended",
+)
 OUTCOMES = ("", FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED)
 
-_SIZE, _TEXT = 4096, 1024                       # bytes of the file; where the text begins
-_VERSION = 0x6D72_6862_0001                     # the first field; 0 while the file is being made
-_COUNTS = ("version", "pid", "ticks", "rank", "world_size", "phase", "step", "resumed", "begun", "written", "committed",
-           "outcome", "signal", "namespace", "writing", "unasked")
+_SIZE, _TEXT = 4096, 1024  # bytes of the file; where the text begins
+_VERSION = 0x6D72_6862_0001  # the first field; 0 while the file is being made
+_COUNTS = (
+    "version",
+    "pid",
+    "ticks",
+    "rank",
+    "world_size",
+    "phase",
+    "step",
+    "resumed",
+    "begun",
+    "written",
+    "committed",
+    "outcome",
+    "signal",
+    "namespace",
+    "writing",
+    "unasked",
+)
 _AT = {name: index for index, name in enumerate(_COUNTS)}
 _PROGRESSED, _CHANGED, _SECONDS, _ENTERED = 32, 33, 40, 60
 
@@ -49,9 +94,11 @@ class Saves:
     Attributes:
         begun: the newest step whose save has begun; NONE: none.
         written: the newest step that this rank has written; NONE: none.
-        committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or another rank.
+        committed: the newest step that is complete on all ranks, as rank 0 knows; NONE: none, or
+            another rank.
         writing: the step that a thread in the background is writing; 0: none.
     """
+
     begun: int = NONE
     written: int = NONE
     committed: int = NONE
@@ -68,6 +115,7 @@ class PhaseTimes:
         spent: {phase: seconds spent in it}, without the current phase.
         entered: {phase: when it was first entered, seconds since 1970}.
     """
+
     progressed: float = 0.0
     changed: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
@@ -80,7 +128,8 @@ class Heartbeat:
 
     Attributes:
         pid: of the process.
-        ticks: when that process was started, in clock ticks since boot: another process can have its number later.
+        ticks: when that process was started, in clock ticks since boot: another process can have
+            its number later.
         rank: NONE until it is known.
         world_size: ranks of the job; NONE: not known.
         phase: one of PHASES.
@@ -92,6 +141,7 @@ class Heartbeat:
         signal: makes the process write the stacks of its threads into a file; 0: none.
         output: output folder of the training; empty: not known.
     """
+
     pid: int
     ticks: int
     rank: int = NONE
@@ -119,7 +169,8 @@ class RankHeartbeat:
     def __init__(self, path: str):
         self.path, self._phase = path, 0
         with open(path, "xb+") as file:
-            try:            # a write to a page that a full tmpfs cannot provide would kill the process (SIGBUS)
+            # a write to a page that a full tmpfs cannot provide would kill the process (SIGBUS)
+            try:
                 os.posix_fallocate(file.fileno(), 0, _SIZE)
                 self._map = mmap.mmap(file.fileno(), _SIZE)
             except OSError:
@@ -127,8 +178,12 @@ class RankHeartbeat:
                 raise
         self._counts, self._times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
         for name in _COUNTS[1:]:
-            self._counts[_AT[name]] = 0 if name in ("phase", "outcome", "signal", "writing", "unasked") else NONE
-        self.set(pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0, namespace=process_namespace())
+            self._counts[_AT[name]] = (
+                0 if name in ("phase", "outcome", "signal", "writing", "unasked") else NONE
+            )
+        self.set(
+            pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0, namespace=process_namespace()
+        )
         self._times[_PROGRESSED] = self._times[_CHANGED] = runtime.monotonic()
         self._times[_ENTERED] = runtime.time()
         self._counts[0] = _VERSION
@@ -171,11 +226,12 @@ class RankHeartbeat:
         """Records the output folder of the training; one that is too long is not recorded."""
         text = os.fsencode(os.path.abspath(folder))
         if len(text) < _SIZE - _TEXT:
-            self._map[_TEXT:_TEXT + len(text) + 1] = text + b"\0"
+            self._map[_TEXT : _TEXT + len(text) + 1] = text + b"\0"
 
 
 def read_heartbeat(path: str) -> Heartbeat | None:
-    """Returns the heartbeat in a file; None if it is being made, is not of this version, or cannot be read."""
+    """Returns the heartbeat in a file; None if it is being made, is not of this version, or cannot
+    be read."""
     try:
         data = Path(path).read_bytes()
     except OSError:
@@ -188,15 +244,23 @@ def read_heartbeat(path: str) -> Heartbeat | None:
         return None
     numbers = {name: counts[_AT[name]] for name in _COUNTS[1:] if name not in ("phase", "outcome")}
     saves = Saves(*(numbers.pop(name) for name in ("begun", "written", "committed", "writing")))
-    spent, entered = ({each: times[start + index] for index, each in enumerate(PHASES) if times[start + index]}
-                      for start in (_SECONDS, _ENTERED))
-    return Heartbeat(**numbers, phase=PHASES[phase], outcome=OUTCOMES[outcome], saves=saves,
-                     times=PhaseTimes(times[_PROGRESSED], times[_CHANGED], spent, entered),
-                     output=os.fsdecode(data[_TEXT:].partition(b"\0")[0]))
+    spent, entered = (
+        {each: times[start + index] for index, each in enumerate(PHASES) if times[start + index]}
+        for start in (_SECONDS, _ENTERED)
+    )
+    return Heartbeat(
+        **numbers,
+        phase=PHASES[phase],
+        outcome=OUTCOMES[outcome],
+        saves=saves,
+        times=PhaseTimes(times[_PROGRESSED], times[_CHANGED], spent, entered),
+        output=os.fsdecode(data[_TEXT:].partition(b"\0")[0]),
+    )
 
 
 def read_heartbeats(folder: str) -> list[Heartbeat]:
-    """Returns the heartbeats in ``folder``, by rank and process; empty if there is no such folder."""
+    """Returns the heartbeats in ``folder``, by rank and process; empty if there is no such
+    folder."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,11 +1,13 @@
 """Read locks, which keep a checkpoint from being removed while it is read.
 
-    lock = acquire_read_lock(directory, attempt, commit_dir)       # None: the checkpoint is gone, select again
-    read_locks(directory)                                           # {name of an attempt folder: who reads it}
-    announce_removal(directory, names)                              # by a removal, before it checks for read locks
+    # None: the checkpoint is gone, select again
+    lock = acquire_read_lock(directory, attempt, commit_dir)
+    read_locks(directory)  # {name of an attempt folder: who reads it}
+    announce_removal(directory, names)  # by a removal, before it checks for read locks
 
 Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
 """
+
 from __future__ import annotations
 
 import os
@@ -32,22 +34,32 @@ from mindresume.coordination.shared_folder import Watch
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
 
-WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"          # prefix of the names of the leases of readers and removals
-GIVEN_UP = 40                   # heartbeats after which the read lock of a silent reader on another machine expires
-_LOOKS, _PAUSE = 20, 0.5        # checks of a reader while a removal is announced, and seconds between
+# prefix of the names of the leases of readers and removals
+WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"
+# heartbeats after which the read lock of a silent reader on another machine expires
+GIVEN_UP = 40
+# checks of a reader while a removal is announced, and seconds between
+_LOOKS, _PAUSE = 20, 0.5
 
 
-def acquire_read_lock(directory: CheckpointDir, attempt: str, commit_dir: str, beat: float = BEAT,
-                      sleep: Callable[[float], None] = runtime.sleep, purpose: str = LOADING, outwaited: set[str] | None = None
-                      ) -> Lease | None:
+def acquire_read_lock(
+    directory: CheckpointDir,
+    attempt: str,
+    commit_dir: str,
+    beat: float = BEAT,
+    sleep: Callable[[float], None] = runtime.sleep,
+    purpose: str = LOADING,
+    outwaited: set[str] | None = None,
+) -> Lease | None:
     """Locks a checkpoint against removal.
 
     Args:
         attempt: the name of its folder of records.
         commit_dir: the folder whose rename un-commits it.
         purpose: LOADING or SCRUBBING.
-        outwaited: runs whose announcements an earlier call has waited for as long as it waits; more are added. So a process that
-            opens one checkpoint after the other waits once for all that do not go away.
+        outwaited: runs whose announcements an earlier call has waited for as long as it waits; more
+            are added. So a process that opens one checkpoint after the other waits once for all
+            that do not go away.
     Returns:
         The lock, with heartbeats; None if the checkpoint is gone: select again.
     Raises:
@@ -57,56 +69,76 @@ def acquire_read_lock(directory: CheckpointDir, attempt: str, commit_dir: str, b
     outwaited = set() if outwaited is None else outwaited
     try:
         stay: list[set[str]] = []
-        while len(stay) < _LOOKS and (announced := _announced_removals(directory, attempt, lease) - outwaited):
+        while len(stay) < _LOOKS and (
+            announced := _announced_removals(directory, attempt, lease) - outwaited
+        ):
             stay.append(announced)
-            sleep(_PAUSE)                 # the removal may have checked for read locks before this one existed
+            # the removal may have checked for read locks before this one existed
+            sleep(_PAUSE)
         if len(stay) == _LOOKS:
             outwaited |= set.intersection(*stay)
         there = directory.storage.status(commit_dir) is not None
     except BaseException:
         lease.release()
         raise
-    if not there:                         # the removal was faster
+    if not there:  # the removal was faster
         lease.release()
         return None
     return lease.start()
 
 
 def announce_removal(directory: CheckpointDir, names: Iterable[str]) -> Lease:
-    """Announces to readers that the attempts ``names`` are about to be removed. Returns a lease to release after that. A removal
-    announces itself and then checks for read locks; a reader publishes its lock and then checks for announcements: one of the two
-    sees the other, so a folder is never renamed under a reader. Raises OSError if it cannot be written."""
+    """Announces to readers that the attempts ``names`` are about to be removed. Returns a lease to
+    release after that. A removal announces itself and then checks for read locks; a reader
+    publishes its lock and then checks for announcements: one of the two sees the other, so a folder
+    is never renamed under a reader. Raises OSError if it cannot be written."""
     return _lease_without_number(directory, REMOVING, tuple(names), 0.0)
 
 
-def _lease_without_number(directory: CheckpointDir, purpose: str, names: tuple[str, ...], beat: float) -> Lease:
-    holder = replace(holder_of_this_process(purpose, holds=names), run=run_name(READER, runtime.token_hex(4)), every=beat)
+def _lease_without_number(
+    directory: CheckpointDir, purpose: str, names: tuple[str, ...], beat: float
+) -> Lease:
+    holder = replace(
+        holder_of_this_process(purpose, holds=names),
+        run=run_name(READER, runtime.token_hex(4)),
+        every=beat,
+    )
     lease = Lease(directory, holder)
     try:
         lease.publish()
-    except BaseException:                 # the lease may exist after an error, too
+    except BaseException:  # the lease may exist after an error, too
         lease.release()
         raise
     return lease
 
 
 def _announced_removals(directory: CheckpointDir, attempt: str, own: Lease) -> set[str]:
-    """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease may be one, and counts. Leases
-    of jobs and the ``own`` one, which are none, are not read."""
-    others = [name for name in _leases_without_number(directory) if name != os.path.basename(own.path)]
+    """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease
+    may be one, and counts. Leases of jobs and the ``own`` one, which are none, are not read."""
+    others = [
+        name for name in _leases_without_number(directory) if name != os.path.basename(own.path)
+    ]
     found, unreadable = read_leases(directory, others)
-    return {holder.run for holder in found if holder.purpose == REMOVING and attempt in holder.holds and
-            is_alive(holder) is not False} | unreadable.keys()
+    return {
+        holder.run
+        for holder in found
+        if holder.purpose == REMOVING and attempt in holder.holds and is_alive(holder) is not False
+    } | unreadable.keys()
 
 
 def _leases_without_number(directory: CheckpointDir) -> list[str]:
     """Returns the names of the leases of readers and removals."""
-    return [name for name in directory.storage.list(directory.path(FOLDER)) if name.startswith(WITHOUT_NUMBER)]
+    return [
+        name
+        for name in directory.storage.list(directory.path(FOLDER))
+        if name.startswith(WITHOUT_NUMBER)
+    ]
 
 
 class ReadLocks:
-    """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It remembers heartbeats between calls, so
-    that the lock of a reader that died on another machine expires. An unreadable lease may lock any checkpoint, for as long."""
+    """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It
+    remembers heartbeats between calls, so that the lock of a reader that died on another machine
+    expires. An unreadable lease may lock any checkpoint, for as long."""
 
     def __init__(self, directory: CheckpointDir, time: runtime.Clock = runtime):
         self.directory, self._watch = directory, Watch(time.monotonic)
@@ -116,15 +148,28 @@ class ReadLocks:
         found, unreadable = read_leases(self.directory, _leases_without_number(self.directory))
         for run, why in unreadable.items():
             if not self._silent(run, None, BEAT):
-                held.update({name: f"perhaps, by a reader: {lease_path(self.directory.root, run)} cannot be read ({why})"
-                             for name in self._all_attempts()})
+                held.update(
+                    {
+                        name: f"perhaps, by a reader: {lease_path(self.directory.root, run)} "
+                        f"cannot be read ({why})"
+                        for name in self._all_attempts()
+                    }
+                )
         for holder in found:
             if holder.holds and self._is_active(holder) and holder.purpose != REMOVING:
-                held.update({name: f"{holder.purpose} by process {holder.pid} on host {holder.host}" for name in holder.holds})
+                held.update(
+                    {
+                        name: f"{holder.purpose} by process {holder.pid} on host {holder.host}"
+                        for name in holder.holds
+                    }
+                )
         return held
 
     def _is_active(self, holder: LeaseHolder) -> bool:
-        silent, state = self._silent(holder.run, holder.beat, max(holder.every, BEAT)), is_alive(holder)
+        silent, state = (
+            self._silent(holder.run, holder.beat, max(holder.every, BEAT)),
+            is_alive(holder),
+        )
         if state is False or (state is None and silent):
             with suppress(OSError):
                 self.directory.storage.remove(lease_path(self.directory.root, holder.run))
@@ -132,13 +177,17 @@ class ReadLocks:
         return True
 
     def _silent(self, run: str, beat: int | None, every: float) -> bool:
-        """Returns whether a lease had no heartbeat for ``GIVEN_UP`` intervals. ``beat``: None while it cannot be read."""
+        """Returns whether a lease had no heartbeat for ``GIVEN_UP`` intervals. ``beat``: None while
+        it cannot be read."""
         seen = self._watch.see(run, beat)
         return self._watch.clock() - seen.since > every * GIVEN_UP
 
     def _all_attempts(self) -> set[str]:
         directory = self.directory
-        names = [*directory.storage.list(directory.path(FOLDER)), *iteration_record_names(directory)]
+        names = [
+            *directory.storage.list(directory.path(FOLDER)),
+            *iteration_record_names(directory),
+        ]
         return {name for name, _, _ in attempts(list(map(strip_trash, names)))}
 
 

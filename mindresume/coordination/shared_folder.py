@@ -1,12 +1,15 @@
-"""Tells which members of a shared folder are alive: each has a small file with a number, and is alive while the number grows.
+"""Tells which members of a shared folder are alive: each has a small file with a number, and is
+alive while the number grows.
 
     watch = Watch(clock)
     seen = watch.see("run 3", number)           # each time that the file was read
     clock() - seen.since                        # seconds of silence
 
-Leases (``lease``) and the states of supervisors (``supervisor.rendezvous``) are such files. Clocks of hosts are never compared:
-a number is as old as the time since this process first saw it. The caches of a network file system can show it late.
+Leases (``lease``) and the states of supervisors (``supervisor.rendezvous``) are such files. Clocks
+of hosts are never compared: a number is as old as the time since this process first saw it. The
+caches of a network file system can show it late.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
@@ -15,7 +18,8 @@ from typing import Any
 
 from mindresume import runtime
 
-_GAP = 10.0                     # seconds between two readings of a clock; of a longer gap no more count
+# seconds between two readings of a clock; of a longer gap no more count
+_GAP = 10.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Sighting:
         advances: how often the number was seen to change.
         content: of the file with this number.
     """
+
     number: int | None
     first: float
     since: float
@@ -37,36 +42,42 @@ class Sighting:
 
 
 class Watch:
-    """Remembers the numbers of members. ``clock``: monotonic; an ``AwakeClock`` where the watcher can be suspended."""
+    """Remembers the numbers of members. ``clock``: monotonic; an ``AwakeClock`` where the watcher
+    can be suspended."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock = clock
         self.members: dict[Hashable, Sighting] = {}
 
     def see(self, member: Hashable, number: int | None, content: Any = None) -> Sighting:
-        """Notes the number of a member. Returns what is known of it, with the ``content`` of its newest file."""
+        """Notes the number of a member. Returns what is known of it, with the ``content`` of its
+        newest file."""
         before, now = self.members.get(member), self.clock()
         if before is not None and before.number == number:
             return before
-        seen = Sighting(number, now, now, 0, content) if before is None else Sighting(
-            number, before.first, now, before.advances + 1, content)
-        self.members = {**self.members, member: seen}           # others iterate over it
+        seen = (
+            Sighting(number, now, now, 0, content)
+            if before is None
+            else Sighting(number, before.first, now, before.advances + 1, content)
+        )
+        self.members = {**self.members, member: seen}  # others iterate over it
         return seen
 
 
 class AwakeClock:
-    """A monotonic clock that stands still while this process is suspended (SIGSTOP, Slurm's suspend, a paused container or
-    machine): nobody could make progress then, or be heard of. It is read several times a second, and a gap between two readings
-    shows that nobody could."""
+    """A monotonic clock that stands still while this process is suspended (SIGSTOP, Slurm's
+    suspend, a paused container or machine): nobody could make progress then, or be heard of. It is
+    read several times a second, and a gap between two readings shows that nobody could."""
 
     def __init__(self, time: runtime.Clock = runtime):
         self._time, self._last, self._lock = time, time.monotonic(), runtime.Lock()
-        self._gaps: list[tuple[float, float]] = []              # (end, seconds that do not count)
+        self._gaps: list[tuple[float, float]] = []  # (end, seconds that do not count)
 
     def __call__(self) -> float:
         with self._lock:
             now = self._time.monotonic()
-            if now - self._last > _GAP:                         # a slow disk counts a little, so that no watch is endless
+            # a slow disk counts a little, so that no watch is endless
+            if now - self._last > _GAP:
                 self._gaps.append((now, now - self._last - _GAP))
             self._last = now
         return self.at(now)

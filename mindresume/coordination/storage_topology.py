@@ -1,15 +1,20 @@
 """Finds which ranks share storage, and where nodes share no disk, which checkpoint all nodes have.
 
-    groups = find_shared_groups(directory, group)       # every rank, at the start: a probe file of each node; who sees it
+    # every rank, at the start: a probe file of each node; who sees it
+    groups = find_shared_groups(directory, group)
     peers = PeerState(directory, run, groups, rank, uploads)
-    peers.on_peer_state(rows_of_all_ranks(peers.local_state()))         # all ranks at the same step, see ``preemption``
+    # all ranks at the same step, see ``preemption``
+    peers.on_peer_state(rows_of_all_ranks(peers.local_state()))
 
-    {root}/.mindresume/common          name of the newest checkpoint that all nodes have; empty: none is known
+    {root}/.mindresume/common          name of the newest checkpoint that all nodes have; empty:
+                                       none is known
 
-Each group commits what its own ranks recorded. The ranks exchange their checkpoints now and then, and each node records the
-newest common one. Retention keeps it: a node that is ahead must not remove the last checkpoint that the others have too. If no
-upload is in progress, that checkpoint is uploaded next; each node locks it now (``mindresume.saving.replication``).
+Each group commits what its own ranks recorded. The ranks exchange their checkpoints now and then,
+and each node records the newest common one. Retention keeps it: a node that is ahead must not
+remove the last checkpoint that the others have too. If no upload is in progress, that checkpoint is
+uploaded next; each node locks it now (``mindresume.saving.replication``).
 """
+
 from __future__ import annotations
 
 import os
@@ -24,21 +29,33 @@ from mindresume.coordination.lease import Lease, holder_of_this_process, lease_h
 from mindresume.coordination.process_identity import mount_namespace
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import CheckpointDir
-from mindresume.model.manifest import FOLDER, MANIFEST, MAX_NAME, PROBE, attempts, is_probe, run_name, run_sequence
+from mindresume.model.manifest import (
+    FOLDER,
+    MANIFEST,
+    MAX_NAME,
+    PROBE,
+    attempts,
+    is_probe,
+    run_name,
+    run_sequence,
+)
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import is_local
 from mindresume.storage.operations import publish, read_bytes, remove_stale
 
-PATIENCE = 65                   # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
-LOOKS = 5                       # the same, for local disks
+# checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
+PATIENCE = 65
+LOOKS = 5  # the same, for local disks
 COMMON = "common"
-_NEWEST = 8                     # checkpoints of a group that are sent to the others
+_NEWEST = 8  # checkpoints of a group that are sent to the others
 _WHY = "nodes share no disk, and not all of them are known to have a newer one"
 
 
 @dataclass(frozen=True)
 class SharedGroups:
-    """Groups of ranks that share storage. ``leaders``: by rank, the first rank of those that see the same directory."""
+    """Groups of ranks that share storage. ``leaders``: by rank, the first rank of those that see
+    the same directory."""
+
     leaders: tuple[int, ...]
 
     @property
@@ -47,7 +64,9 @@ class SharedGroups:
 
     def ranks(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that see the directory of ``rank``."""
-        return tuple(other for other, leader in enumerate(self.leaders) if leader == self.leaders[rank])
+        return tuple(
+            other for other, leader in enumerate(self.leaders) if leader == self.leaders[rank]
+        )
 
     def of_leaders(self, rows: Sequence[Any]) -> list[Any]:
         """Returns those of the rows of all ranks that are of the first rank of a group."""
@@ -61,23 +80,30 @@ def single_group(size: int) -> SharedGroups:
     return SharedGroups((0,) * size)
 
 
-def find_shared_groups(directory: CheckpointDir, group: Group, time: runtime.Clock = runtime) -> SharedGroups:
-    """Finds the groups of ranks that share ``root``. In each container one rank writes a probe file; ranks that see the file of
-    another rank, or whose file it sees, share storage with it.
+def find_shared_groups(
+    directory: CheckpointDir, group: Group, time: runtime.Clock = runtime
+) -> SharedGroups:
+    """Finds the groups of ranks that share ``root``. In each container one rank writes a probe
+    file; ranks that see the file of another rank, or whose file it sees, share storage with it.
 
-    Two groups in one directory would both commit there, so all ranks check repeatedly until they are one group or no listing can
-    be so old (``PATIENCE``; local disks need less). Leaves nothing behind, and removes old probe files of dead jobs. Raises
-    CollectiveError on all ranks if one of them cannot list or write there.
+    Two groups in one directory would both commit there, so all ranks check repeatedly until they
+    are one group or no listing can be so old (``PATIENCE``; local disks need less). Leaves nothing
+    behind, and removes old probe files of dead jobs. Raises CollectiveError on all ranks if one of
+    them cannot list or write there.
     """
     if group.size == 1:
         return single_group(1)
     holder, path = holder_of_this_process(""), os.path.realpath(directory.root)
     container = f"{holder.machine}/{mount_namespace()}"
-    mounts = gather_results(group, lambda: [holder.host, container, path, is_local(path), runtime.token_hex(4)])
+    mounts = gather_results(
+        group, lambda: [holder.host, container, path, is_local(path), runtime.token_hex(4)]
+    )
     first: dict[tuple[Any, ...], int] = {}
     for rank, mount in enumerate(mounts):
         first.setdefault(tuple(mount[:4]), rank)
-    probes = _Probes(directory.storage, directory.path(FOLDER), mounts[0][4], group.rank, sorted(first.values()))
+    probes = _Probes(
+        directory.storage, directory.path(FOLDER), mounts[0][4], group.rank, sorted(first.values())
+    )
     try:
         gather_results(group, probes.write)
         for attempt in range(LOOKS if all(mount[3] for mount in mounts) else PATIENCE):
@@ -87,7 +113,7 @@ def find_shared_groups(directory: CheckpointDir, group: Group, time: runtime.Clo
             leaders = _leaders([int(row, 16) for row in rows], probes.ranks)
             if not any(leaders):
                 break
-    except BaseException:                           # also KeyboardInterrupt
+    except BaseException:  # also KeyboardInterrupt
         with suppress(OSError):
             probes.remove()
             probes.remove_empty_folder()
@@ -96,14 +122,16 @@ def find_shared_groups(directory: CheckpointDir, group: Group, time: runtime.Clo
         with suppress(OSError):
             probes.remove_stale()
     gather_results(group, probes.remove)
-    gather_results(group, probes.remove_empty_folder)       # no rank goes on while the folder may be removed
+    # no rank goes on while the folder may be removed
+    gather_results(group, probes.remove_empty_folder)
     return SharedGroups(leaders)
 
 
 @dataclass(frozen=True)
 class _Probes:
-    """The probe files of one search, as this rank handles them. ``tag``: of the search. ``ranks``: that write one; the others
-    only read the folder."""
+    """The probe files of one search, as this rank handles them. ``tag``: of the search. ``ranks``:
+    that write one; the others only read the folder."""
+
     storage: Storage
     folder: str
     tag: str
@@ -119,11 +147,17 @@ class _Probes:
             publish(self.storage, self.path(self.rank), [b""], self.tag)
 
     def visible(self) -> str:
-        """Returns a bit for each of ``ranks``, whether its file is visible here, in few bytes: each of thousands of ranks sends
-        them to all others. A listing may be a minute old; a name that this host never looked up is looked up on the server."""
+        """Returns a bit for each of ``ranks``, whether its file is visible here, in few bytes: each
+        of thousands of ranks sends them to all others. A listing may be a minute old; a name that
+        this host never looked up is looked up on the server."""
         listed = set(self.storage.list(self.folder))
         paths = [self.path(rank) for rank in self.ranks]
-        bits = ["1" if os.path.basename(path) in listed or self.storage.status(path) is not None else "0" for path in paths]
+        bits = [
+            "1"
+            if os.path.basename(path) in listed or self.storage.status(path) is not None
+            else "0"
+            for path in paths
+        ]
         return f"{int(''.join(bits), 2):x}"
 
     def remove(self) -> None:
@@ -133,21 +167,29 @@ class _Probes:
     def remove_stale(self) -> None:
         """Removes what dead jobs have left."""
         if self.rank in self.ranks:
-            others = [name for name in self.storage.list(self.folder)
-                      if is_probe(name) and not name.startswith(f"{PROBE}{self.tag}")]
-            remove_stale(self.storage, [os.path.join(self.folder, name) for name in others], self.path(self.rank))
+            others = [
+                name
+                for name in self.storage.list(self.folder)
+                if is_probe(name) and not name.startswith(f"{PROBE}{self.tag}")
+            ]
+            remove_stale(
+                self.storage,
+                [os.path.join(self.folder, name) for name in others],
+                self.path(self.rank),
+            )
 
     def remove_empty_folder(self) -> None:
         if self.rank in self.ranks:
-            with suppress(OSError):                 # not empty; a listing may be old, so it is not asked
+            # not empty; a listing may be old, so it is not asked
+            with suppress(OSError):
                 self.storage.remove(self.folder)
 
 
 def _leaders(rows: Sequence[int], probers: Sequence[int]) -> tuple[int, ...]:
-    """Returns, by rank, the first rank that shares storage with it, directly or through others. ``rows``: by rank, a bit for each
-    of ``probers``, the last one the lowest."""
+    """Returns, by rank, the first rank that shares storage with it, directly or through others.
+    ``rows``: by rank, a bit for each of ``probers``, the last one the lowest."""
     leader = list(range(len(rows)))
-    for row in set(rows):                           # a few kinds of thousands of rows
+    for row in set(rows):  # a few kinds of thousands of rows
         visible = [rank for index, rank in enumerate(reversed(probers)) if row >> index & 1]
         for rank in [rank for rank, other in enumerate(rows) if other == row and visible] + visible:
             one, two = sorted((_top(leader, rank), _top(leader, visible[0])))
@@ -162,44 +204,64 @@ def _top(leader: list[int], rank: int) -> int:
 
 
 def check_not_shared(lease: Lease) -> None:
-    """Raises LeaseHeldError if two leaders have acquired the same directory for one run. Called after all leaders have
-    acquired theirs."""
+    """Raises LeaseHeldError if two leaders have acquired the same directory for one run. Called
+    after all leaders have acquired theirs."""
     me = lease.holder
     for other in lease_holders(lease.directory):
-        if other.run == me.run and (other.host, other.machine, other.pid) != (me.host, me.machine, me.pid):
-            raise LeaseHeldError(f"{lease.directory.root} counted as a separate folder on each node, because the nodes did not "
-                                   f"see each other's files there, but host {other.host} and host {me.host} now find each "
-                                   f"other's lease in it. The file system shows new files too late: start the job again")
+        if other.run == me.run and (other.host, other.machine, other.pid) != (
+            me.host,
+            me.machine,
+            me.pid,
+        ):
+            raise LeaseHeldError(
+                f"{lease.directory.root} counted as a separate folder on each node, because the "
+                "nodes did not "
+                f"see each other's files there, but host {other.host} and host {me.host} now find "
+                "each "
+                "other's lease in it. The file system shows new files too late: start the job "
+                "again"
+            )
 
 
 def next_common_run(directory: CheckpointDir, group: Group) -> str:
-    """Returns the name of a run later than every run in the directory of any rank; the same on all ranks."""
+    """Returns the name of a run later than every run in the directory of any rank; the same on all
+    ranks."""
     rows = gather_results(group, lambda: next_run(directory.storage.list(directory.path(FOLDER))))
     return run_name(max(map(run_sequence, rows)), rows[0].rpartition("-")[2])
 
 
-# ---- the checkpoint that all nodes have ---------------------------------------------------------------------------------
+# ---- the checkpoint that all nodes have ----------------------------------------------------------
+
 
 def newest_committed(directory: CheckpointDir) -> list[str]:
     """Returns the names of the newest committed checkpoints in ``root``, newest first."""
-    names = sorted((name for name, _, _ in attempts(directory.storage.list(directory.path(FOLDER)))), key=order_of, reverse=True)
+    names = sorted(
+        (name for name, _, _ in attempts(directory.storage.list(directory.path(FOLDER)))),
+        key=order_of,
+        reverse=True,
+    )
     found = []
     for name in names:
-        with suppress(OSError):                                 # others must not rely on one that cannot be listed
-            if len(found) < _NEWEST and MANIFEST in directory.storage.list(directory.path(FOLDER, name)):
+        # others must not rely on one that cannot be listed
+        with suppress(OSError):
+            if len(found) < _NEWEST and MANIFEST in directory.storage.list(
+                directory.path(FOLDER, name)
+            ):
                 found.append(name)
     return found
 
 
 def newest_common(rows: Sequence[Any]) -> str:
-    """Returns the newest name that is in all ``rows``: the ``committed`` names of each group. Empty if there is none."""
+    """Returns the newest name that is in all ``rows``: the ``committed`` names of each group. Empty
+    if there is none."""
     names = set.intersection(*(set(row) for row in rows)) if rows else set()
     return max(names, key=order_of, default="")
 
 
 def order_of(name: str) -> tuple[int, int]:
-    """Returns the sort key of a folder of records: run, then step. Raises ValueError for another name."""
-    (_, step, run), = attempts([name])                          # ValueError for another name
+    """Returns the sort key of a folder of records: run, then step. Raises ValueError for another
+    name."""
+    ((_, step, run),) = attempts([name])  # ValueError for another name
     return run_sequence(run), step
 
 
@@ -215,15 +277,15 @@ def clear_common(directory: CheckpointDir) -> None:
 
 
 def protected_by_peers(directory: CheckpointDir) -> Mapping[str, str]:
-    """Returns {name of an attempt folder: why it must stay}: the recorded checkpoint and all newer ones. Empty for a directory
-    without a record."""
+    """Returns {name of an attempt folder: why it must stay}: the recorded checkpoint and all newer
+    ones. Empty for a directory without a record."""
     names = directory.storage.list(directory.path(FOLDER))
     if COMMON not in names:
         return {}
     try:
         noted = read_bytes(directory.storage, directory.path(FOLDER, COMMON), MAX_NAME).decode()
         least = order_of(noted) if noted else (0, 0)
-    except (OSError, ValueError):                               # unreadable: keep all
+    except (OSError, ValueError):  # unreadable: keep all
         least = (0, 0)
     return {name: _WHY for name, _, _ in attempts(names) if order_of(name) >= least}
 
@@ -238,8 +300,10 @@ class Uploads(Protocol):
 
 @dataclass
 class PeerState:
-    """Sends the state of each leader (first rank of a group that shares storage) to the others, and acts on all states. Where all
-    ranks share the directory there is nothing to exchange. ``uploads``: of this rank, if checkpoints are uploaded."""
+    """Sends the state of each leader (first rank of a group that shares storage) to the others, and
+    acts on all states. Where all ranks share the directory there is nothing to exchange.
+    ``uploads``: of this rank, if checkpoints are uploaded."""
+
     directory: CheckpointDir
     run: str
     shared_groups: SharedGroups
@@ -248,24 +312,27 @@ class PeerState:
     _recorded: str | None = None
 
     def local_state(self) -> Any:
-        """Returns [names of the newest checkpoints of this group, whether an upload can begin]; None: nothing to exchange."""
+        """Returns [names of the newest checkpoints of this group, whether an upload can begin];
+        None: nothing to exchange."""
         if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return None
         try:
             names = newest_committed(self.directory)
-        except OSError:                                 # then no checkpoint is common, and nothing is removed
+        except OSError:
+            # then no checkpoint is common, and nothing is removed
             names = []
         return [names, self.uploads is not None and self.uploads.ready()]
 
     def on_peer_state(self, rows: Sequence[Any]) -> None:
-        """Acts on ``rows``, the local states of all ranks. Raises OSError if the common checkpoint cannot be recorded: then
-        nothing newer than the recorded one is removed."""
+        """Acts on ``rows``, the local states of all ranks. Raises OSError if the common checkpoint
+        cannot be recorded: then nothing newer than the recorded one is removed."""
         if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return
         leaders = self.shared_groups.of_leaders(rows)
         common = newest_common([names for names, _ in leaders])
         if self.uploads is not None and leaders[0][1]:
-            self.uploads.schedule(common)           # before the record: after it older ones may be removed
+            # before the record: after it older ones may be removed
+            self.uploads.schedule(common)
         self.record(common)
 
     def record(self, name: str) -> None:

@@ -1,4 +1,5 @@
 """Defines what all events have, and what several lines of the log share."""
+
 from __future__ import annotations
 
 import re
@@ -12,7 +13,12 @@ from mindresume.typed import decode, json_value
 
 INFO, WARNING, ERROR = "info", "warning", "error"
 DISK, MEMORY = "disk", "memory"
-FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED = "finished", "preempted", "nothing_to_train", "failed"
+FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED = (
+    "finished",
+    "preempted",
+    "nothing_to_train",
+    "failed",
+)
 
 _KINDS: dict[str, type[Event]] = {}
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
@@ -20,8 +26,10 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of all events. ``kind``: the class name in snake_case, which names the event in the event file. ``log_level``:
-    of its line in the log: INFO, WARNING or ERROR. ``template``: the line, with names of fields; empty: there is none."""
+    """Base class of all events. ``kind``: the class name in snake_case, which names the event in
+    the event file. ``log_level``: of its line in the log: INFO, WARNING or ERROR. ``template``: the
+    line, with names of fields; empty: there is none."""
+
     kind: ClassVar[str] = ""
     log_level: ClassVar[str] = INFO
     template: ClassVar[str] = ""
@@ -35,10 +43,13 @@ class Event:
         return self.template.format_map(vars(self))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns {"event": kind, field: value, ...} without fields that are None. NaN and infinity, which JSON does not have,
-        become None."""
+        """Returns {"event": kind, field: value, ...} without fields that are None. NaN and
+        infinity, which JSON does not have, become None."""
         values = {field.name: json_value(getattr(self, field.name)) for field in fields(self)}
-        return {"event": self.kind, **{name: value for name, value in values.items() if value is not None}}
+        return {
+            "event": self.kind,
+            **{name: value for name, value in values.items() if value is not None},
+        }
 
 
 Emit = Callable[[Event], None]
@@ -49,13 +60,16 @@ def ignore(event: Event) -> None:
 
 
 def event_from_json(value: Mapping[str, Any]) -> Event | None:
-    """Returns the event that ``value`` describes; ignores unknown fields. Returns None for an unknown kind, and if a field
-    without default is missing, or a value has the wrong type or is not allowed."""
+    """Returns the event that ``value`` describes; ignores unknown fields. Returns None for an
+    unknown kind, and if a field without default is missing, or a value has the wrong type or is not
+    allowed."""
     known = _KINDS.get(value["event"]) if isinstance(value.get("event"), str) else None
     if known is None:
         return None
     try:
-        return decode(known, {name: found for name, found in value.items() if found is not None}, known.kind)
+        return decode(
+            known, {name: found for name, found in value.items() if found is not None}, known.kind
+        )
     except (ConfigError, RecordError):
         return None
 

@@ -1,4 +1,5 @@
 """Passes events on to handlers, such as the log."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,11 +23,11 @@ class Handler(Protocol):
 
 
 class Emitter:
-    """Passes each event on to all handlers: ``emit = Emitter(LogLines(logger), event_file)``; then ``emit(event)`` from any
-    thread.
+    """Passes each event on to all handlers: ``emit = Emitter(LogLines(logger), event_file)``; then
+    ``emit(event)`` from any thread.
 
-    No error of a handler reaches the caller: a training must not end because a log line cannot be written. A handler that fails
-    is removed, and the others receive one Notice about it.
+    No error of a handler reaches the caller: a training must not end because a log line cannot be
+    written. A handler that fails is removed, and the others receive one Notice about it.
     """
 
     def __init__(self, *handlers: Handler, clock: Callable[[], float] = runtime.time):
@@ -43,7 +44,7 @@ class Emitter:
             except Exception as error:
                 try:
                     self._handlers.remove(handler)
-                except ValueError:                          # another thread removed it first
+                except ValueError:  # another thread removed it first
                     continue
                 self(warning(f"{type(handler).__name__} failed and is off from now on: {error}"))
 
@@ -56,7 +57,8 @@ class Emitter:
 
 
 class LogLines:
-    """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with its methods."""
+    """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with
+    its methods."""
 
     def __init__(self, logger: Any):
         self.logger = logger
@@ -70,8 +72,11 @@ class LogLines:
 
 
 def texts_into(texts: list[str]) -> Emit:
-    """Returns an emitter that appends the log line of each event to ``texts``, unless the event has none."""
+    """Returns an emitter that appends the log line of each event to ``texts``, unless the event has
+    none."""
+
     def emit(event: Event) -> None:
         if text := event.line():
             texts.append(text)
+
     return emit

@@ -1,8 +1,9 @@
 """Reports the progress of long work: one event every few seconds, none for work that ends sooner.
 
-    progress = ProgressReporter("saving step 500", emit)
-    progress.expect(80 << 30); progress.advance(1 << 20) ...
+progress = ProgressReporter("saving step 500", emit)
+progress.expect(80 << 30); progress.advance(1 << 20) ...
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Protocol
 from mindresume import runtime
 from mindresume.events import Emit, WorkProgress, ignore
 
-EVERY = 10.0                    # seconds between two events
+EVERY = 10.0  # seconds between two events
 
 
 class Progress(Protocol):
-    """Receives byte counts from any thread: a progress bar, or any object with these two methods."""
+    """Receives byte counts from any thread: a progress bar, or any object with these two
+    methods."""
 
     def expect(self, count: int) -> None:
         """Receives the number of bytes to come, before the first ``advance``."""
@@ -35,8 +37,14 @@ class ProgressReporter:
         unit: what ``advance`` counts: "bytes", or a noun in the plural.
     """
 
-    def __init__(self, what: str, emit: Emit, every: float = EVERY, clock: Callable[[], float] = runtime.monotonic,
-                 unit: str = "bytes"):
+    def __init__(
+        self,
+        what: str,
+        emit: Emit,
+        every: float = EVERY,
+        clock: Callable[[], float] = runtime.monotonic,
+        unit: str = "bytes",
+    ):
         self.what, self.emit, self.every, self.clock, self.unit = what, emit, every, clock, unit
         self._lock = runtime.Lock()
         self.total = self.done = 0

@@ -1,18 +1,32 @@
-"""Names the phases of a recovery, in order, and the moments that end them. The supervisor measures them (``StartupMeasured``),
-the report shows them.
+"""Names the phases of a recovery, in order, and the moments that end them. The supervisor measures
+them (``StartupMeasured``), the report shows them.
 
-    failed attempt |-notice-|-end-|-start-|-import-|-join-|-select-|-build-|-load-|-compile-|-first step-|
-                 died    noticed ended started imported joined selected loading loaded compiled      stepped
+    failed attempt |-notice-|-end-|-start-|-import-|-join-|-select-|-build-|-load-|-compile-|-first
+    step-|
+                 died    noticed ended started imported joined selected loading loaded compiled
+                         stepped
 
-Each moment ends one phase. A moment that nothing recorded leaves its phase together with the next one: without a supervisor,
-"notice", "end" and "start" are one phase.
+Each moment ends one phase. A moment that nothing recorded leaves its phase together with the next
+one: without a supervisor, "notice", "end" and "start" are one phase.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PHASES = {"noticed": "notice", "ended": "end", "started": "start", "imported": "import", "joined": "join", "selected": "select",
-          "loading": "build", "loaded": "load", "compiled": "compile", "stepped": "first step"}      # ended by each moment
+PHASES = {
+    "noticed": "notice",
+    "ended": "end",
+    "started": "start",
+    "imported": "import",
+    "joined": "join",
+    "selected": "select",
+    # ended by each moment
+    "loading": "build",
+    "loaded": "load",
+    "compiled": "compile",
+    "stepped": "first step",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class Moments:
         compiled: the first step was compiled.
         stepped: the first step was done.
     """
+
     noticed: float | None = None
     ended: float | None = None
     started: float | None = None
@@ -45,8 +60,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class Phase:
-    """Describes a part of a recovery. ``names``: of the phases in it, several where nothing recorded the moments between them.
-    ``begin``, ``end``: seconds since 1970."""
+    """Describes a part of a recovery. ``names``: of the phases in it, several where nothing
+    recorded the moments between them. ``begin``, ``end``: seconds since 1970."""
+
     names: tuple[str, ...]
     begin: float
     end: float
@@ -61,8 +77,8 @@ class Phase:
 
 
 def phases_of(died: float, moments: Moments, first_step: float) -> tuple[Phase, ...]:
-    """Returns the phases between ``died`` and ``first_step`` (seconds since 1970). Moments that are out of order, by clocks of
-    different hosts, are left out."""
+    """Returns the phases between ``died`` and ``first_step`` (seconds since 1970). Moments that are
+    out of order, by clocks of different hosts, are left out."""
     rows: list[Phase] = []
     names: list[str] = []
     at = died

@@ -1,4 +1,5 @@
 """Defines the events of a run: its begin, its end, the resume, and what is for people alone."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class TrainingStarted(Event):
         process_started: when the kernel started this process, in seconds since 1970.
         imported: when its imports of MindSpore and mindformers were done, in seconds since 1970.
     """
+
     host: str
     process_id: int
     world_size: int
@@ -47,9 +49,11 @@ class RunOpened(Event):
         checkpoint_dir: the directory.
         file_prefix: prefix of the names of its files.
         world_size: ranks of the job.
-        save_steps: configured steps between two saves to disk; None: saves do not follow a number of steps.
+        save_steps: configured steps between two saves to disk; None: saves do not follow a number
+            of steps.
         memory_steps: the same of the tier in memory; None: there is none.
     """
+
     run_id: str
     checkpoint_dir: str
     file_prefix: str
@@ -62,33 +66,44 @@ class RunOpened(Event):
 
 @dataclass(frozen=True)
 class LeaseWatched(Event):
-    """The checkpoint directory has the lease of another job. It is watched for ``seconds``: a heartbeat in that time proves
-    the job alive. ``host``: of that job; None: the lease cannot be read."""
+    """The checkpoint directory has the lease of another job. It is watched for ``seconds``: a
+    heartbeat in that time proves the job alive. ``host``: of that job; None: the lease cannot be
+    read."""
+
     path: str
     run_id: str
     host: str | None
     seconds: float
 
     def line(self) -> str:
-        whose = f"run {self.run_id} on host {self.host} did not release its lease" if self.host else \
-            f"the lease of run {self.run_id} cannot be read"
+        whose = (
+            f"run {self.run_id} on host {self.host} did not release its lease"
+            if self.host
+            else f"the lease of run {self.run_id} cannot be read"
+        )
         return f"{whose} ({self.path}); watching its heartbeat for {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
 class StaleLeaseRemoved(Event):
-    """The lease of another job was removed: its process is gone, or no heartbeat came while it was watched, as in a copy."""
+    """The lease of another job was removed: its process is gone, or no heartbeat came while it was
+    watched, as in a copy."""
+
     run_id: str
     host: str
     process_id: int
 
-    template = ("removed the stale lease of run {run_id}: process {process_id} on host {host} does not save here any "
-                "more")
+    template = (
+        "removed the stale lease of run {run_id}: process {process_id} on host {host} does not "
+        "save here any "
+        "more"
+    )
 
 
 @dataclass(frozen=True)
 class PreemptionRequested(Event):
     """All ranks save ``step`` and stop. ``reason``: SIGTERM or graceful exit."""
+
     step: int
     reason: str
 
@@ -105,6 +120,7 @@ class TrainingEnded(Event):
         reason: empty for FINISHED.
         step: the last completed one.
     """
+
     outcome: str
     reason: str = ""
     step: int | None = None
@@ -112,7 +128,8 @@ class TrainingEnded(Event):
     def line(self) -> str:
         if self.outcome == PREEMPTED:
             return f"stopped because of {self.reason}; start the same command again to continue"
-        return self.reason if self.outcome == NOTHING_TO_TRAIN else ""       # the error of a failure is logged itself
+        # the error of a failure is logged itself
+        return self.reason if self.outcome == NOTHING_TO_TRAIN else ""
 
     def __post_init__(self) -> None:
         if self.outcome not in (FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED):
@@ -121,8 +138,9 @@ class TrainingEnded(Event):
 
 @dataclass(frozen=True)
 class CandidateRefused(Event):
-    """A checkpoint is refused. ``file``: the damaged or missing file, if there is one. ``weights_only``: only weights were to be
-    loaded."""
+    """A checkpoint is refused. ``file``: the damaged or missing file, if there is one.
+    ``weights_only``: only weights were to be loaded."""
+
     step: int | None
     reason: str
     file: str | None = None
@@ -133,7 +151,10 @@ class CandidateRefused(Event):
     def line(self) -> str:
         step = "?" if self.step is None else self.step
         file = f" ({self.file})" if self.file else ""
-        return f"not {'taking the weights of' if self.weights_only else 'resuming from'} step {step}: {self.reason}{file}"
+        return (
+            f"not {'taking the weights of' if self.weights_only else 'resuming from'} step "
+            f"{step}: {self.reason}{file}"
+        )
 
 
 @dataclass(frozen=True)
@@ -147,8 +168,10 @@ class CheckpointSelected(Event):
         checkpoint_dir: the directory it lies in.
         description: format, ranks and verification, for people.
         weights_only: counters and optimizer are not loaded.
-        source: DISK, or MEMORY: a tier in memory of the nodes; ``checkpoint_dir`` is then a folder of one node.
+        source: DISK, or MEMORY: a tier in memory of the nodes; ``checkpoint_dir`` is then a folder
+            of one node.
     """
+
     step: int | None
     epoch: int | None
     run_id: str | None
@@ -159,13 +182,17 @@ class CheckpointSelected(Event):
 
     def line(self) -> str:
         counters = "" if self.step is None else f" step {self.step}, epoch {self.epoch},"
-        return f"{'weights of' if self.weights_only else 'resume from'}{counters} {self.description}"
+        return (
+            f"{'weights of' if self.weights_only else 'resume from'}{counters} {self.description}"
+        )
 
 
 @dataclass(frozen=True)
 class VisibilityWaited(Event):
-    """The ranks waited until the selecting rank listed every checkpoint that another rank sees (NFS). ``missing``:
-    descriptions of those that it still does not list; the selection continues without them."""
+    """The ranks waited until the selecting rank listed every checkpoint that another rank sees
+    (NFS). ``missing``: descriptions of those that it still does not list; the selection continues
+    without them."""
+
     wait_seconds: float
     missing: tuple[str, ...] = ()
 
@@ -175,14 +202,21 @@ class VisibilityWaited(Event):
 
     def line(self) -> str:
         if self.missing:
-            return f"selecting without checkpoints that this host does not list: {'; '.join(self.missing)}"
-        return f"waited {self.wait_seconds:.0f} s until this host lists every checkpoint that the others see"
+            return (
+                "selecting without checkpoints that this host does not list: "
+                f"{'; '.join(self.missing)}"
+            )
+        return (
+            f"waited {self.wait_seconds:.0f} s until this host lists every checkpoint that the "
+            "others see"
+        )
 
 
 @dataclass(frozen=True)
 class VerifiedBytesKept(Event):
-    """This rank keeps ``kept_bytes`` of verified files in memory until they are loaded. It will read ``reread_bytes`` a second
-    time, as its memory ``budget_bytes`` is exhausted."""
+    """This rank keeps ``kept_bytes`` of verified files in memory until they are loaded. It will
+    read ``reread_bytes`` a second time, as its memory ``budget_bytes`` is exhausted."""
+
     kept_bytes: int
     reread_bytes: int
     budget_bytes: int
@@ -190,18 +224,25 @@ class VerifiedBytesKept(Event):
     def line(self) -> str:
         texts = []
         if self.kept_bytes:
-            texts.append(f"{size_text(self.kept_bytes)} of the verified files stay in memory until they are loaded")
+            texts.append(
+                f"{size_text(self.kept_bytes)} of the verified files stay in memory until they are "
+                "loaded"
+            )
         if self.reread_bytes:
-            texts.append(f"{size_text(self.reread_bytes)} of the verified files are read again when they are loaded: this rank "
-                         f"may keep {size_text(self.budget_bytes)} (half of its share of the free memory; "
-                         f"mindresume.staging_gib)")
+            texts.append(
+                f"{size_text(self.reread_bytes)} of the verified files are read again when they "
+                "are loaded: this rank "
+                f"may keep {size_text(self.budget_bytes)} (half of its share of the free memory; "
+                f"mindresume.staging_gib)"
+            )
         return "; ".join(texts)
 
 
 @dataclass(frozen=True)
 class FreshStart(Event):
-    """There is no checkpoint to resume from. ``is_expected``: the directory exists and no save in it ever completed; else the
-    directory does not exist, and its name may be wrong."""
+    """There is no checkpoint to resume from. ``is_expected``: the directory exists and no save in
+    it ever completed; else the directory does not exist, and its name may be wrong."""
+
     checkpoint_dir: str
     reason: str
     weights: str
@@ -216,8 +257,10 @@ class FreshStart(Event):
 
 @dataclass(frozen=True)
 class WeightsLoaded(Event):
-    """One rank has loaded its tensors. ``read_bytes``: read from files; ``size_bytes``: of the tensors; ``source``: for
-    people; ``seconds``: since the network was built, or since the load began."""
+    """One rank has loaded its tensors. ``read_bytes``: read from files; ``size_bytes``: of the
+    tensors; ``source``: for people; ``seconds``: since the network was built, or since the load
+    began."""
+
     rank: int
     tensors: int
     size_bytes: int
@@ -228,7 +271,10 @@ class WeightsLoaded(Event):
     def line(self) -> str:
         source = f", of {self.source}" if self.source else ""
         read = "" if self.read_bytes is None else f": {size_text(self.read_bytes)} read"
-        return f"rank {self.rank} loaded {counted(self.tensors, 'tensor')}, {size_text(self.size_bytes)}{source}{read}"
+        return (
+            f"rank {self.rank} loaded {counted(self.tensors, 'tensor')}, "
+            f"{size_text(self.size_bytes)}{source}{read}"
+        )
 
 
 @dataclass(frozen=True)
@@ -239,10 +285,12 @@ class ProgressRestored(Event):
         step: the last completed step, in steps of this run.
         epochs_done: completed epochs.
         saved_step: the same step, in steps of the run that saved.
-        step_scale: steps of this run per step of that run (differs from 1 after a change of the global batch size).
+        step_scale: steps of this run per step of that run (differs from 1 after a change of the
+            global batch size).
         global_batch_size: samples per step.
         loss_scale: None if loss scaling is off.
     """
+
     step: int
     epochs_done: int
     saved_step: int
@@ -251,9 +299,16 @@ class ProgressRestored(Event):
     loss_scale: float | None = None
 
     def line(self) -> str:
-        scaled = "" if self.step_scale == 1 else f"; steps scaled by {self.step_scale:g} from {self.saved_step}"
-        return (f"continues after step {self.step} ({counted(self.epochs_done, 'epoch')} done), global batch size "
-                f"{self.global_batch_size}, loss scale {self.loss_scale}{scaled}")
+        scaled = (
+            ""
+            if self.step_scale == 1
+            else f"; steps scaled by {self.step_scale:g} from {self.saved_step}"
+        )
+        return (
+            f"continues after step {self.step} ({counted(self.epochs_done, 'epoch')} done), global "
+            "batch size "
+            f"{self.global_batch_size}, loss scale {self.loss_scale}{scaled}"
+        )
 
 
 @dataclass(frozen=True)
@@ -264,9 +319,11 @@ class Resumed(Event):
         step: the last completed step.
         summary: rows of (part of the state, how it was restored, details).
         load_seconds: None if unknown.
-        lost_steps: least number of steps after the checkpoint that a failed job had completed; None: no job failed; 0: unknown.
+        lost_steps: least number of steps after the checkpoint that a failed job had completed;
+            None: no job failed; 0: unknown.
         lost_seconds: from the save of the checkpoint to this resume.
     """
+
     step: int
     summary: tuple[tuple[str, str, str], ...] = ()
     load_seconds: float | None = None
@@ -276,14 +333,24 @@ class Resumed(Event):
     def line(self) -> str:
         lines = [f"resumed after step {self.step}{self._lost()}"]
         width = max((len(name) for name, _, _ in self.summary), default=0)
-        return "\n".join(lines + [f"  {name:<{width}}  {how:<10}  {details}" for name, how, details in self.summary])
+        return "\n".join(
+            lines
+            + [f"  {name:<{width}}  {how:<10}  {details}" for name, how, details in self.summary]
+        )
 
     def _lost(self) -> str:
         if self.lost_steps is None:
             return ""
-        lost = (f"at least {counted(self.lost_steps, 'step')} of the previous job lost" if self.lost_steps else
-                "how many steps the previous job lost is not known")
-        since = "" if self.lost_seconds is None else f", {self.lost_seconds:.0f} s after the checkpoint was saved"
+        lost = (
+            f"at least {counted(self.lost_steps, 'step')} of the previous job lost"
+            if self.lost_steps
+            else "how many steps the previous job lost is not known"
+        )
+        since = (
+            ""
+            if self.lost_seconds is None
+            else f", {self.lost_seconds:.0f} s after the checkpoint was saved"
+        )
         return f": {lost}{since}"
 
 
@@ -295,12 +362,15 @@ class NetworkCompiled(Event):
 @dataclass(frozen=True)
 class FirstStepDone(Event):
     """The first step of this process is done; in sink mode the first sink. ``step``: its number."""
+
     step: int
 
 
 @dataclass(frozen=True)
 class WorkProgress(Event):
-    """Progress of long work, every few seconds. ``total``: 0 if unknown. ``unit``: "bytes", or the name of what is counted."""
+    """Progress of long work, every few seconds. ``total``: 0 if unknown. ``unit``: "bytes", or the
+    name of what is counted."""
+
     what: str
     done: int
     total: int
@@ -308,20 +378,26 @@ class WorkProgress(Event):
     unit: str = "bytes"
 
     def line(self) -> str:
-        """Returns for example ``saving step 500: 12.3 GiB of 80.0 GiB (15 %), 1.9 GiB/s, 36 s left``."""
+        """Returns for example ``saving step 500: 12.3 GiB of 80.0 GiB (15 %), 1.9 GiB/s, 36 s
+        left``."""
+
         def amount(count: float) -> str:
             return size_text(count) if self.unit == "bytes" else f"{count:,.0f} {self.unit}"
+
         rate = self.done / max(self.seconds, 1e-9)
         text = f"{self.what}: {amount(self.done)}"
         if self.total:
             text += f" of {amount(self.total)} ({min(100, 100 * self.done // self.total)} %)"
         text += f", {amount(rate)}/s"
-        return text + (f", {max(self.total - self.done, 0) / rate:.0f} s left" if self.total and rate else "")
+        return text + (
+            f", {max(self.total - self.done, 0) / rate:.0f} s left" if self.total and rate else ""
+        )
 
 
 @dataclass(frozen=True)
 class Notice(Event):
     """A message for people that no program needs. ``level``: INFO, WARNING or ERROR."""
+
     text: str
     level: str = INFO
 

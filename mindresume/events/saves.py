@@ -1,4 +1,5 @@
 """Defines the events of saves, of their removal, and of uploads."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from mindresume.formatting import counted, size_text
 @dataclass(frozen=True)
 class SaveBegun(Event):
     """This rank starts to collect the tensors of a step."""
+
     step: int
 
 
 @dataclass(frozen=True)
 class SaveStaged(Event):
-    """The step is handed to the background writer, and the training continues. ``name``: of the file, or of the iteration
-    folder."""
+    """The step is handed to the background writer, and the training continues. ``name``: of the
+    file, or of the iteration folder."""
+
     step: int
     name: str
     stall_seconds: float
@@ -31,7 +34,9 @@ class SaveStaged(Event):
 
 @dataclass(frozen=True)
 class SaveNotStaged(Event):
-    """The training waits while the step is written, although a background save was configured: there is no memory for a copy."""
+    """The training waits while the step is written, although a background save was configured:
+    there is no memory for a copy."""
+
     step: int
     reason: str
 
@@ -40,7 +45,9 @@ class SaveNotStaged(Event):
 
 @dataclass(frozen=True)
 class SaveWritten(Event):
-    """This rank's part is durable and recorded. ``stall_seconds``: time that the training waited for it; None if unknown."""
+    """This rank's part is durable and recorded. ``stall_seconds``: time that the training waited
+    for it; None if unknown."""
+
     step: int
     size_bytes: int
     write_seconds: float
@@ -52,21 +59,29 @@ class SaveWritten(Event):
 
 @dataclass(frozen=True)
 class SaveCommitted(Event):
-    """All ranks are complete: a resume can use this step. ``run_id``: the earlier run that had saved it; None: this run."""
+    """All ranks are complete: a resume can use this step. ``run_id``: the earlier run that had
+    saved it; None: this run."""
+
     step: int
     ranks: int
     size_bytes: int
     run_id: str | None = None
 
     def line(self) -> str:
-        earlier = f" of run {self.run_id}, which ended before it could commit it" if self.run_id else ""
-        return f"step {self.step}{earlier} committed: {counted(self.ranks, 'rank')}, {size_text(self.size_bytes)}"
+        earlier = (
+            f" of run {self.run_id}, which ended before it could commit it" if self.run_id else ""
+        )
+        return (
+            f"step {self.step}{earlier} committed: {counted(self.ranks, 'rank')}, "
+            f"{size_text(self.size_bytes)}"
+        )
 
 
 @dataclass(frozen=True)
 class CommitDelayed(Event):
-    """All ranks have recorded the step, but the commit failed; it is retried after each later step. ``run_id``: the earlier
-    run that had saved it; None: this run."""
+    """All ranks have recorded the step, but the commit failed; it is retried after each later step.
+    ``run_id``: the earlier run that had saved it; None: this run."""
+
     step: int
     reason: str
     run_id: str | None = None
@@ -74,13 +89,17 @@ class CommitDelayed(Event):
     log_level = WARNING
 
     def line(self) -> str:
-        return f"step {self.step}{f' of run {self.run_id}' if self.run_id else ''} cannot be committed now: {self.reason}"
+        return (
+            f"step {self.step}{f' of run {self.run_id}' if self.run_id else ''} cannot be "
+            f"committed now: {self.reason}"
+        )
 
 
 @dataclass(frozen=True)
 class WriterDied(Event):
-    """The background writer of this rank died. ``writer``: "thread" or "process". ``step``: the newest save that it may not have
-    committed; another writer takes it over."""
+    """The background writer of this rank died. ``writer``: "thread" or "process". ``step``: the
+    newest save that it may not have committed; another writer takes it over."""
+
     writer: str
     reason: str
     step: int
@@ -91,8 +110,9 @@ class WriterDied(Event):
 
 @dataclass(frozen=True)
 class SaveFailed(Event):
-    """This rank failed to save. ``step``: None if unknown or more than one. ``failures_in_a_row``: consecutive failures,
-    including this one."""
+    """This rank failed to save. ``step``: None if unknown or more than one. ``failures_in_a_row``:
+    consecutive failures, including this one."""
+
     step: int | None
     reason: str
     failures_in_a_row: int = 1
@@ -103,7 +123,9 @@ class SaveFailed(Event):
 
 @dataclass(frozen=True)
 class SaveSkipped(Event):
-    """The step was due and is skipped on all ranks. ``skipped_in_total``: since the training began."""
+    """The step was due and is skipped on all ranks. ``skipped_in_total``: since the training
+    began."""
+
     step: int
     reason: str
     skipped_in_total: int
@@ -114,8 +136,9 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True)
 class SaveAbandoned(Event):
-    """The step was not complete on all ranks at the last check; a resume cannot use it. ``missing_ranks``: those without a
-    record, if that is the reason."""
+    """The step was not complete on all ranks at the last check; a resume cannot use it.
+    ``missing_ranks``: those without a record, if that is the reason."""
+
     step: int
     reason: str
     missing_ranks: tuple[int, ...] = ()
@@ -126,8 +149,9 @@ class SaveAbandoned(Event):
 
 @dataclass(frozen=True)
 class TierSaved(Event):
-    """This rank's part of the step lies in memory of its node, recorded. ``stall_seconds``: time that the training waited for the
-    copy. ``background_seconds``: of the checksums."""
+    """This rank's part of the step lies in memory of its node, recorded. ``stall_seconds``: time
+    that the training waited for the copy. ``background_seconds``: of the checksums."""
+
     step: int
     size_bytes: int
     stall_seconds: float
@@ -136,8 +160,9 @@ class TierSaved(Event):
 
 @dataclass(frozen=True)
 class TierRefused(Event):
-    """The tier in memory is not used: this save failed, or ``step`` is None and there is no tier in this run. The training goes
-    on. ``failures_in_total``: saves of this rank that failed."""
+    """The tier in memory is not used: this save failed, or ``step`` is None and there is no tier in
+    this run. The training goes on. ``failures_in_total``: saves of this rank that failed."""
+
     step: int | None
     reason: str
     failures_in_total: int = 0
@@ -147,8 +172,11 @@ class TierRefused(Event):
     def line(self) -> str:
         if self.step is None:
             return f"no saves into memory of this node (memory_tier) in this run: {self.reason}"
-        return (f"step {self.step} was not saved into memory of this node (failure {self.failures_in_total}): {self.reason}; the "
-                f"training goes on, and saves on disk are not concerned")
+        return (
+            f"step {self.step} was not saved into memory of this node (failure "
+            f"{self.failures_in_total}): {self.reason}; the "
+            f"training goes on, and saves on disk are not concerned"
+        )
 
 
 @dataclass(frozen=True)
@@ -159,8 +187,10 @@ class CheckpointsRemoved(Event):
         steps: the removed ones.
         where: directory or URL.
         kept: the remaining ones, for people.
-        is_incomplete: they were saves that never completed, removed because the disk is full; else checkpoints.
+        is_incomplete: they were saves that never completed, removed because the disk is full; else
+            checkpoints.
     """
+
     steps: tuple[int, ...]
     where: str
     kept: str = ""
@@ -168,13 +198,20 @@ class CheckpointsRemoved(Event):
 
     def line(self) -> str:
         if self.is_incomplete:
-            return f"the disk is full: removed incomplete saves from {self.where}: {numbers_text('step', self.steps)}"
-        return f"removed {numbers_text('step', self.steps)} from {self.where}" + (f": kept {self.kept}" if self.kept else "")
+            return (
+                f"the disk is full: removed incomplete saves from {self.where}: "
+                f"{numbers_text('step', self.steps)}"
+            )
+        return f"removed {numbers_text('step', self.steps)} from {self.where}" + (
+            f": kept {self.kept}" if self.kept else ""
+        )
 
 
 @dataclass(frozen=True)
 class RemovalPostponed(Event):
-    """A removal is postponed to the next one: the checkpoint is being read, or an operation failed. ``step``: None if unknown."""
+    """A removal is postponed to the next one: the checkpoint is being read, or an operation failed.
+    ``step``: None if unknown."""
+
     path: str
     reason: str
     step: int | None = None
@@ -184,8 +221,9 @@ class RemovalPostponed(Event):
 
 @dataclass(frozen=True)
 class UploadFinished(Event):
-    """An upload is complete. ``is_whole``: all ranks' parts are there, so the checkpoint can be fetched; else only this rank's
-    part. ``size_bytes``: uploaded by this rank."""
+    """An upload is complete. ``is_whole``: all ranks' parts are there, so the checkpoint can be
+    fetched; else only this rank's part. ``size_bytes``: uploaded by this rank."""
+
     step: int
     url: str
     size_bytes: int
@@ -194,14 +232,17 @@ class UploadFinished(Event):
 
     def line(self) -> str:
         seconds = "" if self.seconds is None else f" in {self.seconds:.1f} s"
-        what = f"step {self.step} is" if self.is_whole else f"this rank's part of step {self.step} is"
+        what = (
+            f"step {self.step} is" if self.is_whole else f"this rank's part of step {self.step} is"
+        )
         return f"{what} in {self.url}: {size_text(self.size_bytes)} uploaded by this rank{seconds}"
 
 
 @dataclass(frozen=True)
 class UploadFailed(Event):
-    """An upload, or a removal from the object store, failed; it is retried unless ``reason`` says otherwise. ``step``: None for a
-    removal."""
+    """An upload, or a removal from the object store, failed; it is retried unless ``reason`` says
+    otherwise. ``step``: None for a removal."""
+
     step: int | None
     reason: str
     failed_in_total: int = 1
@@ -213,19 +254,24 @@ class UploadFailed(Event):
 @dataclass(frozen=True)
 class UploadsSkipped(Event):
     """Uploads are slower than saves: these steps are not uploaded."""
+
     steps: tuple[int, ...]
     skipped_in_total: int
 
     log_level = WARNING
 
     def line(self) -> str:
-        return (f"{numbers_text('step', self.steps)} not uploaded: uploads are slower than saves "
-                f"({self.skipped_in_total} skipped so far)")
+        return (
+            f"{numbers_text('step', self.steps)} not uploaded: uploads are slower than saves "
+            f"({self.skipped_in_total} skipped so far)"
+        )
 
 
 @dataclass(frozen=True)
 class CheckpointFetched(Event):
-    """This rank's part of a checkpoint was downloaded. ``total_bytes``: of the parts of all ranks."""
+    """This rank's part of a checkpoint was downloaded. ``total_bytes``: of the parts of all
+    ranks."""
+
     step: int
     url: str
     size_bytes: int
@@ -235,4 +281,7 @@ class CheckpointFetched(Event):
     def line(self) -> str:
         total = "" if self.total_bytes is None else f", {size_text(self.total_bytes)} in total"
         seconds = "" if self.seconds is None else f", {self.seconds:.1f} s"
-        return f"step {self.step} fetched from {self.url}: {size_text(self.size_bytes)} by this rank{total}{seconds}"
+        return (
+            f"step {self.step} fetched from {self.url}: {size_text(self.size_bytes)} by this "
+            f"rank{total}{seconds}"
+        )

@@ -1,4 +1,5 @@
 """Defines the events of a supervisor (``mindresume run``)."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from mindresume.formatting import counted
 
 @dataclass(frozen=True)
 class SupervisorStarted(Event):
-    """A supervisor begins. ``command``: what it starts. ``node``, ``nodes``: number of this node, and of all nodes of the job."""
+    """A supervisor begins. ``command``: what it starts. ``node``, ``nodes``: number of this node,
+    and of all nodes of the job."""
+
     host: str
     process_id: int
     version: str
@@ -31,8 +34,9 @@ class SupervisorStarted(Event):
 
 @dataclass(frozen=True)
 class NodesJoined(Event):
-    """The supervisors of all nodes that take part have agreed on a start. ``missing``: nodes that it goes on without.
-    ``wait_seconds``: how long this node waited for the others."""
+    """The supervisors of all nodes that take part have agreed on a start. ``missing``: nodes that
+    it goes on without. ``wait_seconds``: how long this node waited for the others."""
+
     generation: int
     nodes: tuple[int, ...]
     wait_seconds: float
@@ -44,13 +48,17 @@ class NodesJoined(Event):
 
     def line(self) -> str:
         missing = f"; without {numbers_text('node', self.missing)}" if self.missing else ""
-        return (f"generation {self.generation}: {numbers_text('node', self.nodes)} start together after {self.wait_seconds:.0f} s"
-                f"{missing}")
+        return (
+            f"generation {self.generation}: {numbers_text('node', self.nodes)} start together "
+            f"after {self.wait_seconds:.0f} s"
+            f"{missing}"
+        )
 
 
 @dataclass(frozen=True)
 class JobStarted(Event):
     """The command was started. ``start``: from 1. ``process_id``: of the command."""
+
     start: int
     process_id: int
 
@@ -60,12 +68,16 @@ class JobStarted(Event):
 @dataclass(frozen=True)
 class OrphansEnded(Event):
     """Processes of the same command were ended, whose supervisor was killed."""
+
     process_ids: tuple[int, ...]
 
     log_level = WARNING
 
     def line(self) -> str:
-        return f"ended processes of the same command whose supervisor was killed: {', '.join(map(str, self.process_ids))}"
+        return (
+            "ended processes of the same command whose supervisor was killed: "
+            f"{', '.join(map(str, self.process_ids))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,11 +85,13 @@ class StartupMeasured(Event):
     """Every rank of this node has finished its first step. Describes the rank that needed longest.
 
     Attributes:
-        phases: those from the start of the command to the end of the first step, in order: ``recovery_phases.PHASES`` from
-            "start" on, joined with " + " where the moment between them is not known.
+        phases: those from the start of the command to the end of the first step, in order:
+            ``recovery_phases.PHASES`` from "start" on, joined with " + " where the moment between
+            them is not known.
         seconds: time in each of them.
         resumed_step: the step that it continues after; None: from the beginning.
     """
+
     start: int
     rank: int
     phases: tuple[str, ...]
@@ -87,8 +101,12 @@ class StartupMeasured(Event):
     def line(self) -> str:
         after = "" if self.resumed_step is None else f" after step {self.resumed_step}"
         parts = zip(self.phases, self.seconds, strict=True)
-        return (f"start {self.start} trains{after}, {sum(self.seconds):.1f} s after the command was started: "
-                + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts if seconds >= 0.05) + f" (rank {self.rank})")
+        return (
+            f"start {self.start} trains{after}, {sum(self.seconds):.1f} s after the command was "
+            "started: "
+            + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts if seconds >= 0.05)
+            + f" (rank {self.rank})"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,7 @@ class RankDied(Event):
         step: its last finished step.
         log: the last lines of its log that look like an error.
     """
+
     start: int
     host: str
     process_id: int
@@ -119,12 +138,17 @@ class RankDied(Event):
         step = "" if self.step is None else f" after step {self.step}"
         phase = f" while {self.phase}" if self.phase not in ("", "ended") else ""
         lines = "".join(f"\n    {line}" for line in self.log)
-        return f"{who} ({self.host}, process {self.process_id}) {end_text(self.status)}{phase}{step}{lines}"
+        return (
+            f"{who} ({self.host}, process {self.process_id}) "
+            f"{end_text(self.status)}{phase}{step}{lines}"
+        )
 
 
 @dataclass(frozen=True)
 class HangDetected(Event):
-    """Ranks made no progress. ``ranks``: those, the one that is behind first. ``stacks``: files with the stacks of all ranks."""
+    """Ranks made no progress. ``ranks``: those, the one that is behind first. ``stacks``: files
+    with the stacks of all ranks."""
+
     start: int
     host: str
     ranks: tuple[int, ...]
@@ -138,8 +162,11 @@ class HangDetected(Event):
     def line(self) -> str:
         stacks = f"; stacks of all ranks: {', '.join(self.stacks)}" if self.stacks else ""
         step = "" if self.step is None else f", last step {self.step}"
-        return (f"{numbers_text('rank', self.ranks)} on {self.host} made no progress for {self.seconds:.0f} s "
-                f"({self.phase}{step}){stacks}")
+        return (
+            f"{numbers_text('rank', self.ranks)} on {self.host} made no progress for "
+            f"{self.seconds:.0f} s "
+            f"({self.phase}{step}){stacks}"
+        )
 
 
 @dataclass(frozen=True)
@@ -157,6 +184,7 @@ class JobEnded(Event):
         committed_step: the newest step that it committed, as rank 0 knew.
         left_behind: processes that do not end even after SIGKILL.
     """
+
     start: int
     status: int
     reason: str
@@ -168,17 +196,27 @@ class JobEnded(Event):
     left_behind: tuple[int, ...] = ()
 
     def line(self) -> str:
-        left = "" if not self.left_behind else (
-            f"; processes {', '.join(map(str, self.left_behind))} do not end after SIGKILL and are left behind: they wait for a "
-            f"device or a disk that does not answer")
-        return (f"start {self.start} ended with status {self.status} after {self.seconds:.0f} s: {self.reason}; no process was "
-                f"left {self.end_seconds:.1f} s later{left}")
+        left = (
+            ""
+            if not self.left_behind
+            else (
+                f"; processes {', '.join(map(str, self.left_behind))} do not end after SIGKILL and "
+                "are left behind: they wait for a "
+                f"device or a disk that does not answer"
+            )
+        )
+        return (
+            f"start {self.start} ended with status {self.status} after {self.seconds:.0f} s: "
+            f"{self.reason}; no process was "
+            f"left {self.end_seconds:.1f} s later{left}"
+        )
 
 
 @dataclass(frozen=True)
 class JobRestarted(Event):
-    """The command is about to be started again. ``start``: the next one. ``delay_seconds``: waited before. ``fruitless_starts``:
-    starts in a row that left no later checkpoint."""
+    """The command is about to be started again. ``start``: the next one. ``delay_seconds``: waited
+    before. ``fruitless_starts``: starts in a row that left no later checkpoint."""
+
     start: int
     delay_seconds: float
     reason: str
@@ -186,14 +224,20 @@ class JobRestarted(Event):
 
     def line(self) -> str:
         when = "now" if not self.delay_seconds else f"in {self.delay_seconds:.0f} s"
-        count = (f" ({counted(self.fruitless_starts, 'start')} in a row without a later checkpoint on disk)"
-                 if self.fruitless_starts else "")
+        count = (
+            f" ({counted(self.fruitless_starts, 'start')} in a row without a later checkpoint on "
+            "disk)"
+            if self.fruitless_starts
+            else ""
+        )
         return f"start {self.start} follows {when}{count}"
 
 
 @dataclass(frozen=True)
 class LogsKept(Event):
-    """The logs of a start were moved, because the next one overwrites them. ``folders``: in which they are now."""
+    """The logs of a start were moved, because the next one overwrites them. ``folders``: in which
+    they are now."""
+
     start: int
     folders: tuple[str, ...]
 
@@ -204,18 +248,23 @@ class LogsKept(Event):
 @dataclass(frozen=True)
 class SupervisorEnded(Event):
     """The last event of a supervisor. ``status``: its exit status. ``starts``: of the command."""
+
     status: int
     reason: str
     starts: int
 
     def line(self) -> str:
-        return f"the job ended with status {self.status} after {counted(self.starts, 'start')}: {self.reason}"
+        return (
+            f"the job ended with status {self.status} after {counted(self.starts, 'start')}: "
+            f"{self.reason}"
+        )
 
 
 @dataclass(frozen=True)
 class GaveUp(Event):
-    """The job is not started again: a crash loop, or a node that does not come back. ``page``: lines for people, what each start
-    did and died of."""
+    """The job is not started again: a crash loop, or a node that does not come back. ``page``:
+    lines for people, what each start did and died of."""
+
     status: int
     reason: str
     starts: int

@@ -1,14 +1,19 @@
-"""The faults of both harnesses, and the backend of the drill: a real folder, on which each rank is a thread.
+"""The faults of both harnesses, and the backend of the drill: a real folder, on which each rank is
+a thread.
 
     scheduler = Scheduler(2, random.Random(7))
     injector = FaultInjector(PosixStorage(), scheduler, Fault(17, "power"), rng)
-    scheduler.run([work_of_rank_0, work_of_rank_1])             # the same order of their operations for the same seed
-    injector.storage_of(0).rename(a, b)     # if this is operation 17, the rank dies and unflushed changes are gone
+    # the same order of their operations for the same seed
+    scheduler.run([work_of_rank_0, work_of_rank_1])
+    # if this is operation 17, the rank dies and unflushed changes are gone
+    injector.storage_of(0).rename(a, b)
 
-What survives a power loss follows the contract of ``Storage``: a file's bytes once ``write`` has returned, a name once its folder
-was synced after the change. Until then every change of a name survives or not, independently of the others: POSIX allows that,
-and journals, write caches and NFS servers do it. An interrupted write leaves any part of itself.
+What survives a power loss follows the contract of ``Storage``: a file's bytes once ``write`` has
+returned, a name once its folder was synced after the change. Until then every change of a name
+survives or not, independently of the others: POSIX allows that, and journals, write caches and NFS
+servers do it. An interrupted write leaves any part of itself.
 """
+
 from __future__ import annotations
 
 import errno
@@ -22,59 +27,76 @@ from typing import Any, BinaryIO
 from mindresume import runtime
 from mindresume.storage.interface import Status, Storage
 
-LAG = 30.0                          # seconds for which an NFS client caches a listing (acdirmin is 30, acdirmax 60)
-PATIENCE = 120.0                    # real seconds after which waiting ranks are an error
-_TICK = 0.1                         # seconds of simulated time per operation
+# seconds for which an NFS client caches a listing (acdirmin is 30, acdirmax 60)
+LAG = 30.0
+PATIENCE = 120.0  # real seconds after which waiting ranks are an error
+_TICK = 0.1  # seconds of simulated time per operation
 _FULL = ("write", "create", "flush", "rename", "make_folder")
 _EFFECTS = ("write", "create", "flush", "rename", "sync", "remove", "make_folder", "put", "delete")
 READS = ("open", "list", "status")
 
 # name -> (errno, operations it can hit; () = all), in both harnesses
 ERRORS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "EIO": (errno.EIO, ()), "ESTALE": (errno.ESTALE, ()), "ENOSPC": (errno.ENOSPC, _FULL), "EDQUOT": (errno.EDQUOT, _FULL),
-    "EIO after": (errno.EIO, _EFFECTS)}
-_ERRORS = {**ERRORS, "unreadable": (errno.ESTALE, READS)}                   # of the drill
+    "EIO": (errno.EIO, ()),
+    "ESTALE": (errno.ESTALE, ()),
+    "ENOSPC": (errno.ENOSPC, _FULL),
+    "EDQUOT": (errno.EDQUOT, _FULL),
+    "EIO after": (errno.EIO, _EFFECTS),
+}
+_ERRORS = {**ERRORS, "unreadable": (errno.ESTALE, READS)}  # of the drill
 DEATHS = ("kill one", "kill some", "kill all", "torn", "power", "reorder", "late")
 FAULTS = (*_ERRORS, *DEATHS)
 EXPLAINED = {
-    "EIO": "the operation fails once", "ESTALE": "it fails once, as on NFS after the server forgot a file",
-    "ENOSPC": "the disk is full from here on", "EDQUOT": "the quota is exhausted from here on",
+    "EIO": "the operation fails once",
+    "ESTALE": "it fails once, as on NFS after the server forgot a file",
+    "ENOSPC": "the disk is full from here on",
+    "EDQUOT": "the quota is exhausted from here on",
     "EIO after": "the operation takes effect and reports an error nevertheless",
     "unreadable": "nothing can be read from here on; after the run it can",
     "kill one": "this rank is killed right before the operation",
-    "kill some": "this rank and some others are killed", "kill all": "all ranks are killed",
-    "torn": "all ranks are killed in the middle of a write", "power": "power loss: all unflushed data is lost",
+    "kill some": "this rank and some others are killed",
+    "kill all": "all ranks are killed",
+    "torn": "all ranks are killed in the middle of a write",
+    "power": "power loss: all unflushed data is lost",
     "reorder": "power loss: any part of the unflushed data is left, torn and out of order",
-    "late": "all ranks are killed; each host saw new names of others 30 s late"}
+    "late": "all ranks are killed; each host saw new names of others 30 s late",
+}
 
 
 class Killed(BaseException):
-    """The process is gone. It is no Exception, so that no except clause of the product catches it: none can catch SIGKILL."""
+    """The process is gone. It is no Exception, so that no except clause of the product catches it:
+    none can catch SIGKILL."""
 
 
 class Hang(Exception):
-    """Ranks wait for each other. It is no OSError, which the product would handle as an error of the file system."""
+    """Ranks wait for each other. It is no OSError, which the product would handle as an error of
+    the file system."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault at operation ``at``, counted over all ranks or processes from 1. ``amount``: what the kind says it is."""
+    """A fault at operation ``at``, counted over all ranks or processes from 1. ``amount``: what the
+    kind says it is."""
+
     at: int
     kind: str
     amount: int = 0
 
     def hits(self, operation: str) -> bool:
-        """Returns whether this kind of fault can occur at ``operation``: a listing cannot run out of space."""
+        """Returns whether this kind of fault can occur at ``operation``: a listing cannot run out
+        of space."""
         if self.kind in _ERRORS:
             return not _ERRORS[self.kind][1] or operation in _ERRORS[self.kind][1]
         return self.kind != "torn" or operation == "write"
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
+
 
 class Scheduler:
-    """Orders the operations of ranks: ``acquire_turn`` before an operation, ``release_turn`` after it. The next rank is drawn
-    when every rank that still works waits for its turn. Operations of one rank may come from several threads, one at a time."""
+    """Orders the operations of ranks: ``acquire_turn`` before an operation, ``release_turn`` after
+    it. The next rank is drawn when every rank that still works waits for its turn. Operations of
+    one rank may come from several threads, one at a time."""
 
     def __init__(self, size: int, rng: random.Random):
         self.size, self.rng = size, rng
@@ -87,20 +109,24 @@ class Scheduler:
         """Runs all works concurrently. Returns their results; an exception is a result too."""
         results: list[Any] = [None] * len(works)
         self._working = set(range(len(works)))
-        threads = [runtime.Thread(target=self._call, args=(rank, works[rank], results), daemon=True)
-                   for rank in range(len(works))]
+        threads = [
+            runtime.Thread(target=self._call, args=(rank, works[rank], results), daemon=True)
+            for rank in range(len(works))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
         if any(thread.is_alive() for thread in threads):
-            raise Hang(f"ranks {sorted(self._working)} hang: they wait for more than {PATIENCE:.0f} s")
+            raise Hang(
+                f"ranks {sorted(self._working)} hang: they wait for more than {PATIENCE:.0f} s"
+            )
         return results
 
     def _call(self, rank: int, work: Callable[[], Any], results: list[Any]) -> None:
         try:
             results[rank] = work()
-        except BaseException as error:      # noqa: B036  a killed rank is a result
+        except BaseException as error:  # noqa: B036  a killed rank is a result
             results[rank] = error
         finally:
             with self._condition:
@@ -110,12 +136,15 @@ class Scheduler:
 
     def acquire_turn(self, rank: int) -> None:
         with self._condition:
-            if rank not in self._working:       # outside of ``run``: no other rank
+            if rank not in self._working:  # outside of ``run``: no other rank
                 return
             self._waiting.add(rank)
             self._choose()
             if not self._condition.wait_for(lambda: self._current_rank == rank, PATIENCE):
-                raise Hang(f"rank {rank} was not scheduled within {PATIENCE:.0f} s; working: {sorted(self._working)}")
+                raise Hang(
+                    f"rank {rank} was not scheduled within {PATIENCE:.0f} s; working: "
+                    f"{sorted(self._working)}"
+                )
             self._waiting.discard(rank)
 
     def release_turn(self, rank: int) -> None:
@@ -130,7 +159,8 @@ class Scheduler:
             self._condition.notify_all()
 
 
-# ---- injecting -------------------------------------------------------------------------------------------------------
+# ---- injecting -----------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -147,18 +177,22 @@ class _Folder:
         self.path = path
 
 
-Node = bytes | _Folder | None       # what a name stands for; None for nothing
+Node = bytes | _Folder | None  # what a name stands for; None for nothing
 
 
 @dataclass(eq=False)
 class _Change:
-    """One atomic operation on names, also in two folders. ``durable``: it survives any power loss."""
+    """One atomic operation on names, also in two folders. ``durable``: it survives any power
+    loss."""
+
     durable: bool = False
 
 
 @dataclass
 class _Names:
-    """Changes of names in one folder that are not durable yet. ``base``: what the changed names stood for before."""
+    """Changes of names in one folder that are not durable yet. ``base``: what the changed names
+    stood for before."""
+
     base: dict[str, Node] = field(default_factory=dict)
     changes: list[tuple[_Change, dict[str, Node]]] = field(default_factory=list)
 
@@ -174,8 +208,19 @@ class _Names:
 class FaultInjector:
     """The state that all ranks share: disk, time, fault. ``operations``: the operations so far."""
 
-    def __init__(self, inner: Storage, scheduler: Scheduler, fault: Fault | None = None, rng: random.Random | None = None):
-        self.inner, self.scheduler, self.fault, self.rng = inner, scheduler, fault, rng or random.Random(0)
+    def __init__(
+        self,
+        inner: Storage,
+        scheduler: Scheduler,
+        fault: Fault | None = None,
+        rng: random.Random | None = None,
+    ):
+        self.inner, self.scheduler, self.fault, self.rng = (
+            inner,
+            scheduler,
+            fault,
+            rng or random.Random(0),
+        )
         self.operations: list[Operation] = []
         self.dead: set[int] = set()
         self.now = 0.0
@@ -195,8 +240,9 @@ class FaultInjector:
 
     @contextmanager
     def operation(self, rank: int, name: str, path: str) -> Iterator[bool]:
-        """Counts an operation of ``rank``, which the block carries out when it is its turn, and injects the fault. Yields whether
-        the block must leave what an interrupted write leaves, because the ranks die in it."""
+        """Counts an operation of ``rank``, which the block carries out when it is its turn, and
+        injects the fault. Yields whether the block must leave what an interrupted write leaves,
+        because the ranks die in it."""
         self.scheduler.acquire_turn(rank)
         try:
             if rank in self.dead:
@@ -212,8 +258,12 @@ class FaultInjector:
                     yield True
                 self._die(fault.kind, rank)
                 raise Killed
-            elif fault.kind in DEATHS or number > fault.at and _ERRORS[fault.kind][1] not in (_FULL, READS):
-                yield False                                 # it has struck, and does not last
+            elif (
+                fault.kind in DEATHS
+                or number > fault.at
+                and _ERRORS[fault.kind][1] not in (_FULL, READS)
+            ):
+                yield False  # it has struck, and does not last
             else:
                 if fault.kind == "EIO after":
                     yield False
@@ -226,11 +276,14 @@ class FaultInjector:
         all_ranks = set(range(self.scheduler.size))
         self.dead |= {rank} if kind == "kill one" else all_ranks
         if kind == "kill some":
-            self.dead = {rank, *self.rng.sample(sorted(all_ranks), self.rng.randrange(self.scheduler.size))}
+            self.dead = {
+                rank,
+                *self.rng.sample(sorted(all_ranks), self.rng.randrange(self.scheduler.size)),
+            }
         if kind in ("power", "reorder"):
             self.lose_power(0.0 if kind == "power" else 0.5)
 
-    # ---- what is durable -------------------------------------------------------------------------------------------
+    # ---- what is durable -------------------------------------------------------------------------
 
     def before_change(self, folder: str, *names: str) -> None:
         """Records what ``names`` stand for, before they change."""
@@ -240,16 +293,20 @@ class FaultInjector:
                 base[name] = self.node(os.path.join(folder, name))
 
     def record_change(self, nodes: Mapping[str, dict[str, Node]]) -> None:
-        """Records one atomic change: by folder, what the names stand for now. A rename between folders changes both names or
-        none, as journals and servers guarantee."""
+        """Records one atomic change: by folder, what the names stand for now. A rename between
+        folders changes both names or none, as journals and servers guarantee."""
         change = _Change()
         for folder, names in nodes.items():
             self._pending[folder].changes.append((change, names))
 
     def folder_node(self, folder: str, name: str) -> Node:
-        """Returns what ``name`` stands for; for a folder always the same object, however often it is renamed."""
+        """Returns what ``name`` stands for; for a folder always the same object, however often it
+        is renamed."""
         pending = self._pending[folder]
-        now = next((nodes[name] for _, nodes in reversed(pending.changes) if name in nodes), pending.base[name])
+        now = next(
+            (nodes[name] for _, nodes in reversed(pending.changes) if name in nodes),
+            pending.base[name],
+        )
         return now if isinstance(now, _Folder) else self.node(os.path.join(folder, name))
 
     def make_durable(self, folder: str) -> None:
@@ -260,8 +317,10 @@ class FaultInjector:
 
     def folder_renamed(self, old: str, new: str) -> None:
         """Moves the pending changes inside a renamed folder to its new path."""
-        for path in [path for path in self._pending if path == old or path.startswith(old + os.sep)]:
-            self._pending[new + path[len(old):]] = self._pending.pop(path)
+        for path in [
+            path for path in self._pending if path == old or path.startswith(old + os.sep)
+        ]:
+            self._pending[new + path[len(old) :]] = self._pending.pop(path)
 
     def node(self, path: str) -> Node:
         status = self.inner.status(path)
@@ -273,32 +332,38 @@ class FaultInjector:
             return file.read()
 
     def lose_power(self, chance: float) -> None:
-        """Applies a power loss: every change that is not durable stays only by ``chance``. It works on the real file system
-        directly: no rank is alive to see it."""
+        """Applies a power loss: every change that is not durable stays only by ``chance``. It works
+        on the real file system directly: no rank is alive to see it."""
         pending, self._pending = self._pending, {}
         fates: dict[_Change, bool] = {}
-        for folder in sorted(pending):                                  # parents first
+        for folder in sorted(pending):  # parents first
             for change, _ in pending[folder].changes:
                 if change not in fates:
                     fates[change] = change.durable or self.rng.random() < chance
         final = {folder: pending[folder].after(fates) for folder in sorted(pending)}
-        moves: list[tuple[str, str]] = []                               # renames of folders done here
-        folders = [node for names in final.values() for node in names.values() if isinstance(node, _Folder)]
-        for number, node in enumerate(dict.fromkeys(folders)):          # two folders may have to swap names
+        # renames of folders done here
+        moves: list[tuple[str, str]] = []
+        folders = [
+            node for names in final.values() for node in names.values() if isinstance(node, _Folder)
+        ]
+        # two folders may have to swap names
+        for number, node in enumerate(dict.fromkeys(folders)):
             at = _current_path(node.path, moves)
             if os.path.isdir(at):
                 os.rename(at, f"{at}.{number}")
                 moves.append((at, f"{at}.{number}"))
         for former, names in final.items():
             there = _current_path(former, moves)
-            if not os.path.isdir(there):                                # its removal is durable: its content does not matter
+            # its removal is durable: its content does not matter
+            if not os.path.isdir(there):
                 continue
             for name, node in sorted(names.items(), key=lambda item: item[1] is None, reverse=True):
                 _put(os.path.join(there, name), node, moves)
 
 
 def _put(path: str, node: Node, moves: list[tuple[str, str]]) -> None:
-    """Makes ``path`` stand for ``node``. ``moves``: as for ``_current_path``; a move of a folder is added."""
+    """Makes ``path`` stand for ``node``. ``moves``: as for ``_current_path``; a move of a folder is
+    added."""
     if isinstance(node, _Folder):
         at = _current_path(node.path, moves)
         if os.path.isdir(at):
@@ -320,14 +385,16 @@ def _current_path(path: str, moves: Iterable[tuple[str, str]]) -> str:
     """Returns where ``path`` is after the ``moves`` of folders, in order."""
     for old, new in moves:
         if path == old or path.startswith(old + os.sep):
-            path = new + path[len(old):]
+            path = new + path[len(old) :]
     return path
 
 
 class RankStorage:
-    """The file system as one rank sees it. It caches listings for the ``lag`` of the injector, unless it changed the folder
-    itself, as a host's name cache on NFS does."""
-    width = 1                       # one operation at a time, so that operation numbers are reproducible
+    """The file system as one rank sees it. It caches listings for the ``lag`` of the injector,
+    unless it changed the folder itself, as a host's name cache on NFS does."""
+
+    # one operation at a time, so that operation numbers are reproducible
+    width = 1
 
     def __init__(self, injector: FaultInjector, rank: int):
         self.injector, self.rank, self.inner = injector, rank, injector.inner
@@ -349,7 +416,9 @@ class RankStorage:
             self._listed.pop(path, None)
 
     def _is_hidden(self, path: str) -> bool:
-        return bool(self.injector.lag) and os.path.basename(path) not in self._names(os.path.dirname(path))
+        return bool(self.injector.lag) and os.path.basename(path) not in self._names(
+            os.path.dirname(path)
+        )
 
     def list(self, folder: str) -> list[str]:
         with self.operation("list", folder):
@@ -377,8 +446,11 @@ class RankStorage:
                 content, count = b"".join(map(bytes, pieces)), 0
                 cut = len(content) // 2
                 torn = content[:cut]
-                if self.injector.fault.kind == "reorder":            # a later part survives and an earlier one does not
-                    torn = content[:cut // 2] + bytes(cut - cut // 2) + content[cut:cut + cut // 2]
+                # a later part survives and an earlier one does not
+                if self.injector.fault.kind == "reorder":
+                    torn = (
+                        content[: cut // 2] + bytes(cut - cut // 2) + content[cut : cut + cut // 2]
+                    )
                 with open(path, "wb") as file:
                     file.write(torn)
             else:
@@ -423,6 +495,7 @@ class RankStorage:
         with self.operation("make_folder", path):
             is_new = not self.inner.status(path)
             self.inner.make_folder(path)
-            if is_new:                              # its sync of the parent makes earlier changes there durable
+            # its sync of the parent makes earlier changes there durable
+            if is_new:
                 self.injector.make_durable(os.path.dirname(path))
             self._changed(path)

@@ -1,4 +1,6 @@
-"""Checks what a resume would take: selects as a training does at its start, for all ranks, and compares every tensor."""
+"""Checks what a resume would take: selects as a training does at its start, for all ranks, and
+compares every tensor."""
+
 from __future__ import annotations
 
 import json
@@ -7,10 +9,24 @@ from dataclasses import dataclass, replace
 
 from mindresume.coordination.lease import PREFIX, READER
 from mindresume.errors import MindResumeError, UnusableCheckpointError
-from mindresume.fault_injection.journal import ITERATION, Saved, leftovers, save_order, select, wrong_content
+from mindresume.fault_injection.journal import (
+    ITERATION,
+    Saved,
+    leftovers,
+    save_order,
+    select,
+    wrong_content,
+)
 from mindresume.fault_injection.scenarios import RUNS, Sandbox
 from mindresume.formats import CheckpointDir
-from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_name, parse_common, parse_tracker
+from mindresume.formats.iterations import (
+    COMMON,
+    METADATA,
+    TRACKER,
+    iteration_name,
+    parse_common,
+    parse_tracker,
+)
 from mindresume.formats.metadata import read_metadata
 from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
@@ -24,22 +40,31 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
-VERDICTS = PASS, LOST_WORK, HARD_FAIL, SILENT_DIVERGENCE = "PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE"
+VERDICTS = PASS, LOST_WORK, HARD_FAIL, SILENT_DIVERGENCE = (
+    "PASS",
+    "LOST_WORK",
+    "HARD_FAIL",
+    "SILENT_DIVERGENCE",
+)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check. ``chosen``: the checkpoint that a resume takes; None for a fresh start. ``left``: files that belong
-    to no checkpoint after the next run has saved and cleaned up."""
+    """The result of a check. ``chosen``: the checkpoint that a resume takes; None for a fresh
+    start. ``left``: files that belong to no checkpoint after the next run has saved and cleaned
+    up."""
+
     verdict: str
     reason: str = ""
     chosen: Saved | None = None
     left: tuple[str, ...] = ()
 
 
-def check_resume(sandbox: Sandbox, past: list[Saved], storage: Storage | None = None, tidy: bool = True) -> Verdict:
-    """Checks the folder of ``sandbox``. ``past``: checkpoints committed before the workload, newest last. ``tidy``: also runs the
-    next save, and checks again."""
+def check_resume(
+    sandbox: Sandbox, past: list[Saved], storage: Storage | None = None, tidy: bool = True
+) -> Verdict:
+    """Checks the folder of ``sandbox``. ``past``: checkpoints committed before the workload, newest
+    last. ``tidy``: also runs the next save, and checks again."""
     storage = storage or PosixStorage()
     required = max([*past, *sandbox.journal.complete()], key=save_order, default=None)
     found = _resume(sandbox, storage, required)
@@ -69,7 +94,9 @@ def _resume(sandbox: Sandbox, storage: Storage, required: Saved | None) -> Verdi
         return Verdict(SILENT_DIVERGENCE, wrong, chosen)
     if required and save_order(chosen) < save_order(required):
         refused = "; ".join(map(str, choice.refused))
-        return Verdict(LOST_WORK, f"took {chosen}, though {required} was complete: {refused}", chosen)
+        return Verdict(
+            LOST_WORK, f"took {chosen}, though {required} was complete: {refused}", chosen
+        )
     return Verdict(PASS, "", chosen)
 
 
@@ -82,26 +109,33 @@ def _differences(sandbox: Sandbox, choice: Choice) -> str:
         return f"{chosen.name} has no run: its files have no record"
     try:
         return next(iter(wrong_content(PosixStorage(), choice, ranks)), "")
-    except OSError as error:                                    # it was verified, so it must be readable
+    except OSError as error:
+        # it was verified, so it must be readable
         return f"{chosen.name} was selected and cannot be read: {error}"
 
 
 def _wrong_committed(sandbox: Sandbox, storage: Storage) -> str:
-    """Returns which committed checkpoint is not whole, not only the newest: a user can name it, or it is taken if newer ones are
-    damaged."""
+    """Returns which committed checkpoint is not whole, not only the newest: a user can name it, or
+    it is taken if newer ones are damaged."""
     for candidate in scan_records(CheckpointDir(storage, sandbox.root))[0]:
         if not candidate.committed:
             continue
-        refusal = eligible(CheckpointDir(storage, sandbox.root), candidate, SelectionPolicy()) or check_files(
-            CheckpointDir(storage, sandbox.root), candidate, sandbox.ranks)
-        wrong = [str(refusal)] if refusal else damaged_metadata_files(CheckpointDir(storage, sandbox.root), candidate)
+        refusal = eligible(
+            CheckpointDir(storage, sandbox.root), candidate, SelectionPolicy()
+        ) or check_files(CheckpointDir(storage, sandbox.root), candidate, sandbox.ranks)
+        wrong = (
+            [str(refusal)]
+            if refusal
+            else damaged_metadata_files(CheckpointDir(storage, sandbox.root), candidate)
+        )
         if wrong:
             return f"committed but incomplete: {wrong[0]}"
     return ""
 
 
 def _wrong_pointer(sandbox: Sandbox) -> str:
-    """Returns which pointer leads to nothing whole. mindformers alone follows ``meta.json`` of every rank, or the tracker."""
+    """Returns which pointer leads to nothing whole. mindformers alone follows ``meta.json`` of
+    every rank, or the tracker."""
     names = [f"{folder_name(rank)}/{META}" for rank in range(sandbox.ranks)]
     for name in [TRACKER] if sandbox.format == ITERATION else names:
         path = os.path.join(sandbox.root, name)
@@ -122,7 +156,8 @@ def _read_header(folder: str, name: str) -> None:
 
 
 def _follow_tracker(sandbox: Sandbox) -> None:
-    """Reads all that mindformers alone reads of the iteration that the tracker names, and compares it with what was saved."""
+    """Reads all that mindformers alone reads of the iteration that the tracker names, and compares
+    it with what was saved."""
     with open(os.path.join(sandbox.root, TRACKER), "rb") as file:
         step = parse_tracker(file.read())
     if isinstance(step, str):
@@ -135,10 +170,14 @@ def _follow_tracker(sandbox: Sandbox) -> None:
     if sandbox.ranks > 1:
         with open(os.path.join(folder, METADATA), "rb") as file:
             rows = read_metadata(file.read(), METADATA).values()
-        for name in {stored.file for row in rows for copies in row.stored.values() for stored in copies}:
+        for name in {
+            stored.file for row in rows for copies in row.stored.values() for stored in copies
+        }:
             _read_header(folder, name)
         if len(rows) != 2:
-            raise ValueError(f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2")
+            raise ValueError(
+                f"{METADATA} in {iteration_name(step)} describes {len(rows)} tensors, not 2"
+            )
     choice = select(CheckpointDir(PosixStorage(), folder), sandbox.ranks)
     wrong = _differences(sandbox, replace(choice, chosen=replace(choice.chosen, step=step)))
     if wrong:
@@ -146,8 +185,8 @@ def _follow_tracker(sandbox: Sandbox) -> None:
 
 
 def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdict:
-    """Runs the next start, one save and a retention of one checkpoint; then a resume must take it, and nothing else may be left.
-    """
+    """Runs the next start, one save and a retention of one checkpoint; then a resume must take it,
+    and nothing else may be left."""
     run, step = len(RUNS) - 1, 90
     targets = [sandbox.target(rank, run, storage) for rank in range(sandbox.ranks)]
     try:
@@ -165,7 +204,13 @@ def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdi
         after = Verdict(HARD_FAIL, wrong)
     if after.verdict != PASS:
         return Verdict(after.verdict, f"after the next run: {after.reason}", found.chosen)
-    # A read lock goes when its process is seen dead. Here that is this process, which is alive: the simulation covers it.
-    left = [path for path in leftovers(CheckpointDir(storage, sandbox.root), sandbox.format, (RUNS[run], step))
-            if f"{PREFIX}{READER:04}-" not in path]
+    # A read lock goes when its process is seen dead. Here that is this process, which is alive: the
+    # simulation covers it.
+    left = [
+        path
+        for path in leftovers(
+            CheckpointDir(storage, sandbox.root), sandbox.format, (RUNS[run], step)
+        )
+        if f"{PREFIX}{READER:04}-" not in path
+    ]
     return Verdict(PASS, found.reason, found.chosen, tuple(left))

@@ -1,4 +1,5 @@
 """Runs one cell for every scenario, format, fault and operation."""
+
 from __future__ import annotations
 
 import os
@@ -11,7 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume.errors import MindResumeError, SaveError
-from mindresume.fault_injection.faults import FAULTS, LAG, Fault, FaultInjector, Hang, Killed, Operation, Scheduler
+from mindresume.fault_injection.faults import (
+    FAULTS,
+    LAG,
+    Fault,
+    FaultInjector,
+    Hang,
+    Killed,
+    Operation,
+    Scheduler,
+)
 from mindresume.fault_injection.journal import Saved
 from mindresume.fault_injection.oracle import Verdict, check_resume
 from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, SCENARIOS, Sandbox, Scenario
@@ -20,13 +30,14 @@ from mindresume.model.manifest import TRASH, strip_trash
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 
-QUICK = 3000                    # cells of a sampled drill
+QUICK = 3000  # cells of a sampled drill
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of one fault. ``operation``: number of the operation that it hit, from 1; ``name`` and ``path`` (relative to the
-    folder) describe that operation."""
+    """The result of one fault. ``operation``: number of the operation that it hit, from 1; ``name``
+    and ``path`` (relative to the folder) describe that operation."""
+
     scenario: str
     format: str
     ranks: int
@@ -46,8 +57,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setup:
-    """Where cells run. ``folder``: each cell creates and removes its own folder there. ``storage``: the storage below the
-    injector."""
+    """Where cells run. ``folder``: each cell creates and removes its own folder there. ``storage``:
+    the storage below the injector."""
+
     folder: str
     ranks: int = 2
     seed: int = 0
@@ -57,17 +69,26 @@ class Setup:
 @dataclass(frozen=True)
 class Task:
     """One scenario in one format and its operations."""
+
     scenario: str
     format: str
     operations: tuple[Operation, ...]
 
 
-def prepare(setup: Setup, scenarios: Sequence[str] = tuple(SCENARIOS), formats: Sequence[str] = LAYOUTS,
-            workers: Workers | None = None) -> list[Task]:
-    """Runs every scenario once without a fault to list its operations. ``workers``: None runs them in this process. Raises
-    SaveError if one fails: then the file system is not suitable for checkpoints."""
+def prepare(
+    setup: Setup,
+    scenarios: Sequence[str] = tuple(SCENARIOS),
+    formats: Sequence[str] = LAYOUTS,
+    workers: Workers | None = None,
+) -> list[Task]:
+    """Runs every scenario once without a fault to list its operations. ``workers``: None runs them
+    in this process. Raises SaveError if one fails: then the file system is not suitable for
+    checkpoints."""
     order = [(setup, name, fmt) for name in scenarios for fmt in formats]
-    tasks = {(task.scenario, task.format): task for task in (workers.map(_prepared, order) if workers else map(_prepared, order))}
+    tasks = {
+        (task.scenario, task.format): task
+        for task in (workers.map(_prepared, order) if workers else map(_prepared, order))
+    }
     return [tasks[name, fmt] for _, name, fmt in order]
 
 
@@ -75,7 +96,9 @@ def _prepared(what: tuple[Setup, str, str]) -> Task:
     setup, name, fmt = what
     operations, verdict = run_scenario(setup, SCENARIOS[name], fmt, None)
     if verdict.verdict != "PASS":
-        raise SaveError(f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}")
+        raise SaveError(
+            f"{setup.folder}: {name}, {fmt}: without any fault: {verdict.verdict}: {verdict.reason}"
+        )
     return Task(name, fmt, tuple(operations))
 
 
@@ -83,30 +106,57 @@ def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
     """Runs a task with one fault."""
     done, verdict = run_scenario(setup, SCENARIOS[task.scenario], task.format, fault)
     # fewer operations than without the fault if that changes what a rank sees
-    hit = done[fault.at - 1] if fault.at <= len(done) else next(o for o in task.operations if o.number == fault.at)
-    return Cell(task.scenario, task.format, setup.ranks, fault.kind, fault.at, hit.rank, hit.name, hit.path,
-                verdict.verdict, verdict.reason, verdict.chosen, verdict.left)
+    hit = (
+        done[fault.at - 1]
+        if fault.at <= len(done)
+        else next(o for o in task.operations if o.number == fault.at)
+    )
+    return Cell(
+        task.scenario,
+        task.format,
+        setup.ranks,
+        fault.kind,
+        fault.at,
+        hit.rank,
+        hit.name,
+        hit.path,
+        verdict.verdict,
+        verdict.reason,
+        verdict.chosen,
+        verdict.left,
+    )
 
 
-def run_scenario(setup: Setup, scenario: Scenario, fmt: str, fault: Fault | None) -> tuple[list[Operation], Verdict]:
-    """Runs a scenario and checks the result. Returns the operations, with paths relative to the folder and without the random
-    digits of trash names: they are equal in every run. The order of the ranks depends on the seed alone, so that a number means
-    the same operation with and without a fault."""
+def run_scenario(
+    setup: Setup, scenario: Scenario, fmt: str, fault: Fault | None
+) -> tuple[list[Operation], Verdict]:
+    """Runs a scenario and checks the result. Returns the operations, with paths relative to the
+    folder and without the random digits of trash names: they are equal in every run. The order of
+    the ranks depends on the seed alone, so that a number means the same operation with and without
+    a fault."""
     folder = tempfile.mkdtemp(prefix="cell-", dir=setup.folder)
     struck = f"Fault(kind={fault.kind!r}, at={fault.at})" if fault else None
     rng = random.Random(f"{setup.seed} {scenario.name} {fmt} {struck}")
-    injector = FaultInjector(setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng)
+    injector = FaultInjector(
+        setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng
+    )
     sandbox = Sandbox(injector, os.path.join(folder, "checkpoint"), fmt, setup.ranks)
     hook, threading.excepthook = threading.excepthook, _quiet(threading.excepthook)
     try:
         scenario.prepare(sandbox)
         try:
-            wrong = [error for error in scenario.run_ranks(sandbox) if isinstance(error, BaseException)
-                     and not isinstance(error, (Killed, OSError, MindResumeError))]
+            wrong = [
+                error
+                for error in scenario.run_ranks(sandbox)
+                if isinstance(error, BaseException)
+                and not isinstance(error, (Killed, OSError, MindResumeError))
+            ]
             reason = f"{type(wrong[0]).__name__}: {wrong[0]}" if wrong else ""
         except Hang as error:
             reason = f"the ranks hang: {error}"
-        operations = [replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in injector.operations]
+        operations = [
+            replace(o, path=_plain(os.path.relpath(o.path, folder))) for o in injector.operations
+        ]
         if reason:
             return operations, Verdict("HARD_FAIL", reason)
         injector.sleep(LAG + 1)
@@ -117,7 +167,9 @@ def run_scenario(setup: Setup, scenario: Scenario, fmt: str, fault: Fault | None
 
 
 def _plain(path: str) -> str:
-    names = [TRASH + strip_trash(name) if name.startswith(TRASH) else name for name in path.split(os.sep)]
+    names = [
+        TRASH + strip_trash(name) if name.startswith(TRASH) else name for name in path.split(os.sep)
+    ]
     return os.sep.join(names)
 
 
@@ -127,28 +179,43 @@ def _quiet(usual: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def sampled(setup: Setup, task: Task, kind: str, every: int) -> list[Operation]:
-    """Returns each ``every``-th operation that the fault ``kind`` can hit, at least one. The first one differs by scenario,
-    format and fault, so that together they hit different operations; it is the same for the same seed."""
-    hit = [operation for operation in task.operations if Fault(operation.number, kind).hits(operation.name)]
+    """Returns each ``every``-th operation that the fault ``kind`` can hit, at least one. The first
+    one differs by scenario, format and fault, so that together they hit different operations; it is
+    the same for the same seed."""
+    hit = [
+        operation
+        for operation in task.operations
+        if Fault(operation.number, kind).hits(operation.name)
+    ]
     rng = random.Random(f"{setup.seed} {task.scenario} {task.format} {kind}")
-    return hit[rng.randrange(min(every, len(hit))):][::every] if hit else []
+    return hit[rng.randrange(min(every, len(hit))) :][::every] if hit else []
 
 
-def count(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1) -> int:
+def count(
+    setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1
+) -> int:
     """Returns the number of cells of ``run_cells``."""
     return sum(len(sampled(setup, task, kind, every)) for task in tasks for kind in faults)
 
 
 def sampling_interval(cells: int) -> int:
-    """Returns the interval of operations with which ``cells`` cells take about a minute on two cores and a fast disk."""
+    """Returns the interval of operations with which ``cells`` cells take about a minute on two
+    cores and a fast disk."""
     return max(1, -(-cells // QUICK))
 
 
-def run_cells(setup: Setup, tasks: Sequence[Task], faults: Sequence[str] = FAULTS, every: int = 1, workers: Workers | None = None
-              ) -> Iterator[list[Cell]]:
-    """Yields all cells in batches as they are ready. ``every``: as for ``sampled``. ``workers``: None runs them in this process.
-    """
-    units = [(setup, task, kind, sampled(setup, task, kind, every)) for task in tasks for kind in faults]
+def run_cells(
+    setup: Setup,
+    tasks: Sequence[Task],
+    faults: Sequence[str] = FAULTS,
+    every: int = 1,
+    workers: Workers | None = None,
+) -> Iterator[list[Cell]]:
+    """Yields all cells in batches as they are ready. ``every``: as for ``sampled``. ``workers``:
+    None runs them in this process."""
+    units = [
+        (setup, task, kind, sampled(setup, task, kind, every)) for task in tasks for kind in faults
+    ]
     yield from workers.map(_run_unit, units) if workers else map(_run_unit, units)
 
 

@@ -1,5 +1,6 @@
-"""The scenarios of the drill. Each has a past, which is durable on disk, and a workload that all ranks run under the fault
-injector."""
+"""The scenarios of the drill. Each has a past, which is durable on disk, and a workload that all
+ranks run under the fault injector."""
+
 from __future__ import annotations
 
 import os
@@ -17,19 +18,27 @@ from mindresume.model.manifest import FORMATS, run_name
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast, Policy
-from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard, clean_own_folder, write_shard
+from mindresume.saving.shard_writer import (
+    Outcome,
+    Save,
+    SaveTarget,
+    Shard,
+    clean_own_folder,
+    write_shard,
+)
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 
 LAYOUTS = (*FORMATS, ITERATION)
 RUNS = (run_name(1, "0000aaaa"), run_name(2, "0000bbbb"), run_name(3, "0000cccc"))
-COMMITTED = 60.0                        # seconds for a save in the background
+COMMITTED = 60.0  # seconds for a save in the background
 
 
 @dataclass
 class Sandbox:
     """One folder and the ranks that save into it. ``format``: one of LAYOUTS."""
+
     injector: FaultInjector
     root: str
     format: str
@@ -41,8 +50,14 @@ class Sandbox:
         self.journal.sizes = dict.fromkeys(RUNS, self.ranks)
 
     def target(self, rank: int, run: int, storage: Storage | None = None) -> SaveTarget:
-        return SaveTarget(storage or self.injector.storage_of(rank), self.root, RUNS[run], rank, self.ranks,
-                          self.format == ITERATION)
+        return SaveTarget(
+            storage or self.injector.storage_of(rank),
+            self.root,
+            RUNS[run],
+            rank,
+            self.ranks,
+            self.format == ITERATION,
+        )
 
     def committer(self, run: int, policy: Policy = KEEP_ALL) -> Committer:
         return Committer(self.target(0, run), policy, time=self.injector)
@@ -50,11 +65,22 @@ class Sandbox:
     def acquire(self, run: int, storage: Storage) -> Lease:
         """Acquires the folder, as rank 0 does at the start of a run."""
         holder = LeaseHolder("saving", RUNS[run], "drill", "", 1, 1, 0.0, self.ranks)
-        return acquire(CheckpointDir(storage, self.root), holder, 1.0, time=self.injector, keep_run_marker=self.format ==
-                       ITERATION)
+        return acquire(
+            CheckpointDir(storage, self.root),
+            holder,
+            1.0,
+            time=self.injector,
+            keep_run_marker=self.format == ITERATION,
+        )
 
-    def save_without_faults(self, run: int, step: int, commit: bool = True, only: int | None = None,
-                            storage: Storage | None = None) -> None:
+    def save_without_faults(
+        self,
+        run: int,
+        step: int,
+        commit: bool = True,
+        only: int | None = None,
+        storage: Storage | None = None,
+    ) -> None:
         """Saves a step of every rank (``only``: the first ones) without the fault injector."""
         targets = [self.target(rank, run, storage or PosixStorage()) for rank in range(self.ranks)]
         for target in targets[:only]:
@@ -91,10 +117,13 @@ class Scenario:
         keep: number of checkpoints that retention keeps; 0 keeps all.
         background: a writer thread of every rank saves.
         past: (run, step) that are committed before, newest last.
-        uncommitted: (step, number of ranks that have not saved it) of saves of the first run that nobody has committed.
+        uncommitted: (step, number of ranks that have not saved it) of saves of the first run that
+            nobody has committed.
         commits: rank 0 commits the first of these saves, and no rank saves.
-        starts: the run has to start first: it acquires the lease, cleans up and commits. Half-written files are there.
+        starts: the run has to start first: it acquires the lease, cleans up and commits.
+            Half-written files are there.
     """
+
     name: str
     about: str
     steps: tuple[int, ...] = (20, 30)
@@ -114,7 +143,11 @@ class Scenario:
             sandbox.save_without_faults(0, step, commit=False, only=sandbox.ranks - missing)
         for rank in range(sandbox.ranks if self.starts else 0):
             target = sandbox.target(rank, 0)
-            folder = target.data_dir(30) if target.iterations else os.path.join(sandbox.root, f"rank_{rank}")
+            folder = (
+                target.data_dir(30)
+                if target.iterations
+                else os.path.join(sandbox.root, f"rank_{rank}")
+            )
             with open(temporary_name(os.path.join(folder, f"x{rank}"), RUNS[0]), "wb") as file:
                 file.write(b"half")
 
@@ -126,10 +159,13 @@ class Scenario:
             results += sandbox.injector.scheduler.run(works)
         return results
 
-    def _run_rank(self, phase: Callable[[Sandbox, int], None], sandbox: Sandbox, rank: int) -> object:
+    def _run_rank(
+        self, phase: Callable[[Sandbox, int], None], sandbox: Sandbox, rank: int
+    ) -> object:
         try:
             return phase(sandbox, rank)
-        except (SaveError, OSError) as error:               # the training continues, or ends with this error
+        except (SaveError, OSError) as error:
+            # the training continues, or ends with this error
             sandbox.errors.append(str(error))
             return error
 
@@ -141,7 +177,10 @@ class Scenario:
     def work(self, sandbox: Sandbox, rank: int) -> None:
         """Runs the workload of one rank."""
         policy = KeepLast(self.keep) if self.keep else KEEP_ALL
-        target, committer = sandbox.target(rank, self.run), sandbox.committer(self.run, policy) if rank == 0 else None
+        target, committer = (
+            sandbox.target(rank, self.run),
+            sandbox.committer(self.run, policy) if rank == 0 else None,
+        )
         if self.commits:
             step, _ = self.uncommitted[0]
             sandbox.journal.report((target.run, step), rank)
@@ -154,13 +193,16 @@ class Scenario:
             if rank == 0:
                 SyncSaver(target, sandbox.committer(self.run)).begin()
         if self.background:
-            saver: AsyncSaver | SyncSaver = AsyncSaver(target, policy if rank == 0 else None, "thread")
+            saver: AsyncSaver | SyncSaver = AsyncSaver(
+                target, policy if rank == 0 else None, "thread"
+            )
         else:
             saver = _RecordingSaver(target, committer, sandbox.journal)
         for step in self.steps:
             saver.save(Save(shard(target, step, sandbox.format)))
             outcomes = saver.wait(COMMITTED)
-            if step == self.steps[-1]:              # a writer thread would wait for other ranks by the real clock
+            # a writer thread would wait for other ranks by the real clock
+            if step == self.steps[-1]:
                 outcomes += saver.finish(0.0 if self.background else 5.0)
             for outcome in outcomes:
                 if outcome.saved:
@@ -169,13 +211,37 @@ class Scenario:
                     sandbox.errors.append(str(outcome.error))
 
 
-SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in (
-    Scenario("first save", "the very first checkpoint of a folder", steps=(10,), past=()),
-    Scenario("save", "two more checkpoints after a committed one"),
-    Scenario("save again", "a later run resumed from step 10 and saves step 20 again", run=1, past=((0, 10), (0, 20))),
-    Scenario("background", "the same as save, in a writer thread of every rank", background=True),
-    Scenario("prune", "saves that keep only the newest checkpoint", keep=1, past=((0, 5), (0, 10))),
-    Scenario("pointers", "rank 0 commits, and points meta.json or the tracker to it", uncommitted=((20, 0),), commits=True),
-    Scenario("start", "the next run acquires the lease, cleans up, commits and saves", steps=(30,), run=1, keep=1,
-             uncommitted=((20, 0), (30, 1)), starts=True),
-)}
+SCENARIOS: Mapping[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("first save", "the very first checkpoint of a folder", steps=(10,), past=()),
+        Scenario("save", "two more checkpoints after a committed one"),
+        Scenario(
+            "save again",
+            "a later run resumed from step 10 and saves step 20 again",
+            run=1,
+            past=((0, 10), (0, 20)),
+        ),
+        Scenario(
+            "background", "the same as save, in a writer thread of every rank", background=True
+        ),
+        Scenario(
+            "prune", "saves that keep only the newest checkpoint", keep=1, past=((0, 5), (0, 10))
+        ),
+        Scenario(
+            "pointers",
+            "rank 0 commits, and points meta.json or the tracker to it",
+            uncommitted=((20, 0),),
+            commits=True,
+        ),
+        Scenario(
+            "start",
+            "the next run acquires the lease, cleans up, commits and saves",
+            steps=(30,),
+            run=1,
+            keep=1,
+            uncommitted=((20, 0), (30, 1)),
+            starts=True,
+        ),
+    )
+}

@@ -3,9 +3,11 @@
     with Workers(2, folder) as workers:
         for result in workers.map(function, arguments): ...         # in the order of completion
 
-The end of the block, by completion, Ctrl-C or an error, ends the workers at once and removes ``folder``. If this process is
-killed, each worker ends by itself, and a small shell process that waits for that removes ``folder``. ``folder`` is optional.
+The end of the block, by completion, Ctrl-C or an error, ends the workers at once and removes
+``folder``. If this process is killed, each worker ends by itself, and a small shell process that
+waits for that removes ``folder``. ``folder`` is optional.
 """
+
 from __future__ import annotations
 
 import multiprocessing
@@ -21,12 +23,14 @@ from typing import Any
 
 from mindresume import runtime
 
-# `read` ends with an error when the other end of the pipe is gone; workers may still be in a file operation for a moment.
+# `read` ends with an error when the other end of the pipe is gone; workers may still be in a file
+# operation for a moment.
 _CLEANER = 'read -r word && exit 0; for n in 1 2 3 4 5; do rm -rf -- "$0"; sleep 0.3; done'
 
 
 class Workers:
-    """A pool of ``count`` processes, started by spawn, so that no thread or lock of this process is copied into them."""
+    """A pool of ``count`` processes, started by spawn, so that no thread or lock of this process is
+    copied into them."""
 
     def __init__(self, count: int, folder: str | None = None):
         self.count, self.folder = count, folder
@@ -34,8 +38,13 @@ class Workers:
 
     def __enter__(self) -> Workers:
         if self.folder is not None:
-            self._cleaner = subprocess.Popen(["sh", "-c", _CLEANER, self.folder], stdin=subprocess.PIPE,
-                                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            self._cleaner = subprocess.Popen(
+                ["sh", "-c", _CLEANER, self.folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         self._processes, self._connections = [], []
         context = multiprocessing.get_context("spawn")
         try:
@@ -62,10 +71,11 @@ class Workers:
             self._cleaner.communicate(b"done\n")
 
     def map(self, function: Callable[[Any], Any], arguments: Iterable[Any]) -> Iterator[Any]:
-        """Yields the results in the order of completion. ``function``: a function at the top level of a module; its exceptions
-        are raised here. Raises ChildProcessError if a worker dies."""
+        """Yields the results in the order of completion. ``function``: a function at the top level
+        of a module; its exceptions are raised here. Raises ChildProcessError if a worker dies."""
         left, busy = iter(arguments), set()
-        for connection, argument in zip(self._connections, left, strict=False):     # there may be fewer, or more
+        # there may be fewer, or more
+        for connection, argument in zip(self._connections, left, strict=False):
             connection.send((function, argument))
             busy.add(connection)
         while busy:
@@ -73,7 +83,9 @@ class Workers:
                 try:
                     error, result = connection.recv()
                 except (EOFError, ConnectionError):
-                    raise ChildProcessError("a worker process of the drill died; was it killed for its memory?") from None
+                    raise ChildProcessError(
+                        "a worker process of the drill died; was it killed for its memory?"
+                    ) from None
                 if error is not None:
                     raise error
                 busy.discard(connection)
@@ -85,9 +97,11 @@ class Workers:
 
 @contextmanager
 def _later() -> Iterator[None]:
-    """Delays signals until the end of the block: a process that is half started would end with a traceback."""
+    """Delays signals until the end of the block: a process that is half started would end with a
+    traceback."""
     caught: list[int] = []
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})        # inherited: Ctrl-C in the terminal is ours to handle
+    # inherited: Ctrl-C in the terminal is ours to handle
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with runtime.interrupts_to(lambda number, frame: caught.append(number)):
         try:
             yield
@@ -99,12 +113,13 @@ def _later() -> Iterator[None]:
 
 def _work(connection: Connection) -> None:
     runtime.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(EOFError, ConnectionError):       # the parent is gone; the thread may not have noticed yet
+    # the parent is gone; the thread may not have noticed yet
+    with suppress(EOFError, ConnectionError):
         while True:
             function, argument = connection.recv()
             try:
                 answer = None, function(argument)
-            except Exception as error:              # any error: the parent raises it
+            except Exception as error:  # any error: the parent raises it
                 answer = error, None
             connection.send(answer)
 

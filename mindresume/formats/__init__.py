@@ -1,7 +1,9 @@
 """Defines a checkpoint directory and the result of scanning it: candidates, newest first.
 
-A candidate looks like one saved step of one run; ``mindresume.resume`` decides whether it can be used.
+A candidate looks like one saved step of one run; ``mindresume.resume`` decides whether it can be
+used.
 """
+
 from __future__ import annotations
 
 import os
@@ -16,15 +18,18 @@ from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Storage
 
 OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
-FIRST = (float("inf"),)                 # order of a candidate that may be the newest one, so that its refusal is reported
+# order of a candidate that may be the newest one, so that its refusal is reported
+FIRST = (float("inf"),)
 
 
 @dataclass(frozen=True)
 class CheckpointDir:
-    """A checkpoint directory: ``root`` holds rank folders or iteration folders, and the folder of records.
+    """A checkpoint directory: ``root`` holds rank folders or iteration folders, and the folder of
+    records.
 
     Paths in records, candidates and refusals are relative to ``root``.
     """
+
     storage: Storage
     root: str
 
@@ -43,11 +48,14 @@ class Refusal:
         file: relative to the root; None if no single file is the reason.
         rank: None if no single rank is concerned.
         tensors: names of the tensors in ``file`` whose checksums differ.
-        is_unreadable: the file system reported an error, so nothing is known of the content: this is no damage, and may pass.
+        is_unreadable: the file system reported an error, so nothing is known of the content: this
+            is no damage, and may pass.
         is_weights_only: the weights can be loaded, but no training can resume from it.
-        is_harmless: a resume takes the candidate nevertheless: replicas or records replace what is damaged.
+        is_harmless: a resume takes the candidate nevertheless: replicas or records replace what is
+            damaged.
         is_last_resort: a resume takes the candidate if there is no other.
     """
+
     step: int | None
     reason: str
     file: str | None = None
@@ -59,7 +67,7 @@ class Refusal:
     is_last_resort: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", tuple(self.tensors))        # JSON has lists
+        object.__setattr__(self, "tensors", tuple(self.tensors))  # JSON has lists
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,21 +83,27 @@ class SavedStep:
 
     Attributes:
         step: None if unknown.
-        origin: OURS (mindresume), MINDFORMERS (written without records) or MERGED (consolidated weights that mindresume wrote).
+        origin: OURS (mindresume), MINDFORMERS (written without records) or MERGED (consolidated
+            weights that mindresume wrote).
         format: of the weight files; empty if unknown.
         files: of each rank; paths relative to the root of the scan.
-        world_size: ranks that saved it; for rank folders of MINDFORMERS, the number of ranks that have a file.
+        world_size: ranks that saved it; for rank folders of MINDFORMERS, the number of ranks that
+            have a file.
         state: None if no record tells it.
         run: id of the run; None unless OURS.
         records_dir: path of the folder of records; None without records.
         saved_at: seconds since 1970; None if unknown.
         epoch: None if unknown.
-        iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in records are relative to it.
+        iteration_dir: the iteration folder relative to the root, empty for rank folders; paths in
+            records are relative to it.
         metadata_files: the metadata files that the manifest names beside the weights.
-        deduplicated: according to the records, some rank wrote only its share of the slices that several ranks hold.
-        local_ranks: where nodes share no disk, the ranks of the node whose files these are; else empty.
+        deduplicated: according to the records, some rank wrote only its share of the slices that
+            several ranks hold.
+        local_ranks: where nodes share no disk, the ranks of the node whose files these are; else
+            empty.
         lineage: the run that began its training; empty if its records do not tell.
     """
+
     step: int | None
     origin: str
     format: str
@@ -108,16 +122,21 @@ class SavedStep:
 
     @property
     def name(self) -> str:
-        """Returns the name of its folder of records, which identifies a save of mindresume wherever the folder lies."""
+        """Returns the name of its folder of records, which identifies a save of mindresume wherever
+        the folder lies."""
         return os.path.basename(self.records_dir or "")
 
     @property
     def commit_dir(self) -> str:
-        """Returns the folder whose renaming revokes the commit: the iteration folder, else the folder of records. Empty without
-        records."""
+        """Returns the folder whose renaming revokes the commit: the iteration folder, else the
+        folder of records. Empty without records."""
         if self.records_dir is None:
             return ""
-        return os.path.dirname(os.path.dirname(self.records_dir)) if self.iteration_dir else self.records_dir
+        return (
+            os.path.dirname(os.path.dirname(self.records_dir))
+            if self.iteration_dir
+            else self.records_dir
+        )
 
     @property
     def all_files(self) -> list[FileRecord]:
@@ -131,7 +150,8 @@ class SavedStep:
 
     @property
     def health(self) -> int | None:
-        """Returns the result of mindformers' health monitor at the save: 0 healthy, 1 not; None if no record has it."""
+        """Returns the result of mindformers' health monitor at the save: 0 healthy, 1 not; None if
+        no record has it."""
         return self.state.health if self.state else None
 
     @property
@@ -147,16 +167,21 @@ class Candidate(SavedStep):
     Attributes:
         order: larger is newer; comparable within one scan only.
         committed: a valid manifest exists.
-        maybe_completed: False only if the save provably never completed; a fresh start then loses nothing.
+        maybe_completed: False only if the save provably never completed; a fresh start then loses
+            nothing.
         problem: the reason for refusal that the scan already found.
         records: checksums of the records, in order of rank, if the save is complete.
-        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold all of their slices.
-        manifest_problem: why the manifest cannot be used; the records, which are the commit, then decide.
+        missing_ranks: ranks without files, lost before the last save; the other ranks provably hold
+            all of their slices.
+        manifest_problem: why the manifest cannot be used; the records, which are the commit, then
+            decide.
         manifest_unreadable: the reason is an error of the file system, which may pass.
-        listing_error: why its folder cannot be listed, also given in ``problem``. Its content is unknown, so it is never removed,
-            and it prevents a fresh start.
-        has_scrub_result: there is a file ``scrub.json`` beside its records (``formats.weight_files``).
+        listing_error: why its folder cannot be listed, also given in ``problem``. Its content is
+            unknown, so it is never removed, and it prevents a fresh start.
+        has_scrub_result: there is a file ``scrub.json`` beside its records
+            (``formats.weight_files``).
     """
+
     order: tuple[float, ...] = (0.0,)
     committed: bool = False
     maybe_completed: bool = True
@@ -168,23 +193,45 @@ class Candidate(SavedStep):
     listing_error: str = ""
     has_scrub_result: bool = False
 
-    def refuse(self, reason: str, file: str | None = None, rank: int | None = None, tensors: Sequence[str] = (),
-               error: Exception | None = None) -> Refusal:
+    def refuse(
+        self,
+        reason: str,
+        file: str | None = None,
+        rank: int | None = None,
+        tensors: Sequence[str] = (),
+        error: Exception | None = None,
+    ) -> Refusal:
         """Returns a refusal of this candidate. ``error``: from which it follows."""
         return Refusal(self.step, reason, file, rank, tuple(tensors), may_pass(error))
 
 
 def may_pass(error: Exception | None) -> bool:
-    """Returns whether an error of reading says nothing about the content: the file system failed. A missing file is missing."""
-    return isinstance(error, (OSError, UnreadableFileError)) and not isinstance(error, (FileNotFoundError, NotADirectoryError))
+    """Returns whether an error of reading says nothing about the content: the file system failed. A
+    missing file is missing."""
+    return isinstance(error, (OSError, UnreadableFileError)) and not isinstance(
+        error, (FileNotFoundError, NotADirectoryError)
+    )
 
 
-def unlisted_candidate(error: OSError, place: str, rank: int | None = None, **known: Any) -> Candidate:
-    """Returns a refused candidate for ``place`` (relative to the root), which cannot be listed. ``known``: its other fields."""
+def unlisted_candidate(
+    error: OSError, place: str, rank: int | None = None, **known: Any
+) -> Candidate:
+    """Returns a refused candidate for ``place`` (relative to the root), which cannot be listed.
+    ``known``: its other fields."""
     reason = f"{place} cannot be listed: {error.strerror or error}"
     step = known.setdefault("step", None)
-    return Candidate(**{"origin": MINDFORMERS, "format": "", "files": {}, "world_size": 0, "order": FIRST, **known},
-                     listing_error=reason, problem=Refusal(step, reason, place, rank, is_unreadable=True))
+    return Candidate(
+        **{
+            "origin": MINDFORMERS,
+            "format": "",
+            "files": {},
+            "world_size": 0,
+            "order": FIRST,
+            **known,
+        },
+        listing_error=reason,
+        problem=Refusal(step, reason, place, rank, is_unreadable=True),
+    )
 
 
 @dataclass(frozen=True)
@@ -196,11 +243,13 @@ class Scan:
         candidates: newest first.
         notes: for the log: what was found and ignored.
         exists: whether the directory exists.
-        expected_ranks: estimate of the ranks of the job, from the strategy folder beside it or the rank folders; None if unknown.
+        expected_ranks: estimate of the ranks of the job, from the strategy folder beside it or the
+            rank folders; None if unknown.
         expected_source: the source of that estimate.
-        fresh_start_refusal: if no candidate was ever complete, why no training may begin in this directory nevertheless; empty if
-            one may.
+        fresh_start_refusal: if no candidate was ever complete, why no training may begin in this
+            directory nevertheless; empty if one may.
     """
+
     directory: CheckpointDir
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
@@ -216,7 +265,8 @@ class Scan:
 
 
 def missing_ranks_text(candidate: Candidate) -> str:
-    """Returns a phrase for a last save that some ranks of a failing job did not take part in; empty if all ranks wrote."""
+    """Returns a phrase for a last save that some ranks of a failing job did not take part in; empty
+    if all ranks wrote."""
     if not candidate.missing_ranks:
         return ""
     return f"rank {listed(candidate.missing_ranks)} wrote nothing, the other ranks hold all slices"

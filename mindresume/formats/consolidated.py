@@ -1,15 +1,20 @@
-"""Reads complete, unsharded weights: a folder of tensor files with or without an index, or one file.
+"""Reads complete, unsharded weights: a folder of tensor files with or without an index, or one
+file.
 
-    part0.safetensors ... hyper_param.safetensors  param_name_map.json           MindSpore's unified_safetensors
+    part0.safetensors ... hyper_param.safetensors  param_name_map.json           MindSpore's
+    unified_safetensors
     model-00001-of-00003.safetensors ...           model.safetensors.index.json  Hugging Face
 
-mindformers 1.9.0 needs the following to resume from such a folder (``resume_training: True``, without a name; ``load_ckpt_format:
-safetensors``; if parallel ``auto_trans_ckpt: True``): no name in it that begins with ``rank_``, and ``hyper_param.safetensors``
-with ``loss_scale``, ``epoch_num``, ``step_num``, ``global_batch_size`` (``trainer/utils.py:373``; KeyError without one) and
-``global_step`` (without it the optimizer counts from 0). In parallel, ``param_name_map.json`` names the file of every tensor in
-the target's strategy; a tensor that is not named, or not in its file, is skipped (mindspore ``transform_safetensors.py:1601``).
-In a single process, every ``*.safetensors`` in the folder is loaded and the map is not read.
+mindformers 1.9.0 needs the following to resume from such a folder (``resume_training: True``,
+without a name; ``load_ckpt_format: safetensors``; if parallel ``auto_trans_ckpt: True``): no name
+in it that begins with ``rank_``, and ``hyper_param.safetensors`` with ``loss_scale``,
+``epoch_num``, ``step_num``, ``global_batch_size`` (``trainer/utils.py:373``; KeyError without one)
+and ``global_step`` (without it the optimizer counts from 0). In parallel, ``param_name_map.json``
+names the file of every tensor in the target's strategy; a tensor that is not named, or not in its
+file, is skipped (mindspore ``transform_safetensors.py:1601``). In a single process, every
+``*.safetensors`` in the folder is loaded and the map is not read.
 """
+
 from __future__ import annotations
 
 import os
@@ -32,7 +37,7 @@ from mindresume.tensor_files.header import MAX_HEADER, parse_object
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"
 MINDSPORE, HUGGINGFACE, FILES, FILE = "mindspore", "huggingface", "files", "file"
 _HF_INDEX = ".safetensors.index.json"
-_ACCUMULATED = "accu_grads"             # name prefix of gradient accumulation buffers
+_ACCUMULATED = "accu_grads"  # name prefix of gradient accumulation buffers
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,11 @@ class ConsolidatedWeights:
         tensors: {tensor name: file}.
         headers: by file.
         scalars: the counters among SCALARS that exist.
-        kind: the index that was read (MINDSPORE, HUGGINGFACE); FILES without an index; FILE if one file was given.
+        kind: the index that was read (MINDSPORE, HUGGINGFACE); FILES without an index; FILE if one
+            file was given.
         notes: sentences for the log about files and tensors that were ignored.
     """
+
     root: str
     files: tuple[str, ...]
     tensors: Mapping[str, str]
@@ -59,131 +66,223 @@ class ConsolidatedWeights:
 
 @dataclass(frozen=True)
 class _Index:
-    """An index. ``files``: {tensor: file}; ``flat``: without ``weight_map``, as mindformers writes it when it translates
-    names."""
+    """An index. ``files``: {tensor: file}; ``flat``: without ``weight_map``, as mindformers writes
+    it when it translates names."""
+
     path: str
     files: Mapping[str, str]
     flat: bool
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
     """Reads the index and the headers of consolidated weights. Of the tensors, reads only SCALARS.
 
     Raises:
-        ConfigError: ``path`` is not such a folder or file, or does not tell which of its files belong to the weights.
-        CorruptFileError: A file is missing or damaged, index and files contradict each other, or a tensor occurs twice. Names
-            file and tensor.
+        ConfigError: ``path`` is not such a folder or file, or does not tell which of its files
+            belong to the weights.
+        CorruptFileError: A file is missing or damaged, index and files contradict each other, or a
+            tensor occurs twice. Names file and tensor.
     """
     status = storage.status(path)
     if status is None:
-        raise ConfigError(f"{path}: no such file or folder; give a folder of consolidated weights, or one file")
+        raise ConfigError(
+            f"{path}: no such file or folder; give a folder of consolidated weights, or one file"
+        )
     if part_of_ranks(storage, path, status.is_folder):
-        raise ConfigError(f"{path}: expected consolidated weights, found files of ranks, which may be sharded; give the folder "
-                          f"that holds the rank folders, to resume from it")
+        raise ConfigError(
+            f"{path}: expected consolidated weights, found files of ranks, which may be sharded; "
+            "give the folder "
+            f"that holds the rank folders, to resume from it"
+        )
     if not status.is_folder:
         if not tensor_files([os.path.basename(path)]):
-            raise ConfigError(f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}")
-        return _read(CheckpointDir(storage, os.path.dirname(path) or "."), [os.path.basename(path)], None, FILE, [])
+            raise ConfigError(
+                f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}"
+            )
+        return _read(
+            CheckpointDir(storage, os.path.dirname(path) or "."),
+            [os.path.basename(path)],
+            None,
+            FILE,
+            [],
+        )
     names = storage.list(path)
     index, kind, notes = _index_of(CheckpointDir(storage, path), names)
     files = tensor_files(names)
     if index is not None:
         named = {*index.files.values(), *({HYPER} & set(files))}
         if ignored := [name for name in files if name not in named]:
-            notes.append(f"{path}: {listed(ignored, 1)} not named by {os.path.basename(index.path)}; ignored")
+            notes.append(
+                f"{path}: {listed(ignored, 1)} not named by {os.path.basename(index.path)}; ignored"
+            )
         present = set(names)
         for tensor, file in index.files.items():
             if file not in present:
-                raise CorruptFileError(os.path.join(path, file), f"the file is missing; {os.path.basename(index.path)} says that "
-                                                                 f"it holds tensor {tensor}", tensor=tensor)
+                raise CorruptFileError(
+                    os.path.join(path, file),
+                    f"the file is missing; {os.path.basename(index.path)} says that "
+                    f"it holds tensor {tensor}",
+                    tensor=tensor,
+                )
         files = sorted(named)
     if not files:
-        raise ConfigError(f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected consolidated weights")
+        raise ConfigError(
+            f"{path}: no file with extension {' or '.join(FORMATS)} in this folder; expected "
+            "consolidated weights"
+        )
     return _read(CheckpointDir(storage, path), files, index, kind, notes)
 
 
-def _read(directory: CheckpointDir, files: list[str], index: _Index | None, kind: str,
-          notes: list[str]) -> ConsolidatedWeights:
+def _read(
+    directory: CheckpointDir, files: list[str], index: _Index | None, kind: str, notes: list[str]
+) -> ConsolidatedWeights:
     formats = {os.path.splitext(file)[1]: file for file in reversed(files)}
     if len(formats) > 1:
-        raise ConfigError(f"{directory.root}: expected files of one format, found {' and '.join(sorted(formats.values()))}; "
-                          f"move those of one format to another folder")
+        raise ConfigError(
+            f"{directory.root}: expected files of one format, found "
+            f"{' and '.join(sorted(formats.values()))}; "
+            f"move those of one format to another folder"
+        )
     files = sorted(files, key=lambda file: (file == HYPER, file))
     records = [FileRecord(file, os.path.splitext(file)[1].removeprefix(".")) for file in files]
-    headers = dict(zip(files, parallel(directory.storage, partial(header_of, directory), records), strict=True))
+    headers = dict(
+        zip(files, parallel(directory.storage, partial(header_of, directory), records), strict=True)
+    )
     found: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
             if tensor in found:
-                raise CorruptFileError(directory.path(file), f"tensor {tensor} is in {found[tensor]} too, expected in one "
-                                       f"file only; does this folder mix files of several steps or ranks?", tensor=tensor)
+                raise CorruptFileError(
+                    directory.path(file),
+                    f"tensor {tensor} is in {found[tensor]} too, expected in one "
+                    f"file only; does this folder mix files of several steps or ranks?",
+                    tensor=tensor,
+                )
             found[tensor] = file
     if index is not None:
         found, unlisted = _by_index(directory.root, found, index)
         if unlisted:
-            notes.append(f"{directory.root}: {listed(unlisted, 1)} not named by {os.path.basename(index.path)}; ignored")
+            notes.append(
+                f"{directory.root}: {listed(unlisted, 1)} not named by "
+                f"{os.path.basename(index.path)}; ignored"
+            )
     if not found:
         raise ConfigError(f"{directory.root}: no tensor in {listed(files, 1)}")
-    if cut := [tensor for tensor, file in found.items() if file == HYPER and tensor.startswith(_ACCUMULATED)]:
-        notes.append(f"{directory.path(HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does not merge them")
-    return ConsolidatedWeights(directory.root, tuple(files), found, headers, _scalars(directory, found, headers), kind,
-                               tuple(notes))
+    if cut := [
+        tensor
+        for tensor, file in found.items()
+        if file == HYPER and tensor.startswith(_ACCUMULATED)
+    ]:
+        notes.append(
+            f"{directory.path(HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does "
+            "not merge them"
+        )
+    return ConsolidatedWeights(
+        directory.root,
+        tuple(files),
+        found,
+        headers,
+        _scalars(directory, found, headers),
+        kind,
+        tuple(notes),
+    )
 
 
-def _by_index(root: str, found: Mapping[str, str], index: _Index) -> tuple[dict[str, str], list[str]]:
-    """Returns {tensor: file} in the order of the index, then the tensors of HYPER, which MindSpore does not list; and the other
-    tensors."""
+def _by_index(
+    root: str, found: Mapping[str, str], index: _Index
+) -> tuple[dict[str, str], list[str]]:
+    """Returns {tensor: file} in the order of the index, then the tensors of HYPER, which MindSpore
+    does not list; and the other tensors."""
     for tensor, file in index.files.items():
         if found.get(tensor) != file:
-            where = f"it is in {found[tensor]}" if tensor in found else "no file of the index holds it"
-            raise CorruptFileError(os.path.join(root, file), f"tensor {tensor} should be in it, says "
-                                                             f"{os.path.basename(index.path)}; {where}", tensor=tensor)
+            where = (
+                f"it is in {found[tensor]}" if tensor in found else "no file of the index holds it"
+            )
+            raise CorruptFileError(
+                os.path.join(root, file),
+                f"tensor {tensor} should be in it, says {os.path.basename(index.path)}; {where}",
+                tensor=tensor,
+            )
     hyper = {tensor: file for tensor, file in found.items() if file == HYPER}
-    return {**index.files, **hyper}, [tensor for tensor in found if tensor not in index.files and tensor not in hyper]
+    return {**index.files, **hyper}, [
+        tensor for tensor in found if tensor not in index.files and tensor not in hyper
+    ]
 
 
-def _scalars(directory: CheckpointDir, tensors: Mapping[str, str], headers: Mapping[str, Header]
-             ) -> dict[str, int | float | str]:
+def _scalars(
+    directory: CheckpointDir, tensors: Mapping[str, str], headers: Mapping[str, Header]
+) -> dict[str, int | float | str]:
     """Reads the counters among the tensors."""
     values: dict[str, int | float | str] = {}
     for file in sorted({tensors[name] for name in SCALARS if name in tensors}):
         with directory.storage.open(directory.path(file)) as opened:
-            there = {name: finite_scalar(opened, headers[file], name) for name in SCALARS if tensors.get(name) == file}
+            there = {
+                name: finite_scalar(opened, headers[file], name)
+                for name in SCALARS
+                if tensors.get(name) == file
+            }
         values |= {name: value for name, value in there.items() if value is not None}
     return values
 
 
-# ---- the index -----------------------------------------------------------------------------------------------------
+# ---- the index -----------------------------------------------------------------------------------
+
 
 def _index_of(directory: CheckpointDir, names: list[str]) -> tuple[_Index | None, str, list[str]]:
     """Returns the index to use, its kind, and notes."""
     hubs = [name for name in names if name.endswith(_HF_INDEX) and not name.startswith(".")]
     if len(hubs) > 1:
-        raise ConfigError(f"{directory.root}: expected one index, found {' and '.join(hubs)}; move all but one to another folder")
-    ours = _read_index(directory.storage, directory.path(MAP), flat_too=True) if MAP in names else None
+        raise ConfigError(
+            f"{directory.root}: expected one index, found {' and '.join(hubs)}; move all but one "
+            "to another folder"
+        )
+    ours = (
+        _read_index(directory.storage, directory.path(MAP), flat_too=True) if MAP in names else None
+    )
     hub = _read_index(directory.storage, directory.path(hubs[0]), flat_too=False) if hubs else None
     if ours is None or hub is None:
         return ours or hub, MINDSPORE if ours else HUGGINGFACE if hub else FILES, []
     for tensor, file in ours.files.items():
         if hub.files.get(tensor, file) != file:
-            raise CorruptFileError(ours.path, f"it says that tensor {tensor} is in {file}, but {hubs[0]} says in "
-                                              f"{hub.files[tensor]}; remove the one that is wrong", tensor=tensor)
-    if different := [tensor for tensor in (*ours.files, *hub.files) if tensor not in ours.files or tensor not in hub.files]:
-        # mindformers writes the map, with the names of its own network, into a Hugging Face folder that it loads
-        # (utils/safetensors/convert_safetensors.py:_convert_index_json); the files keep their names.
+            raise CorruptFileError(
+                ours.path,
+                f"it says that tensor {tensor} is in {file}, but {hubs[0]} says in "
+                f"{hub.files[tensor]}; remove the one that is wrong",
+                tensor=tensor,
+            )
+    if different := [
+        tensor
+        for tensor in (*ours.files, *hub.files)
+        if tensor not in ours.files or tensor not in hub.files
+    ]:
+        # mindformers writes the map, with the names of its own network, into a Hugging Face folder
+        # that it loads (utils/safetensors/convert_safetensors.py:_convert_index_json); the files
+        # keep their names.
         if ours.flat and set(ours.files.values()) == set(hub.files.values()):
-            return hub, HUGGINGFACE, [f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those in the files"]
-        raise CorruptFileError(ours.path, f"it and {hubs[0]} do not name the same tensors: {different[0]} is in one only; remove "
-                                          f"the one that is wrong", tensor=different[0])
+            return (
+                hub,
+                HUGGINGFACE,
+                [
+                    f"{ours.path}: names translated by mindformers; ignored, {hubs[0]} has those "
+                    "in the files"
+                ],
+            )
+        raise CorruptFileError(
+            ours.path,
+            f"it and {hubs[0]} do not name the same tensors: {different[0]} is in one only; remove "
+            f"the one that is wrong",
+            tensor=different[0],
+        )
     return ours, MINDSPORE, []
 
 
 def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
-    """Reads an index. Raises CorruptFileError unless it maps tensors to tensor files in the same folder. ``flat_too``: a document
-    without ``weight_map`` is the map itself, as MindSpore reads it."""
+    """Reads an index. Raises CorruptFileError unless it maps tensors to tensor files in the same
+    folder. ``flat_too``: a document without ``weight_map`` is the map itself, as MindSpore reads
+    it."""
     try:
         with storage.open(path) as file:
             data = file.read(MAX_HEADER + 1)
@@ -195,19 +294,26 @@ def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
     flat = flat_too and "weight_map" not in document
     files: Any = document if flat else document.get("weight_map")
     if not isinstance(files, dict):
-        raise CorruptFileError(path, f"weight_map should map tensors to files, found {files!r}"[:400])
+        raise CorruptFileError(
+            path, f"weight_map should map tensors to files, found {files!r}"[:400]
+        )
     for tensor, file in files.items():
         if not isinstance(file, str) or "/" in file or "\0" in file or not tensor_files([file]):
-            raise CorruptFileError(path, f"tensor {tensor} should be in a file of this folder with extension "
-                                         f"{' or '.join(FORMATS)}, found {file!r}"[:400], tensor=tensor)
+            raise CorruptFileError(
+                path,
+                f"tensor {tensor} should be in a file of this folder with extension "
+                f"{' or '.join(FORMATS)}, found {file!r}"[:400],
+                tensor=tensor,
+            )
     return _Index(path, files, flat)
 
 
-# ---- writing: names and contents -----------------------------------------------------------------------------------
+# ---- writing: names and contents -----------------------------------------------------------------
+
 
 def split(sizes: Mapping[str, int], part_bytes: int) -> list[list[str]]:
-    """Distributes tensors over parts, in the given order, with up to ``part_bytes`` in each; a larger tensor has a part of its
-    own. Raises ValueError unless ``part_bytes`` is positive.
+    """Distributes tensors over parts, in the given order, with up to ``part_bytes`` in each; a
+    larger tensor has a part of its own. Raises ValueError unless ``part_bytes`` is positive.
 
     Args:
         sizes: bytes of each tensor.
@@ -216,7 +322,7 @@ def split(sizes: Mapping[str, int], part_bytes: int) -> list[list[str]]:
     if part_bytes < 1:
         raise ValueError(f"part_bytes is {part_bytes}, expected at least 1")
     parts: list[list[str]] = []
-    space_left = -1                     # -1: even an empty tensor starts the first part
+    space_left = -1  # -1: even an empty tensor starts the first part
     for name, size in sizes.items():
         if size > space_left:
             parts.append([])
@@ -228,8 +334,8 @@ def split(sizes: Mapping[str, int], part_bytes: int) -> list[list[str]]:
 
 def part_name(index: int, count: int, kind: str) -> str:
     """Returns the name of part ``index`` (from 0) of ``count``: ``part0.safetensors``; or
-    ``model-00001-of-00003.safetensors``, and ``model.safetensors`` for a single part. Raises ValueError for another kind, or a
-    part out of range."""
+    ``model-00001-of-00003.safetensors``, and ``model.safetensors`` for a single part. Raises
+    ValueError for another kind, or a part out of range."""
     _checked(kind)
     if not 0 <= index < count:
         raise ValueError(f"part {index} of {count}: expected a part from 0 to {count - 1}")
@@ -238,9 +344,11 @@ def part_name(index: int, count: int, kind: str) -> str:
     return f"model-{index + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
 
 
-def index_document(kind: str, weight_map: Mapping[str, str], total_size: int) -> tuple[str, dict[str, Any]]:
-    """Returns file name and JSON value of the index. MindSpore indents by 4; Hugging Face has no index for a single file. Raises
-    ValueError for another kind.
+def index_document(
+    kind: str, weight_map: Mapping[str, str], total_size: int
+) -> tuple[str, dict[str, Any]]:
+    """Returns file name and JSON value of the index. MindSpore indents by 4; Hugging Face has no
+    index for a single file. Raises ValueError for another kind.
 
     Args:
         kind: MINDSPORE or HUGGINGFACE.
@@ -248,19 +356,23 @@ def index_document(kind: str, weight_map: Mapping[str, str], total_size: int) ->
         total_size: bytes of all tensors in ``weight_map``.
     """
     _checked(kind)
-    return MAP if kind == MINDSPORE else f"model{_HF_INDEX}", {"metadata": {"total_size": total_size},
-                                                               "weight_map": dict(weight_map)}
+    return MAP if kind == MINDSPORE else f"model{_HF_INDEX}", {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(weight_map),
+    }
 
 
 def is_hyper(name: str, layout_known: bool, elements: int) -> bool:
-    """Returns whether a tensor belongs into HYPER. MindSpore puts all tensors there that rank 0's file holds and the source's
-    strategy does not name, and loads them unsharded on every rank, after the parts, overwriting them.
+    """Returns whether a tensor belongs into HYPER. MindSpore puts all tensors there that rank 0's
+    file holds and the source's strategy does not name, and loads them unsharded on every rank,
+    after the parts, overwriting them.
 
     Args:
         name: of the tensor.
-        layout_known: the strategy names it, or the source has one rank and so no strategy: its weights must go into parts, else
-            they could not be loaded into another layout.
-        elements: a single number is never sharded, so it can always be in HYPER; the counters must be.
+        layout_known: the strategy names it, or the source has one rank and so no strategy: its
+            weights must go into parts, else they could not be loaded into another layout.
+        elements: a single number is never sharded, so it can always be in HYPER; the counters must
+            be.
     """
     return name in SCALARS or not layout_known or elements <= 1
 

@@ -1,11 +1,13 @@
-"""Parses a parallel configuration and derives the strategy of a model from it, as the target of a conversion.
+"""Parses a parallel configuration and derives the strategy of a model from it, as the target of a
+conversion.
 
-    plan = ParallelPlan.parse("dp=2,tp=4,pp=2,opt=2")
-    strategy = strategy_from_plan(plan, {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), (0, 3)), ...}, stages=4)
+    plan = ParallelPlan.parse("dp=2,tp=4,pp=2,opt=2") strategy = strategy_from_plan(plan,
+    {"embedding.weight": ((64, 8), TensorLayout((2,), (0, -1)), (0, 3)), ...}, stages=4)
 
-A plan gives numbers of ranks, not the dimensions that they shard: the dimension for tensor parallelism is taken from the layouts
-of the source checkpoint. Anything else needs a strategy file.
+A plan gives numbers of ranks, not the dimensions that they shard: the dimension for tensor
+parallelism is taken from the layouts of the source checkpoint. Anything else needs a strategy file.
 """
+
 from __future__ import annotations
 
 import re
@@ -16,14 +18,17 @@ from mindresume.errors import ConfigError
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 
-# Global shape; layout in the source, None if unknown; the pipeline stages that hold it there, ascending, () if unknown.
+# Global shape; layout in the source, None if unknown; the pipeline stages that hold it there,
+# ascending, () if unknown.
 SourceTensor = tuple[tuple[int, ...], TensorLayout | None, tuple[int, ...]]
 
 _KEYS = {"dp": "dp", "tp": "tp", "mp": "tp", "pp": "pp", "opt": "opt"}
 _PLAN = re.compile(rf"\s*(?:{'|'.join(_KEYS)})\s*=[^/\\]*|\w+=-?\d+(?:,\w+=-?\d+)*")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|layer)\.(\d{1,9})(?:\.|$)", re.ASCII)
-_BEHIND = re.compile(r"(?:^|\.)mtp\.")   # multi-token prediction: mindformers puts it into the last stage
-_FIRST = ("embed", "wte")               # tok_embeddings, word_embeddings, embed_tokens, wte: input of the first layer
+# multi-token prediction: mindformers puts it into the last stage
+_BEHIND = re.compile(r"(?:^|\.)mtp\.")
+# tok_embeddings, word_embeddings, embed_tokens, wte: input of the first layer
+_FIRST = ("embed", "wte")
 _GIVE = "give a strategy file instead of a plan"
 
 
@@ -34,8 +39,9 @@ def is_plan(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """``dp`` x ``tp`` ranks in each of ``pp`` pipeline stages. ``opt``: number of optimizer shards; 0: none, -1: as many as a
-    tensor has replicas. Raises ConfigError for impossible numbers."""
+    """``dp`` x ``tp`` ranks in each of ``pp`` pipeline stages. ``opt``: number of optimizer shards;
+    0: none, -1: as many as a tensor has replicas. Raises ConfigError for impossible numbers."""
+
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -43,9 +49,13 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp) < 1 or self.opt < -1:
-            raise ConfigError(f"plan {self}: dp, tp and pp must be integers >= 1; opt too, or 'all'")
+            raise ConfigError(
+                f"plan {self}: dp, tp and pp must be integers >= 1; opt too, or 'all'"
+            )
         if self.world_size > MAX_RANKS:
-            raise ConfigError(f"plan {self}: {self.world_size} ranks; a job has at most {MAX_RANKS}")
+            raise ConfigError(
+                f"plan {self}: {self.world_size} ranks; a job has at most {MAX_RANKS}"
+            )
 
     def __str__(self) -> str:
         opt = {0: "", -1: ",opt=all"}.get(self.opt, f",opt={self.opt}")
@@ -53,22 +63,29 @@ class ParallelPlan:
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:
-        """Parses a plan such as ``"dp=2,tp=4,pp=2,opt=2"``. Missing numbers are 1, a missing opt means no optimizer shards; mp
-        is a synonym of tp. Raises ConfigError for any other text."""
+        """Parses a plan such as ``"dp=2,tp=4,pp=2,opt=2"``. Missing numbers are 1, a missing opt
+        means no optimizer shards; mp is a synonym of tp. Raises ConfigError for any other text."""
         found: dict[str, int] = {}
         for part in text.split(","):
             key, equals, value = map(str.strip, part.partition("="))
             name = _KEYS.get(key)
             if name is None or not equals:
-                raise ConfigError(f"plan {text!r}: {part!r} is not dp=, tp= (or mp=), pp= or opt= with a number, as in "
-                                  f"dp=2,tp=4,pp=2,opt=2")
+                raise ConfigError(
+                    f"plan {text!r}: {part!r} is not dp=, tp= (or mp=), pp= or opt= with a number, "
+                    "as in "
+                    f"dp=2,tp=4,pp=2,opt=2"
+                )
             if name in found:
-                raise ConfigError(f"plan {text!r}: {key}={value} gives {name} a second time"
-                                  + (" (mp is a synonym of tp)" if name == "tp" else ""))
+                raise ConfigError(
+                    f"plan {text!r}: {key}={value} gives {name} a second time"
+                    + (" (mp is a synonym of tp)" if name == "tp" else "")
+                )
             everything = name == "opt" and value in ("all", "-1")
             if not everything and not re.fullmatch(r"0*[1-9]\d{0,8}", value, re.ASCII):
-                raise ConfigError(f"plan {text!r}: {key} is {value!r}, expected a whole number >= 1"
-                                  + (", or all for as many pieces as there are replicas" if name == "opt" else ""))
+                raise ConfigError(
+                    f"plan {text!r}: {key} is {value!r}, expected a whole number >= 1"
+                    + (", or all for as many pieces as there are replicas" if name == "opt" else "")
+                )
             found[name] = -1 if everything else int(value)
         return cls(**found)
 
@@ -78,12 +95,15 @@ class ParallelPlan:
         return self.dp * self.tp * self.pp
 
 
-def strategy_from_plan(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int = 1) -> Strategy:
+def strategy_from_plan(
+    plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int = 1
+) -> Strategy:
     """Returns layouts and stages of the tensors under a plan.
 
-    Layouts use the device matrix [dp, tp]. Tensor parallelism does not shard a tensor without a layout. Layers are distributed
-    evenly: layer i of L is in stage i * pp // L. A tensor that several stages of the source hold, such as an embedding that is
-    also the head, is in several stages of the target.
+    Layouts use the device matrix [dp, tp]. Tensor parallelism does not shard a tensor without a
+    layout. Layers are distributed evenly: layer i of L is in stage i * pp // L. A tensor that
+    several stages of the source hold, such as an embedding that is also the head, is in several
+    stages of the target.
 
     Args:
         plan: the target.
@@ -95,52 +115,83 @@ def strategy_from_plan(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], 
     """
     if not tensors:
         raise ConfigError(f"plan {plan}: there are no tensors to shard")
-    cuts: dict[str, int | None] = {}            # dimension that tensor parallelism shards; None: it does not shard the tensor
+    # dimension that tensor parallelism shards; None: it does not shard the tensor
+    cuts: dict[str, int | None] = {}
     for name, (shape, layout, _) in tensors.items():
         cuts[name] = None
         if layout is None or plan.tp == 1:
             continue
         if len(layout.tensor_map) != len(shape):
-            raise ConfigError(f"plan {plan}: {name} has the shape {shape}, its layout in the source is for "
-                              f"{len(layout.tensor_map)} dimensions: {layout}")
-        cut = [dim for dim, axes in enumerate(layout.axes) if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)]
+            raise ConfigError(
+                f"plan {plan}: {name} has the shape {shape}, its layout in the source is for "
+                f"{len(layout.tensor_map)} dimensions: {layout}"
+            )
+        cut = [
+            dim
+            for dim, axes in enumerate(layout.axes)
+            if any(layout.device_matrix[-1 - axis] > 1 for axis in axes)
+        ]
         if len(cut) > 1:
-            raise ConfigError(f"plan {plan}: the source shards {name} of shape {shape} along dimensions "
-                              f"{' and '.join(map(str, cut))}; a plan can shard only one; {_GIVE}")
+            raise ConfigError(
+                f"plan {plan}: the source shards {name} of shape {shape} along dimensions "
+                f"{' and '.join(map(str, cut))}; a plan can shard only one; {_GIVE}"
+            )
         cuts[name] = cut[0] if cut else None
     if plan.tp > 1 and all(cut is None for cut in cuts.values()):
-        raise ConfigError(f"plan {plan}: no tensor of the source is sharded, so the dimension for tensor parallelism is "
-                          f"unknown; {_GIVE}")
+        raise ConfigError(
+            f"plan {plan}: no tensor of the source is sharded, so the dimension for tensor "
+            "parallelism is "
+            f"unknown; {_GIVE}"
+        )
     places = _stages(plan, tensors, stages)
     found: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
     for name, (shape, _, _) in tensors.items():
         at = cuts[name]
         if at is not None and shape[at] % plan.tp:
-            raise ConfigError(f"plan {plan}: {name} of shape {shape} has {shape[at]} elements in dimension {at}, which "
-                              f"tp={plan.tp} does not divide")
-        layout = TensorLayout((plan.dp, plan.tp), tuple(0 if dim == at else -1 for dim in range(len(shape))))
+            raise ConfigError(
+                f"plan {plan}: {name} of shape {shape} has {shape[at]} elements in dimension {at}, "
+                "which "
+                f"tp={plan.tp} does not divide"
+            )
+        layout = TensorLayout(
+            (plan.dp, plan.tp), tuple(0 if dim == at else -1 for dim in range(len(shape)))
+        )
         pieces = layout.replicas if plan.opt == -1 else plan.opt
-        # Like mindformers, uses no optimizer shards if they do not divide the replicas or the local dimension 0.
-        if shape and pieces > 1 and not layout.replicas % pieces and not layout.local_shape(shape)[0] % pieces:
+        # Like mindformers, uses no optimizer shards if they do not divide the replicas or the local
+        # dimension 0.
+        if (
+            shape
+            and pieces > 1
+            and not layout.replicas % pieces
+            and not layout.local_shape(shape)[0] % pieces
+        ):
             layout = TensorLayout(layout.device_matrix, layout.tensor_map, plan.opt)
         for stage in places[name]:
             found[stage][name] = layout
     if not all(found):
-        raise ConfigError(f"plan {plan}: pipeline stage {found.index({})} would hold no tensor; take a smaller pp, or {_GIVE}")
+        raise ConfigError(
+            f"plan {plan}: pipeline stage {found.index({})} would hold no tensor; take a smaller "
+            f"pp, or {_GIVE}"
+        )
     return Strategy(tuple(found), str(plan))
 
 
-def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int) -> dict[str, tuple[int, ...]]:
-    """Returns {tensor: pipeline stages}. A tensor outside the layers stays in the first or last stage if the source has it there.
-    Else its name decides, and a tensor not known to precede the first layer follows the last one. ``stages``: number of stages in
-    the source."""
+def _stages(
+    plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns {tensor: pipeline stages}. A tensor outside the layers stays in the first or last
+    stage if the source has it there. Else its name decides, and a tensor not known to precede the
+    first layer follows the last one. ``stages``: number of stages in the source."""
     if plan.pp == 1:
         return dict.fromkeys(tensors, (0,))
     layers = {name: _layer(name) for name in tensors}
     count = 1 + max((layer for layer in layers.values() if layer is not None), default=-1)
     if plan.pp > count:
-        raise ConfigError(f"plan {plan}: {count} layers (names with layers.<i>, blocks.<i>, h.<i> or layer.<i>) do not fill "
-                          f"{plan.pp} pipeline stages; take a smaller pp, or {_GIVE}")
+        raise ConfigError(
+            f"plan {plan}: {count} layers (names with layers.<i>, blocks.<i>, h.<i> or layer.<i>) "
+            "do not fill "
+            f"{plan.pp} pipeline stages; take a smaller pp, or {_GIVE}"
+        )
     known = {stage for _, _, held in tensors.values() for stage in held}
     first, last = (min(known), max(known)) if len(known) > 1 else (None, None)
     places: dict[str, tuple[int, ...]] = {}
@@ -156,18 +207,23 @@ def _stages(plan: ParallelPlan, tensors: Mapping[str, SourceTensor], stages: int
     return places
 
 
-def _shared(plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool, stages: int) -> tuple[int, ...]:
-    """Returns the target stages of a tensor that several stages of the source hold. Raises ConfigError if those do not
-    determine the target stages: both of two stages can mean all stages, or the two ends. It means the ends for an embedding
-    (by its name)."""
+def _shared(
+    plan: ParallelPlan, name: str, held: tuple[int, ...], in_layer: bool, stages: int
+) -> tuple[int, ...]:
+    """Returns the target stages of a tensor that several stages of the source hold. Raises
+    ConfigError if those do not determine the target stages: both of two stages can mean all stages,
+    or the two ends. It means the ends for an embedding (by its name)."""
     if not in_layer:
         ends, everywhere = held == (0, stages - 1), len(held) == stages
         if ends and (stages > 2 or plan.pp == 2 or _is_first(name)):
             return 0, plan.pp - 1
         if everywhere and stages > 2:
             return tuple(range(plan.pp))
-    raise ConfigError(f"plan {plan}: {name} is held by the pipeline stages {', '.join(map(str, held))} of {stages} in the "
-                      f"source, so it is unknown which of {plan.pp} stages need it; {_GIVE}")
+    raise ConfigError(
+        f"plan {plan}: {name} is held by the pipeline stages {', '.join(map(str, held))} of "
+        f"{stages} in the "
+        f"source, so it is unknown which of {plan.pp} stages need it; {_GIVE}"
+    )
 
 
 def _is_first(name: str) -> bool:

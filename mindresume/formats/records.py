@@ -1,13 +1,19 @@
 """Scans saved steps that have records, in either format.
 
-    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 1.0: the records; the weights lie in rank folders
-    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 2.0 while it is saved: the unpublished iteration folder,
-    {root}/iteration_{step}/                                  and once it is committed; both hold the weights and
-        .mindresume/step-{step}-run-{run}/                    their records: an iteration folder can be copied or moved alone
+    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 1.0: the records; the
+                                                              weights lie in rank folders
+    {root}/.mindresume/step-{step}-run-{run}/                 Checkpoint 2.0 while it is saved: the
+                                                              unpublished iteration folder,
+    {root}/iteration_{step}/                                  and once it is committed; both hold
+                                                              the weights and
+        .mindresume/step-{step}-run-{run}/                    their records: an iteration folder can
+                                                              be copied or moved alone
 
-A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them, ``manifest.json``. A file ``emergency``
-beside them means that other ranks were lost before this save: it is a checkpoint if its files hold every slice of every tensor.
+A folder of records holds ``rank_00000.json ...`` and, once rank 0 has found all of them,
+``manifest.json``. A file ``emergency`` beside them means that other ranks were lost before this
+save: it is a checkpoint if its files hold every slice of every tensor.
 """
+
 from __future__ import annotations
 
 import os
@@ -42,19 +48,20 @@ from mindresume.model.manifest import (
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.operations import parallel
 
-_MOST_RANKS = 1 << 17                   # of all manifests that are remembered: some 80 MB
+_MOST_RANKS = 1 << 17  # of all manifests that are remembered: some 80 MB
 
 
 class ReadManifests:
-    """Reads manifests, and remembers them between the scans of one process: a committed one never changes. One that was replaced
-    is known by its status."""
+    """Reads manifests, and remembers them between the scans of one process: a committed one never
+    changes. One that was replaced is known by its status."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Status, Manifest]] = {}
         self._ranks = 0
 
     def read(self, storage: Storage, path: str) -> Manifest:
-        """Returns the manifest in the file at ``path``. Raises RecordError or OSError if it cannot be read."""
+        """Returns the manifest in the file at ``path``. Raises RecordError or OSError if it cannot
+        be read."""
         status = storage.status(path)
         before = self._known.get(path)
         if before is not None and before[0] == status:
@@ -66,7 +73,7 @@ class ReadManifests:
                 self._ranks -= len(self._known.pop(path)[1].files)
             self._known[path] = status, manifest
             self._ranks += len(manifest.files)
-            while self._ranks > _MOST_RANKS:                    # forgets the oldest ones
+            while self._ranks > _MOST_RANKS:  # forgets the oldest ones
                 self._ranks -= len(self._known.pop(next(iter(self._known)))[1].files)
         return manifest
 
@@ -78,10 +85,12 @@ class Attempt(NamedTuple):
         name: of the folder.
         step: saved step.
         run: id of the run.
-        iteration_dir: the iteration folder (published or not) that contains it, relative to the root; empty for rank folders.
+        iteration_dir: the iteration folder (published or not) that contains it, relative to the
+            root; empty for rank folders.
         content: names in it.
         error: why it cannot be listed.
     """
+
     name: str
     step: int
     run: str
@@ -95,9 +104,11 @@ class Attempt(NamedTuple):
         return os.path.join(self.iteration_dir, FOLDER, self.name)
 
 
-def find_attempts(directory: CheckpointDir, names: list[str] | None = None, top: list[str] | None = None) -> list[Attempt]:
-    """Finds every folder of records below ``root``, including folders that cannot be listed; but not in an iteration folder that
-    cannot be listed, as the names of its records are unknown.
+def find_attempts(
+    directory: CheckpointDir, names: list[str] | None = None, top: list[str] | None = None
+) -> list[Attempt]:
+    """Finds every folder of records below ``root``, including folders that cannot be listed; but
+    not in an iteration folder that cannot be listed, as the names of its records are unknown.
 
     Args:
         directory: the checkpoint directory.
@@ -108,15 +119,28 @@ def find_attempts(directory: CheckpointDir, names: list[str] | None = None, top:
         OSError: ``root`` or its FOLDER cannot be listed.
     """
     found: list[Attempt] = []
-    for name, step, run in attempts(directory.storage.list(directory.path(FOLDER)) if names is None else names):
+    for name, step, run in attempts(
+        directory.storage.list(directory.path(FOLDER)) if names is None else names
+    ):
         try:
-            content, making = directory.storage.list(directory.path(FOLDER, name)), f"{FOLDER}/{name}"
+            content, making = (
+                directory.storage.list(directory.path(FOLDER, name)),
+                f"{FOLDER}/{name}",
+            )
             if FOLDER not in content:
                 found.append(Attempt(name, step, run, "", content))
                 continue
-            # If none is listed, the writer died while it made the folders, or the list lags behind: open it by name.
+            # If none is listed, the writer died while it made the folders, or the list lags behind:
+            # open it by name.
             found += attempts_within(directory, making) or [
-                Attempt(name, step, run, making, directory.storage.list(directory.path(making, FOLDER, name)))]
+                Attempt(
+                    name,
+                    step,
+                    run,
+                    making,
+                    directory.storage.list(directory.path(making, FOLDER, name)),
+                )
+            ]
         except OSError as error:
             found.append(Attempt(name, step, run, "", [], error))
     for name in directory.storage.list(directory.root) if top is None else top:
@@ -127,27 +151,39 @@ def find_attempts(directory: CheckpointDir, names: list[str] | None = None, top:
 
 
 def attempts_within(directory: CheckpointDir, iteration_dir: str) -> list[Attempt]:
-    """Returns the newest attempt in one iteration folder, as a list; older ones are obsolete. Raises OSError if its records
-    cannot be listed."""
+    """Returns the newest attempt in one iteration folder, as a list; older ones are obsolete.
+    Raises OSError if its records cannot be listed."""
     rows = []
     for name, step, run in attempts(directory.storage.list(directory.path(iteration_dir, FOLDER))):
         try:
-            rows.append(Attempt(name, step, run, iteration_dir,
-                                directory.storage.list(directory.path(iteration_dir, FOLDER, name))))
+            rows.append(
+                Attempt(
+                    name,
+                    step,
+                    run,
+                    iteration_dir,
+                    directory.storage.list(directory.path(iteration_dir, FOLDER, name)),
+                )
+            )
         except OSError as error:
             rows.append(Attempt(name, step, run, iteration_dir, [], error))
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
-def scan_records(directory: CheckpointDir, found: Iterable[Attempt] | None = None, brief: bool = False,
-                 manifests: ReadManifests | None = None) -> tuple[list[Candidate], set[str], list[str]]:
-    """Finds candidates from records and manifests alone, without listing a rank folder. Returns them, newest first, the paths of
-    all files that they name, and notes.
+def scan_records(
+    directory: CheckpointDir,
+    found: Iterable[Attempt] | None = None,
+    brief: bool = False,
+    manifests: ReadManifests | None = None,
+) -> tuple[list[Candidate], set[str], list[str]]:
+    """Finds candidates from records and manifests alone, without listing a rank folder. Returns
+    them, newest first, the paths of all files that they name, and notes.
 
     Args:
         directory: the checkpoint directory.
         found: the folders of records to read; None: those of ``find_attempts``.
-        brief: read only one record of a save that is certainly incomplete; its candidate then names the files of one rank.
+        brief: read only one record of a save that is certainly incomplete; its candidate then names
+            the files of one rank.
         manifests: those that the caller has read before.
     """
     candidates: list[Candidate] = []
@@ -156,17 +192,31 @@ def scan_records(directory: CheckpointDir, found: Iterable[Attempt] | None = Non
         candidate = _candidate(directory, attempt, brief, manifests)
         candidates.append(candidate)
         if MANIFEST in attempt.content and candidate.manifest_problem:
-            notes.append(f"{attempt.place}/{MANIFEST}: {candidate.manifest_problem}; using the records of the ranks instead")
+            notes.append(
+                f"{attempt.place}/{MANIFEST}: {candidate.manifest_problem}; using the records of "
+                "the ranks instead"
+            )
     known = {file.path for candidate in candidates for file in candidate.all_files}
     return sorted(candidates, key=attrgetter("order"), reverse=True), known, notes
 
 
-def _candidate(directory: CheckpointDir, attempt: Attempt, brief: bool, manifests: ReadManifests | None) -> Candidate:
-    """Makes a candidate of a folder of records: of its manifest if that can be used, else of the records."""
+def _candidate(
+    directory: CheckpointDir, attempt: Attempt, brief: bool, manifests: ReadManifests | None
+) -> Candidate:
+    """Makes a candidate of a folder of records: of its manifest if that can be used, else of the
+    records."""
     path, content = directory.path(attempt.place), set(attempt.content)
     if attempt.error is not None:
-        return unlisted_candidate(attempt.error, attempt.place, step=attempt.step, origin=OURS, run=attempt.run, records_dir=path,
-                                  iteration_dir=attempt.iteration_dir, order=(run_sequence(attempt.run), attempt.step, 0.0))
+        return unlisted_candidate(
+            attempt.error,
+            attempt.place,
+            step=attempt.step,
+            origin=OURS,
+            run=attempt.run,
+            records_dir=path,
+            iteration_dir=attempt.iteration_dir,
+            order=(run_sequence(attempt.run), attempt.step, 0.0),
+        )
     candidate, damage, unreadable = None, "", False
     if MANIFEST in content:
         try:
@@ -177,58 +227,111 @@ def _candidate(directory: CheckpointDir, attempt: Attempt, brief: bool, manifest
                 manifest = manifests.read(directory.storage, os.path.join(path, MANIFEST))
             if (manifest.run, manifest.state.step) != (attempt.run, attempt.step):
                 raise RecordError(f"it is of run {manifest.run}, step {manifest.state.step}")
-            if not (manifest.local_ranks and content.issuperset(map(record_name, range(manifest.world_size)))):
-                candidate = candidate_of(manifest, path=path)           # else the files of all nodes are here
-                lost = next((rank for rank in manifest.ranks if record_name(rank) not in content), None)
+            if not (
+                manifest.local_ranks
+                and content.issuperset(map(record_name, range(manifest.world_size)))
+            ):
+                # else the files of all nodes are here
+                candidate = candidate_of(manifest, path=path)
+                lost = next(
+                    (rank for rank in manifest.ranks if record_name(rank) not in content), None
+                )
                 if lost is not None:
-                    candidate = replace(candidate, problem=candidate.refuse(
-                        f"the record of rank {lost} is missing: {os.path.join(path, record_name(lost))}", rank=lost))
+                    candidate = replace(
+                        candidate,
+                        problem=candidate.refuse(
+                            f"the record of rank {lost} is missing: "
+                            f"{os.path.join(path, record_name(lost))}",
+                            rank=lost,
+                        ),
+                    )
         except (RecordError, OSError) as error:
             damage, unreadable = str(error), may_pass(error)
     if candidate is None:
-        candidate = replace(_from_records(directory.storage, path, attempt, brief), manifest_problem=damage,
-                            manifest_unreadable=unreadable)
-    stray = next((file.path for file in candidate.all_files if ("/" in file.path) is bool(attempt.iteration_dir)), None)
+        candidate = replace(
+            _from_records(directory.storage, path, attempt, brief),
+            manifest_problem=damage,
+            manifest_unreadable=unreadable,
+        )
+    stray = next(
+        (
+            file.path
+            for file in candidate.all_files
+            if ("/" in file.path) is bool(attempt.iteration_dir)
+        ),
+        None,
+    )
     if stray is not None:
-        candidate = replace(candidate, problem=candidate.refuse(f"its records name {stray}, which does not belong to it", stray))
+        candidate = replace(
+            candidate,
+            problem=candidate.refuse(
+                f"its records name {stray}, which does not belong to it", stray
+            ),
+        )
     if attempt.iteration_dir:
         candidate = _in_iteration(candidate, attempt)
     return replace(candidate, has_scrub_result=SCRUB_RESULT in content)
 
 
 def _in_iteration(candidate: Candidate, attempt: Attempt) -> Candidate:
-    """Returns the candidate of an iteration folder with paths relative to the root. Refuses a folder whose number is not its
-    step: somebody renamed it."""
+    """Returns the candidate of an iteration folder with paths relative to the root. Refuses a
+    folder whose number is not its step: somebody renamed it."""
     folder = attempt.iteration_dir
-    files = {rank: tuple(file.below(folder) for file in files) for rank, files in candidate.files.items()}
-    candidate = replace(candidate, iteration_dir=folder, files=files,
-                        metadata_files=tuple(file.below(folder) for file in candidate.metadata_files))
+    files = {
+        rank: tuple(file.below(folder) for file in files) for rank, files in candidate.files.items()
+    }
+    candidate = replace(
+        candidate,
+        iteration_dir=folder,
+        files=files,
+        metadata_files=tuple(file.below(folder) for file in candidate.metadata_files),
+    )
     if folder.startswith(FOLDER + "/"):
-        return candidate                                        # not published yet
-    candidate = replace(candidate, maybe_completed=True)        # it was renamed after its commit
+        return candidate  # not published yet
+    candidate = replace(candidate, maybe_completed=True)  # it was renamed after its commit
     if not candidate.committed and not candidate.missing_ranks and MANIFEST not in attempt.content:
         candidate = replace(candidate, manifest_problem="it is missing")
     if parse_iteration(folder) in (None, attempt.step):
         return candidate
-    return replace(candidate, problem=candidate.refuse(
-        f"{folder} holds step {attempt.step}: the folder was renamed, or is a copy of another; rename it back", folder))
+    return replace(
+        candidate,
+        problem=candidate.refuse(
+            f"{folder} holds step {attempt.step}: the folder was renamed, or is a copy of another; "
+            "rename it back",
+            folder,
+        ),
+    )
 
 
 def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None = None) -> Candidate:
-    """Makes a candidate of a manifest, wherever it lies. ``iteration_dir``: the iteration folder; ``path``: the folder of
-    records."""
+    """Makes a candidate of a manifest, wherever it lies. ``iteration_dir``: the iteration folder;
+    ``path``: the folder of records."""
     path = attempt_name(manifest.state.step, manifest.run) if path is None else path
     return Candidate(
-        manifest.state.step, OURS, manifest.files[0][0].format, dict(zip(manifest.ranks, manifest.files, strict=True)),
-        manifest.world_size, manifest.state, manifest.run, path, order=(run_sequence(manifest.run), manifest.state.step, 0.0),
-        committed=True, saved_at=manifest.saved_at, epoch=manifest.state.epoch, records=manifest.records,
-        iteration_dir=iteration_dir, metadata_files=manifest.metadata_files, deduplicated=manifest.deduplicated,
-        local_ranks=manifest.local_ranks, lineage=manifest.lineage)
+        manifest.state.step,
+        OURS,
+        manifest.files[0][0].format,
+        dict(zip(manifest.ranks, manifest.files, strict=True)),
+        manifest.world_size,
+        manifest.state,
+        manifest.run,
+        path,
+        order=(run_sequence(manifest.run), manifest.state.step, 0.0),
+        committed=True,
+        saved_at=manifest.saved_at,
+        epoch=manifest.state.epoch,
+        records=manifest.records,
+        iteration_dir=iteration_dir,
+        metadata_files=manifest.metadata_files,
+        deduplicated=manifest.deduplicated,
+        local_ranks=manifest.local_ranks,
+        lineage=manifest.lineage,
+    )
 
 
 def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = False) -> Candidate:
-    """Makes a candidate of a save without a readable manifest. It is complete if the records of all its ranks exist and agree;
-    where nodes share no disk, of all ranks that saved here."""
+    """Makes a candidate of a save without a readable manifest. It is complete if the records of all
+    its ranks exist and agree; where nodes share no disk, of all ranks that saved here."""
     step, run, content = attempt.step, attempt.run, attempt.content
     records: dict[int, Record] = {}
     checksums: dict[int, str] = {}
@@ -236,27 +339,43 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     named = {rank for rank in map(record_rank, content) if rank is not None}
     for rank, found in _read_heads(storage, path, sorted(named), brief and not last):
         if isinstance(found, Exception):
-            problem = problem or Refusal(step, f"the record of rank {rank} cannot be read: {found}", rank=rank,
-                                         is_unreadable=may_pass(found))
+            problem = problem or Refusal(
+                step,
+                f"the record of rank {rank} cannot be read: {found}",
+                rank=rank,
+                is_unreadable=may_pass(found),
+            )
             continue
         records[rank], checksums[rank] = found
         if (records[rank].run, records[rank].state.step, records[rank].rank) != (run, step, rank):
-            problem = problem or Refusal(step, f"the record of rank {rank} is of another run, step or rank", rank=rank)
-        lowest = next(iter(records.values()))           # they are read in order of rank
+            problem = problem or Refusal(
+                step, f"the record of rank {rank} is of another run, step or rank", rank=rank
+            )
+        lowest = next(iter(records.values()))  # they are read in order of rank
         if records[rank].world_size != lowest.world_size:
-            problem = problem or Refusal(step, f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
-                                               f"of rank {lowest.rank} of {lowest.world_size}", rank=rank)
+            problem = problem or Refusal(
+                step,
+                f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
+                f"of rank {lowest.rank} of {lowest.world_size}",
+                rank=rank,
+            )
     world = max((record.world_size for record in records.values()), default=0)
     deduplicated = any(record.deduplicated for record in records.values())
     missing = [rank for rank in range(world) if rank not in named]
-    gap = None                  # a phrase for a slice that no remaining rank of a failing job wrote in its last save; empty: none
+    # a phrase for a slice that no remaining rank of a failing job wrote in its last save; empty:
+    # none
+    gap = None
     if last and problem is None and missing and records:
-        files = [[file.path for file in records[rank].files] if rank in records else [] for rank in range(world)]
+        files = [
+            [file.path for file in records[rank].files] if rank in records else []
+            for rank in range(world)
+        ]
         try:
             gap = missing_slices(files, deduplicated, RecordFolder(storage, path))
         except (RecordError, OSError) as error:
             gap = f"a record cannot be read: {error}"
-    # If nodes share no disk, the folder holds the records of one node, or of several whose folders were merged.
+    # If nodes share no disk, the folder holds the records of one node, or of several whose folders
+    # were merged.
     nodes = {record.local_ranks for record in records.values()}
     local_ranks = tuple(sorted(set().union(*nodes)))
     if () in nodes or len(local_ranks) >= world or gap == "":
@@ -264,29 +383,50 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     if local_ranks:
         missing = [rank for rank in local_ranks if rank not in named]
     complete = bool(records) and problem is None and (not missing or gap == "")
-    # Only a missing record proves that the save never completed. An unreadable one (damaged, of a newer version, a failing file
-    # system) proves nothing.
+    # Only a missing record proves that the save never completed. An unreadable one (damaged, of a
+    # newer version, a failing file system) proves nothing.
     certain = not named or bool(missing) and (not last or bool(gap))
     if problem is None and not complete:
         expected = len(local_ranks) or world
         done = f"{expected - len(missing)} of {expected} ranks" if records else "no rank"
-        problem = Refusal(step, f"the save never completed: {done} recorded what they wrote"
-                          + (f", missing: rank {listed(missing)}" if missing else "")
-                          + (f"; {gap}" if gap else ""),
-                          rank=missing[0] if missing else None)
+        problem = Refusal(
+            step,
+            f"the save never completed: {done} recorded what they wrote"
+            + (f", missing: rank {listed(missing)}" if missing else "")
+            + (f"; {gap}" if gap else ""),
+            rank=missing[0] if missing else None,
+        )
     first = records.get(0) or next(iter(records.values()), None)
-    return Candidate(step, OURS, first.files[0].format if first else "", {rank: r.files for rank, r in records.items()}, world,
-                     first.state if first else None, run, path, order=(run_sequence(run), step, 0.0),
-                     maybe_completed=not certain or MANIFEST in content, problem=problem,
-                     saved_at=first.saved_at if first else None, epoch=first.state.epoch if first else None,
-                     records=tuple(checksums[rank] for rank in sorted(checksums)) if complete and not missing else (),
-                     deduplicated=deduplicated, missing_ranks=tuple(missing) if complete else (),
-                     local_ranks=local_ranks if complete else (), lineage=first.lineage if first else "")
+    return Candidate(
+        step,
+        OURS,
+        first.files[0].format if first else "",
+        {rank: r.files for rank, r in records.items()},
+        world,
+        first.state if first else None,
+        run,
+        path,
+        order=(run_sequence(run), step, 0.0),
+        maybe_completed=not certain or MANIFEST in content,
+        problem=problem,
+        saved_at=first.saved_at if first else None,
+        epoch=first.state.epoch if first else None,
+        records=tuple(checksums[rank] for rank in sorted(checksums))
+        if complete and not missing
+        else (),
+        deduplicated=deduplicated,
+        missing_ranks=tuple(missing) if complete else (),
+        local_ranks=local_ranks if complete else (),
+        lineage=first.lineage if first else "",
+    )
 
 
-def _read_heads(storage: Storage, path: str, ranks: list[int], brief: bool) -> list[tuple[int, tuple[Record, str] | Exception]]:
-    """Returns for each of ``ranks`` the rank and its record with checksum, or the error that prevents reading it. ``brief``:
-    only up to the first readable record, if that proves the save incomplete."""
+def _read_heads(
+    storage: Storage, path: str, ranks: list[int], brief: bool
+) -> list[tuple[int, tuple[Record, str] | Exception]]:
+    """Returns for each of ``ranks`` the rank and its record with checksum, or the error that
+    prevents reading it. ``brief``: only up to the first readable record, if that proves the save
+    incomplete."""
     read, heads = partial(_read_head, storage, path), []
     if brief:
         for rank in ranks:
@@ -294,9 +434,9 @@ def _read_heads(storage: Storage, path: str, ranks: list[int], brief: bool) -> l
             heads.append(found)
             if not isinstance(found, Exception):
                 if len(ranks) < (len(found[0].local_ranks) or found[0].world_size):
-                    ranks = ranks[:len(heads)]
+                    ranks = ranks[: len(heads)]
                 break
-    heads += parallel(storage, read, ranks[len(heads):])
+    heads += parallel(storage, read, ranks[len(heads) :])
     return list(zip(ranks, heads, strict=True))
 
 
@@ -310,13 +450,16 @@ def _read_head(storage: Storage, path: str, rank: int) -> tuple[Record, str] | E
 
 @dataclass(frozen=True)
 class RecordFolder:
-    """The records in the folder ``path``. ``known``: keeps the details that were read; None: nothing is kept."""
+    """The records in the folder ``path``. ``known``: keeps the details that were read; None:
+    nothing is kept."""
+
     storage: Storage
     path: str
     known: dict[int, Details] | None = None
 
     def details(self, rank: int) -> Details:
-        """Returns the details in a rank's record. Raises RecordError or OSError if they cannot be read."""
+        """Returns the details in a rank's record. Raises RecordError or OSError if they cannot be
+        read."""
         if self.known is not None and rank in self.known:
             return self.known[rank]
         with self.storage.open(os.path.join(self.path, record_name(rank))) as file:

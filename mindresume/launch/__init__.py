@@ -1,4 +1,4 @@
 """Parses the command line of ``run_mindformer.py`` and writes it into the configuration.
 
-    arguments.parse ─▶ values ─▶ overrides.apply
+arguments.parse ─▶ values ─▶ overrides.apply
 """

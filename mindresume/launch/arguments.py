@@ -1,19 +1,22 @@
 """Parses the command line of ``run_mindformer.py``. Changes no configuration.
 
     launch = parse(sys.argv[1:], script_folder)
-    launch.flags["load_checkpoint"], launch.options, launch.free     # given flags; key=value pairs in order
+    # given flags; key=value pairs in order
+    launch.flags["load_checkpoint"], launch.options, launch.free
 
-Names, meaning and order of effect are those of MindSpore Transformers. It imports neither mindspore nor mindformers, so that
-``--help`` and a wrong argument respond at once.
+Names, meaning and order of effect are those of MindSpore Transformers. It imports neither mindspore
+nor mindformers, so that ``--help`` and a wrong argument respond at once.
 
 Values are bool, None, int, float, list, tuple, dict or text:
 
-    parse_value("1e-5") == 1e-5      parse_value("True") is True        parse_value("[1, [2, x]]") == [1, [2, "x"]]
-    parse_value("None") is None      parse_value("'1'") == "1"          parse_value("{a: 1}") == {"a": 1}
+    parse_value("1e-5") == 1e-5      parse_value("True") is True        parse_value("[1, [2, x]]")
+    == [1, [2, "x"]] parse_value("None") is None      parse_value("'1'") == "1"
+    parse_value("{a: 1}") == {"a": 1}
 
-Plain YAML is not used for single words: it would turn ``on`` into True, ``12:30`` into 750 and ``2024-01-01`` into a date, and
-would leave ``1e-5`` a string.
+Plain YAML is not used for single words: it would turn ``on`` into True, ``12:30`` into 750 and
+``2024-01-01`` into a date, and would leave ``1e-5`` a string.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -33,22 +36,28 @@ _INTEGER = re.compile(r"[+-]?\d+")
 _FLOAT = re.compile(r"[+-]?((\d+\.\d*|\.\d+|\d+)(e[+-]?\d+)?|inf|nan)", re.IGNORECASE)
 RUN_MODES = ("train", "finetune", "eval", "predict", "predict_with_train_model")
 
-DESCRIPTION = "Trains, evaluates or predicts with MindSpore Transformers; mindresume saves and resumes."
+DESCRIPTION = (
+    "Trains, evaluates or predicts with MindSpore Transformers; mindresume saves and resumes."
+)
 
 EXAMPLES = """\
 any other key of the configuration:
-  --key VALUE, --key=VALUE, --a.b.c VALUE     numbers index lists: --callbacks.1.save_checkpoint_steps 5
+  --key VALUE, --key=VALUE, --a.b.c VALUE
+  numbers index lists: --callbacks.1.save_checkpoint_steps 5
   values: True, 1, 1e-5, None, [1, 2], {a: 1}, text; '"1"' is the text 1
   order of effect: flags, --options, data set and runner flags, then these; the later one wins
 
 start:
-  python run_mindformer.py --config configs/qwen3.yaml --run_mode train --train_dataset_dir /data/wiki.mindrecord
-resume from the newest usable checkpoint of ./output/checkpoint (several devices: scripts/msrun_launcher.sh):
-  python run_mindformer.py --config configs/qwen3.yaml --load_checkpoint ./output/checkpoint --resume_training True
+  python run_mindformer.py --config configs/qwen3.yaml --run_mode train \\
+      --train_dataset_dir /data/wiki.mindrecord
+resume from the newest usable checkpoint (several devices: scripts/msrun_launcher.sh):
+  python run_mindformer.py --config configs/qwen3.yaml \\
+      --load_checkpoint ./output/checkpoint --resume_training True
 """
 
 
-# ---- values --------------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
+
 
 def parse_bool(text: str) -> bool:
     """Parses true/false, 1/0 or yes/no in any case. Raises ValueError for anything else."""
@@ -59,14 +68,16 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_bool_or_name(text: str) -> bool | str:
-    """Parses a value of ``--resume_training``: a truth value, or the name of a checkpoint. Raises ValueError if it is empty."""
+    """Parses a value of ``--resume_training``: a truth value, or the name of a checkpoint. Raises
+    ValueError if it is empty."""
     if not text.strip():
         raise ValueError("expected true, false or the name of a checkpoint, got an empty value")
     return parse_bool(text) if text.strip().lower() in TRUE + FALSE else text
 
 
 def parse_value(text: str, *, split_commas: bool = False) -> Any:
-    """Parses the value of a configuration key: bool, None, int, float, list, tuple, dict or str. Quoted text stays a string.
+    """Parses the value of a configuration key: bool, None, int, float, list, tuple, dict or str.
+    Quoted text stays a string.
 
     Args:
         split_commas: ``a,b`` is the list ["a", "b"], as in ``--options``.
@@ -92,8 +103,8 @@ def _word(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML lists, dictionaries and texts only. ``_word`` parses unquoted words. Tags (``!!timestamp``) and references
-    (``*a``), with which a value can contain itself, are errors."""
+    """Loads YAML lists, dictionaries and texts only. ``_word`` parses unquoted words. Tags
+    (``!!timestamp``) and references (``*a``), with which a value can contain itself, are errors."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
     yaml_constructors: dict[str, Any] = {}
@@ -108,7 +119,8 @@ def _construct(_: yaml.Loader, node: yaml.ScalarNode) -> Any:
     if node.style:
         return node.value
     if node.value.count("(") != node.value.count(")"):
-        raise yaml.YAMLError("a tuple of unquoted words inside a list")      # YAML would split it into "(a" and "b)"
+        # YAML would split it into "(a" and "b)"
+        raise yaml.YAMLError("a tuple of unquoted words inside a list")
     return _word(node.value)
 
 
@@ -120,26 +132,31 @@ _Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)
 
 def _structure(text: str) -> Any:
     try:
-        value = ast.literal_eval(text)           # Python notation, the only one with tuples
+        value = ast.literal_eval(text)  # Python notation, the only one with tuples
         if isinstance(value, (list, tuple, dict, str)):
             return value
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):     # TypeError: a list as a key
-        pass                                     # then it must be YAML
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        # TypeError: a list as a key
+        pass  # then it must be YAML
     if text[0] == "(" and text[-1] == ")":
         return tuple(_structure(f"[{text[1:-1]}]"))
     try:
-        return yaml.load(text, Loader=_Loader)   # a SafeLoader; [true, abc] and {a: 1} are YAML
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader; [true, abc] and {a: 1} are YAML
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{text[:200]!r} begins like a list, dictionary or quoted text but cannot be read as one; check the "
-                         f"brackets, or put it in quotes inside the quotes: '\"...\"'") from error
+        raise ValueError(
+            f"{text[:200]!r} begins like a list, dictionary or quoted text but cannot be read as "
+            "one; check the "
+            f"brackets, or put it in quotes inside the quotes: '\"...\"'"
+        ) from error
 
 
-# ---- flags ---------------------------------------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Flag:
-    """Describes one flag. ``key``: the configuration key that it sets, None: handled separately. ``late``: takes effect after
-    --options. ``many``: takes several values."""
+    """Describes one flag. ``key``: the configuration key that it sets, None: handled separately.
+    ``late``: takes effect after --options. ``many``: takes several values."""
 
     name: str
     kind: Callable[[str], Any]
@@ -153,48 +170,134 @@ class Flag:
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "what to run": (
         Flag("run_mode", str, None, "what to do", choices=RUN_MODES),
-        Flag("mode", int, "context.mode", "0: graph mode; 1: PyNative trainer, run from the configuration file alone",
-             choices=(0, 1)),
+        Flag(
+            "mode",
+            int,
+            "context.mode",
+            "0: graph mode; 1: PyNative trainer, run from the configuration file alone",
+            choices=(0, 1),
+        ),
         Flag("device_target", str, "context.device_target", "Ascend, GPU or CPU"),
         Flag("device_id", int, "context.device_id", "device of a run on one device"),
         Flag("use_parallel", parse_bool, "use_parallel", "run on several devices"),
         Flag("seed", int, "seed", "random seed"),
-        Flag("output_dir", str, "output_dir", "folder of logs, strategies and checkpoints", late=True),
-        Flag("remote_save_url", str, "remote_save_url", "folder in an object store to which the output is uploaded"),
+        Flag(
+            "output_dir", str, "output_dir", "folder of logs, strategies and checkpoints", late=True
+        ),
+        Flag(
+            "remote_save_url",
+            str,
+            "remote_save_url",
+            "folder in an object store to which the output is uploaded",
+        ),
         Flag("profile", parse_bool, "profile", "record a profile"),
-        Flag("trust_remote_code", parse_bool, "trust_remote_code", "let a Hugging Face tokenizer run its own code",
-             late=True),
-        Flag("register_path", str, None, "folder of your registered classes; relative to this script"),
+        Flag(
+            "trust_remote_code",
+            parse_bool,
+            "trust_remote_code",
+            "let a Hugging Face tokenizer run its own code",
+            late=True,
+        ),
+        Flag(
+            "register_path", str, None, "folder of your registered classes; relative to this script"
+        ),
     ),
     "checkpoint and resume": (
         Flag("load_checkpoint", str, "load_checkpoint", "folder or file to load"),
-        Flag("resume_training", parse_bool_or_name, "resume_training",
-             "True: resume from the newest usable checkpoint; or the name of one; False: load weights only"),
-        Flag("auto_trans_ckpt", parse_bool, "auto_trans_ckpt", "convert the checkpoint to the layout of this run"),
-        Flag("src_strategy_path_or_dir", str, "src_strategy_path_or_dir", "strategy files of that checkpoint"),
+        Flag(
+            "resume_training",
+            parse_bool_or_name,
+            "resume_training",
+            "True: resume from the newest usable checkpoint; or the name of one; False: load "
+            "weights only",
+        ),
+        Flag(
+            "auto_trans_ckpt",
+            parse_bool,
+            "auto_trans_ckpt",
+            "convert the checkpoint to the layout of this run",
+        ),
+        Flag(
+            "src_strategy_path_or_dir",
+            str,
+            "src_strategy_path_or_dir",
+            "strategy files of that checkpoint",
+        ),
         Flag("transform_process_num", int, "transform_process_num", "processes that convert"),
-        Flag("only_save_strategy", parse_bool, "only_save_strategy", "write the strategy files and stop"),
-        Flag("strategy_load_checkpoint", str, None, "strategy file to compile with, or the folder that holds it"),
+        Flag(
+            "only_save_strategy",
+            parse_bool,
+            "only_save_strategy",
+            "write the strategy files and stop",
+        ),
+        Flag(
+            "strategy_load_checkpoint",
+            str,
+            None,
+            "strategy file to compile with, or the folder that holds it",
+        ),
     ),
     "data set and training": (
-        Flag("train_dataset_dir", str, "train_dataset.data_loader.dataset_dir",
-             "data to train on; --train_dataset is the same", late=True),
-        Flag("eval_dataset_dir", str, "eval_dataset.data_loader.dataset_dir", "data to evaluate on", late=True),
+        Flag(
+            "train_dataset_dir",
+            str,
+            "train_dataset.data_loader.dataset_dir",
+            "data to train on; --train_dataset is the same",
+            late=True,
+        ),
+        Flag(
+            "eval_dataset_dir",
+            str,
+            "eval_dataset.data_loader.dataset_dir",
+            "data to evaluate on",
+            late=True,
+        ),
         Flag("do_eval", parse_bool, "do_eval", "evaluate during training"),
         Flag("epochs", int, "runner_config.epochs", "epochs to train", late=True),
-        Flag("batch_size", int, "runner_config.batch_size", "samples per step on each data-parallel rank", late=True),
-        Flag("gradient_accumulation_steps", int, "runner_config.gradient_accumulation_steps",
-             "steps whose gradients are added up before an update", late=True),
+        Flag(
+            "batch_size",
+            int,
+            "runner_config.batch_size",
+            "samples per step on each data-parallel rank",
+            late=True,
+        ),
+        Flag(
+            "gradient_accumulation_steps",
+            int,
+            "runner_config.gradient_accumulation_steps",
+            "steps whose gradients are added up before an update",
+            late=True,
+        ),
         Flag("sink_mode", parse_bool, "runner_config.sink_mode", "data sink mode", late=True),
-        Flag("num_samples", int, None, "samples to use of the training and evaluation data", late=True),
+        Flag(
+            "num_samples",
+            int,
+            None,
+            "samples to use of the training and evaluation data",
+            late=True,
+        ),
     ),
     "predict": (
         Flag("predict_data", str, None, "texts, files or a folder of images", late=True, many=True),
         Flag("predict_batch_size", int, None, "batch size of a prediction", late=True),
-        Flag("modal_type", str, None, "kind of each --predict_data: text, image or video", late=True, many=True),
-        Flag("adapter_id", str, None, "LoRA adapters to predict with (slora)", late=True, many=True),
-        Flag("do_sample", parse_bool, "model.model_config.do_sample", "sample instead of taking the most likely token",
-             late=True),
+        Flag(
+            "modal_type",
+            str,
+            None,
+            "kind of each --predict_data: text, image or video",
+            late=True,
+            many=True,
+        ),
+        Flag(
+            "adapter_id", str, None, "LoRA adapters to predict with (slora)", late=True, many=True
+        ),
+        Flag(
+            "do_sample",
+            parse_bool,
+            "model.model_config.do_sample",
+            "sample instead of taking the most likely token",
+            late=True,
+        ),
     ),
 }
 _METAVARS = {int: "N", parse_bool: "BOOL", parse_bool_or_name: "BOOL|NAME"}
@@ -203,8 +306,8 @@ FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
 
 @dataclass(frozen=True)
 class Launch:
-    """Holds a parsed command line. ``flags`` holds only the given flags; ``options`` and ``free`` keep the order of the command
-    line."""
+    """Holds a parsed command line. ``flags`` holds only the given flags; ``options`` and ``free``
+    keep the order of the command line."""
 
     config: str
     mindresume: bool = True
@@ -218,15 +321,21 @@ class Launch:
         return self.flags.get("mode") == 1
 
     def without_effect_in_pynative(self) -> list[str]:
-        """Returns the given arguments that have no effect on the PyNative trainer, which reads the configuration file alone."""
-        return ([f"--{name}" for name in self.flags if name not in ("mode", "register_path")]
-                + ["--options"] * bool(self.options) + [f"--{key}" for key, _ in self.free])
+        """Returns the given arguments that have no effect on the PyNative trainer, which reads the
+        configuration file alone."""
+        return (
+            [f"--{name}" for name in self.flags if name not in ("mode", "register_path")]
+            + ["--options"] * bool(self.options)
+            + [f"--{key}" for key, _ in self.free]
+        )
 
 
 def parse(argv: Sequence[str], folder: str) -> Launch:
-    """Parses the arguments. Relative paths of --config and --register_path are relative to ``folder``, that of the script.
+    """Parses the arguments. Relative paths of --config and --register_path are relative to
+    ``folder``, that of the script.
 
-    A wrong argument ends the process with status 2; the last printed line names the flag, as with argparse.
+    A wrong argument ends the process with status 2; the last printed line names the flag, as with
+    argparse.
     """
     parser = _build_parser()
     # A separate option --train_dataset would make abbreviations such as --train_data ambiguous.
@@ -245,8 +354,8 @@ def parse(argv: Sequence[str], folder: str) -> Launch:
 
 
 def find_file(path: str, folder: str) -> str:
-    """Returns the path of the configuration file: absolute, in ``folder``, or in the working directory. Raises ValueError if
-    there is none."""
+    """Returns the path of the configuration file: absolute, in ``folder``, or in the working
+    directory. Raises ValueError if there is none."""
     candidates = list(dict.fromkeys((os.path.join(folder, path), os.path.abspath(path))))
     for candidate in candidates:
         if os.path.isfile(candidate):
@@ -265,25 +374,51 @@ def _register_folder(path: str, folder: str) -> str:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "run_mindformer.py", usage="run_mindformer.py --config FILE.yaml [flags] [--key value ...]",
-        description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE.yaml",
-                        help="configuration; looked up beside this script, then in the working directory")
-    parser.add_argument("--options", nargs="+", action="extend", metavar="KEY=VALUE",
-                        help="set keys of the configuration: runner_config.sink_size=2 callbacks.1.prefix=abc")
-    parser.add_argument("--no-mindresume", "--no_mindresume", dest="mindresume", action="store_false",
-                        help="use the checkpoint code of MindSpore Transformers itself")
+        "run_mindformer.py",
+        usage="run_mindformer.py --config FILE.yaml [flags] [--key value ...]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE.yaml",
+        help="configuration; looked up beside this script, then in the working directory",
+    )
+    parser.add_argument(
+        "--options",
+        nargs="+",
+        action="extend",
+        metavar="KEY=VALUE",
+        help="set keys of the configuration: runner_config.sink_size=2 callbacks.1.prefix=abc",
+    )
+    parser.add_argument(
+        "--no-mindresume",
+        "--no_mindresume",
+        dest="mindresume",
+        action="store_false",
+        help="use the checkpoint code of MindSpore Transformers itself",
+    )
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
             kind = flag.kind if flag.kind in (str, int) else partial(_parsed, flag)
-            group.add_argument(f"--{flag.name}", type=kind, nargs="+" if flag.many else None, default=None, help=flag.help,
-                               choices=flag.choices, metavar=None if flag.choices else _METAVARS.get(flag.kind, "TEXT"))
+            group.add_argument(
+                f"--{flag.name}",
+                type=kind,
+                nargs="+" if flag.many else None,
+                default=None,
+                help=flag.help,
+                choices=flag.choices,
+                metavar=None if flag.choices else _METAVARS.get(flag.kind, "TEXT"),
+            )
     return parser
 
 
 def _parsed(flag: Flag, text: str) -> Any:
-    """Returns the value of a flag. argparse prints the name of the flag before the message of an ArgumentTypeError."""
+    """Returns the value of a flag. argparse prints the name of the flag before the message of an
+    ArgumentTypeError."""
     try:
         return flag.kind(text)
     except ValueError as error:
@@ -307,11 +442,16 @@ def _free_pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
         word = words.pop(0)
         key, equals, text = word[2:].partition("=")
         if not word.startswith("--") or not key:
-            raise ValueError(f"unexpected argument {word!r}: it follows no flag; other keys of the configuration "
-                             f"are written --key value or --key=value")
+            raise ValueError(
+                f"unexpected argument {word!r}: it follows no flag; other keys of the "
+                "configuration "
+                f"are written --key value or --key=value"
+            )
         if not equals:
             if not words or (words[0].startswith("--") and words[0] != "--"):
-                raise ValueError(f"argument --{key}: expected a value (--{key} VALUE or --{key}=VALUE)")
+                raise ValueError(
+                    f"argument --{key}: expected a value (--{key} VALUE or --{key}=VALUE)"
+                )
             text = words.pop(0)
         try:
             pairs.append((key, parse_value(text)))

@@ -1,1 +1,2 @@
-"""Contains all code that imports mindformers or mindspore. Importing it installs nothing: ``mindresume.plugin`` does."""
+"""Contains all code that imports mindformers or mindspore. Importing it installs nothing:
+``mindresume.plugin`` does."""

@@ -1,15 +1,21 @@
 """Implements ``auto_trans_ckpt`` in the trainer: loads any checkpoint into the layout of this job.
 
-    at the selection  rank 0 reads the strategy of the source, before the compiler overwrites it ─▶ all ranks
+    at the selection  rank 0 reads the strategy of the source, before the compiler overwrites it ─▶
+        all ranks
                       the folder of old strategies is moved aside
-    at the load       layouts of the compiled network ─▶ each rank reads the byte ranges of its own slices from the source
-                      ckpt files in another layout: first converted to output/transformed_checkpoint, by as many processes as
-                      transform_process_num says; then each rank loads its own new file
-                      ``mindresume: {unified_checkpoint: 1}``: consolidated weights are also written to output/unified_checkpoint
-                      ``{transform_engine: mindspore}``: safetensors are first merged by MindSpore too
+    at the load       layouts of the compiled network ─▶ each rank reads the byte ranges of its own
+        slices from the source
+                      ckpt files in another layout: first converted to
+                      output/transformed_checkpoint, by as many processes as transform_process_num
+                      says; then each rank loads its own new file
+                      ``mindresume: {unified_checkpoint: 1}``: consolidated weights are also written
+                      to output/unified_checkpoint ``{transform_engine: mindspore}``: safetensors
+                      are first merged by MindSpore too
 
-Sources are only read. Outputs appear by a rename; an existing output of the same conversion is reused.
+Sources are only read. Outputs appear by a rename; an existing output of the same conversion is
+reused.
 """
+
 from __future__ import annotations
 
 import os
@@ -19,7 +25,12 @@ from functools import partial
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination.collectives import ALWAYS_ADVANCING, Watchdog, gather_results, run_on_rank0
+from mindresume.coordination.collectives import (
+    ALWAYS_ADVANCING,
+    Watchdog,
+    gather_results,
+    run_on_rank0,
+)
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
@@ -34,24 +45,33 @@ from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, 
 from mindresume.reshard.converter import Conversion, Share
 from mindresume.reshard.direct_engine import BY_MINDSPORE, Engine, Traffic, engine_for
 from mindresume.reshard.geometry import Region, held, whole
-from mindresume.reshard.open_checkpoint import OpenCheckpoint, checkpoint_of, open_consolidated, with_world_size
+from mindresume.reshard.open_checkpoint import (
+    OpenCheckpoint,
+    checkpoint_of,
+    open_consolidated,
+    with_world_size,
+)
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.storage.interface import Storage
 
-UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"      # below output_dir
+# below output_dir
+UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"
 OPENING = Watchdog("opening the checkpoint")
-_PATIENCE = 120.0               # seconds until every host sees a folder that another one has made
+_PATIENCE = 120.0  # seconds until every host sees a folder that another one has made
 _TRANSFORMING = Watchdog("transforming by MindSpore's engine", ALWAYS_ADVANCING)
 
 
-# ---- at the selection ------------------------------------------------------------------------------------------------
+# ---- at the selection ----------------------------------------------------------------------------
 
-def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True) -> ResumePlan:
-    """Broadcasts the strategy of the source, and with ``aside`` moves old strategy files aside. All ranks call it after the
-    selection. Returns the plan with ``open_source``.
+
+def prepare(
+    config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True
+) -> ResumePlan:
+    """Broadcasts the strategy of the source, and with ``aside`` moves old strategy files aside. All
+    ranks call it after the selection. Returns the plan with ``open_source``.
 
     Raises:
         CollectiveError: It failed on rank 0.
@@ -59,7 +79,11 @@ def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: St
     choice, group = plan.choice, context.group
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
-    reply = run_on_rank0(group, partial(_strategy_of_source, storage, choice, given, folder, plan.open_source is None), OPENING)
+    reply = run_on_rank0(
+        group,
+        partial(_strategy_of_source, storage, choice, given, folder, plan.open_source is None),
+        OPENING,
+    )
     for note in reply["notes"]:
         context.emit(Notice(note))
     if plan.open_source is not None:
@@ -68,74 +92,117 @@ def prepare(config: Any, plan: ResumePlan, context: TrainingContext, storage: St
     return replace(plan, open_source=partial(_open, storage, choice, strategy, reply["identity"]))
 
 
-def _strategy_of_source(storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool) -> dict[str, Any]:
+def _strategy_of_source(
+    storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool
+) -> dict[str, Any]:
     """Returns, on rank 0, the strategy of the selected checkpoint.
 
-    Where records contain the layouts, a strategy that the user gives is not read: after a change of layout the same command finds
-    newer checkpoints in the folder, of the new layout.
+    Where records contain the layouts, a strategy that the user gives is not read: after a change of
+    layout the same command finds newer checkpoints in the folder, of the new layout.
     """
     candidate, notes, strategy, identity = choice.chosen, [], None, None
-    if candidate.iteration_dir:                                      # an iteration folder contains its layouts
-        return {"strategy": None, "notes": notes, "identity": identity_of(CheckpointDir(storage, choice.root), candidate)}
+    # an iteration folder contains its layouts
+    if candidate.iteration_dir:
+        return {
+            "strategy": None,
+            "notes": notes,
+            "identity": identity_of(CheckpointDir(storage, choice.root), candidate),
+        }
     if ranks:
         identity = identity_of(CheckpointDir(storage, choice.root), candidate)
         if given and has_layouts(storage, candidate):
-            notes.append(f"src_strategy_path_or_dir: {given} is not needed; step {candidate.step} has records, which hold "
-                         f"its layouts")
+            notes.append(
+                f"src_strategy_path_or_dir: {given} is not needed; step {candidate.step} has "
+                "records, which hold "
+                f"its layouts"
+            )
             given = None
         try:
             strategy = strategy_for(CheckpointDir(storage, choice.root), candidate, given, identity)
         except StrategyError as error:
             if candidate.origin != OURS:
                 raise
-            notes.append(f"src_strategy_path_or_dir: {error}; the records of the checkpoint are used")
+            notes.append(
+                f"src_strategy_path_or_dir: {error}; the records of the checkpoint are used"
+            )
         if candidate.origin == OURS and strategy and strategy.world_size != candidate.world_size:
-            notes.append(f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, but step {candidate.step} "
-                         f"was saved by {candidate.world_size}; the records of the checkpoint are used")
+            notes.append(
+                f"src_strategy_path_or_dir: {given} is of {ranks_count(strategy.world_size)}, but "
+                f"step {candidate.step} "
+                f"was saved by {candidate.world_size}; the records of the checkpoint are used"
+            )
             strategy = None
         with_world_size(choice.root, candidate, strategy)
     aside = set_aside(storage, folder, strategy, identity) if folder else ""
     if aside:
         notes.append(f"the strategy files of earlier jobs are kept in {aside}")
-    return {"strategy": strategy.to_json() if strategy else None, "notes": notes, "identity": identity}
+    return {
+        "strategy": strategy.to_json() if strategy else None,
+        "notes": notes,
+        "identity": identity,
+    }
 
 
-def _open(storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any) -> OpenCheckpoint:
+def _open(
+    storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any
+) -> OpenCheckpoint:
     """Opens the selected checkpoint as weights. The selection has verified its bytes."""
     candidate = with_world_size(choice.root, choice.chosen, strategy)
-    scalars = choice.shards[0].scalars if choice.shards else {}     # with records, a rank may have verified no file
-    return checkpoint_of(CheckpointDir(storage, choice.root), candidate, strategy, identity, scalars)
+    # with records, a rank may have verified no file
+    scalars = choice.shards[0].scalars if choice.shards else {}
+    return checkpoint_of(
+        CheckpointDir(storage, choice.root), candidate, strategy, identity, scalars
+    )
 
 
-# ---- at the load -----------------------------------------------------------------------------------------------------
+# ---- at the load ---------------------------------------------------------------------------------
 
-def rewrite(config: Any, context: TrainingContext, source: OpenCheckpoint, regions: Mapping[str, Region]
-            ) -> OpenCheckpoint | Choice:
-    """Writes files in another layout, where the settings or the format of the source ask for them. All ranks call it.
+
+def rewrite(
+    config: Any, context: TrainingContext, source: OpenCheckpoint, regions: Mapping[str, Region]
+) -> OpenCheckpoint | Choice:
+    """Writes files in another layout, where the settings or the format of the source ask for them.
+    All ranks call it.
 
     Args:
         regions: what this rank loads.
     Returns:
-        What is loaded: ``source``, the new consolidated weights, or the choice of the new ckpt files.
+        What is loaded: ``source``, the new consolidated weights, or the choice of the new ckpt
+            files.
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    group, engine, storage = context.group, context.settings.conversion.transform_engine, context.resources.storage
+    group, engine, storage = (
+        context.group,
+        context.settings.conversion.transform_engine,
+        context.resources.storage,
+    )
     if source.candidate is None:
         return source
-    if context.settings.conversion.unified_checkpoint or engine == "mindspore" and source.candidate.format == "safetensors":
+    if (
+        context.settings.conversion.unified_checkpoint
+        or engine == "mindspore"
+        and source.candidate.format == "safetensors"
+    ):
         folder = unify(config, context, storage, source)
         if engine == "mindspore":
             return open_consolidated(storage, folder)
-    if source.candidate.format == "ckpt" and not all(gather_results(group, partial(_file_fits, group.rank, group.size,
-                                                                                   source.weights, regions))):
+    if source.candidate.format == "ckpt" and not all(
+        gather_results(group, partial(_file_fits, group.rank, group.size, source.weights, regions))
+    ):
         folder = transform_files(config, context, storage, source)
-        context.emit(Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt"))
-        return select_checkpoint(storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify))
+        context.emit(
+            Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt")
+        )
+        return select_checkpoint(
+            storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify)
+        )
     return source
 
 
-def _file_fits(rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]) -> bool:
+def _file_fits(
+    rank: int, size: int, weights: CheckpointView, regions: Mapping[str, Region]
+) -> bool:
     """Returns whether the file of ``rank`` holds exactly ``regions``."""
     path = weights.path_of(rank, next(iter(regions), ""))
     header = weights.header(path) if path and size == weights.world_size else None
@@ -145,26 +212,36 @@ def _file_fits(rank: int, size: int, weights: CheckpointView, regions: Mapping[s
         tensor = weights.tensors[name]
         local, stored = rank - tensor.first, whole(tensor.shape)
         if tensor.layout is not None:
-            stored = held(tensor.layout, local, tensor.shape) if 0 <= local < tensor.layout.stage_size else None
+            stored = (
+                held(tensor.layout, local, tensor.shape)
+                if 0 <= local < tensor.layout.stage_size
+                else None
+            )
         if name not in header.tensors or stored != region:
             return False
     return True
 
 
 def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes consolidated weights to output/unified_checkpoint; every rank writes some of the files. Returns the folder. Raises
-    CollectiveError on all ranks."""
+    """Writes consolidated weights to output/unified_checkpoint; every rank writes some of the
+    files. Returns the folder. Raises CollectiveError on all ranks."""
     group = context.group
     job, folder = to_consolidated(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
     if context.settings.conversion.transform_engine == "mindspore":
-        answer = run_on_rank0(group, partial(_by_mindspore, storage, job, folder, group.size, context.emit), _TRANSFORMING)
+        answer = run_on_rank0(
+            group,
+            partial(_by_mindspore, storage, job, folder, group.size, context.emit),
+            _TRANSFORMING,
+        )
         if "refused" in answer:
             raise EngineError(answer["refused"])
         return answer["folder"]
     return _by_all_ranks(storage, job, folder, context, group.size)
 
 
-def transform_files(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
+def transform_files(
+    config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint
+) -> str:
     """Writes ckpt files for the ranks of this job, and returns their folder.
 
     Raises:
@@ -173,20 +250,42 @@ def transform_files(config: Any, context: TrainingContext, storage: Storage, sou
     """
     group, emit = context.group, context.emit
     processes = config.get("transform_process_num") or 1
-    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1 or group.size % processes:
-        raise ConfigError(f"transform_process_num is {processes!r}; expected a whole number that divides {group.size}, the "
-                          f"number of ranks of the job")
+    if (
+        isinstance(processes, bool)
+        or not isinstance(processes, int)
+        or processes < 1
+        or group.size % processes
+    ):
+        raise ConfigError(
+            f"transform_process_num is {processes!r}; expected a whole number that divides "
+            f"{group.size}, the "
+            f"number of ranks of the job"
+        )
     target = run_on_rank0(group, partial(_target_strategy, config, storage, group.size))
-    job = to_ranks(source, Strategy.from_json(target) if target else None, source.candidate.format, group.size // processes)
-    folder = os.path.join(config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name)))
+    job = to_ranks(
+        source,
+        Strategy.from_json(target) if target else None,
+        source.candidate.format,
+        group.size // processes,
+    )
+    folder = os.path.join(
+        config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name))
+    )
     engine = engine_for(context.settings.conversion.transform_engine, job.files[0].format)
     if engine == "mindspore":
-        answer = run_on_rank0(group, partial(_by_mindspore, storage, job, folder, processes, emit), _TRANSFORMING)
+        answer = run_on_rank0(
+            group, partial(_by_mindspore, storage, job, folder, processes, emit), _TRANSFORMING
+        )
         if "folder" in answer:
             return answer["folder"]
         if context.settings.conversion.transform_engine == "mindspore":
             raise EngineError(answer["refused"])
-        emit(warning(f"MindSpore's engine cannot transform this checkpoint, the direct one does: {answer['refused']}"))
+        emit(
+            warning(
+                "MindSpore's engine cannot transform this checkpoint, the direct one does: "
+                f"{answer['refused']}"
+            )
+        )
     return _by_all_ranks(storage, job, folder, context, processes)
 
 
@@ -196,15 +295,23 @@ def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:
         return None
     strategy = read_strategy(os.path.join(config.output_dir, STRATEGY), storage)
     if strategy.world_size != world_size:
-        raise StrategyError(f"{strategy.source} is a strategy of {ranks_count(strategy.world_size)}, this job has {world_size}")
+        raise StrategyError(
+            f"{strategy.source} is a strategy of {ranks_count(strategy.world_size)}, this job has "
+            f"{world_size}"
+        )
     return strategy.to_json()
 
 
-def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes: int, emit: Emit) -> dict[str, str]:
-    """Converts with MindSpore's engine, on rank 0 alone, in processes of their own. Returns {"folder"}; or {"refused": reason} if
-    the engine cannot."""
+def _by_mindspore(
+    storage: Storage, job: ConversionPlan, folder: str, processes: int, emit: Emit
+) -> dict[str, str]:
+    """Converts with MindSpore's engine, on rank 0 alone, in processes of their own. Returns
+    {"folder"}; or {"refused": reason} if the engine cannot."""
     if upstream_check.is_off(upstream.TRANSFORM):
-        return {"refused": f"transform_engine: mindspore was switched off at the start of the job: {upstream.TRANSFORM.without}"}
+        return {
+            "refused": "transform_engine: mindspore was switched off at the start of the job: "
+            f"{upstream.TRANSFORM.without}"
+        }
     target, finished = _free_target(storage, job, folder, emit)
     if not finished:
         try:
@@ -214,12 +321,16 @@ def _by_mindspore(storage: Storage, job: ConversionPlan, folder: str, processes:
     return {"folder": target}
 
 
-def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: TrainingContext, processes: int) -> str:
-    """Converts with the direct engine on ``processes`` ranks, spread over all ranks. Returns the folder. If one rank fails,
-    raises CollectiveError on all and leaves nothing behind."""
+def _by_all_ranks(
+    storage: Storage, job: ConversionPlan, folder: str, context: TrainingContext, processes: int
+) -> str:
+    """Converts with the direct engine on ``processes`` ranks, spread over all ranks. Returns the
+    folder. If one rank fails, raises CollectiveError on all and leaves nothing behind."""
     group, emit = context.group, context.emit
     step = max(group.size // processes, 1)
-    target, finished = run_on_rank0(group, partial(_free_target, storage, job, folder, emit), OPENING)
+    target, finished = run_on_rank0(
+        group, partial(_free_target, storage, job, folder, emit), OPENING
+    )
     if finished:
         emit(Notice(f"{target} exists already, from an earlier start; it is used"))
         return target
@@ -228,8 +339,16 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
     progress = ProgressReporter("converting", emit)
     engine = Engine(traffic=Traffic(progress=progress.advance))
     try:
-        gather_results(group, lambda: share and conversion.run(engine), Watchdog(progress.what, progress))
-        if not all(gather_results(group, partial(_appears, conversion, group.rank == 0), Watchdog("waiting for the target"))):
+        gather_results(
+            group, lambda: share and conversion.run(engine), Watchdog(progress.what, progress)
+        )
+        if not all(
+            gather_results(
+                group,
+                partial(_appears, conversion, group.rank == 0),
+                Watchdog("waiting for the target"),
+            )
+        ):
             raise SaveError(f"{target} is not complete, though every rank has written its share")
     except BaseException:
         if group.rank == 0:
@@ -239,19 +358,26 @@ def _by_all_ranks(storage: Storage, job: ConversionPlan, folder: str, context: T
 
 
 def _appears(conversion: Conversion, is_compared: bool) -> bool:
-    """Returns whether this rank sees the target, which any rank may have committed: a host that looked for it before may see it
-    half a minute later (NFS). ``is_compared``: looks at its files, too."""
+    """Returns whether this rank sees the target, which any rank may have committed: a host that
+    looked for it before may see it half a minute later (NFS). ``is_compared``: looks at its files,
+    too."""
     until = runtime.monotonic() + _PATIENCE
-    while not (conversion.finished() if is_compared else conversion.storage.status(conversion.target) is not None):
+    while not (
+        conversion.finished()
+        if is_compared
+        else conversion.storage.status(conversion.target) is not None
+    ):
         if runtime.monotonic() > until:
             return False
         runtime.sleep(1.0)
     return True
 
 
-def _free_target(storage: Storage, job: ConversionPlan, folder: str, emit: Emit) -> tuple[str, bool]:
-    """Returns the target folder of a conversion, and whether it is finished already. If ``folder`` holds something else, that
-    is left alone and another name is used.
+def _free_target(
+    storage: Storage, job: ConversionPlan, folder: str, emit: Emit
+) -> tuple[str, bool]:
+    """Returns the target folder of a conversion, and whether it is finished already. If ``folder``
+    holds something else, that is left alone and another name is used.
 
     Raises:
         ConfigError: That name is used too.

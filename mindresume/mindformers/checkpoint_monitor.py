@@ -1,13 +1,17 @@
-"""Defines ``CheckpointMonitor``, which replaces mindformers' callback of that name and takes the same 25 arguments.
+"""Defines ``CheckpointMonitor``, which replaces mindformers' callback of that name and takes the
+same 25 arguments.
 
-This module adapts to what mindformers and MindSpore expect of the callback. ``mindresume.saving.checkpoint_manager`` implements
-the protocol of saving, ``mindresume.mindformers.state_collector`` collects what is saved. Both formats are supported, rank
+This module adapts to what mindformers and MindSpore expect of the callback.
+``mindresume.saving.checkpoint_manager`` implements the protocol of saving,
+``mindresume.mindformers.state_collector`` collects what is saved. Both formats are supported, rank
 folders and (``use_legacy_format: False``) iteration folders; only the content of a shard differs.
 
-It is a subclass of the built-in, because mindformers and MindSpore look for that class and use its ``_append_dict``,
-``_append_step_num``, ``_last_triggered_step``, ``_prefix`` and ``_save_ckpt`` (mindspore train/model.py, mindformers
-trainer/base_trainer.py). Encrypted saves are left to the built-in.
+It is a subclass of the built-in, because mindformers and MindSpore look for that class and use its
+``_append_dict``, ``_append_step_num``, ``_last_triggered_step``, ``_prefix`` and ``_save_ckpt``
+(mindspore train/model.py, mindformers trainer/base_trainer.py). Encrypted saves are left to the
+built-in.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -25,7 +29,14 @@ from mindresume.coordination.rank_heartbeat import COMPILING, FIRST_STEP
 from mindresume.errors import ConfigError, SaveError
 from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folders import stem
-from mindresume.mindformers import adapter, heartbeat, training_context, training_saves, upstream, upstream_check
+from mindresume.mindformers import (
+    adapter,
+    heartbeat,
+    training_context,
+    training_saves,
+    upstream,
+    upstream_check,
+)
 from mindresume.mindformers.state_collector import StateCollector
 from mindresume.model.manifest import FORMATS
 from mindresume.resume.eligible import add
@@ -35,16 +46,18 @@ from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, StepState
 from mindresume.storage.posix import PosixStorage
 
-_RESCUE = "__exception_save__"          # MindSpore appends this key in an emergency save (train_fault_tolerance.py)
+# MindSpore appends this key in an emergency save (train_fault_tolerance.py)
+_RESCUE = "__exception_save__"
 
 
 class CheckpointMonitor(BuiltIn):
-    """Saves the checkpoints of a training. Its arguments are those of mindformers.core.CheckpointMonitor.
+    """Saves the checkpoints of a training. Its arguments are those of
+    mindformers.core.CheckpointMonitor.
 
     Raises:
         ConfigError: An argument is wrong.
-        SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or after ``max_failed_saves``
-            failures in a row.
+        SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or
+            after ``max_failed_saves`` failures in a row.
         LeaseHeldError: Another job saves into the folder.
     """
 
@@ -53,62 +66,74 @@ class CheckpointMonitor(BuiltIn):
         super().__init__(**self._asked)
         self._iterations = not self.use_legacy_format
         self._ours = self._iterations or not self._asked["enc_key"]
-        self._checkpoints: CheckpointManager | None = None      # of the training that it saves
+        self._checkpoints: CheckpointManager | None = None  # of the training that it saves
         self._collector: StateCollector | None = None
         self._context: training_context.TrainingContext | None = None
         self._since = runtime.monotonic()
 
-    # ---- callbacks ---------------------------------------------------------------------------------------------------
+    # ---- callbacks -------------------------------------------------------------------------------
 
     def on_train_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_begin(run_context)
         if training_context.current().monitor is self:
-            return None                 # MindIO repairs a training in its process, and begins it again: session and state go on
+            # MindIO repairs a training in its process, and begins it again: session and state go on
+            return None
         self._start(training_context.current())
-        self._checkpoints.handle_preemption(run_context.original_args().list_callback or (), self._context.requests)
+        self._checkpoints.handle_preemption(
+            run_context.original_args().list_callback or (), self._context.requests
+        )
         heartbeat.enter(COMPILING)
         return None
 
     def step_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().step_end(run_context)
-        if self._checkpoints is None:                       # it belongs to no training
+        if self._checkpoints is None:  # it belongs to no training
             training_context.current().resources.pending_load.end()
             return self._save_ckpt(run_context.original_args())
-        if training_saves.end_step(self._checkpoints, self._context, _MonitorState(self, run_context.original_args())):
+        if training_saves.end_step(
+            self._checkpoints, self._context, _MonitorState(self, run_context.original_args())
+        ):
             run_context.request_stop()
         return None
 
     def finish_after_error(self) -> None:
-        """Finishes the save in flight after the training failed, see ``CheckpointManager.finish_after_error``."""
+        """Finishes the save in flight after the training failed, see
+        ``CheckpointManager.finish_after_error``."""
         if self._checkpoints is not None:
             self._checkpoints.finish_after_error()
 
     def on_train_step_begin(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_step_begin(run_context)
-        return super(BuiltIn, self).on_train_step_begin(run_context)        # skips the built-in, which polls its own writer here
+        # skips the built-in, which polls its own writer here
+        return super(BuiltIn, self).on_train_step_begin(run_context)
 
     def begin_load_attempt(self) -> None:
-        """Records that the first step after the load begins, see ``CheckpointManager.begin_load_attempt``."""
+        """Records that the first step after the load begins, see
+        ``CheckpointManager.begin_load_attempt``."""
         self._checkpoints.begin_load_attempt()
 
     def on_train_end(self, run_context: Any) -> None:
         if not self._ours:
             return super().on_train_end(run_context)
-        return super(BuiltIn, self).on_train_end(run_context)           # skips the built-in, which would save here
+        # skips the built-in, which would save here
+        return super(BuiltIn, self).on_train_end(run_context)
 
     def end(self, run_context: Any) -> None:
         if not self._ours:
             return super().end(run_context)
         if self._checkpoints is not None:
-            training_saves.end_training(self._checkpoints, self._context, _MonitorState(self, run_context.original_args()))
+            training_saves.end_training(
+                self._checkpoints, self._context, _MonitorState(self, run_context.original_args())
+            )
         return None
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
-        """Saves if the step is due. MindIO TTP calls this with ``__exception_save__`` in ``_append_dict``, on a monitor that
-        belongs to no training (mindformers trainer/base_trainer.py, ckpt_save_func); the monitor of the training then saves."""
+        """Saves if the step is due. MindIO TTP calls this with ``__exception_save__`` in
+        ``_append_dict``, on a monitor that belongs to no training (mindformers
+        trainer/base_trainer.py, ckpt_save_func); the monitor of the training then saves."""
         if _RESCUE in self._append_dict:
             saving = training_context.current().monitor
             if saving is None or not saving.emergency_save(cb_params):
@@ -128,7 +153,8 @@ class CheckpointMonitor(BuiltIn):
         return self._checkpoints is not None and self._checkpoints.is_active
 
     def save_checkpoint(self, cb_params: Any) -> None:
-        """Saves everything that a resume needs (network, optimizer, counters), and the inference weights that were asked for."""
+        """Saves everything that a resume needs (network, optimizer, counters), and the inference
+        weights that were asked for."""
         if not self._saves or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
         state = _MonitorState(self, cb_params)
@@ -137,17 +163,34 @@ class CheckpointMonitor(BuiltIn):
         return None
 
     def emergency_save(self, cb_params: Any) -> bool:
-        """Saves after ranks were lost, see ``CheckpointManager.emergency_save``. False: the built-in may try."""
-        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.emergency_save(_MonitorState(self, cb_params))
+        """Saves after ranks were lost, see ``CheckpointManager.emergency_save``. False: the
+        built-in may try."""
+        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.emergency_save(
+            _MonitorState(self, cb_params)
+        )
 
-    # ---- start -------------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
     def _start(self, context: training_context.TrainingContext) -> None:
-        """Opens the save session together with the other ranks, cleans up, and restores the random state."""
+        """Opens the save session together with the other ranks, cleans up, and restores the random
+        state."""
         asked = self._asked
-        retention = policy_of(asked["keep_checkpoint_max"], asked["keep_checkpoint_per_n_minutes"], context.settings.retention)
-        options = SaveOptions(self._root(), self.origin_prefix, asked["save_checkpoint_steps"], asked["save_checkpoint_seconds"],
-                              asked["async_save"], self._iterations, self._directory, retention=retention, since=self._since)
+        retention = policy_of(
+            asked["keep_checkpoint_max"],
+            asked["keep_checkpoint_per_n_minutes"],
+            context.settings.retention,
+        )
+        options = SaveOptions(
+            self._root(),
+            self.origin_prefix,
+            asked["save_checkpoint_steps"],
+            asked["save_checkpoint_seconds"],
+            asked["async_save"],
+            self._iterations,
+            self._directory,
+            retention=retention,
+            since=self._since,
+        )
         self._context = context
         self._checkpoints = manager = training_saves.open_directory(context, options)
         if not self._iterations:
@@ -161,27 +204,38 @@ class CheckpointMonitor(BuiltIn):
             return os.path.dirname(self._directory)
         return os.path.realpath(self.directory or os.path.join(adapter.output_root(), "checkpoint"))
 
-    # ---- collecting --------------------------------------------------------------------------------------------------
+    # ---- collecting ------------------------------------------------------------------------------
 
     def _record_health(self, health: int, name: str) -> None:
-        """Records the health of a checkpoint in the list of mindformers' health monitor, on rank 0."""
+        """Records the health of a checkpoint in the list of mindformers' health monitor, on rank
+        0."""
         if self._checkpoints.target.rank != 0:
             return
         try:
-            add(PosixStorage(), self.health_ckpts_record_dir, name, health, self._checkpoints.target.run)
+            add(
+                PosixStorage(),
+                self.health_ckpts_record_dir,
+                name,
+                health,
+                self._checkpoints.target.run,
+            )
         except (OSError, ValueError) as error:
-            raise SaveError(f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}") from error
+            raise SaveError(
+                f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}"
+            ) from error
 
 
 class _MonitorState(StepState):
-    """The state of the training of a ``CheckpointMonitor`` at the end of a step. ``cb_params``: from MindSpore."""
+    """The state of the training of a ``CheckpointMonitor`` at the end of a step. ``cb_params``:
+    from MindSpore."""
 
     def __init__(self, monitor: CheckpointMonitor, cb_params: Any):
         self.step = monitor._append_step_num + cb_params.cur_step_num
         self.monitor, self.cb_params = monitor, cb_params
 
     def save(self, manager: CheckpointManager) -> None:
-        """Saves the step to disk, as mindformers knows a save: with its health on record, under the name of its file."""
+        """Saves the step to disk, as mindformers knows a save: with its health on record, under the
+        name of its file."""
         monitor, is_new = self.monitor, self.step not in manager.policy.saved
         if is_new:
             if monitor._need_flush_from_cache:
@@ -193,30 +247,40 @@ class _MonitorState(StepState):
         manager.save(save)
         if is_new:
             monitor._latest_ckpt_file_name = os.path.join(
-                manager.target.root if monitor._iterations else monitor._directory, save.name)
+                manager.target.root if monitor._iterations else monitor._directory, save.name
+            )
 
     def collect(self) -> Save:
         collector = self.monitor._collector
         state = collector.state(self.cb_params)
-        return Save(collector.shard(self.cb_params, state), tuple(collector.extras(self.cb_params, state)))
+        return Save(
+            collector.shard(self.cb_params, state), tuple(collector.extras(self.cb_params, state))
+        )
 
     def collect_local(self) -> Shard:
         collector = self.monitor._collector
-        return collector.shard(self.cb_params, collector.state(self.cb_params, emergency=True), emergency=True)
+        return collector.shard(
+            self.cb_params, collector.state(self.cb_params, emergency=True), emergency=True
+        )
 
     def needs_collectives(self) -> bool:
-        return adapter.collect_is_collective(self.cb_params.train_network, bool(self.monitor._config.integrated_save))
+        return adapter.collect_is_collective(
+            self.cb_params.train_network, bool(self.monitor._config.integrated_save)
+        )
 
 
-# ---- the first step --------------------------------------------------------------------------------------------------
+# ---- the first step ------------------------------------------------------------------------------
+
 
 class FirstStep(Callback):
-    """Begins the first step after a load, when the network is compiled and about to compute: compares the parameters with what
-    was loaded, and begins the load attempt. Raises AlteredWeightsError as ``Resources.check_loaded``.
+    """Begins the first step after a load, when the network is compiled and about to compute:
+    compares the parameters with what was loaded, and begins the load attempt. Raises
+    AlteredWeightsError as ``Resources.check_loaded``.
 
-    ``patches`` puts it behind all other callbacks of a training of the graph trainer, so that none of them changes anything after
-    the comparison, and so that a training without a CheckpointMonitor is compared, too. In the PyNative trainer
-    ``checkpoint_load.check_loaded`` does the same after the callbacks of a step.
+    ``patches`` puts it behind all other callbacks of a training of the graph trainer, so that none
+    of them changes anything after the comparison, and so that a training without a
+    CheckpointMonitor is compared, too. In the PyNative trainer ``checkpoint_load.check_loaded``
+    does the same after the callbacks of a step.
     """
 
     def on_train_step_begin(self, run_context: Any) -> None:
@@ -229,27 +293,37 @@ class FirstStep(Callback):
     @staticmethod
     def _begin(network: Any, callbacks: Iterable[object]) -> None:
         context = training_context.current()
-        context.resources.check_loaded(((it.name, it) for it in network.get_parameters()), callbacks, context.plan.resumes)
+        context.resources.check_loaded(
+            ((it.name, it) for it in network.get_parameters()), callbacks, context.plan.resumes
+        )
         heartbeat.enter(FIRST_STEP)
         if context.monitor is not None:
             context.monitor.begin_load_attempt()
         context.emit(NetworkCompiled())
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 WRITERS = (False, True, "thread", "process")
-_COUNTS = ("save_checkpoint_steps", "save_checkpoint_seconds", "keep_checkpoint_max", "keep_checkpoint_per_n_minutes")
+_COUNTS = (
+    "save_checkpoint_steps",
+    "save_checkpoint_seconds",
+    "keep_checkpoint_max",
+    "keep_checkpoint_per_n_minutes",
+)
 _FLAGS = ("integrated_save", "save_network_params", "save_trainable_params", "exception_save")
-_PAIRS = (("save_checkpoint_steps", "save_checkpoint_seconds"), ("keep_checkpoint_max", "keep_checkpoint_per_n_minutes"))
+_PAIRS = (
+    ("save_checkpoint_steps", "save_checkpoint_seconds"),
+    ("keep_checkpoint_max", "keep_checkpoint_per_n_minutes"),
+)
 
 
 def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns all arguments of ``CheckpointMonitor`` by name, defaults included. The trainer would report a wrong one late, under
-    another name, or not at all.
+    """Returns all arguments of ``CheckpointMonitor`` by name, defaults included. The trainer would
+    report a wrong one late, under another name, or not at all.
 
-    If two keys exclude each other, the one that the user wrote counts. MindSpore takes the one that has a default (every step,
-    five files), and ignores the other silently.
+    If two keys exclude each other, the one that the user wrote counts. MindSpore takes the one that
+    has a default (every step, five files), and ignores the other silently.
 
     Raises:
         ConfigError: It names the key, its value and what is allowed.
@@ -260,45 +334,85 @@ def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     for name in kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
-            raise ConfigError(f"unknown key {name!r}" + (f", did you mean {near[0]!r}?" if near else ".")
-                              + f" The keys are {', '.join(known)}")
+            raise ConfigError(
+                f"unknown key {name!r}"
+                + (f", did you mean {near[0]!r}?" if near else ".")
+                + f" The keys are {', '.join(known)}"
+            )
     bound = signature.bind(None, *args, **kwargs)
     given = dict(bound.arguments)
     bound.apply_defaults()
     values = {name: bound.arguments[name] for name in known}
     for name in _COUNTS:
-        _check(name, values[name], values[name] is None or (type(values[name]) is int and values[name] >= 0),
-               "a whole number of at least 0")
+        _check(
+            name,
+            values[name],
+            values[name] is None or (type(values[name]) is int and values[name] >= 0),
+            "a whole number of at least 0",
+        )
     for name in _FLAGS:
-        _check(name, values[name], values[name] is None or isinstance(values[name], bool), "True or False")
-    _check("async_save", values["async_save"], any(values["async_save"] is choice or values["async_save"] == choice != 1
-                                                   for choice in WRITERS), "one of False, True, 'thread', 'process'")
-    _check("checkpoint_format", values["checkpoint_format"], values["checkpoint_format"] in FORMATS,
-           f"one of {', '.join(FORMATS)}")
-    _check("prefix", values["prefix"], isinstance(values["prefix"], str) and values["prefix"] != "" and
-           not set(values["prefix"]) & set("/\\\0"), "a text without /, with which file names begin")
+        _check(
+            name,
+            values[name],
+            values[name] is None or isinstance(values[name], bool),
+            "True or False",
+        )
+    _check(
+        "async_save",
+        values["async_save"],
+        any(
+            values["async_save"] is choice or values["async_save"] == choice != 1
+            for choice in WRITERS
+        ),
+        "one of False, True, 'thread', 'process'",
+    )
+    _check(
+        "checkpoint_format",
+        values["checkpoint_format"],
+        values["checkpoint_format"] in FORMATS,
+        f"one of {', '.join(FORMATS)}",
+    )
+    _check(
+        "prefix",
+        values["prefix"],
+        isinstance(values["prefix"], str)
+        and values["prefix"] != ""
+        and not set(values["prefix"]) & set("/\\\0"),
+        "a text without /, with which file names begin",
+    )
     _check_folder(values["directory"])
     for usual, other in _PAIRS:
         if given.get(usual) and given.get(other):
-            raise ConfigError(f"{usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; set one of them to "
-                              f"0 or leave it out")
+            raise ConfigError(
+                f"{usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; set "
+                "one of them to "
+                f"0 or leave it out"
+            )
         if given.get(other) and usual not in given:
-            values[usual] = 0                       # only its default contradicts what the user wrote
-    _check("keep_checkpoint_max", 0, given.get("keep_checkpoint_max") != 0 or bool(given.get("keep_checkpoint_per_n_minutes")),
-           "at least 1, or null (None) to keep all checkpoints")
+            # only its default contradicts what the user wrote
+            values[usual] = 0
+    _check(
+        "keep_checkpoint_max",
+        0,
+        given.get("keep_checkpoint_max") != 0 or bool(given.get("keep_checkpoint_per_n_minutes")),
+        "at least 1, or null (None) to keep all checkpoints",
+    )
     for name, alone in (("exception_save", False), ("enc_key", None)):
         if values.get(name, alone) != alone and values["checkpoint_format"] == "safetensors":
-            raise ConfigError(f"{name} is set, and checkpoint_format is 'safetensors'; MindSpore saves such checkpoints as ckpt "
-                              f"only. Leave out {name}, or set checkpoint_format: ckpt")
+            raise ConfigError(
+                f"{name} is set, and checkpoint_format is 'safetensors'; MindSpore saves such "
+                "checkpoints as ckpt "
+                f"only. Leave out {name}, or set checkpoint_format: ckpt"
+            )
     return values
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Checks each ``CheckpointMonitor`` of the ``callbacks`` section before mindformers reads it: mindformers would report a
-    wrong value under the name of another key.
+    """Checks each ``CheckpointMonitor`` of the ``callbacks`` section before mindformers reads it:
+    mindformers would report a wrong value under the name of another key.
 
-    ``keep_checkpoint_max: 0`` beside ``keep_checkpoint_per_n_minutes`` becomes None, because mindformers 1.9.0 refuses 0
-    (trainer/utils.py, validate_checkpoint_config).
+    ``keep_checkpoint_max: 0`` beside ``keep_checkpoint_per_n_minutes`` becomes None, because
+    mindformers 1.9.0 refuses 0 (trainer/utils.py, validate_checkpoint_config).
     """
     for callback in callbacks:
         if not isinstance(callback, MutableMapping) or callback.get("type") != "CheckpointMonitor":
@@ -321,6 +435,10 @@ def _check_folder(path: Any) -> None:
     while path:
         if os.path.isdir(path):
             return
-        _check("directory", os.fspath(path), not os.path.lexists(path), "a folder, or a path where one can be created; this is a "
-               "file")
+        _check(
+            "directory",
+            os.fspath(path),
+            not os.path.lexists(path),
+            "a folder, or a path where one can be created; this is a file",
+        )
         path = os.path.dirname(path)

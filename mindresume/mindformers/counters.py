@@ -1,4 +1,5 @@
 """Restores the counters of a training, and its position in the data."""
+
 from __future__ import annotations
 
 import os
@@ -25,9 +26,11 @@ from mindresume.storage.operations import MAX_SMALL_FILE, read_json
 from mindresume.storage.posix import PosixStorage
 
 
-def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tuple[ResumeProgress, float | None]:
-    """Returns the counters of the run and the loss scale, from the state of the selected checkpoint; sets the position at which
-    mindformers continues the data.
+def progress_for(
+    config: Any, dataset_size: int, context: TrainingContext
+) -> tuple[ResumeProgress, float | None]:
+    """Returns the counters of the run and the loss scale, from the state of the selected
+    checkpoint; sets the position at which mindformers continues the data.
 
     Raises:
         ProgressError: As ``resume.progress.resume_progress``.
@@ -38,43 +41,74 @@ def progress_for(config: Any, dataset_size: int, context: TrainingContext) -> tu
     return progress, state.loss_scale
 
 
-def continue_after(state: TrainingState, setting: RunSettings, context: TrainingContext) -> ResumeProgress:
-    """Returns the counters of a run with ``setting`` that continues after ``state``, and records them in the context.
+def continue_after(
+    state: TrainingState, setting: RunSettings, context: TrainingContext
+) -> ResumeProgress:
+    """Returns the counters of a run with ``setting`` that continues after ``state``, and records
+    them in the context.
 
     Raises:
         ProgressError: As ``resume.progress.resume_progress``.
     """
     run, progress = context.progress, resume_progress(state, setting)
-    run.origin, run.restored = RunOrigin(progress.initial_step, progress.position, progress.consumed), progress
+    run.origin, run.restored = (
+        RunOrigin(progress.initial_step, progress.position, progress.consumed),
+        progress,
+    )
     run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
     for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
         context.emit(warning(sentence))
-    context.emit(ProgressRestored(progress.initial_step, progress.initial_epoch, state.step, progress.step_scale,
-                                  setting.global_batch_size, state.loss_scale))
+    context.emit(
+        ProgressRestored(
+            progress.initial_step,
+            progress.initial_epoch,
+            state.step,
+            progress.step_scale,
+            setting.global_batch_size,
+            state.loss_scale,
+        )
+    )
     return progress
 
 
 def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
-    """Returns where a run begins that does not resume. ``data_skip_steps`` counts at its beginning too; mindformers ignores that
-    whole passes cannot be skipped, and that in sink mode fewer steps are left then."""
-    runner, setting = config.runner_config, _run_settings(config, config.data_size, context.progress)
+    """Returns where a run begins that does not resume. ``data_skip_steps`` counts at its beginning
+    too; mindformers ignores that whole passes cannot be skipped, and that in sink mode fewer steps
+    are left then."""
+    runner, setting = (
+        config.runner_config,
+        _run_settings(config, config.data_size, context.progress),
+    )
     sentence = check_skip(setting)
     if sentence:
         context.emit(warning(sentence))
     position, skip, runner.initial_epoch = fresh_position(setting)
     refuse_skip(dataset, skip)
-    if setting.data_request.skip and not setting.data_request.ignore and skip != setting.data_request.skip:
+    if (
+        setting.data_request.skip
+        and not setting.data_request.ignore
+        and skip != setting.data_request.skip
+    ):
         dataset.set_init_step(skip)
     return RunOrigin(0, position)
 
 
 def _run_settings(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:
     runner = config.runner_config
-    sink_size = (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    sink_size = (
+        (dataset_size if runner.sink_size == -1 else runner.sink_size) if runner.sink_mode else None
+    )
     data_request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    epochs = getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)      # the latter later counts sinks
-    return RunSettings(runner.global_batch_size, dataset_size, sink_size, run.dataset_identity, data_request,
-                       epochs)
+    # the latter later counts sinks
+    epochs = getattr(runner, "origin_epochs", None) or getattr(runner, "epochs", None)
+    return RunSettings(
+        runner.global_batch_size,
+        dataset_size,
+        sink_size,
+        run.dataset_identity,
+        data_request,
+        epochs,
+    )
 
 
 def restore_progress(config: Any, dataset_size: int, context: TrainingContext) -> None:
@@ -101,42 +135,56 @@ def runner_scale(config: Any) -> Any:
 
 
 def selected_state(choice: Choice) -> TrainingState:
-    """Returns the training state of the selected checkpoint, from its records or from the counters in its first file."""
+    """Returns the training state of the selected checkpoint, from its records or from the counters
+    in its first file."""
     chosen = choice.chosen
-    found = chosen.state or state_of(choice.shards[0].scalars, parse_name(os.path.basename(chosen.first.path)))
-    return found or TrainingState(0, 1, 0)              # mindformers saved before the first step
+    found = chosen.state or state_of(
+        choice.shards[0].scalars, parse_name(os.path.basename(chosen.first.path))
+    )
+    return found or TrainingState(0, 1, 0)  # mindformers saved before the first step
 
 
 def common_info(config: Any, dataset_size: int, context: TrainingContext) -> dict[str, Any]:
-    """Returns the numbers of ``common.json`` from which mindformers (trainer/base_trainer.py, training_process) computes the
-    progress of this run: with this run's own global batch size it scales nothing.
+    """Returns the numbers of ``common.json`` from which mindformers (trainer/base_trainer.py,
+    training_process) computes the progress of this run: with this run's own global batch size it
+    scales nothing.
 
     Raises:
         ProgressError: As ``progress_for``.
     """
     progress, scale = progress_for(config, dataset_size, context)
     runner, epoch = config.runner_config, progress.initial_epoch
-    if not runner.sink_mode:                                        # mindformers subtracts one within an epoch
+    # mindformers subtracts one within an epoch
+    if not runner.sink_mode:
         epoch += progress.initial_step % dataset_size != 0
-    if scale is None:                                               # mindformers would set the scale to None
+    # mindformers would set the scale to None
+    if scale is None:
         scale = runner_scale(config)
         scale = getattr(scale, "loss_scale_value", scale)
-    return {"epoch_num": epoch, "step_num": progress.initial_step, "global_step": progress.global_step, "loss_scale": scale,
-            "global_batch_size": runner.global_batch_size}
+    return {
+        "epoch_num": epoch,
+        "step_num": progress.initial_step,
+        "global_step": progress.global_step,
+        "loss_scale": scale,
+        "global_batch_size": runner.global_batch_size,
+    }
 
 
-# ---- streaming data --------------------------------------------------------------------------------------------------
+# ---- streaming data ------------------------------------------------------------------------------
 
-# Streaming data of Hugging Face (``HFDataLoader`` with ``streaming: True``) cannot skip to a position; it continues only from a
-# state that its iterator saved: ``{dataset_state_dir}/step_N/dataset_state_rankR.json``, N steps from the beginning. mindformers
-# loads the state of the step of the *training*, even if the data set or the batch size changed, so that the state belongs to
-# another position; and between two passes it returns the first sample forever (mindformers dataset/dataloader/hf_dataloader.py,
-# HFIterableDataset.__getitem__). Here the position in the data decides, and a state of another position is an error.
-_DEPTH = 20                     # most datasets around the one that reads
+# Streaming data of Hugging Face (``HFDataLoader`` with ``streaming: True``) cannot skip to a
+# position; it continues only from a state that its iterator saved:
+# ``{dataset_state_dir}/step_N/dataset_state_rankR.json``, N steps from the beginning. mindformers
+# loads the state of the step of the *training*, even if the data set or the batch size changed, so
+# that the state belongs to another position; and between two passes it returns the first sample
+# forever (mindformers dataset/dataloader/hf_dataloader.py, HFIterableDataset.__getitem__). Here the
+# position in the data decides, and a state of another position is an error.
+_DEPTH = 20  # most datasets around the one that reads
 
 
 def resume_streaming(dataset: Any, progress: ResumeProgress) -> None:
-    """Continues streaming data at the position of ``progress``. Does nothing for other data, and on ranks that read none.
+    """Continues streaming data at the position of ``progress``. Does nothing for other data, and on
+    ranks that read none.
 
     Raises:
         ProgressError: There is no valid state of this position.
@@ -147,31 +195,48 @@ def resume_streaming(dataset: Any, progress: ResumeProgress) -> None:
     if progress.starts_data_set:
         refuse_skip(dataset, progress.data_skip)
     passes, steps = divmod(progress.data_skip, dataset.get_dataset_size())
-    if not steps:                                       # the iterator restarts by itself; names of states count all passes
+    # the iterator restarts by itself; names of states count all passes
+    if not steps:
         source.cur_epoch = passes + 1
         return
-    path = os.path.join(source.state_dir, f"step_{progress.data_skip}", f"dataset_state_rank{source.local_rank}.json")
+    path = os.path.join(
+        source.state_dir,
+        f"step_{progress.data_skip}",
+        f"dataset_state_rank{source.local_rank}.json",
+    )
     expected = {"cur_epoch": passes + 1, "cur_step": steps, "cur_iter": steps * source.batch_size}
-    do = ("Resume from a checkpoint whose step has a saved state, with the batch size of that time; or restart the data "
-          "(ignore_data_skip: True)")
+    do = (
+        "Resume from a checkpoint whose step has a saved state, with the batch size of that time; "
+        "or restart the data "
+        "(ignore_data_skip: True)"
+    )
     try:
         state = read_json(PosixStorage(), path, MAX_SMALL_FILE)["_train_state"]
         found = {name: state[name] for name in expected}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ProgressError(f"{path}: the state of the streaming data set after {progress.data_skip} steps cannot be read "
-                            f"({type(error).__name__}: {error}). {do}") from error
+        raise ProgressError(
+            f"{path}: the state of the streaming data set after {progress.data_skip} steps cannot "
+            "be read "
+            f"({type(error).__name__}: {error}). {do}"
+        ) from error
     if found != expected:
-        raise ProgressError(f"{path}: the state of the streaming data set is of another position: {found}, expected {expected}. "
-                            f"{do}")
+        raise ProgressError(
+            f"{path}: the state of the streaming data set is of another position: {found}, "
+            f"expected {expected}. "
+            f"{do}"
+        )
     source.resume_step = progress.data_skip
 
 
 def refuse_skip(dataset: Any, skip: int) -> None:
-    """Raises ProgressError if ``skip`` steps of streaming data would have to be skipped: mindformers would begin with the first
-    samples."""
+    """Raises ProgressError if ``skip`` steps of streaming data would have to be skipped:
+    mindformers would begin with the first samples."""
     if skip and _source(dataset) is not None:
-        raise ProgressError(f"{SKIP_KEY}: {skip} steps of a streaming data set (HFDataLoader, streaming: True) cannot be skipped"
-                            f": it always starts at its beginning. Remove the key, or set streaming: False")
+        raise ProgressError(
+            f"{SKIP_KEY}: {skip} steps of a streaming data set (HFDataLoader, streaming: True) "
+            "cannot be skipped"
+            f": it always starts at its beginning. Remove the key, or set streaming: False"
+        )
 
 
 def _source(dataset: Any) -> Any:

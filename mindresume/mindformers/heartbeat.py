@@ -1,8 +1,11 @@
-"""Writes the heartbeat of this rank for the supervisor (``mindresume run``). Without a supervisor nothing is written.
+"""Writes the heartbeat of this rank for the supervisor (``mindresume run``). Without a supervisor
+nothing is written.
 
-    begin()            when mindresume is installed         enter(LOADING), step(500)     where no event says it
-    FromEvents()       a handler of the training's events: selected, resumed, saved, committed, ended
+begin()            when mindresume is installed         enter(LOADING), step(500)     where no event
+                   says it
+FromEvents()       a handler of the training's events: selected, resumed, saved, committed, ended
 """
+
 from __future__ import annotations
 
 import faulthandler
@@ -18,29 +21,34 @@ from mindresume.coordination.process_identity import start_ticks, start_time
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
 from mindresume.events import Event
 
-_STACKS_SIGNAL = signal.SIGRTMIN + 7        # frameworks and launchers use the named ones
-_own: list[RankHeartbeat] = []              # of this process: one or none
-_imported: list[float] = []                 # when the imports of this process were done: one time or none
+_STACKS_SIGNAL = signal.SIGRTMIN + 7  # frameworks and launchers use the named ones
+_own: list[RankHeartbeat] = []  # of this process: one or none
+# when the imports of this process were done: one time or none
+_imported: list[float] = []
 
 
 def begin() -> None:
-    """Starts the heartbeat of this process, if a supervisor asks for one. Idempotent. The variable is removed, because a child of
-    a rank, such as a worker of its data set, is no rank; nor is the scheduler of msrun."""
+    """Starts the heartbeat of this process, if a supervisor asks for one. Idempotent. The variable
+    is removed, because a child of a rank, such as a worker of its data set, is no rank; nor is the
+    scheduler of msrun."""
     folder = os.environ.pop(rank_heartbeat.VARIABLE, "")
     if not folder or _own or os.environ.get("MS_ROLE") == "MS_SCHED":
         return
     rank = os.environ.get("RANK_ID", "")
-    with suppress(OSError):                 # the supervisor has ended, or its folder is full: it watches processes only
-        _own.append(RankHeartbeat.create(folder, int(rank) if rank.isdigit() else rank_heartbeat.NONE))
+    # the supervisor has ended, or its folder is full: it watches processes only
+    with suppress(OSError):
+        _own.append(
+            RankHeartbeat.create(folder, int(rank) if rank.isdigit() else rank_heartbeat.NONE)
+        )
         _write_stacks_on_signal(_own[0])
 
 
 def _write_stacks_on_signal(heartbeat: RankHeartbeat) -> None:
-    """Makes a signal write the stacks of all threads into a file. The handler is written in C and runs also while the interpreter
-    lock is held, for example in a collective that never ends."""
+    """Makes a signal write the stacks of all threads into a file. The handler is written in C and
+    runs also while the interpreter lock is held, for example in a collective that never ends."""
     if signal.getsignal(_STACKS_SIGNAL) != signal.SIG_DFL:
         return
-    file = open(heartbeat.path.removesuffix(SUFFIX) + STACKS, "ab")         # noqa: SIM115  open until the process ends
+    file = open(heartbeat.path.removesuffix(SUFFIX) + STACKS, "ab")  # noqa: SIM115  open until the process ends
     faulthandler.register(_STACKS_SIGNAL, file, all_threads=True)
     heartbeat.set(signal=_STACKS_SIGNAL)
 
@@ -58,13 +66,15 @@ def step(number: int) -> None:
 
 
 def writing(number: int) -> None:
-    """Records the step that a thread in the background begins to write; 0: it has ended. Called by any thread."""
+    """Records the step that a thread in the background begins to write; 0: it has ended. Called by
+    any thread."""
     for heartbeat in _own:
         heartbeat.set(writing=number)
 
 
 class FromEvents:
-    """Handles the events of a training: sets phases and numbers of the heartbeat. ``output``: output folder of the training."""
+    """Handles the events of a training: sets phases and numbers of the heartbeat. ``output``:
+    output folder of the training."""
 
     def __init__(self, rank: int, output: str):
         for heartbeat in _own:
@@ -82,33 +92,39 @@ class FromEvents:
                 heartbeat.set(resumed=event.step)
             elif isinstance(event, ev.SaveBegun):
                 heartbeat.set(begun=event.step)
-                if heartbeat.phase != rank_heartbeat.ENDING:        # the last save belongs to the end, as what follows it
+                # the last save belongs to the end, as what follows it
+                if heartbeat.phase != rank_heartbeat.ENDING:
                     heartbeat.enter(rank_heartbeat.SAVING)
             elif isinstance(event, (ev.SaveStaged, ev.SaveWritten, ev.SaveFailed)):
                 if isinstance(event, ev.SaveWritten):
                     heartbeat.set(written=event.step)
-                if heartbeat.phase == rank_heartbeat.SAVING:        # the training thread has done its part
+                # the training thread has done its part
+                if heartbeat.phase == rank_heartbeat.SAVING:
                     heartbeat.enter(rank_heartbeat.TRAINING)
             elif isinstance(event, ev.SaveCommitted) and event.run_id is None:
                 heartbeat.set(committed=event.step)
             elif isinstance(event, ev.TrainingEnded):
-                heartbeat.set(outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN))
+                heartbeat.set(
+                    outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN)
+                )
                 heartbeat.enter(rank_heartbeat.ENDED)
 
     def close(self) -> None:
         pass
 
 
-# ---- when this process began -----------------------------------------------------------------------------------------
+# ---- when this process began ---------------------------------------------------------------------
+
 
 def process_started() -> float | None:
-    """Returns when the kernel started this process, in seconds since 1970, to about a hundredth of a second; None where it does
-    not tell."""
+    """Returns when the kernel started this process, in seconds since 1970, to about a hundredth of
+    a second; None where it does not tell."""
     return start_time(start_ticks(os.getpid()) or 0)
 
 
 def mark_imported() -> None:
-    """Notes that MindSpore and mindformers are imported, and the rank begins to join its job. Only the first call counts."""
+    """Notes that MindSpore and mindformers are imported, and the rank begins to join its job. Only
+    the first call counts."""
     if not _imported:
         _imported.append(runtime.time())
         enter(rank_heartbeat.JOINING)

@@ -1,4 +1,6 @@
-"""Installs mindresume into mindformers, completely or not at all, by the table of upstream symbols. No file is patched."""
+"""Installs mindresume into mindformers, completely or not at all, by the table of upstream symbols.
+No file is patched."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,12 +17,12 @@ from mindresume.mindformers.wrapping import when_imported
 
 
 def install() -> None:
-    """Checks the table of upstream symbols, then registers the CheckpointMonitor and wraps the functions that the table lists.
-    Idempotent.
+    """Checks the table of upstream symbols, then registers the CheckpointMonitor and wraps the
+    functions that the table lists. Idempotent.
 
     Raises:
-        ConfigError: mindformers is not installed, too old or cannot be imported, or symbols are absent or have another
-            signature, which it lists. Nothing is patched then.
+        ConfigError: mindformers is not installed, too old or cannot be imported, or symbols are
+            absent or have another signature, which it lists. Nothing is patched then.
     """
     heartbeat.begin()
     require_moxing()
@@ -36,8 +38,11 @@ def install() -> None:
     from mindresume.mindformers.checkpoint_monitor import (
         CheckpointMonitor,  # here: its base class is mindformers', which must be there
     )
+
     # the built-in class stays importable; it is registered by the import, so ours comes after it
-    MindFormerRegister.register_cls(CheckpointMonitor, module_type=MindFormerModuleType.CALLBACK, alias=adapter.ALIAS)
+    MindFormerRegister.register_cls(
+        CheckpointMonitor, module_type=MindFormerModuleType.CALLBACK, alias=adapter.ALIAS
+    )
     for symbol in profile.symbols:
         if symbol.kind in (Kind.WRAPPED, Kind.REPLACED) and symbol.feature not in off:
             replace(symbol, patches.WRAPPERS[symbol.name])
@@ -47,12 +52,16 @@ def install() -> None:
 
 
 def install_pynative(profile: Profile) -> None:
-    """Checks the rows of the PyNative trainer, and wraps its functions. It is called when the trainer is imported.
+    """Checks the rows of the PyNative trainer, and wraps its functions. It is called when the
+    trainer is imported.
 
     Raises:
-        ConfigError: It lists all symbols that are absent or have another signature; nothing of the trainer is patched then.
+        ConfigError: It lists all symbols that are absent or have another signature; nothing of the
+            trainer is patched then.
     """
-    _, notices = upstream_check.require(replace_fields(profile, symbols=profile.pynative, pynative=()))
+    _, notices = upstream_check.require(
+        replace_fields(profile, symbols=profile.pynative, pynative=())
+    )
     for text in notices:
         training_context.current().emit(warning(text))
     for symbol in profile.pynative:
@@ -61,7 +70,8 @@ def install_pynative(profile: Profile) -> None:
 
 
 def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:
-    """Replaces a symbol by ``make(original)``; a static or class method stays one. Does nothing the second time."""
+    """Replaces a symbol by ``make(original)``; a static or class method stays one. Does nothing the
+    second time."""
     found = upstream_check.resolve(symbol)
     bound = isinstance(found, (classmethod, staticmethod))
     original = found.__func__ if bound else found

@@ -1,10 +1,10 @@
 """Reads from the configuration what shall be loaded, and how: one function for each dialect.
 
-    Checkpoint 1.0, a resume                      request_of_resume
-    Checkpoint 1.0, weights alone                 request_of_weights        also for an evaluation or a prediction
-    Checkpoint 2.0, both dialects of its keys     request_of_iterations
-    the PyNative trainer                          request_of_pynative
+Checkpoint 1.0, a resume                      request_of_resume Checkpoint 1.0, weights alone
+request_of_weights        also for an evaluation or a prediction Checkpoint 2.0, both dialects of
+its keys     request_of_iterations the PyNative trainer                          request_of_pynative
 """
+
 from __future__ import annotations
 
 import os
@@ -25,7 +25,8 @@ class LoadRequest:
     """Describes what the configuration requests to load, and how.
 
     Attributes:
-        path: path of the checkpoint; empty: none. After the selection: the path that mindformers receives.
+        path: path of the checkpoint; empty: none. After the selection: the path that mindformers
+            receives.
         resume: optimizer and counters are loaded too; else only weights.
         iterations: the code for Checkpoint 2.0 loads.
         balanced: replicas are read once and broadcast.
@@ -34,6 +35,7 @@ class LoadRequest:
         trains: a training starts with the weights; else an evaluation or a prediction.
         converts: ``auto_trans_ckpt`` as the user wrote it.
     """
+
     path: str
     resume: bool = True
     iterations: bool = False
@@ -45,70 +47,114 @@ class LoadRequest:
 
     @property
     def resumes_from_files(self) -> bool:
-        """Returns whether a training resumes in Checkpoint 1.0: nothing may be missing, and ckpt files are converted on disk."""
+        """Returns whether a training resumes in Checkpoint 1.0: nothing may be missing, and ckpt
+        files are converted on disk."""
         return self.resume and not self.iterations
 
 
 def request_of_resume(config: Any) -> LoadRequest:
     """Returns what a training of Checkpoint 1.0 resumes from."""
-    return LoadRequest(str(config.load_checkpoint or ""), balanced=bool(config.get("balanced_load")))
+    return LoadRequest(
+        str(config.load_checkpoint or ""), balanced=bool(config.get("balanced_load"))
+    )
 
 
 def request_of_weights(config: Any, task: str) -> LoadRequest:
-    """Returns which weights alone Checkpoint 1.0 loads, for the begin of a training, an evaluation or a prediction. The path is
-    empty if there are none, or if mindformers loads them itself: for its inference models, and with slora adapters, which lie
-    elsewhere."""
+    """Returns which weights alone Checkpoint 1.0 loads, for the begin of a training, an evaluation
+    or a prediction. The path is empty if there are none, or if mindformers loads them itself: for
+    its inference models, and with slora adapters, which lie elsewhere."""
     path = config.get("load_checkpoint") or (config.get("checkpoint") or {}).get("load_path")
-    if (config.get("only_save_strategy") or adapter.pet_type(config) == "slora" or task == PREDICT
-            and not config.get("use_legacy") and config.get("run_mode") != "predict_with_train_model"):
+    if (
+        config.get("only_save_strategy")
+        or adapter.pet_type(config) == "slora"
+        or task == PREDICT
+        and not config.get("use_legacy")
+        and config.get("run_mode") != "predict_with_train_model"
+    ):
         path = ""
-    elif not path and (pretrained := config.get("pretrained_model_dir")) and is_consolidated(PosixStorage(), str(pretrained)):
-        path = pretrained                       # mindformers trainer.py:_try_use_pretrained_model_dir_as_ckpt
-    return LoadRequest(str(path or ""), resume=False, trains=task == TRAIN, converts=bool(config.get("auto_trans_ckpt")),
-                       balanced=bool(config.get("balanced_load")))
+    elif (
+        not path
+        and (pretrained := config.get("pretrained_model_dir"))
+        and is_consolidated(PosixStorage(), str(pretrained))
+    ):
+        # mindformers trainer.py:_try_use_pretrained_model_dir_as_ckpt
+        path = pretrained
+    return LoadRequest(
+        str(path or ""),
+        resume=False,
+        trains=task == TRAIN,
+        converts=bool(config.get("auto_trans_ckpt")),
+        balanced=bool(config.get("balanced_load")),
+    )
 
 
 def request_of_iterations(config: Any) -> LoadRequest:
-    """Returns what the configuration asks for. A key that one dialect leaves out is taken from the other.
+    """Returns what the configuration asks for. A key that one dialect leaves out is taken from the
+    other.
 
     Raises:
-        ConfigError: The dialects contradict each other, or a value is wrong. mindformers ignores one of them silently, and so
-            could load other weights than requested.
+        ConfigError: The dialects contradict each other, or a value is wrong. mindformers ignores
+            one of them silently, and so could load other weights than requested.
     """
     section, asked = config.get("checkpoint") or {}, config.get("resume_training")
     path, old = str(section.get("load_path") or ""), str(config.get("load_checkpoint") or "")
     if path and old and os.path.realpath(path) != os.path.realpath(old):
-        raise ConfigError(f"checkpoint.load_path is {path}, load_checkpoint is {old}; both name the checkpoint to load: "
-                          f"remove one of them")
+        raise ConfigError(
+            f"checkpoint.load_path is {path}, load_checkpoint is {old}; both name the checkpoint "
+            "to load: "
+            f"remove one of them"
+        )
     path = path or old
     without = section.get("no_load_optim")
     if asked and without is True:
-        raise ConfigError("resume_training is set, but checkpoint.no_load_optim: True loads weights alone and starts at step 0; "
-                          "remove one of them")
+        raise ConfigError(
+            "resume_training is set, but checkpoint.no_load_optim: True loads weights alone and "
+            "starts at step 0; "
+            "remove one of them"
+        )
     # If a configuration that was made in Python has none of the keys, mindformers resumes.
-    resume = bool(asked) or without is False or (without is None and "resume_training" not in config and bool(path))
+    resume = (
+        bool(asked)
+        or without is False
+        or (without is None and "resume_training" not in config and bool(path))
+    )
     if isinstance(asked, str):
-        raise ConfigError(f"The resume_training must be a boolean value in Checkpoint 2.0, found {asked!r}. To resume from a "
-                          f"certain iteration give its folder as load_checkpoint (checkpoint.load_path), or its number in the "
-                          f"tracker")
+        raise ConfigError(
+            f"The resume_training must be a boolean value in Checkpoint 2.0, found {asked!r}. To "
+            "resume from a "
+            "certain iteration give its folder as load_checkpoint (checkpoint.load_path), or its "
+            "number in the "
+            f"tracker"
+        )
     balanced = section.get("load_balanced")
-    return LoadRequest(path, resume, True, bool(config.get("balanced_load") if balanced is None else balanced),
-                       _workers(section.get("reshard_worker_num") or config.get("reshard_worker_num")))
+    return LoadRequest(
+        path,
+        resume,
+        True,
+        bool(config.get("balanced_load") if balanced is None else balanced),
+        _workers(section.get("reshard_worker_num") or config.get("reshard_worker_num")),
+    )
 
 
 def request_of_pynative(config: Mapping[str, Any], path: str) -> LoadRequest:
-    """Returns what a PyNative training loads from ``path``. It reads replicas on every rank, whatever ``load_balanced`` says.
+    """Returns what a PyNative training loads from ``path``. It reads replicas on every rank,
+    whatever ``load_balanced`` says.
 
     Raises:
         ConfigError: A value is wrong.
     """
     section = config["checkpoint"]
-    return LoadRequest(str(path), not section.get("no_load_optim"), True,
-                       workers=_workers(section.get("reshard_worker_num") or section.get("load_worker_number")))
+    return LoadRequest(
+        str(path),
+        not section.get("no_load_optim"),
+        True,
+        workers=_workers(section.get("reshard_worker_num") or section.get("load_worker_number")),
+    )
 
 
 def _workers(count: Any) -> int:
-    """Returns the number of reading threads; 0: not given. Raises ConfigError for anything else than a whole number."""
+    """Returns the number of reading threads; 0: not given. Raises ConfigError for anything else
+    than a whole number."""
     count = count or 0
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ConfigError(f"reshard_worker_num is {count!r}; expected a whole number of at least 1")

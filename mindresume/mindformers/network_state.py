@@ -1,4 +1,6 @@
-"""Reads the live MindSpore network: parameters as numpy arrays, layouts, random states. Imports mindspore late."""
+"""Reads the live MindSpore network: parameters as numpy arrays, layouts, random states. Imports
+mindspore late."""
+
 from __future__ import annotations
 
 import base64
@@ -21,7 +23,8 @@ from mindresume.tensor_files.header import DTYPES
 
 
 def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns {name: array} of MindSpore tensors, parameters or plain numbers; bfloat16 becomes ml_dtypes.bfloat16.
+    """Returns {name: array} of MindSpore tensors, parameters or plain numbers; bfloat16 becomes
+    ml_dtypes.bfloat16.
 
     On CPU an array may share memory with the parameter: write it before the next step.
 
@@ -32,13 +35,15 @@ def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the same as ``snapshot``, but copies each tensor from its device only when its bytes are read, so that host memory
-    never holds a second copy of the whole model. The values have dtype, shape and nbytes, and numpy accepts them."""
+    """Returns the same as ``snapshot``, but copies each tensor from its device only when its bytes
+    are read, so that host memory never holds a second copy of the whole model. The values have
+    dtype, shape and nbytes, and numpy accepts them."""
     return {name: DeviceTensor.of(name, value) for name, value in parameters}
 
 
 class DeviceTensor:
     """Delays ``to_numpy(name, value)`` until numpy reads it."""
+
     __slots__ = ("name", "value", "dtype", "shape", "nbytes")
 
     def __init__(self, name: str, value: Any, dtype: np.dtype):
@@ -47,8 +52,8 @@ class DeviceTensor:
 
     @classmethod
     def of(cls, name: str, value: Any) -> Any:
-        """Returns a ``DeviceTensor``; or the array, if ``value`` is no tensor, is not initialised yet, or has a dtype that numpy
-        does not know."""
+        """Returns a ``DeviceTensor``; or the array, if ``value`` is no tensor, is not initialised
+        yet, or has a dtype that numpy does not know."""
         dtype = DTYPES.get(str(getattr(value, "dtype", "")).lower())
         if dtype is None or not hasattr(value, "asnumpy") or getattr(value, "has_init", False):
             return to_numpy(name, value)
@@ -59,7 +64,8 @@ class DeviceTensor:
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
-    """Returns the value as mindspore.save_checkpoint stores it: int becomes int64, float becomes float32, both 0-d."""
+    """Returns the value as mindspore.save_checkpoint stores it: int becomes int64, float becomes
+    float32, both 0-d."""
     if isinstance(value, str):
         return np.array(value)
     if isinstance(value, (bool, np.bool_)):
@@ -81,24 +87,35 @@ def _host_array(value: Any, is_bfloat16: bool) -> np.ndarray:
     """Returns the array of a tensor that is initialised."""
     array = value.asnumpy()
     if is_bfloat16 and array.dtype != ml_dtypes.bfloat16:
-        array = array.view(ml_dtypes.bfloat16) if array.dtype.itemsize == 2 else array.astype(ml_dtypes.bfloat16)
+        array = (
+            array.view(ml_dtypes.bfloat16)
+            if array.dtype.itemsize == 2
+            else array.astype(ml_dtypes.bfloat16)
+        )
     return array
 
 
-def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]],
-            emit: Emit) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled network.
+def layouts(
+    table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], emit: Emit
+) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled
+    network.
 
-    Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split, optimizer group, full shape,
-    ...). A graph from MindSpore's compile cache has no full shape; it follows from the slice. The number of optimizer shards
-    follows from the sizes: full shape / cuts / size of the local part. A row that does not fit is skipped with a warning: its
-    tensor can still be saved and loaded, but not re-cut.
+    Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split,
+        optimizer group, full shape,
+    ...). A graph from MindSpore's compile cache has no full shape; it follows from the slice. The
+    number of optimizer shards follows from the sizes: full shape / cuts / size of the local part. A
+    row that does not fit is skipped with a warning: its tensor can still be saved and loaded, but
+    not re-cut.
     """
     found = {}
     for name, row in (table or {}).items():
         if name not in shapes:
             continue
-        matrix, tensor_map = tuple(row[0]), tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1])
+        matrix, tensor_map = (
+            tuple(row[0]),
+            tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1]),
+        )
         held = math.prod(shapes[name])
         try:
             plain = TensorLayout(matrix, tensor_map)
@@ -106,7 +123,10 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
             cuts = math.prod(matrix) // plain.replicas
             pieces = math.prod(full) // cuts // held if held else 1
             if row[5] and row[2] and not row[6] and held and pieces < 2:
-                raise ValueError(f"the optimizer cuts it over the group {row[5]}, and the number of pieces is unknown")
+                raise ValueError(
+                    f"the optimizer cuts it over the group {row[5]}, and the number of pieces is "
+                    "unknown"
+                )
             layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
             expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
             if expected != shapes[name]:
@@ -117,15 +137,20 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...
     return found
 
 
-def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], emit: Emit,
-                     split: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None
-                     ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """Returns the same as ``layouts``, from one rank's part of ``mindspore.parallel.strategy.get_strategy_metadata``: {name:
-    [Layout, dtype, global shape]}. Its tensor map contains the optimizer shard, and does not tell it from tensor parallelism.
+def strategy_layouts(
+    table: Mapping[str, Any] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    emit: Emit,
+    split: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
+) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """Returns the same as ``layouts``, from one rank's part of
+    ``mindspore.parallel.strategy.get_strategy_metadata``: {name: [Layout, dtype, global shape]}.
+    Its tensor map contains the optimizer shard, and does not tell it from tensor parallelism.
 
     Args:
-        split: result of ``layouts``, where the optimizer shard stands apart. It decides if each rank holds the same part by both.
-            If they contradict each other, the layout is not known.
+        split: result of ``layouts``, where the optimizer shard stands apart. It decides if each
+            rank holds the same part by both. If they contradict each other, the layout is not
+            known.
     """
     found, split = {}, split or {}
     for name, (layout, _, full) in (table or {}).items():
@@ -141,7 +166,9 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
             if name in split:
                 folded, (known, whole) = known, split[name]
                 if whole != full or ordinals(known, full) != ordinals(folded, full):
-                    raise ValueError(f"MindSpore describes it as {folded} of {full} and as {known} of {whole}")
+                    raise ValueError(
+                        f"MindSpore describes it as {folded} of {full} and as {known} of {whole}"
+                    )
             if held != shapes[name]:
                 raise ValueError(f"it says {held}, the parameter is {shapes[name]}")
             found[name] = (known, full)
@@ -151,40 +178,60 @@ def strategy_layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, tuple
 
 
 def is_parallel() -> bool:
-    """Returns whether MindSpore's front end cuts parameters (semi-auto, auto or hybrid parallel)."""
+    """Returns whether MindSpore's front end cuts parameters (semi-auto, auto or hybrid
+    parallel)."""
     from mindspore import context
-    return context.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel", "hybrid_parallel")
+
+    return context.get_auto_parallel_context("parallel_mode") in (
+        "semi_auto_parallel",
+        "auto_parallel",
+        "hybrid_parallel",
+    )
 
 
-def job_layouts(network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, emit: Emit
-                ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
-    """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from ``parameter_layout_dict``,
-    compared with its strategy metadata, if this MindSpore has some and the network was compiled with
-    ``enable_save_strategy_online``. With data parallelism alone every rank holds every parameter of more than one element
-    whole."""
+def job_layouts(
+    network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, emit: Emit
+) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from
+    ``parameter_layout_dict``, compared with its strategy metadata, if this MindSpore has some and
+    the network was compiled with ``enable_save_strategy_online``. With data parallelism alone every
+    rank holds every parameter of more than one element whole."""
     if world_size == 1:
         return {}
     if not is_parallel():
-        return {name: (TensorLayout((world_size,), (-1,) * len(shape)), shape) for name, shape in shapes.items()
-                if not is_scalar(shape)}
+        return {
+            name: (TensorLayout((world_size,), (-1,) * len(shape)), shape)
+            for name, shape in shapes.items()
+            if not is_scalar(shape)
+        }
     table = layouts(getattr(network, "parameter_layout_dict", None), shapes, emit)
     try:
         from mindspore.parallel.strategy import get_current_strategy_metadata
+
         of_ranks = get_current_strategy_metadata(network)
     except (ImportError, AttributeError, ValueError, RuntimeError):
         of_ranks = None
     metadata = (next(iter(of_ranks.values()), None) if of_ranks else None) or {}
-    return {**{name: row for name, row in table.items() if name not in metadata},
-            **strategy_layouts(metadata, shapes, emit, table)}
+    return {
+        **{name: row for name, row in table.items() if name not in metadata},
+        **strategy_layouts(metadata, shapes, emit, table),
+    }
 
 
-def own_share(tensors: Mapping[str, Any], tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]], rank: int
-              ) -> frozenset[str]:
-    """Returns the names of the tensors with a layout that this rank writes, with redundancy removal."""
+def own_share(
+    tensors: Mapping[str, Any],
+    tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
+    rank: int,
+) -> frozenset[str]:
+    """Returns the names of the tensors with a layout that this rank writes, with redundancy
+    removal."""
     if not tables:
         return frozenset()
     size = next(iter(tables.values()))[0].stage_size
-    held = {name: (layout, full, tensors[name].dtype.itemsize) for name, (layout, full) in tables.items()}
+    held = {
+        name: (layout, full, tensors[name].dtype.itemsize)
+        for name, (layout, full) in tables.items()
+    }
     return shares(held, size)[rank % size]
 
 
@@ -192,22 +239,47 @@ def capture_generators() -> dict[str, Any]:
     """Returns the state of the global generators of Python and numpy."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {"python": {"version": version, "internal": _pack(np.asarray(internal, np.uint64)), "gauss": gauss},
-            "numpy": {"kind": kind, "keys": _pack(keys), "position": int(position), "has_gauss": int(has_gauss),
-                      "cached": float(cached)}}
+    return {
+        "python": {
+            "version": version,
+            "internal": _pack(np.asarray(internal, np.uint64)),
+            "gauss": gauss,
+        },
+        "numpy": {
+            "kind": kind,
+            "keys": _pack(keys),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
 
 
 def restore_generators(state: Mapping[str, Any]) -> list[str]:
-    """Sets the generators whose state is in ``state``. Returns their names. Raises ValueError for a state of another kind."""
+    """Sets the generators whose state is in ``state``. Returns their names. Raises ValueError for a
+    state of another kind."""
     restored = []
     if "python" in state:
         value = state["python"]
-        random.setstate((value["version"], tuple(int(v) for v in _unpack(value["internal"], np.uint64)), value["gauss"]))
+        random.setstate(
+            (
+                value["version"],
+                tuple(int(v) for v in _unpack(value["internal"], np.uint64)),
+                value["gauss"],
+            )
+        )
         restored.append("python")
     if "numpy" in state:
         value = state["numpy"]
-        np.random.set_state((value["kind"], _unpack(value["keys"], np.uint32), value["position"], value["has_gauss"],
-                             value["cached"]))
+        np.random.set_state(
+            (
+                value["kind"],
+                _unpack(value["keys"], np.uint32),
+                value["position"],
+                value["has_gauss"],
+                value["cached"],
+            )
+        )
         restored.append("numpy")
     return restored
 
@@ -223,22 +295,27 @@ def _unpack(text: str, dtype: type) -> np.ndarray:
 def capture_random() -> dict[str, Any]:
     """Returns the state of the generators of Python, numpy and MindSpore in this process."""
     import mindspore as ms
+
     state = capture_generators()
     seed = ms.get_seed()
-    state["mindspore"] = {"seed": None if seed is None else int(seed), "state": _pack(ms.get_rng_state().asnumpy())}
+    state["mindspore"] = {
+        "seed": None if seed is None else int(seed),
+        "state": _pack(ms.get_rng_state().asnumpy()),
+    }
     return state
 
 
 def restore_random(state: Mapping[str, Any]) -> list[str]:
     """Restores the generators; returns the names of those that were restored.
 
-    The counters inside some MindSpore kernels (DropoutGenMask and the like in a compiled graph) cannot be restored: these kernels
-    draw from their seeds again.
+    The counters inside some MindSpore kernels (DropoutGenMask and the like in a compiled graph)
+    cannot be restored: these kernels draw from their seeds again.
 
     Raises:
         LoadError: ``state`` is not a valid random state.
     """
     import mindspore as ms
+
     try:
         restored = restore_generators(state)
         saved = state.get("mindspore")
@@ -246,35 +323,44 @@ def restore_random(state: Mapping[str, Any]) -> list[str]:
             ms.set_rng_state(ms.Tensor(_unpack(saved["state"], np.uint8)))
             restored.append("MindSpore's default generator")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise LoadError(f"the random state in the record cannot be restored: {type(error).__name__}: {error}") from error
+        raise LoadError(
+            f"the random state in the record cannot be restored: {type(error).__name__}: {error}"
+        ) from error
     return restored
 
 
-# ---- comparison with what was loaded ---------------------------------------------------------------------------------
+# ---- comparison with what was loaded -------------------------------------------------------------
 
-# Callbacks and loaders of others run after the load, and some load weights of their own: ``OnRequestExit`` and
-# ``BackupAndRestore`` of MindSpore do so in ``on_train_begin``. So the parameters are compared at the first step.
+# Callbacks and loaders of others run after the load, and some load weights of their own:
+# ``OnRequestExit`` and ``BackupAndRestore`` of MindSpore do so in ``on_train_begin``. So the
+# parameters are compared at the first step.
 #
-# MindSpore copies a parameter from its device as a whole. To cut blocks out of it on the device would be a kernel, which copies
-# the whole parameter to the device first, beside the memory that the graph takes for it. So the largest tensors of a rank that
-# holds more than ``BUDGET`` are not compared; whoever replaces only those stays unnoticed.
+# MindSpore copies a parameter from its device as a whole. To cut blocks out of it on the device
+# would be a kernel, which copies the whole parameter to the device first, beside the memory that
+# the graph takes for it. So the largest tensors of a rank that holds more than ``BUDGET`` are not
+# compared; whoever replaces only those stays unnoticed.
 
-BUDGET = 1 << 30                # bytes of parameters that a rank copies from its device for the comparison, the smallest first
-_WHOLE, _BLOCK, _BLOCKS = 1 << 20, 1 << 12, 64          # a larger tensor is compared in 64 blocks of 4 KiB
+# bytes of parameters that a rank copies from its device for the comparison, the smallest first
+BUDGET = 1 << 30
+# a larger tensor is compared in 64 blocks of 4 KiB
+_WHOLE, _BLOCK, _BLOCKS = 1 << 20, 1 << 12, 64
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Holds {name: fingerprint} of the tensors that this rank has loaded. Single numbers are left out: callbacks have reasons to
-    set a learning rate, or the flag of a graceful exit, before the first step, and whoever loads other weights is noticed by the
-    tensors."""
+    """Holds {name: fingerprint} of the tensors that this rank has loaded. Single numbers are left
+    out: callbacks have reasons to set a learning rate, or the flag of a graceful exit, before the
+    first step, and whoever loads other weights is noticed by the tensors."""
+
     fingerprints: Mapping[str, str]
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], budget: int = BUDGET) -> LoadedWeights:
         """Fingerprints arrays. ``budget``: bytes of all tensors that are compared."""
         found = {}
-        for size, name in sorted((array.nbytes, name) for name, array in arrays.items() if not is_scalar(array.shape)):
+        for size, name in sorted(
+            (array.nbytes, name) for name, array in arrays.items() if not is_scalar(array.shape)
+        ):
             budget -= size
             if budget < 0:
                 break
@@ -282,17 +368,31 @@ class LoadedWeights:
         return cls(found)
 
     def difference(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object]) -> str:
-        """Returns which parameters are not what was loaded, and which ``callbacks`` of others the training has; empty if all are.
-        ``parameters``: (name, parameter), at least those that were loaded."""
-        altered = [name for name, value in parameters
-                   if name in self.fingerprints and _fingerprint(to_numpy(name, value)) != self.fingerprints[name]]
+        """Returns which parameters are not what was loaded, and which ``callbacks`` of others the
+        training has; empty if all are. ``parameters``: (name, parameter), at least those that were
+        loaded."""
+        altered = [
+            name
+            for name, value in parameters
+            if name in self.fingerprints
+            and _fingerprint(to_numpy(name, value)) != self.fingerprints[name]
+        ]
         if not altered:
             return ""
-        others = [type(callback).__name__ for callback in callbacks if not type(callback).__module__.startswith("mindresume.")]
-        return (f"{len(altered)} of {len(self.fingerprints)} tensors are not what was loaded: {listed(altered, 3)}. Something "
-                f"has replaced them between the load and the first step; callbacks of this training: "
-                f"{', '.join(others) or 'none'}. The checkpoint is right. Remove the callback that loads weights of its own "
-                f"(OnRequestExit with save_ckpt: True and BackupAndRestore of MindSpore do), or the file that it loads")
+        others = [
+            type(callback).__name__
+            for callback in callbacks
+            if not type(callback).__module__.startswith("mindresume.")
+        ]
+        return (
+            f"{len(altered)} of {len(self.fingerprints)} tensors are not what was loaded: "
+            f"{listed(altered, 3)}. Something "
+            f"has replaced them between the load and the first step; callbacks of this training: "
+            f"{', '.join(others) or 'none'}. The checkpoint is right. Remove the callback that "
+            "loads weights of its own "
+            "(OnRequestExit with save_ckpt: True and BackupAndRestore of MindSpore do), or the "
+            "file that it loads"
+        )
 
 
 def _fingerprint(array: np.ndarray) -> str:
@@ -301,5 +401,5 @@ def _fingerprint(array: np.ndarray) -> str:
         return xxhash.xxh3_64_hexdigest(data)
     found = xxhash.xxh3_64()
     for start in np.linspace(0, data.nbytes - _BLOCK, _BLOCKS, dtype=np.int64):
-        found.update(data[start:start + _BLOCK])
+        found.update(data[start : start + _BLOCK])
     return found.hexdigest()

@@ -1,18 +1,23 @@
-"""Wraps functions of mindformers: selection at the start, counters, and load. No file of mindformers is changed.
+"""Wraps functions of mindformers: selection at the start, counters, and load. No file of
+mindformers is changed.
 
-    MindFormerRegister.get_cls       ─▶ removes the documented data keys below `trainer:` before the trainer's constructor
+    MindFormerRegister.get_cls       ─▶ removes the documented data keys below `trainer:` before the
+        trainer's constructor
     Trainer.train / finetune
       _check_config_rules             ─▶ select_checkpoint: scan, verify, agree; or a fresh start
       get_resume_checkpoint           ─▶ the name of the selected file
       load_resume_context_from_...    ─▶ restore_progress: initial step and epoch, loss scale
       _resume_hf_iterable_dataset     ─▶ streaming data continues at its own position
-      check_runner_config             ─▶ records the dataset and sink size; ends a training that is already complete
-      transform_and_load_checkpoint   ─▶ load_resume: loads what this rank verified, and verifies it again while it is read
+      check_runner_config             ─▶ records the dataset and sink size; ends a training that is
+          already complete
+      transform_and_load_checkpoint   ─▶ load_resume: loads what this rank verified, and verifies it
+          again while it is read
       Model.train                     ─▶ FirstStep: the parameters are compared with what was loaded
 
-Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, and so has the PyNative trainer.
-``mindresume.mindformers.graph_load`` and ``pynative.checkpoint_load`` load.
+Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, and so has the PyNative
+trainer. ``mindresume.mindformers.graph_load`` and ``pynative.checkpoint_load`` load.
 """
+
 from __future__ import annotations
 
 import os
@@ -43,14 +48,16 @@ from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
 from mindresume.storage.posix import PosixStorage
 
-# ---- Checkpoint 1.0, and both formats ---------------------------------------------------------------------------------
+# ---- Checkpoint 1.0, and both formats ------------------------------------------------------------
+
 
 @wrapper
 def _train(call: Call) -> Any:
-    result = None                                           # of a training that is complete already
+    result = None  # of a training that is complete already
     with training_context.training(call["self"].config) as context:
         result = call()
-        if context.progress.stop_reason:                    # a barrier: the first rank that exits would end the others
+        # a barrier: the first rank that exits would end the others
+        if context.progress.stop_reason:
             context.group.gather(b"")
     return result
 
@@ -69,7 +76,9 @@ def _predict(call: Call) -> Any:
 
 @wrapper
 def _check_config_rules(call: Call) -> Any:
-    from mindresume.mindformers.checkpoint_monitor import check_callbacks  # here: its base class is mindformers'
+    # here: its base class is mindformers'
+    from mindresume.mindformers.checkpoint_monitor import check_callbacks
+
     trainer, context = call["self"], training_context.current()
     for note in lift_data_skip(trainer.config):
         context.emit(Notice(note))
@@ -87,8 +96,9 @@ def _check_config_rules(call: Call) -> Any:
 
 @wrapper
 def _get_last_checkpoint(call: Call) -> Any:
-    """Returns the checkpoint folder in a training with ``resume_from_checkpoint=True``. mindformers takes the newest file of its
-    rank by modification time, which after a crash is one of a save that never completed."""
+    """Returns the checkpoint folder in a training with ``resume_from_checkpoint=True``. mindformers
+    takes the newest file of its rank by modification time, which after a crash is one of a save
+    that never completed."""
     if training_context.current().task != load_request.TRAIN:
         return call()
     return os.path.join(call["self"].config.output_dir, adapter.CHECKPOINTS)
@@ -96,17 +106,21 @@ def _get_last_checkpoint(call: Call) -> Any:
 
 @wrapper
 def _get_cls(call: Call) -> Any:
-    """Removes ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and 003) from the arguments of the
-    trainer's constructor, which would raise a TypeError. The section ``trainer:`` can also name mindresume as a plug-in; this
-    works too, because the registry loads the plug-in before it looks up the class."""
+    """Removes ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and
+    003) from the arguments of the trainer's constructor, which would raise a TypeError. The section
+    ``trainer:`` can also name mindresume as a plug-in; this works too, because the registry loads
+    the plug-in before it looks up the class."""
     from mindformers.tools.register import MindFormerModuleType
+
     made = call()
     return _without_data_keys(made) if call["module_type"] == MindFormerModuleType.TRAINER else made
 
 
 @wrapper
 def _without_data_keys(call: Call) -> Any:
-    return call.original(*call.args, **{key: value for key, value in call.kwargs.items() if key not in DATA_KEYS})
+    return call.original(
+        *call.args, **{key: value for key, value in call.kwargs.items() if key not in DATA_KEYS}
+    )
 
 
 @wrapper
@@ -116,7 +130,8 @@ def _get_resume_checkpoint(call: Call) -> Any:
     if not plan.resumes:
         return call()
     if plan.open_source is not None:
-        return True                                         # another number of ranks, or the file of a rank is missing
+        # another number of ranks, or the file of a rank is missing
+        return True
     name = os.path.basename(plan.choice.chosen.first.path)
     return name_for_rank(name, context.group.rank, plan.choice.chosen.format)
 
@@ -129,15 +144,16 @@ def _is_hf_checkpoint(call: Call) -> bool:
 
 @wrapper
 def _is_publicly_accessible_path(call: Call) -> bool:
-    """Compares SHARED_PATHS folder by folder (mindformers treats /data01 as a part of /data), and recognises shared file systems
-    other than NFS. For other paths mindformers is asked about ``/``: in a job of one node and in ModelArts its answer does not
-    depend on the path."""
+    """Compares SHARED_PATHS folder by folder (mindformers treats /data01 as a part of /data), and
+    recognises shared file systems other than NFS. For other paths mindformers is asked about ``/``:
+    in a job of one node and in ModelArts its answer does not depend on the path."""
     return is_shared(call["path"], os.environ.get("SHARED_PATHS", "")) or call(path=os.sep)
 
 
 @wrapper
 def _resume_ckpt_path_with_strategy(call: Call) -> Any:
-    # With MS_ENABLE_TFT mindformers would take the newest file by modification time instead of the selected one.
+    # With MS_ENABLE_TFT mindformers would take the newest file by modification time instead of the
+    # selected one.
     return adapter.load_path(call["config"]) if training_context.current().plan.resumes else call()
 
 
@@ -154,7 +170,10 @@ def _resume_hf_iterable_dataset(call: Call) -> None:
     context = training_context.current()
     if context.progress.restored is None:
         return call()
-    return run_on_all(context.group, partial(counters.resume_streaming, call["dataset"], context.progress.restored))
+    return run_on_all(
+        context.group,
+        partial(counters.resume_streaming, call["dataset"], context.progress.restored),
+    )
 
 
 @wrapper
@@ -167,9 +186,11 @@ def _check_runner_config(call: Call) -> None:
         run.origin = counters.fresh_origin(config, call["dataset"], context)
     run.sink_size = runner.sink_size if runner.sink_mode else None
     if resumes and runner.initial_epoch >= runner.epochs:
-        raise TrainingCompleteError(f"the training is complete: step {runner.initial_step} is the end of "
-                                    f"{counted(runner.origin_epochs, 'epoch')} of {counted(config.data_size, 'step')}. "
-                                    f"Nothing was trained or saved. To train longer, raise runner_config.epochs")
+        raise TrainingCompleteError(
+            f"the training is complete: step {runner.initial_step} is the end of "
+            f"{counted(runner.origin_epochs, 'epoch')} of {counted(config.data_size, 'step')}. "
+            f"Nothing was trained or saved. To train longer, raise runner_config.epochs"
+        )
 
 
 @wrapper
@@ -180,9 +201,21 @@ def _preload_ckpt(call: Call) -> Any:
 
 @wrapper
 def _transform_and_load_checkpoint(call: Call) -> Any:
-    context, config, model, dataset = training_context.current(), call["config"], call["model"], call["dataset"]
-    if context.plan.weights_only and graph_load.load_weights(config, model, call["network"], dataset, context,
-                                                             call.get("do_eval", False), call.get("do_predict", False)):
+    context, config, model, dataset = (
+        training_context.current(),
+        call["config"],
+        call["model"],
+        call["dataset"],
+    )
+    if context.plan.weights_only and graph_load.load_weights(
+        config,
+        model,
+        call["network"],
+        dataset,
+        context,
+        call.get("do_eval", False),
+        call.get("do_predict", False),
+    ):
         return None
     if not context.plan.resumes or config.only_save_strategy:
         return call()
@@ -194,51 +227,68 @@ def _transform_and_load_checkpoint(call: Call) -> Any:
 
 @wrapper
 def _clear_auto_trans_output(call: Call) -> Any:
-    job_start.check_not_cleared(adapter.output_root(), call.get("load_checkpoint"), call.get("src_strategy_path_or_dir"),
-                                load_ckpt_format=call.get("load_ckpt_format", "ckpt"))
+    job_start.check_not_cleared(
+        adapter.output_root(),
+        call.get("load_checkpoint"),
+        call.get("src_strategy_path_or_dir"),
+        load_ckpt_format=call.get("load_ckpt_format", "ckpt"),
+    )
     return call()
 
 
 @wrapper
 def _model_train(call: Call) -> Any:
-    from mindresume.mindformers.checkpoint_monitor import FirstStep  # here: its base class is MindSpore's
+    # here: its base class is MindSpore's
+    from mindresume.mindformers.checkpoint_monitor import FirstStep
+
     if training_context.current().task != load_request.TRAIN:
         return call()
     asked = call["callbacks"]
     others = asked if isinstance(asked, Iterable) else [] if asked is None else [asked]
-    return call(callbacks=[*others, FirstStep()])                   # behind all others: what they change is seen
+    # behind all others: what they change is seen
+    return call(callbacks=[*others, FirstStep()])
 
 
-# ``config.json`` of ``pretrained_model_dir`` as transformers 4.57 and later write it has keys that mindformers does not know and
-# refuses: 1.8.0 for all models, 1.9.0 and 2.0.0 for Qwen3. These are no settings of the network.
-# dtype: of the stored weights, torch_dtype until transformers 4.56. rope_interleave: formats/huggingface.py refuses weights that
-# need another value than mindformers' own.
+# ``config.json`` of ``pretrained_model_dir`` as transformers 4.57 and later write it has keys that
+# mindformers does not know and refuses: 1.8.0 for all models, 1.9.0 and 2.0.0 for Qwen3. These are
+# no settings of the network. dtype: of the stored weights, torch_dtype until transformers 4.56.
+# rope_interleave: formats/huggingface.py refuses weights that need another value than mindformers'
+# own.
 _FOREIGN = ("dtype", "pretraining_tp", "rope_interleave")
-_COMPUTED = {"qk_head_dim": "qk_nope_head_dim"}     # {size: the one that it includes}; mindformers takes them for one setting
+# {size: the one that it includes}; mindformers takes them for one setting
+_COMPUTED = {"qk_head_dim": "qk_nope_head_dim"}
 
 
-def without_foreign_keys(merged: Mapping[str, Any], configured: Mapping[str, Any]) -> dict[str, Any]:
+def without_foreign_keys(
+    merged: Mapping[str, Any], configured: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns a model configuration without the keys above.
 
     Args:
         merged: the configuration that mindformers made of ``config.json`` and of the user's.
         configured: the user's configuration; its keys stay.
     """
-    dropped = {*_FOREIGN, *(key for key, other in _COMPUTED.items() if other in merged)} - set(configured)
+    dropped = {*_FOREIGN, *(key for key, other in _COMPUTED.items() if other in merged)} - set(
+        configured
+    )
     return {key: value for key, value in merged.items() if key not in dropped}
 
 
 @wrapper
 def _merge_model_config(call: Call) -> Any:
     merged = call()
-    return without_foreign_keys(merged, call["config"] or {}) if isinstance(merged, dict) else merged
+    return (
+        without_foreign_keys(merged, call["config"] or {}) if isinstance(merged, dict) else merged
+    )
 
 
-# ---- Checkpoint 2.0 ---------------------------------------------------------------------------------------------------
+# ---- Checkpoint 2.0 ------------------------------------------------------------------------------
+
 
 @wrapper
 def _get_checkpoint_path(call: Call) -> str:
-    request = training_context.current().plan.iterations    # mindformers itself might select another iteration
+    # mindformers itself might select another iteration
+    request = training_context.current().plan.iterations
     return request.path if request else call()
 
 
@@ -248,7 +298,9 @@ def _train_dataset_postprocess(call: Call) -> Any:
     if request := context.plan.iterations:
         config = context.objects.config = call["config"]
         if request.resume:
-            context.objects.common = counters.common_info(config, dataset.get_dataset_size(), context)
+            context.objects.common = counters.common_info(
+                config, dataset.get_dataset_size(), context
+            )
     return dataset
 
 
@@ -256,9 +308,14 @@ def _train_dataset_postprocess(call: Call) -> Any:
 def _load_common(call: Call) -> Any:
     context = training_context.current()
     request, objects = context.plan.iterations, context.objects
-    if not request or objects.common is None or os.path.dirname(call["common_filename"]) != request.path:
+    if (
+        not request
+        or objects.common is None
+        or os.path.dirname(call["common_filename"]) != request.path
+    ):
         return call()
-    common, objects.common = objects.common, None           # once: a fault-tolerant job may load other checkpoints later
+    # once: a fault-tolerant job may load other checkpoints later
+    common, objects.common = objects.common, None
     return call["cls"](**common)
 
 
@@ -277,7 +334,9 @@ def _compile_model(call: Call) -> Any:
         return call()
     if adapter.is_parallel():
         heartbeat.enter(COMPILING)
-        adapter.compile_for_load(context.objects.config, call["model"], call["dataset"], context.group)
+        adapter.compile_for_load(
+            context.objects.config, call["model"], call["dataset"], context.group
+        )
     return None
 
 
@@ -294,7 +353,8 @@ def _load_checkpoint(call: Call) -> Any:
         context.resources.drop_verified_bytes()
 
 
-# ---- the PyNative trainer -----------------------------------------------------------------------------------------------
+# ---- the PyNative trainer ------------------------------------------------------------------------
+
 
 @wrapper
 def _train_pynative(call: Call) -> Any:
@@ -304,7 +364,7 @@ def _train_pynative(call: Call) -> Any:
         context.progress.dataset_identity = job_start.fingerprint(config, context)
         context.run = TrainingRun(trainer, config, context)
         return call()
-    return None                                             # a training that is complete already
+    return None  # a training that is complete already
 
 
 def _run_of(trainer: Any) -> TrainingRun | None:
@@ -343,7 +403,8 @@ def _step_begin(call: Call) -> Any:
     return result
 
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its wrapper}; several modules may import a symbol
+# {name of a symbol: its wrapper}; several modules may import a symbol
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Trainer.train": _train,
     "Trainer.finetune": _train,
     "Trainer.evaluate": _evaluate,
@@ -373,7 +434,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {           # {name of a symbol: its
     "merge_model_config": _merge_model_config,
 }
 
-PYNATIVE_WRAPPERS: dict[str, Callable[[Any], Any]] = {     # one for each row of ``upstream.PYNATIVE``
+# one for each row of ``upstream.PYNATIVE``
+PYNATIVE_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "Trainer.train": _train_pynative,
     "Trainer._load_checkpoint": _load_pynative,
     "Trainer._create_dataset_iterator": _create_dataset_iterator,

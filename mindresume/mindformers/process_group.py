@@ -1,5 +1,6 @@
-"""Implements ``mindresume.coordination.collectives.Group`` for the running job, on the communication that mindformers
-initialised."""
+"""Implements ``mindresume.coordination.collectives.Group`` for the running job, on the
+communication that mindformers initialised."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,27 +14,39 @@ from mindresume.errors import ConfigError
 def group_of_job() -> Group:
     """Returns the group of the job; SingleProcess without communication."""
     from mindspore.communication import GlobalComm, get_group_size, get_rank
+
     if not GlobalComm.INITED or get_group_size() == 1:
         return SingleProcess()
     return MindSporeGroup(get_rank(), get_group_size())
 
 
 def check_launch(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if msrun started several processes that do not communicate: each would take itself for rank 0, save into
-    the folder of the others, and resume from what one of them saved last. mindformers alone lets them overwrite each other's
-    files."""
+    """Raises ConfigError if msrun started several processes that do not communicate: each would
+    take itself for rank 0, save into the folder of the others, and resume from what one of them
+    saved last. mindformers alone lets them overwrite each other's files."""
     from mindspore.communication import GlobalComm
+
     workers = environment.get("MS_WORKER_NUM", "1")
-    if environment.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED") and workers != "1" and not GlobalComm.INITED:
-        raise ConfigError(f"msrun started {workers} processes, but they do not communicate: use_parallel is False, or "
-                          f"the communication was not initialised. All of them would save into one folder as rank 0. Set "
-                          f"use_parallel: True, or start one process (without msrun, or with --worker_num 1)")
+    if (
+        environment.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED")
+        and workers != "1"
+        and not GlobalComm.INITED
+    ):
+        raise ConfigError(
+            f"msrun started {workers} processes, but they do not communicate: use_parallel is "
+            "False, or "
+            "the communication was not initialised. All of them would save into one folder as "
+            "rank 0. Set "
+            f"use_parallel: True, or start one process (without msrun, or with --worker_num 1)"
+        )
 
 
 class MindSporeGroup:
-    """Sends bytes through ``Broadcast`` and ``AllGather`` of int32, the type that the library of every back end supports.
+    """Sends bytes through ``Broadcast`` and ``AllGather`` of int32, the type that the library of
+    every back end supports.
 
-    If a rank is lost, these calls end at the time limit of the back end's collectives, as any step of the training does.
+    If a rank is lost, these calls end at the time limit of the back end's collectives, as any step
+    of the training does.
     """
 
     def __init__(self, rank: int, size: int):
@@ -55,16 +68,19 @@ class MindSporeGroup:
     @staticmethod
     def _broadcast(array: np.ndarray) -> np.ndarray:
         from mindspore import Tensor, ops
+
         return ops.Broadcast(0)((Tensor(array),))[0].asnumpy()
 
     @staticmethod
     def _gather(array: np.ndarray) -> np.ndarray:
         from mindspore import Tensor, ops
+
         return ops.AllGather()(Tensor(array)).asnumpy()
 
 
 def _words(message: bytes, length: int) -> np.ndarray:
-    """Returns ``message``, padded with zeros to ``length`` bytes, as whole int32 words, at least one."""
+    """Returns ``message``, padded with zeros to ``length`` bytes, as whole int32 words, at least
+    one."""
     padded = message.ljust(max(4, (length + 3) // 4 * 4), b"\0")
     return np.frombuffer(padded, np.int32).copy()
 
@@ -75,23 +91,37 @@ def _bytes(words: np.ndarray, length: int) -> bytes:
 
 
 class TensorBroadcaster:
-    """Implements ``reshard.broadcast_load.Broadcast`` on communication groups of the job, which are created at their first use.
-    All ranks of a group make the same calls in the same order; ``close`` when all are done.
+    """Implements ``reshard.broadcast_load.Broadcast`` on communication groups of the job, which are
+    created at their first use. All ranks of a group make the same calls in the same order;
+    ``close`` when all are done.
 
-    Bits are sent as int32 through ``Broadcast``. On CPU, MindSpore's library cannot broadcast within a subset of the ranks, and
-    adds only float32: there every 16 bits are sent as one whole number below 65,536 and added to zeros, which is exact.
+    Bits are sent as int32 through ``Broadcast``. On CPU, MindSpore's library cannot broadcast
+    within a subset of the ranks, and adds only float32: there every 16 bits are sent as one whole
+    number below 65,536 and added to zeros, which is exact.
     """
 
     def __init__(self) -> None:
         from mindspore import get_context
+
         self._groups: dict[tuple[int, ...], str] = {}
         self._on_cpu = get_context("device_target") == "CPU"
 
-    def __call__(self, ranks: tuple[int, ...], owner: int, data: np.ndarray | None, count: int) -> np.ndarray:
+    def __call__(
+        self, ranks: tuple[int, ...], owner: int, data: np.ndarray | None, count: int
+    ) -> np.ndarray:
         from mindspore import Tensor, ops
+
         if self._on_cpu:
-            words = np.zeros(-(-count // 2), np.float32) if data is None else _filled(data, np.uint16).astype(np.float32)
-            found = ops.AllReduce(ops.ReduceOp.SUM, self._group(ranks))(Tensor(words)).asnumpy().astype(np.uint16)
+            words = (
+                np.zeros(-(-count // 2), np.float32)
+                if data is None
+                else _filled(data, np.uint16).astype(np.float32)
+            )
+            found = (
+                ops.AllReduce(ops.ReduceOp.SUM, self._group(ranks))(Tensor(words))
+                .asnumpy()
+                .astype(np.uint16)
+            )
         else:
             words = np.zeros(-(-count // 4), np.int32) if data is None else _filled(data, np.int32)
             found = ops.Broadcast(owner, self._group(ranks))((Tensor(words),))[0].asnumpy()
@@ -99,6 +129,7 @@ class TensorBroadcaster:
 
     def _group(self, ranks: tuple[int, ...]) -> str:
         from mindspore.communication import GlobalComm, create_group, get_group_size
+
         if len(ranks) == get_group_size():
             return GlobalComm.WORLD_COMM_GROUP
         if ranks not in self._groups:
@@ -108,7 +139,9 @@ class TensorBroadcaster:
 
     def close(self) -> None:
         from mindspore.communication import destroy_group
-        for name in () if self._on_cpu else self._groups.values():      # on CPU the library logs an error instead
+
+        # on CPU the library logs an error instead
+        for name in () if self._on_cpu else self._groups.values():
             destroy_group(name)
         self._groups.clear()
 

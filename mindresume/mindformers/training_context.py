@@ -1,12 +1,16 @@
-"""Holds the context of the training in this process: the object that wrappers of mindformers' functions get their state from.
+"""Holds the context of the training in this process: the object that wrappers of mindformers'
+functions get their state from.
 
-    with training(config) as context: ...       # begin: event file, TensorBoard, log lines; end: outcome, resources closed
+    # begin: event file, TensorBoard, log lines; end: outcome, resources closed
+    with training(config) as context: ...
     with inference(PREDICT, config) as context: ...
-    current()                                   # inside: this context; else an idle one, for a CheckpointMonitor without Trainer
+    current()  # inside: this context; else an idle one, for a CheckpointMonitor without Trainer
 
-mindformers calls the wrappers and passes them nothing of mindresume, and a process runs one training at a time, so one context is
-the current one. Functions below the wrappers receive it as an argument.
+mindformers calls the wrappers and passes them nothing of mindresume, and a process runs one
+training at a time, so one context is the current one. Functions below the wrappers receive it as an
+argument.
 """
+
 from __future__ import annotations
 
 import math
@@ -27,7 +31,16 @@ from mindresume.coordination.lease import Lease
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.errors import AlteredWeightsError, ConfigError, RemoteError, TrainingCompleteError
-from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Notice, TrainingEnded, TrainingStarted, warning
+from mindresume.events import (
+    FAILED,
+    FINISHED,
+    NOTHING_TO_TRAIN,
+    PREEMPTED,
+    Notice,
+    TrainingEnded,
+    TrainingStarted,
+    warning,
+)
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
 from mindresume.mindformers import adapter, heartbeat, modelarts
@@ -49,7 +62,8 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache, uncached
 
-# ---- decided once ----------------------------------------------------------------------------------------------------
+# ---- decided once --------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class ResumePlan:
@@ -58,9 +72,11 @@ class ResumePlan:
     Attributes:
         choice: the checkpoint; after a conversion on disk, the converted one.
         selected: the checkpoint before any conversion.
-        open_source: opens the checkpoint to read regions in any layout; None: each rank loads the files that it verified.
+        open_source: opens the checkpoint to read regions in any layout; None: each rank loads the
+            files that it verified.
         lost: on rank 0, the work of a dead job after this checkpoint.
     """
+
     request: LoadRequest | None = None
     choice: Choice | None = None
     selected: Choice | None = None
@@ -69,8 +85,13 @@ class ResumePlan:
 
     @property
     def resumes(self) -> bool:
-        """Returns whether counters and optimizer are restored. A load of weights alone is no resume."""
-        return self.choice is not None and self.choice.chosen is not None and (self.request is None or self.request.resume)
+        """Returns whether counters and optimizer are restored. A load of weights alone is no
+        resume."""
+        return (
+            self.choice is not None
+            and self.choice.chosen is not None
+            and (self.request is None or self.request.resume)
+        )
 
     @property
     def iterations(self) -> LoadRequest | None:
@@ -80,18 +101,25 @@ class ResumePlan:
     @property
     def weights_only(self) -> LoadRequest | None:
         """Returns the request if only weights are loaded, in Checkpoint 1.0; else None."""
-        return self.request if self.request is not None and not (self.request.iterations or self.request.resume) else None
+        return (
+            self.request
+            if self.request is not None and not (self.request.iterations or self.request.resume)
+            else None
+        )
 
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen before it; None: unknown."""
+    """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen
+    before it; None: unknown."""
+
     step: int = 0
     position: DataPosition = DataPosition(0, 0)
     consumed: int | None = 0
 
 
-# ---- what changes ----------------------------------------------------------------------------------------------------
+# ---- what changes --------------------------------------------------------------------------------
+
 
 @dataclass
 class RunProgress:
@@ -100,17 +128,21 @@ class RunProgress:
     Attributes:
         origin: where the run begins.
         restored: where a resume continues; None: no resume.
-        global_step: ``global_step`` of the restored optimizer, scaled to the global batch size of this run.
+        global_step: ``global_step`` of the restored optimizer, scaled to the global batch size of
+            this run.
         summary: rows of the resume's table.
         dataset_identity: fingerprint of the data set; empty: unknown.
         dataset_size: steps of one pass over the data; None: unknown.
         sink_size: steps of a sink; None: no sink mode.
         load_seconds: time of selecting, verifying and loading.
-        timed_since: when the latest part of that time began (``time.monotonic``); None: it has not begun.
+        timed_since: when the latest part of that time began (``time.monotonic``); None: it has not
+            begun.
         step: the last finished step; None: none yet.
-        stop_reason: why the training stopped early, after its last step was saved; empty: it did not.
+        stop_reason: why the training stopped early, after its last step was saved; empty: it did
+            not.
         metrics: newest value of each reported metric.
     """
+
     origin: RunOrigin = RunOrigin()
     restored: ResumeProgress | None = None
     global_step: int = 0
@@ -129,8 +161,10 @@ class RunProgress:
         if not batch or not self.dataset_size:
             return None, None
         done, origin = step - self.origin.step, self.origin
-        return (None if origin.consumed is None else origin.consumed + done * batch,
-                origin.position.after(done, self.dataset_size, batch))
+        return (
+            None if origin.consumed is None else origin.consumed + done * batch,
+            origin.position.after(done, self.dataset_size, batch),
+        )
 
     @contextmanager
     def timed_load(self) -> Iterator[None]:
@@ -142,7 +176,8 @@ class RunProgress:
             self.load_seconds += runtime.monotonic() - started
 
     def timed_seconds(self) -> float | None:
-        """Returns the seconds since the latest part of ``load_seconds`` began; None: it has not begun."""
+        """Returns the seconds since the latest part of ``load_seconds`` began; None: it has not
+        begun."""
         return None if self.timed_since is None else runtime.monotonic() - self.timed_since
 
 
@@ -158,8 +193,10 @@ class Resources:
         read_lock: prevents the removal of the selected checkpoint until all ranks have read it.
         pending_load: the load attempt, until the first step after the load is done.
         remote: checkpoints in the object store that this run uploads to; None: no uploads.
-        loaded: what was loaded, until the first step has been compared with it; None: nothing, or it was.
+        loaded: what was loaded, until the first step has been compared with it; None: nothing, or
+            it was.
     """
+
     group: Group = field(default_factory=SingleProcess)
     emit: Emitter = field(default_factory=lambda: Emitter(MindFormersLog(), TensorBoard()))
     storage: Storage = field(default_factory=PosixStorage)
@@ -169,10 +206,13 @@ class Resources:
     remote: RemoteCheckpoints | None = None
     loaded: LoadedWeights | None = None
 
-    def check_loaded(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object], resumes: bool) -> None:
-        """Compares the parameters with what was loaded, on all ranks, at the first call after a load. If one has others, a resume
-        raises AlteredWeightsError on all ranks. Where weights alone were loaded it is a warning: a callback of the user may have
-        reasons to put others on top of them."""
+    def check_loaded(
+        self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object], resumes: bool
+    ) -> None:
+        """Compares the parameters with what was loaded, on all ranks, at the first call after a
+        load. If one has others, a resume raises AlteredWeightsError on all ranks. Where weights
+        alone were loaded it is a warning: a callback of the user may have reasons to put others on
+        top of them."""
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
@@ -189,7 +229,8 @@ class Resources:
             self.storage.clear()
 
     def release(self) -> None:
-        """Releases the read lock and the kept bytes, once the checkpoint was read or will not be read. Idempotent."""
+        """Releases the read lock and the kept bytes, once the checkpoint was read or will not be
+        read. Idempotent."""
         self.drop_verified_bytes()
         if self.read_lock is not None:
             self.read_lock.release()
@@ -198,8 +239,9 @@ class Resources:
 
 @dataclass
 class IterationObjects:
-    """Holds objects that mindformers passes to wrappers before it loads a checkpoint of Checkpoint 2.0. ``common``: the content
-    that it will get once instead of common.json."""
+    """Holds objects that mindformers passes to wrappers before it loads a checkpoint of Checkpoint
+    2.0. ``common``: the content that it will get once instead of common.json."""
+
     config: Any = None
     model: Any = None
     common: dict[str, Any] | None = None
@@ -211,10 +253,12 @@ class TrainingContext:
 
     Attributes:
         task: TRAIN, EVALUATE or PREDICT; empty: idle.
-        requests: the files that may request a stop, as they were before the training began (``coordination.preemption``).
+        requests: the files that may request a stop, as they were before the training began
+            (``coordination.preemption``).
         monitor: the CheckpointMonitor, or what saves in a PyNative training.
         run: the ``pynative.training_run.TrainingRun`` of a PyNative training.
     """
+
     settings: Settings = field(default_factory=Settings)
     task: str = ""
     resources: Resources = field(default_factory=Resources)
@@ -235,12 +279,12 @@ class TrainingContext:
 
     @property
     def shard(self) -> VerifiedShard | None:
-        """Returns the shard that this rank verified and loads; None if the checkpoint has another number of ranks: it is
-        converted."""
+        """Returns the shard that this rank verified and loads; None if the checkpoint has another
+        number of ranks: it is converted."""
         return own_shard(self.plan.choice, self.group)
 
 
-# ---- begin and end ---------------------------------------------------------------------------------------------------
+# ---- begin and end -------------------------------------------------------------------------------
 
 _current = [TrainingContext()]
 
@@ -258,27 +302,41 @@ def set_current(context: TrainingContext) -> TrainingContext:
 
 @contextmanager
 def training(config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of a training. Suppresses TrainingCompleteError; records any other error and raises it again. A training
-    that SIGTERM has stopped ends the process, with the status of that.
+    """Opens the context of a training. Suppresses TrainingCompleteError; records any other error
+    and raises it again. A training that SIGTERM has stopped ends the process, with the status of
+    that.
 
-    At the end, on every rank and also after an error: the load attempt receives the error, the read lock is released, the monitor
-    finishes the save in flight, and TrainingEnded is the last event.
+    At the end, on every rank and also after an error: the load attempt receives the error, the read
+    lock is released, the monitor finishes the save in flight, and TrainingEnded is the last event.
     """
     group = group_of_job()
     emit = Emitter(MindFormersLog(), TensorBoard())
     emit.add(EventFile(adapter.output_root(), group.rank, emit=emit))
     emit.add(heartbeat.FromEvents(group.rank, adapter.output_root()))
-    context, ended = TrainingContext(task=TRAIN, resources=Resources(group, emit)), TrainingEnded(FAILED)
-    with ExitStack() as end:                            # callbacks run in the reverse order
-        end.callback(set_current, TrainingContext())    # later code of this process gets a new, idle context
+    context, ended = (
+        TrainingContext(task=TRAIN, resources=Resources(group, emit)),
+        TrainingEnded(FAILED),
+    )
+    with ExitStack() as end:  # callbacks run in the reverse order
+        # later code of this process gets a new, idle context
+        end.callback(set_current, TrainingContext())
         end.callback(_close_events, emit)
         end.callback(lambda: emit(ended))
         end.callback(_settle_monitor, context)
         end.callback(context.resources.release)
         set_current(context)
         try:
-            emit(TrainingStarted(runtime.gethostname(), os.getpid(), group.size, mindresume.__version__,
-                                 runtime.localtime().tm_gmtoff, heartbeat.process_started(), heartbeat.imported()))
+            emit(
+                TrainingStarted(
+                    runtime.gethostname(),
+                    os.getpid(),
+                    group.size,
+                    mindresume.__version__,
+                    runtime.localtime().tm_gmtoff,
+                    heartbeat.process_started(),
+                    heartbeat.imported(),
+                )
+            )
             check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
             context.resources.remote = modelarts.remote_of(config, emit)
@@ -300,8 +358,9 @@ def training(config: Any) -> Iterator[TrainingContext]:
 
 
 def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None:
-    """Writes the last step to disk, on all ranks together, if it lies in memory; publishes and uploads it, if an earlier run died
-    before that: nothing is trained, so nothing saves it. ``own_roots``: the checkpoint directories of this training.
+    """Writes the last step to disk, on all ranks together, if it lies in memory; publishes and
+    uploads it, if an earlier run died before that: nothing is trained, so nothing saves it.
+    ``own_roots``: the checkpoint directories of this training.
 
     Raises:
         CollectiveError: it cannot be written to disk.
@@ -310,14 +369,32 @@ def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None
     choice, resources = context.plan.selected, context.resources
     if choice is None or choice.chosen is None:
         return
-    storage, samples = uncached(resources.storage), context.run is not None and context.run.samples_in_common
+    storage, samples = (
+        uncached(resources.storage),
+        context.run is not None and context.run.samples_in_common,
+    )
     if choice.in_memory:
-        context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: the training is complete with it"))
-        shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))
+        context.emit(
+            Notice(
+                f"step {choice.chosen.step} is written to disk from memory: the training is "
+                "complete with it"
+            )
+        )
+        shared = resources.topology.get(
+            os.path.realpath(choice.root), single_group(context.group.size)
+        )
         write_selected(storage, choice, context.group, shared, samples)
     else:
-        resources.release()                             # its read lock: nobody loads it
-        publish_completed(storage, choice, context.group, resources.topology, context.settings.heartbeat, context.emit, samples)
+        resources.release()  # its read lock: nobody loads it
+        publish_completed(
+            storage,
+            choice,
+            context.group,
+            resources.topology,
+            context.settings.heartbeat,
+            context.emit,
+            samples,
+        )
     if resources.remote is not None and os.path.realpath(choice.checkpoint_dir) in own_roots:
         try:
             upload_completed(storage, choice, context.group, resources.remote, context.emit)
@@ -327,7 +404,8 @@ def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None
 
 
 def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:
-    """Returns how a training ended. SystemExit is no failure if its status means success (0 or None) or an end by SIGTERM."""
+    """Returns how a training ended. SystemExit is no failure if its status means success (0 or
+    None) or an end by SIGTERM."""
     reason = progress.stop_reason
     if isinstance(error, SystemExit) and error.code == preemption.STATUS:
         return TrainingEnded(PREEMPTED, reason or preemption.BY_SIGNAL, progress.step)
@@ -338,10 +416,13 @@ def _ended(progress: RunProgress, error: BaseException | None = None) -> Trainin
 
 @contextmanager
 def inference(task: str, config: Any) -> Iterator[TrainingContext]:
-    """Opens the context of an evaluation or a prediction, which loads only weights and saves nothing."""
+    """Opens the context of an evaluation or a prediction, which loads only weights and saves
+    nothing."""
     before = current()
     heartbeat.enter(INFERENCE)
-    context = set_current(TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job())))
+    context = set_current(
+        TrainingContext(Settings.load(config.get("mindresume")), task, Resources(group_of_job()))
+    )
     try:
         yield context
     finally:
@@ -359,18 +440,20 @@ def _settle_monitor(context: TrainingContext) -> None:
 
 
 def _close_events(emit: Emitter) -> None:
-    """Closes the event file. An upload may end later, at the exit of the process; its events are only logged."""
+    """Closes the event file. An upload may end later, at the exit of the process; its events are
+    only logged."""
     emit.close()
     emit.add(MindFormersLog())
 
 
 def report_metric(name: str, value: Any) -> None:
-    """Records a measurement, such as the loss of an evaluation. Every later save stores the newest value, and the setting
-    ``keep_best`` can rank checkpoints by it; rank 0's value counts.
+    """Records a measurement, such as the loss of an evaluation. Every later save stores the newest
+    value, and the setting ``keep_best`` can rank checkpoints by it; rank 0's value counts.
 
     Args:
         name: Name of the metric.
-        value: A number, or a tensor or array of one element. If it is not finite, later saves do not store this metric.
+        value: A number, or a tensor or array of one element. If it is not finite, later saves do
+            not store this metric.
 
     Raises:
         ConfigError: The name is empty, or the value is no number.

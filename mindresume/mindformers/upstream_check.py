@@ -1,10 +1,11 @@
 """Compares the table of upstream symbols with the installed packages, before anything is patched.
 
-    profile, notice = profile_for(installed_versions())
-    require_import("mindformers")                   # ConfigError names the package that is absent or incomplete
-    off, notices = require(profile)                 # ConfigError lists every missing symbol that mindresume needs
-    switch_off(off)
+profile, notice = profile_for(installed_versions())
+require_import("mindformers")  # ConfigError names the package that is absent or incomplete
+off, notices = require(profile)  # ConfigError lists every missing symbol that mindresume needs
+switch_off(off)
 """
+
 from __future__ import annotations
 
 import dis
@@ -22,36 +23,48 @@ from typing import Any
 from mindresume.errors import ConfigError
 from mindresume.mindformers.upstream import PROFILES, Feature, Kind, Profile, Symbol, numbers
 
-_off: set[Feature] = set()                              # features switched off in this process, since the installation
+# features switched off in this process, since the installation
+_off: set[Feature] = set()
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Describes a symbol that differs from the table. ``found``: its signature, None: it is absent."""
+    """Describes a symbol that differs from the table. ``found``: its signature, None: it is
+    absent."""
+
     symbol: Symbol
     found: str | None
-    compatible: bool = False                            # only what no call of ours depends on differs: calls work as before
+    # only what no call of ours depends on differs: calls work as before
+    compatible: bool = False
 
     def __str__(self) -> str:
         expected = "" if self.symbol.signature is None else f"expected ({self.symbol.signature}), "
         found = "it is absent" if self.found is None else f"found ({self.found})"
-        return f"{self.symbol.path}: {expected}{found}; {self.symbol.kind.value}, needed by: {self.symbol.feature.name}"
+        return (
+            f"{self.symbol.path}: {expected}{found}; {self.symbol.kind.value}, needed by: "
+            f"{self.symbol.feature.name}"
+        )
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of mindformers and mindspore. Raises ConfigError if one is not installed."""
+    """Returns the versions of mindformers and mindspore. Raises ConfigError if one is not
+    installed."""
     found = {}
     for name in ("mindformers", "mindspore"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            raise ConfigError(f"{name} is not installed; mindresume trains with {PROFILES[0].name} or newer. Install it into the "
-                              f"environment of {sys.executable}") from None
+            raise ConfigError(
+                f"{name} is not installed; mindresume trains with {PROFILES[0].name} or newer. "
+                "Install it into the "
+                f"environment of {sys.executable}"
+            ) from None
     return found
 
 
 def require_import(module: str) -> None:
-    """Imports a module of mindformers. A failed import leaves parts of it behind, and the next one fails with another error.
+    """Imports a module of mindformers. A failed import leaves parts of it behind, and the next one
+    fails with another error.
 
     Raises:
         ConfigError: It tells the first error, and which required package is absent or incomplete.
@@ -59,18 +72,27 @@ def require_import(module: str) -> None:
     try:
         import_module(module)
     except Exception as error:
-        what = f"mindformers {metadata.version('mindformers')}" + (f": {module}" if "." in module else "")
-        raise ConfigError(f"{what} cannot be imported: {type(error).__name__}: {error}. {_remedy(error)}") from error
+        what = f"mindformers {metadata.version('mindformers')}" + (
+            f": {module}" if "." in module else ""
+        )
+        raise ConfigError(
+            f"{what} cannot be imported: {type(error).__name__}: {error}. {_remedy(error)}"
+        ) from error
 
 
 def _remedy(error: Exception) -> str:
     package = (getattr(error, "name", None) or "").partition(".")[0]
     required = [text.partition(";")[0].strip() for text in metadata.requires("mindformers") or []]
-    found = next((text for text in required if _normal(re.split(r"[^\w.-]", text)[0]) == _normal(package)), None)
+    found = next(
+        (text for text in required if _normal(re.split(r"[^\w.-]", text)[0]) == _normal(package)),
+        None,
+    )
     if found is None:
         return "Install mindformers again, with the packages that it requires"
     there = find_spec(package) is not None
-    return f"Install {found}, which it requires" + (f": the {package} that is there is incomplete or of another version" * there)
+    return f"Install {found}, which it requires" + (
+        f": the {package} that is there is incomplete or of another version" * there
+    )
 
 
 def _normal(name: str) -> str:
@@ -78,25 +100,37 @@ def _normal(name: str) -> str:
 
 
 def profile_for(versions: Mapping[str, str]) -> tuple[Profile, str]:
-    """Returns the profile of the installed versions, and a notice that is empty if they are tested together. An untested release
-    gets the profile of the newest release that is not newer; its rows then decide whether the installation is possible.
+    """Returns the profile of the installed versions, and a notice that is empty if they are tested
+    together. An untested release gets the profile of the newest release that is not newer; its rows
+    then decide whether the installation is possible.
 
     Raises:
         ConfigError: mindformers is older than every profile.
     """
     release = numbers(versions["mindformers"])
-    older = [profile for profile in PROFILES if numbers(profile.versions["mindformers"])[:2] <= release[:2]]
+    older = [
+        profile
+        for profile in PROFILES
+        if numbers(profile.versions["mindformers"])[:2] <= release[:2]
+    ]
     if not older:
-        raise ConfigError(f"mindformers {versions['mindformers']} is installed; mindresume needs "
-                          f"{PROFILES[0].versions['mindformers']} or newer. Install a newer release, or train without mindresume")
+        raise ConfigError(
+            f"mindformers {versions['mindformers']} is installed; mindresume needs "
+            f"{PROFILES[0].versions['mindformers']} or newer. Install a newer release, or train "
+            "without mindresume"
+        )
     profile = older[-1]
-    untested = [f"{name} {versions[name]} is installed; mindresume is tested with {name} {tested}"
-                for name, tested in profile.versions.items() if numbers(versions[name])[:2] != numbers(tested)[:2]]
+    untested = [
+        f"{name} {versions[name]} is installed; mindresume is tested with {name} {tested}"
+        for name, tested in profile.versions.items()
+        if numbers(versions[name])[:2] != numbers(tested)[:2]
+    ]
     return profile, "; ".join(untested)
 
 
 def resolve(symbol: Symbol) -> Any:
-    """Returns the object of a symbol: a descriptor of a class unchanged; None for an attribute that the methods of the class set.
+    """Returns the object of a symbol: a descriptor of a class unchanged; None for an attribute that
+    the methods of the class set.
 
     Raises:
         AttributeError, ImportError: It is absent.
@@ -107,11 +141,16 @@ def resolve(symbol: Symbol) -> Any:
             found = getattr(found, part)
         elif symbol.kind is Kind.REPLACED:
             try:
-                found = found.__dict__[part]            # an inherited method would be replaced for this class alone
+                # an inherited method would be replaced for this class alone
+                found = found.__dict__[part]
             except KeyError as error:
                 raise AttributeError(f"{found.__name__} does not define {part}") from error
         else:
-            found = None if part in _assigned(found) and not hasattr(found, part) else inspect.getattr_static(found, part)
+            found = (
+                None
+                if part in _assigned(found) and not hasattr(found, part)
+                else inspect.getattr_static(found, part)
+            )
     return found
 
 
@@ -125,7 +164,9 @@ def check(symbols: Iterable[Symbol]) -> list[Finding]:
             findings.append(Finding(symbol, None))
             continue
         if symbol.signature is not None and (text := signature_text(found)) != symbol.signature:
-            findings.append(Finding(symbol, text, _compatible(symbol.signature, text, symbol.looked_up)))
+            findings.append(
+                Finding(symbol, text, _compatible(symbol.signature, text, symbol.looked_up))
+            )
     return findings
 
 
@@ -143,25 +184,42 @@ def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
     if refused:
         installed = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
         wanted = " and ".join(f"{name} {version}" for name, version in profile.versions.items())
-        raise ConfigError(f"mindresume cannot be used with {installed}: {len(refused)} of {len(profile.symbols)} symbols differ "
-                          f"from {profile.name}:" + "".join(f"\n  {finding}" for finding in refused) +
-                          f"\nInstall {wanted}, or train without mindresume")
+        raise ConfigError(
+            f"mindresume cannot be used with {installed}: {len(refused)} of {len(profile.symbols)} "
+            "symbols differ "
+            f"from {profile.name}:"
+            + "".join(f"\n  {finding}" for finding in refused)
+            + f"\nInstall {wanted}, or train without mindresume"
+        )
     off = frozenset(finding.symbol.feature for finding in serious)
-    later = [f"{feature.name} (since {since}; {feature.without})" for feature, since in profile.off.items()]
+    later = [
+        f"{feature.name} (since {since}; {feature.without})"
+        for feature, since in profile.off.items()
+    ]
     notices = [f"not available in {profile.name}: " + "; ".join(later)] if later else []
-    notices += [f"{feature.name} is switched off: {feature.without}. " + "; ".join(
-        str(finding) for finding in serious if finding.symbol.feature == feature)
-        for feature in sorted(off, key=attrgetter("name"))]
+    notices += [
+        f"{feature.name} is switched off: {feature.without}. "
+        + "; ".join(str(finding) for finding in serious if finding.symbol.feature == feature)
+        for feature in sorted(off, key=attrgetter("name"))
+    ]
     changed = [str(finding) for finding in findings if finding.compatible]
     if changed:
-        notices.append("these symbols differ from " + profile.name + " without an effect on mindresume: " + "; ".join(changed))
+        notices.append(
+            "these symbols differ from "
+            + profile.name
+            + " without an effect on mindresume: "
+            + "; ".join(changed)
+        )
     return off | profile.off.keys(), notices
 
 
 def refuse_if_off(feature: Feature) -> None:
     """Raises ConfigError if the configuration asks for a feature that is switched off."""
     if is_off(feature):
-        raise ConfigError(f"mindformers {installed_versions()['mindformers']} has no {feature.name}; {feature.without}")
+        raise ConfigError(
+            f"mindformers {installed_versions()['mindformers']} has no {feature.name}; "
+            f"{feature.without}"
+        )
 
 
 def switch_off(features: Iterable[Feature]) -> None:
@@ -176,50 +234,79 @@ def is_off(feature: Feature) -> bool:
 
 
 def signature_text(function: Any) -> str:
-    """Returns the parameters without annotations: ``self, a, b=None, *args, **kwargs``. ``...`` stands for a default that is no
-    constant."""
+    """Returns the parameters without annotations: ``self, a, b=None, *args, **kwargs``. ``...``
+    stands for a default that is no constant."""
     try:
-        signature = inspect.signature(function.__func__ if isinstance(function, (classmethod, staticmethod)) else function)
+        signature = inspect.signature(
+            function.__func__ if isinstance(function, (classmethod, staticmethod)) else function
+        )
     except (TypeError, ValueError):
         return "unknown"
     return ", ".join(map(_parameter_text, signature.parameters.values()))
 
 
 def _parameter_text(parameter: inspect.Parameter) -> str:
-    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(
+        parameter.kind, ""
+    )
     default = parameter.default
     if default is inspect.Parameter.empty:
         return star + parameter.name
-    return f"{parameter.name}={default!r}" if default is None or isinstance(default, (bool, int, float, str, tuple)) else \
-        f"{parameter.name}=..."
+    return (
+        f"{parameter.name}={default!r}"
+        if default is None or isinstance(default, (bool, int, float, str, tuple))
+        else f"{parameter.name}=..."
+    )
 
 
 def _compatible(expected: str, found: str, looked_up: Collection[str] | None = None) -> bool:
-    """Returns whether every call that fits ``expected`` fits ``found`` with the same meaning. ``*args, **kwargs`` may take
-    optional parameters, as in another package's wrapper. ``looked_up``: the parameters whose names matter; None: all."""
+    """Returns whether every call that fits ``expected`` fits ``found`` with the same meaning.
+    ``*args, **kwargs`` may take optional parameters, as in another package's wrapper.
+    ``looked_up``: the parameters whose names matter; None: all."""
     wanted, there = _parameters(expected), _parameters(found)
     takes_any = {"*args", "**kwargs"} <= there.keys()
     if found == "unknown" or any(name.startswith("*") and name not in there for name in wanted):
         return False
     rows = [row for row in wanted.items() if not row[0].startswith("*")]
     named = [row for row in there.items() if not row[0].startswith("*")]
-    head, extra = named[:len(rows)], named[len(rows):]
-    swallowed = rows[len(head):]
-    fits = all((name == expected_name or looked_up is not None and {name, expected_name}.isdisjoint(looked_up))
-               and (has_default or not expected_default)
-               for (name, has_default), (expected_name, expected_default) in zip(head, rows, strict=False))
-    return fits and all(has_default for _, has_default in extra) and (
-        not swallowed or takes_any and all(has_default for _, has_default in swallowed))
+    head, extra = named[: len(rows)], named[len(rows) :]
+    swallowed = rows[len(head) :]
+    fits = all(
+        (
+            name == expected_name
+            or looked_up is not None
+            and {name, expected_name}.isdisjoint(looked_up)
+        )
+        and (has_default or not expected_default)
+        for (name, has_default), (expected_name, expected_default) in zip(head, rows, strict=False)
+    )
+    return (
+        fits
+        and all(has_default for _, has_default in extra)
+        and (not swallowed or takes_any and all(has_default for _, has_default in swallowed))
+    )
 
 
 def _parameters(signature: str) -> dict[str, bool]:
     """Returns {name: whether it has a default}, in order."""
-    return {name: bool(default) for name, default in re.findall(r"(?:^|, )(\*{0,2}\w+)(=?)", signature)}
+    return {
+        name: bool(default) for name, default in re.findall(r"(?:^|, )(\*{0,2}\w+)(=?)", signature)
+    }
 
 
 @functools.cache
 def _assigned(holder: type) -> frozenset[str]:
     """Returns the attributes that the methods of a class set on their instance."""
-    methods = (inspect.unwrap(value) for base in holder.__mro__ for value in vars(base).values() if inspect.isfunction(value))
-    return frozenset(step.argval for method in methods if inspect.isfunction(method) for step in dis.get_instructions(method)
-                     if step.opname == "STORE_ATTR")
+    methods = (
+        inspect.unwrap(value)
+        for base in holder.__mro__
+        for value in vars(base).values()
+        if inspect.isfunction(value)
+    )
+    return frozenset(
+        step.argval
+        for method in methods
+        if inspect.isfunction(method)
+        for step in dis.get_instructions(method)
+        if step.opname == "STORE_ATTR"
+    )

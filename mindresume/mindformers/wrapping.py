@@ -1,4 +1,5 @@
 """Replaces upstream symbols by wrappers, now or when their module is imported."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -13,7 +14,8 @@ from typing import Any
 
 
 class Call:
-    """One call of a wrapped function: ``call()`` calls the function itself, ``call["name"]`` is an argument or its default."""
+    """One call of a wrapped function: ``call()`` calls the function itself, ``call["name"]`` is an
+    argument or its default."""
 
     def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.original, self.args, self.kwargs = original, args, kwargs
@@ -41,8 +43,9 @@ class Call:
         return {**bound.arguments, **bound.arguments.get("kwargs", {})}
 
 
-class wrapper:                                                                                      # noqa: N801  a decorator
-    """Makes the wrapped form of an upstream function or class, whose calls go to ``replacement``."""
+class wrapper:  # noqa: N801  a decorator
+    """Makes the wrapped form of an upstream function or class, whose calls go to
+    ``replacement``."""
 
     def __init__(self, replacement: Callable[[Call], Any]):
         self._replacement = replacement
@@ -52,26 +55,32 @@ class wrapper:                                                                  
         @wraps(original, updated=())
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self._replacement(Call(original, args, kwargs))
+
         return wrapped
 
 
 def when_imported(module: str, work: Callable[[], None]) -> None:
-    """Calls ``work`` when ``module`` has been imported: at once, or as the last part of its import, whose error is then that of
-    ``work``. A second call for a module that is not imported yet does nothing."""
+    """Calls ``work`` when ``module`` has been imported: at once, or as the last part of its import,
+    whose error is then that of ``work``. A second call for a module that is not imported yet does
+    nothing."""
     if module in sys.modules:
         work()
-    elif not any(isinstance(finder, _AfterImport) and finder.module == module for finder in sys.meta_path):
+    elif not any(
+        isinstance(finder, _AfterImport) and finder.module == module for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _AfterImport(module, work))
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds one module as the other finders do, and calls ``work`` after its code has run. It stays until that succeeds once: an
-    import that fails can be tried again."""
+    """Finds one module as the other finders do, and calls ``work`` after its code has run. It stays
+    until that succeeds once: an import that fails can be tried again."""
 
     def __init__(self, module: str, work: Callable[[], None]):
         self.module, self.work, self._searches = module, work, False
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != self.module or self._searches:
             return None
         self._searches = True

@@ -1,1 +1,2 @@
-"""Defines the content of a checkpoint: layouts, training state, data position, records and manifest. Pure Python and numpy."""
+"""Defines the content of a checkpoint: layouts, training state, data position, records and
+manifest. Pure Python and numpy."""

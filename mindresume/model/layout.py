@@ -1,13 +1,17 @@
-"""Defines how a parameter is sharded over the ranks of a pipeline stage, as in MindSpore's strategy files.
+"""Defines how a parameter is sharded over the ranks of a pipeline stage, as in MindSpore's strategy
+files.
 
     layout = TensorLayout((2, 2), (0, -1))          # dp 2 x tp 2, rows sharded over tp
     layout.slices(rank=1, shape=(8, 4))             # (slice(4, 8), slice(0, 4))
     layout.holders((slice(4, 8), slice(0, 4)), (8, 4))      # [1, 3]
 
-Ranks are local: they count from 0 within the stage. Shapes are global, in elements. MindSpore is not imported.
+Ranks are local: they count from 0 within the stage. Shapes are global, in elements. MindSpore is
+not imported.
 
-The device matrix ``[D_(n-1) .. D_1, D_0]`` numbers the ranks row-major; axes are counted from the right, as in MindSpore.
+The device matrix ``[D_(n-1) .. D_1, D_0]`` numbers the ranks row-major; axes are counted from the
+right, as in MindSpore.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -21,19 +25,20 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_RANKS = 100_000         # ranks of a job; a larger number in a file is damage, and would make loops over ranks endless
-MAX_AXES = 32               # axes of a device matrix, and dimensions of a tensor (numpy's limit)
+# ranks of a job; a larger number in a file is damage, and would make loops over ranks endless
+MAX_RANKS = 100_000
+MAX_AXES = 32  # axes of a device matrix, and dimensions of a tensor (numpy's limit)
 
 
 def is_scalar(shape: Sequence[int]) -> bool:
-    """Returns whether a tensor has at most one element. Without a layout it then is a counter of the training, equal on all
-    ranks."""
+    """Returns whether a tensor has at most one element. Without a layout it then is a counter of
+    the training, equal on all ranks."""
     return math.prod(shape) <= 1
 
 
 def same_shape(stored: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Returns whether a stored tensor fits a parameter. For one element, the number of dimensions does not matter: () fits
-    (1,)."""
+    """Returns whether a stored tensor fits a parameter. For one element, the number of dimensions
+    does not matter: () fits (1,)."""
     return tuple(stored) == tuple(wanted) or math.prod(stored) == math.prod(wanted) == 1
 
 
@@ -43,19 +48,26 @@ class TensorLayout:
 
     Attributes:
         device_matrix: the ranks of the stage, major axis first.
-        tensor_map: for each tensor dimension the device axis that shards it, counted from the right; -1: not sharded; a tuple:
+        tensor_map: for each tensor dimension the device axis that shards it, counted from the
+            right; -1: not sharded; a tuple:
             several axes, major first. A tensor without dimensions is never sharded.
-        optimizer_shards: number of shards of dimension 0 after the sharding above; 0: none, -1: as many as there are replicas.
+        optimizer_shards: number of shards of dimension 0 after the sharding above; 0: none, -1: as
+            many as there are replicas.
 
-        axes: for each tensor dimension the device axes that shard it, major first; () if it is not sharded.
-        unused_axes: device axes longer than 1 that shard no dimension, major first: the replicas lie along them.
+        axes: for each tensor dimension the device axes that shard it, major first; () if it is not
+            sharded.
+        unused_axes: device axes longer than 1 that shard no dimension, major first: the replicas
+            lie along them.
         stage_size: number of ranks in the stage.
         replicas: number of ranks that hold the same data before the optimizer shards.
-        optimizer_pieces: ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded further.
+        optimizer_pieces: ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded
+            further.
 
     Raises:
-        ValueError: An axis does not exist or is used twice, or the optimizer shards do not divide the replicas.
+        ValueError: An axis does not exist or is used twice, or the optimizer shards do not divide
+            the replicas.
     """
+
     device_matrix: tuple[int, ...]
     tensor_map: tuple[int | tuple[int, ...], ...]
     optimizer_shards: int = 0
@@ -67,24 +79,48 @@ class TensorLayout:
 
     def __post_init__(self) -> None:
         matrix = tuple(map(int, self.device_matrix))
-        cuts = tuple(cut if isinstance(cut, int) else tuple(map(int, cut)) for cut in self.tensor_map)
-        axes = tuple(tuple(axis for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis != -1) for cut in cuts)
-        vars(self).update(device_matrix=matrix, tensor_map=cuts, axes=axes, stage_size=math.prod(matrix))
+        cuts = tuple(
+            cut if isinstance(cut, int) else tuple(map(int, cut)) for cut in self.tensor_map
+        )
+        axes = tuple(
+            tuple(axis for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis != -1)
+            for cut in cuts
+        )
+        vars(self).update(
+            device_matrix=matrix, tensor_map=cuts, axes=axes, stage_size=math.prod(matrix)
+        )
         if not matrix or min(matrix) < 1:
-            raise ValueError(f"device_matrix must have at least one axis, each of length >= 1: {self}")
+            raise ValueError(
+                f"device_matrix must have at least one axis, each of length >= 1: {self}"
+            )
         used = list(itertools.chain(*axes))
         if len(set(used)) < len(used) or any(not 0 <= axis < len(matrix) for axis in used):
-            raise ValueError(f"tensor_map uses an axis twice, or one that device_matrix does not have: {self}")
-        unused = tuple(axis for axis in reversed(range(len(matrix))) if axis not in used and matrix[-1 - axis] > 1)
+            raise ValueError(
+                f"tensor_map uses an axis twice, or one that device_matrix does not have: {self}"
+            )
+        unused = tuple(
+            axis
+            for axis in reversed(range(len(matrix)))
+            if axis not in used and matrix[-1 - axis] > 1
+        )
         replicas = math.prod(matrix[-1 - axis] for axis in unused)
-        pieces = 1 if not cuts else replicas if self.optimizer_shards == -1 else max(self.optimizer_shards, 1)
+        pieces = (
+            1
+            if not cuts
+            else replicas
+            if self.optimizer_shards == -1
+            else max(self.optimizer_shards, 1)
+        )
         vars(self).update(unused_axes=unused, replicas=replicas, optimizer_pieces=pieces)
         if self.optimizer_shards < -1 or replicas % pieces:
-            raise ValueError(f"{self.optimizer_shards} optimizer shards do not divide {replicas} replicas: {self}")
+            raise ValueError(
+                f"{self.optimizer_shards} optimizer shards do not divide {replicas} replicas: "
+                f"{self}"
+            )
 
     def normalized(self) -> TensorLayout:
-        """Returns the canonical form of this layout: a tuple in ``tensor_map`` has at least two axes, and a layout without
-        optimizer shards has ``optimizer_shards`` 0."""
+        """Returns the canonical form of this layout: a tuple in ``tensor_map`` has at least two
+        axes, and a layout without optimizer shards has ``optimizer_shards`` 0."""
         shards = self.optimizer_shards if self.optimizer_pieces > 1 else 0
         if shards == self.optimizer_shards and all(isinstance(cut, int) for cut in self.tensor_map):
             return self
@@ -98,21 +134,28 @@ class TensorLayout:
 
     @property
     def optimizer_stride(self) -> int:
-        """Returns the distance in ranks within the optimizer group (``opt_weight_shard_step``); 0 without optimizer shards."""
+        """Returns the distance in ranks within the optimizer group (``opt_weight_shard_step``); 0
+        without optimizer shards."""
         return self._axis(self.unused_axes[-1])[1] if self.optimizer_pieces > 1 else 0
 
     def pieces(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the number of pieces of each dimension. Raises ValueError if a dimension of ``shape`` is not divisible."""
+        """Returns the number of pieces of each dimension. Raises ValueError if a dimension of
+        ``shape`` is not divisible."""
         if len(shape) != len(self.tensor_map):
-            raise ValueError(f"shape {tuple(shape)} has {len(shape)} dimensions, tensor_map has "
-                             f"{len(self.tensor_map)}: {self}")
+            raise ValueError(
+                f"shape {tuple(shape)} has {len(shape)} dimensions, tensor_map has "
+                f"{len(self.tensor_map)}: {self}"
+            )
         counts = [math.prod(self.device_matrix[-1 - axis] for axis in axes) for axes in self.axes]
         if counts:
             counts[0] *= self.optimizer_pieces
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if size < 0 or size % count:
-                raise ValueError(f"dimension {dim} of shape {tuple(shape)} has {size} elements and does not divide "
-                                 f"into {count} equal pieces: {self}")
+                raise ValueError(
+                    f"dimension {dim} of shape {tuple(shape)} has {size} elements and does not "
+                    "divide "
+                    f"into {count} equal pieces: {self}"
+                )
         return tuple(counts)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -120,60 +163,108 @@ class TensorLayout:
         return tuple(size // count for size, count in zip(shape, self.pieces(shape), strict=True))
 
     def global_shape(self, held: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor if each rank holds a part of shape ``held``. Raises ValueError for another
-        number of dimensions."""
-        return tuple(size * count for size, count in zip(held, self.pieces([0] * len(held)), strict=True))
+        """Returns the shape of the whole tensor if each rank holds a part of shape ``held``. Raises
+        ValueError for another number of dimensions."""
+        return tuple(
+            size * count for size, count in zip(held, self.pieces([0] * len(held)), strict=True)
+        )
 
     def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Returns the part of a tensor of global ``shape`` that local ``rank`` holds. Raises ValueError if the rank or the shape
-        does not fit."""
+        """Returns the part of a tensor of global ``shape`` that local ``rank`` holds. Raises
+        ValueError if the rank or the shape does not fit."""
         if not 0 <= rank < self.stage_size:
-            raise ValueError(f"rank {rank} is not one of the {self.stage_size} ranks of a stage: {self}")
+            raise ValueError(
+                f"rank {rank} is not one of the {self.stage_size} ranks of a stage: {self}"
+            )
         held = []
         for dim, (length, axes) in enumerate(zip(self.local_shape(shape), self.axes, strict=True)):
             index = self._index(rank, axes)
             if dim == 0:
-                index = index * self.optimizer_pieces + self._index(rank, self.unused_axes) % self.optimizer_pieces
+                index = (
+                    index * self.optimizer_pieces
+                    + self._index(rank, self.unused_axes) % self.optimizer_pieces
+                )
             held.append(slice(index * length, (index + 1) * length))
         return tuple(held)
 
     def holders(self, slices: Sequence[slice], shape: Sequence[int]) -> list[int]:
-        """Returns the local ranks, ascending, for which ``slices(rank, shape)`` equals ``slices``; empty if there are none.
-        Raises ValueError if the shape does not fit. The cost grows with the number of holders, not of ranks."""
+        """Returns the local ranks, ascending, for which ``slices(rank, shape)`` equals ``slices``;
+        empty if there are none. Raises ValueError if the shape does not fit. The cost grows with
+        the number of holders, not of ranks."""
         pieces, lengths = self.pieces(shape), self.local_shape(shape)
         if len(slices) != len(shape):
             raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}")
-        indices: list[Sequence[int]] = []       # per dimension the piece, or all if an empty tensor leaves it open
+        # per dimension the piece, or all if an empty tensor leaves it open
+        indices: list[Sequence[int]] = []
         for part, length, count in zip(slices, lengths, pieces, strict=True):
-            found = range(count) if not length else () if part.start is None else (part.start // length,)
-            indices.append([i for i in found if 0 <= i < count and part == slice(i * length, (i + 1) * length)])
-        return sorted(rank for choice in itertools.product(*indices) for rank in self._ranks(choice))
+            found = (
+                range(count)
+                if not length
+                else ()
+                if part.start is None
+                else (part.start // length,)
+            )
+            indices.append(
+                [i for i in found if 0 <= i < count and part == slice(i * length, (i + 1) * length)]
+            )
+        return sorted(
+            rank for choice in itertools.product(*indices) for rank in self._ranks(choice)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON value that ``from_json`` reads."""
-        return {"device_matrix": list(self.device_matrix), "optimizer_shards": self.optimizer_shards,
-                "tensor_map": [list(m) if isinstance(m, tuple) else m for m in self.tensor_map]}
+        return {
+            "device_matrix": list(self.device_matrix),
+            "optimizer_shards": self.optimizer_shards,
+            "tensor_map": [list(m) if isinstance(m, tuple) else m for m in self.tensor_map],
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> TensorLayout:
-        """Reads the result of ``to_json``; ignores unknown keys. Raises ValueError for anything else, and for more than MAX_RANKS
-        ranks or MAX_AXES axes."""
+        """Reads the result of ``to_json``; ignores unknown keys. Raises ValueError for anything
+        else, and for more than MAX_RANKS ranks or MAX_AXES axes."""
         try:
-            matrix, cuts, shards = value["device_matrix"], value["tensor_map"], value["optimizer_shards"]
-            numbers = [*matrix, shards, *itertools.chain(*(m if isinstance(m, list) else [m] for m in cuts))]
+            matrix, cuts, shards = (
+                value["device_matrix"],
+                value["tensor_map"],
+                value["optimizer_shards"],
+            )
+            numbers = [
+                *matrix,
+                shards,
+                *itertools.chain(*(m if isinstance(m, list) else [m] for m in cuts)),
+            ]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a tensor layout: {value!r}"[:400]) from error
-        if not isinstance(matrix, list) or not isinstance(cuts, list) or not all(type(number) is int for number in numbers):
-            raise ValueError(f"not a tensor layout; expected two lists of integers and an integer: {value!r}"[:400])
+        if (
+            not isinstance(matrix, list)
+            or not isinstance(cuts, list)
+            or not all(type(number) is int for number in numbers)
+        ):
+            raise ValueError(
+                f"not a tensor layout; expected two lists of integers and an integer: {value!r}"[
+                    :400
+                ]
+            )
         # Checks the sizes before computing with them, and each number before the product of all.
-        if max(len(matrix), len(cuts)) > MAX_AXES or max(map(abs, numbers)) > MAX_RANKS or math.prod(matrix) > MAX_RANKS:
-            raise ValueError(f"not a tensor layout; expected at most {MAX_AXES} axes and {MAX_RANKS} ranks: {value!r}"[:400])
-        return cls(tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards)
+        if (
+            max(len(matrix), len(cuts)) > MAX_AXES
+            or max(map(abs, numbers)) > MAX_RANKS
+            or math.prod(matrix) > MAX_RANKS
+        ):
+            raise ValueError(
+                f"not a tensor layout; expected at most {MAX_AXES} axes and {MAX_RANKS} ranks: "
+                f"{value!r}"[:400]
+            )
+        return cls(
+            tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards
+        )
 
     def _axis(self, axis: int) -> tuple[int, int]:
-        """Returns the length of a device axis, counted from the right, and the distance in ranks between its neighbours."""
+        """Returns the length of a device axis, counted from the right, and the distance in ranks
+        between its neighbours."""
         position = len(self.device_matrix) - 1 - axis
-        return self.device_matrix[position], math.prod(self.device_matrix[position + 1:])
+        return self.device_matrix[position], math.prod(self.device_matrix[position + 1 :])
 
     def _index(self, rank: int, axes: Iterable[int]) -> int:
         """Returns the row-major index of a rank over the given axes, major first."""
@@ -183,7 +274,8 @@ class TensorLayout:
         return index
 
     def _offset(self, index: int, axes: Sequence[int]) -> int:
-        """Inverts ``_index``: returns the rank that has this index over ``axes`` and 0 on all other axes."""
+        """Inverts ``_index``: returns the rank that has this index over ``axes`` and 0 on all other
+        axes."""
         rank = 0
         for size, stride in map(self._axis, reversed(axes)):
             index, coordinate = divmod(index, size)
@@ -195,20 +287,25 @@ class TensorLayout:
         indices, replica = list(indices), 0
         if indices:
             indices[0], replica = divmod(indices[0], self.optimizer_pieces)
-        base = sum(self._offset(index, axes) for index, axes in zip(indices, self.axes, strict=True))
+        base = sum(
+            self._offset(index, axes) for index, axes in zip(indices, self.axes, strict=True)
+        )
         for index in range(replica, self.replicas, self.optimizer_pieces):
             yield base + self._offset(index, self.unused_axes)
 
 
-# ---- slices by number ------------------------------------------------------------------------------------------------
+# ---- slices by number ----------------------------------------------------------------------------
 
-# mindformers numbers the slices of a tensor in ``metadata.json`` of Checkpoint 2.0: the *ordinal* of a slice is its row-major
-# position among the pieces of all dimensions (mindformers checkpoint/sharded_tensor.py,
-# _get_global_offset_and_replica_id_from_layout). There, the optimizer shard is part of the layout: see ``fold_optimizer_shards``.
+# mindformers numbers the slices of a tensor in ``metadata.json`` of Checkpoint 2.0: the *ordinal*
+# of a slice is its row-major position among the pieces of all dimensions (mindformers
+# checkpoint/sharded_tensor.py, _get_global_offset_and_replica_id_from_layout). There, the optimizer
+# shard is part of the layout: see ``fold_optimizer_shards``.
 
-@lru_cache(maxsize=1 << 12)         # a model has thousands of tensors, but few layouts
+
+@lru_cache(maxsize=1 << 12)  # a model has thousands of tensors, but few layouts
 def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not divisible."""
+    """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not
+    divisible."""
     pieces, matrix = layout.pieces(shape), layout.device_matrix
     import numpy as np  # here: the help of a command imports this module
 
@@ -216,32 +313,48 @@ def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     def index(axes: Iterable[int]) -> NDArray[np.int64] | int:
         found: NDArray[np.int64] | int = _row_major(
-            [ranks // math.prod(matrix[len(matrix) - axis:]) % matrix[-1 - axis] for axis in axes],
-            [matrix[-1 - axis] for axis in axes])
+            [ranks // math.prod(matrix[len(matrix) - axis :]) % matrix[-1 - axis] for axis in axes],
+            [matrix[-1 - axis] for axis in axes],
+        )
         return found
+
     indices = [index(axes) for axes in layout.axes]
     if indices:
-        indices[0] = indices[0] * layout.optimizer_pieces + index(layout.unused_axes) % layout.optimizer_pieces
+        indices[0] = (
+            indices[0] * layout.optimizer_pieces
+            + index(layout.unused_axes) % layout.optimizer_pieces
+        )
     return tuple((_row_major(indices, pieces) + 0 * ranks).tolist())
 
 
 def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
-    """Returns the ordinal of the slice that equals ``region``. Raises ValueError if there is none, or several in an empty
-    tensor."""
+    """Returns the ordinal of the slice that equals ``region``. Raises ValueError if there is none,
+    or several in an empty tensor."""
     pieces, lengths = _pieces(layout, shape)
     if math.prod(shape) == 0 and math.prod(pieces) > 1:
-        raise ValueError(f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be distinguished")
-    found: int = _row_major(((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)), pieces)
+        raise ValueError(
+            f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be distinguished"
+        )
+    found: int = _row_major(
+        ((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)),
+        pieces,
+    )
     if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
-        raise ValueError(f"{tuple(region)} is not a slice of shape {tuple(shape)} with {pieces} pieces")
+        raise ValueError(
+            f"{tuple(region)} is not a slice of shape {tuple(shape)} with {pieces} pieces"
+        )
     return found
 
 
 def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
-    """Returns the part of the global tensor that slice ``ordinal`` covers. Raises ValueError if there is no such slice."""
+    """Returns the part of the global tensor that slice ``ordinal`` covers. Raises ValueError if
+    there is no such slice."""
     pieces, lengths = _pieces(layout, shape)
     if not 0 <= ordinal < math.prod(pieces):
-        raise ValueError(f"slice {ordinal} of shape {tuple(shape)} with {pieces} pieces: expected 0 to {math.prod(pieces) - 1}")
+        raise ValueError(
+            f"slice {ordinal} of shape {tuple(shape)} with {pieces} pieces: expected 0 to "
+            f"{math.prod(pieces) - 1}"
+        )
     region = []
     for count, length in zip(reversed(pieces), reversed(lengths), strict=True):
         ordinal, index = divmod(ordinal, count)
@@ -249,9 +362,15 @@ def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -
     return tuple(reversed(region))
 
 
-def _pieces(layout: TensorLayout | None, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _pieces(
+    layout: TensorLayout | None, shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns number and size of the pieces in each dimension."""
-    return ((1,) * len(shape), tuple(shape)) if layout is None else (layout.pieces(shape), layout.local_shape(shape))
+    return (
+        ((1,) * len(shape), tuple(shape))
+        if layout is None
+        else (layout.pieces(shape), layout.local_shape(shape))
+    )
 
 
 def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
@@ -262,20 +381,27 @@ def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
 
 
 def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
-    """Returns a layout with the same slices but without optimizer shards: their axes then shard dimension 0 too, and the axis
-    where they begin is split if necessary (mindspore parallel/strategy.py:_NetStrategyInfo._layout_process). Raises ValueError
-    for a shard that no axes can express."""
+    """Returns a layout with the same slices but without optimizer shards: their axes then shard
+    dimension 0 too, and the axis where they begin is split if necessary (mindspore
+    parallel/strategy.py:_NetStrategyInfo._layout_process). Raises ValueError for a shard that no
+    axes can express."""
     if not layout.optimizer_shards or not layout.tensor_map:
         return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
     used = set(itertools.chain(*layout.axes))
-    matrix, shard, left = [], [], layout.copies             # left: copies not yet found on the axes, major first
-    split = len(layout.device_matrix)                       # no axis is split yet
-    for axis, size in zip(reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True):
+    # left: copies not yet found on the axes, major first
+    matrix, shard, left = [], [], layout.copies
+    split = len(layout.device_matrix)  # no axis is split yet
+    for axis, size in zip(
+        reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True
+    ):
         if axis in used or left % size == 0 and left > 1:
             matrix.append(size)
             left //= 1 if axis in used else size
         elif size % left:
-            raise ValueError(f"{layout.optimizer_pieces} optimizer shards end within an axis that they do not divide: {layout}")
+            raise ValueError(
+                f"{layout.optimizer_pieces} optimizer shards end within an axis that they do not "
+                f"divide: {layout}"
+            )
         else:
             matrix += [left, size // left] if left > 1 else [size]
             split, left = axis if left > 1 else split, 1
@@ -295,7 +421,10 @@ class Slices:
         self.ordinals = () if layout is None else ordinals(layout, shape)
 
     def rank_with_other_slice(self, ordinal: int, first: int, ranks: Iterable[int]) -> int | None:
-        """Returns one of ``ranks`` that belongs to this stage and holds another slice than ``ordinal``; None if there is none.
-        ``first``: the first rank of the stage."""
+        """Returns one of ``ranks`` that belongs to this stage and holds another slice than
+        ``ordinal``; None if there is none. ``first``: the first rank of the stage."""
         held, size = self.ordinals, len(self.ordinals)
-        return next((rank for rank in ranks if 0 <= rank - first < size and held[rank - first] != ordinal), None)
+        return next(
+            (rank for rank in ranks if 0 <= rank - first < size and held[rank - first] != ordinal),
+            None,
+        )

@@ -1,17 +1,19 @@
-"""Defines records and manifests, which describe the files that were actually written; ``docs/format.md`` specifies them on one
-page.
+"""Defines records and manifests, which describe the files that were actually written;
+``docs/format.md`` specifies them on one page.
 
-Each rank publishes one *record* of the files it wrote. Rank 0 makes the *manifest* of a checkpoint from the records of all ranks;
-its existence is the commit. Both are text files of a few lines:
+Each rank publishes one *record* of the files it wrote. Rank 0 makes the *manifest* of a checkpoint
+from the records of all ranks; its existence is the commit. Both are text files of a few lines:
 
     <xxh3_128 of the second line>
     {the head: small, everything that selection and commit need}
     {the details of a record: every tensor, the random state; absent in a manifest}
 
-The checksums reveal a torn or altered file, and committing 8,000 ranks reads 8,000 heads but no list of tensors. A checksum is
-not a signature: anyone who can write the file can compute it. So reading stops at a size limit, every field is checked, and every
-function that reads raises RecordError for content that mindresume cannot have written.
+The checksums reveal a torn or altered file, and committing 8,000 ranks reads 8,000 heads but no
+list of tensors. A checksum is not a signature: anyone who can write the file can compute it. So
+reading stops at a size limit, every field is checked, and every function that reads raises
+RecordError for content that mindresume cannot have written.
 """
+
 from __future__ import annotations
 
 import json
@@ -30,14 +32,20 @@ from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import TrainingState
 from mindresume.typed import is_count, parse_json
 
-FOLDER = ".mindresume"                 # below the checkpoint root; mindformers lists no hidden folders
+# below the checkpoint root; mindformers lists no hidden folders
+FOLDER = ".mindresume"
 MANIFEST = "manifest.json"
-SCRUB_RESULT = "scrub.json"            # file beside the records: the result of a scrub (formats/weight_files.py)
-EMERGENCY = "emergency"                # file beside the records: ranks of this job were lost, and the others saved their state
-TRASH = "trash-"                       # name prefix of an attempt folder that is being removed, which is no checkpoint any more
-PROBE = "probe-"                       # name prefix of a short-lived file that tests the folder, or which ranks see it
-MAX_SEQUENCE = 10**18 - 1              # of a run
-# Accepts only the leading zeros that the writers below produce: else an attempt could have two folders, and a rank two records.
+# file beside the records: the result of a scrub (formats/weight_files.py)
+SCRUB_RESULT = "scrub.json"
+# file beside the records: ranks of this job were lost, and the others saved their state
+EMERGENCY = "emergency"
+# name prefix of an attempt folder that is being removed, which is no checkpoint any more
+TRASH = "trash-"
+# name prefix of a short-lived file that tests the folder, or which ranks see it
+PROBE = "probe-"
+MAX_SEQUENCE = 10**18 - 1  # of a run
+# Accepts only the leading zeros that the writers below produce: else an attempt could have two
+# folders, and a rank two records.
 _SEQUENCE = r"(?:[0-9]{4}|[1-9][0-9]{4,17})"
 _RUN = re.compile(rf"({_SEQUENCE})-[0-9a-f]{{8}}")
 _ATTEMPT = re.compile(rf"step-([0-9]{{10}}|[1-9][0-9]{{10,17}})-run-({_SEQUENCE}-[0-9a-f]{{8}})")
@@ -45,11 +53,15 @@ _RECORD = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,17})\.json")
 
 
 def run_name(sequence: int, token: str) -> str:
-    """Returns the id of one launch: a number that increases with every launch in a folder, and ``token``, 8 random hex digits.
-    Raises RecordError for a number above MAX_SEQUENCE, which only a damaged or foreign name can cause."""
+    """Returns the id of one launch: a number that increases with every launch in a folder, and
+    ``token``, 8 random hex digits. Raises RecordError for a number above MAX_SEQUENCE, which only a
+    damaged or foreign name can cause."""
     if sequence > MAX_SEQUENCE:
-        raise RecordError(f"the next run would be number {sequence}, at most {MAX_SEQUENCE} are possible: a name in {FOLDER} "
-                          f"holds the number before it; mindresume cannot have written it, remove it")
+        raise RecordError(
+            f"the next run would be number {sequence}, at most {MAX_SEQUENCE} are possible: a name "
+            f"in {FOLDER} "
+            f"holds the number before it; mindresume cannot have written it, remove it"
+        )
     return f"{sequence:04d}-{token}"
 
 
@@ -59,8 +71,8 @@ def is_run(name: str) -> bool:
 
 
 def run_sequence(run: str) -> int:
-    """Returns the number of a run in its folder, from 1. A later run always has a larger number, whatever the clocks say. Raises
-    RecordError if ``run`` is not a run id."""
+    """Returns the number of a run in its folder, from 1. A later run always has a larger number,
+    whatever the clocks say. Raises RecordError if ``run`` is not a run id."""
     found = _RUN.fullmatch(run)
     if not found:
         raise RecordError(f"{run!r}"[:200] + " is not a run id")
@@ -86,7 +98,8 @@ def attempts(names: list[str]) -> Iterator[tuple[str, int, str]]:
 
 
 def trash_name(attempt: str) -> str:
-    """Returns a name for an attempt folder that is to be removed; a random nonce makes it unique."""
+    """Returns a name for an attempt folder that is to be removed; a random nonce makes it
+    unique."""
     return f"{TRASH}{attempt}.{runtime.token_hex(4)}"
 
 
@@ -96,7 +109,8 @@ def strip_trash(name: str) -> str:
 
 
 def is_probe(name: str) -> bool:
-    """Returns whether ``name`` is the name of a probe file, complete or temporary (with a leading dot)."""
+    """Returns whether ``name`` is the name of a probe file, complete or temporary (with a leading
+    dot)."""
     return name.removeprefix(".").startswith(PROBE)
 
 
@@ -111,20 +125,24 @@ def record_rank(name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-# ---- lines and fields -------------------------------------------------------------------------------------------------
+# ---- lines and fields ----------------------------------------------------------------------------
 
-VERSION = 1                            # newest version of the format that can be read
-# Limits of a line in bytes. A head has a few hundred bytes. A manifest has about 200 for each rank; the limit allows 600 for each
-# of MAX_RANKS. The details of a tensor are about as long as its entry in a safetensors header, which may have 100 MB.
+VERSION = 1  # newest version of the format that can be read
+# Limits of a line in bytes. A head has a few hundred bytes. A manifest has about 200 for each rank;
+# the limit allows 600 for each of MAX_RANKS. The details of a tensor are about as long as its entry
+# in a safetensors header, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
-MAX_TIME = 10**11                      # seconds since 1970 (year 5138); later times cannot be formatted
+# seconds since 1970 (year 5138); later times cannot be formatted
+MAX_TIME = 10**11
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
-def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT, details: Mapping[str, Any] | None = None) -> bytes:
-    """Returns the checksum line and the head line; with ``details``, the head has the checksum of their line, which follows.
-    Raises ValueError if the head has more than ``limit`` bytes, or the details have more than theirs: they could not be read
-    back."""
+def encode_head(
+    head: Mapping[str, Any], limit: int = HEAD_LIMIT, details: Mapping[str, Any] | None = None
+) -> bytes:
+    """Returns the checksum line and the head line; with ``details``, the head has the checksum of
+    their line, which follows. Raises ValueError if the head has more than ``limit`` bytes, or the
+    details have more than theirs: they could not be read back."""
     tail = b"" if details is None else json.dumps(details, separators=(",", ":")).encode()
     if details is not None:
         head = {**head, "details": xxhash.xxh3_128_hexdigest(tail)}
@@ -132,29 +150,40 @@ def encode_head(head: Mapping[str, Any], limit: int = HEAD_LIMIT, details: Mappi
     for found, most in ((line, limit), (tail, DETAILS_LIMIT)):
         if len(found) > most:
             raise ValueError(f"a line of {len(found)} bytes; at most {most} can be read back")
-    return b"\n".join([xxhash.xxh3_128_hexdigest(line).encode(), line, *([] if details is None else [tail]), b""])
+    return b"\n".join(
+        [xxhash.xxh3_128_hexdigest(line).encode(), line, *([] if details is None else [tail]), b""]
+    )
 
 
 def read_head(file: BinaryIO, kind: str, limit: int = HEAD_LIMIT) -> tuple[dict[str, Any], str]:
-    """Reads the checksum line and the head line, and leaves ``file`` after them. Returns the head and its checksum. Raises
-    RecordError unless they are complete, of this kind and of a known version."""
+    """Reads the checksum line and the head line, and leaves ``file`` after them. Returns the head
+    and its checksum. Raises RecordError unless they are complete, of this kind and of a known
+    version."""
     checksum = file.readline(64).rstrip(b"\n").decode(errors="replace")
-    head = _read_line(file, kind, limit, checksum, f"not a {kind}: it is empty, truncated or altered")
+    head = _read_line(
+        file, kind, limit, checksum, f"not a {kind}: it is empty, truncated or altered"
+    )
     found = head.get("kind") if isinstance(head, dict) else type(head).__name__
     if not isinstance(head, dict) or found != kind:
         raise RecordError(f"expected a {kind}, found {found!r}"[:400])
     version = head.get("version")
     if type(version) is not int or version < 1:
-        raise RecordError(f"{kind} of version {version!r}"[:400] + ", expected a whole number of at least 1")
+        raise RecordError(
+            f"{kind} of version {version!r}"[:400] + ", expected a whole number of at least 1"
+        )
     if version > VERSION:
-        raise RecordError(f"{kind} of version {version}"[:400] + f", this mindresume reads up to {VERSION}: install a newer one")
+        raise RecordError(
+            f"{kind} of version {version}"[:400]
+            + f", this mindresume reads up to {VERSION}: install a newer one"
+        )
     return head, checksum
 
 
 def _read_line(file: BinaryIO, kind: str, limit: int, checksum: Any, damage: str) -> Any:
-    """Reads a line of at most ``limit`` bytes, whose line break may be missing, and returns its JSON value. Raises RecordError:
-    ``damage`` unless it has this checksum; also if it is not JSON, has too many values or keys, is nested too deeply, repeats a
-    key, or has a key that UTF-8 cannot encode."""
+    """Reads a line of at most ``limit`` bytes, whose line break may be missing, and returns its
+    JSON value. Raises RecordError: ``damage`` unless it has this checksum; also if it is not JSON,
+    has too many values or keys, is nested too deeply, repeats a key, or has a key that UTF-8 cannot
+    encode."""
     line = file.readline(limit + 1)
     if len(line) > limit and not line.endswith(b"\n"):
         raise RecordError(f"not a {kind}: a line has more than {limit} bytes")
@@ -172,12 +201,22 @@ def field_errors(kind: str) -> Iterator[None]:
     """Converts the errors of missing, ill-typed or impossible fields into RecordError."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise RecordError(f"{kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise RecordError(
+            f"{kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")"
+        ) from error
 
 
 def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Returns [first, last] of each contiguous range of the ascending ``ranks``: short, as thousands of records hold it."""
+    """Returns [first, last] of each contiguous range of the ascending ``ranks``: short, as
+    thousands of records hold it."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and found[-1][1] == rank - 1:
@@ -188,26 +227,32 @@ def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def parse_ranks(value: Any, world_size: int) -> tuple[int, ...]:
-    """Returns a proper subset of the ``world_size`` ranks, ascending. ``value`` lists ranks (in a manifest) or ranges (in a
-    record)."""
+    """Returns a proper subset of the ``world_size`` ranks, ascending. ``value`` lists ranks (in a
+    manifest) or ranges (in a record)."""
     ranks: list[int] = []
     for row in value if isinstance(value, list) else [None]:
         first, last = row if isinstance(row, list) and len(row) == 2 else (row, row)
-        if not is_count(first, ranks[-1] + 1 if ranks else 0) or not is_count(last, first, world_size - 1):
+        if not is_count(first, ranks[-1] + 1 if ranks else 0) or not is_count(
+            last, first, world_size - 1
+        ):
             break
         ranks += range(first, last + 1)
     else:
         if 0 < len(ranks) < world_size:
             return tuple(ranks)
-    raise RecordError(f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending")
+    raise RecordError(
+        f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending"
+    )
 
 
-# ---- files and tensors ------------------------------------------------------------------------------------------------
+# ---- files and tensors ---------------------------------------------------------------------------
 
-FORMATS = ("safetensors", "ckpt")      # formats of weight files, which are also the extensions of their names
-MAX_FILES = 16                         # weight files of one rank
-MAX_NAME = 255                         # bytes of a file name: the limit of all known file systems
-_NAME = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")       # a file name: no folders, no control characters, UTF-8
+# formats of weight files, which are also the extensions of their names
+FORMATS = ("safetensors", "ckpt")
+MAX_FILES = 16  # weight files of one rank
+MAX_NAME = 255  # bytes of a file name: the limit of all known file systems
+# a file name: no folders, no control characters, UTF-8
+_NAME = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")
 
 
 class FileRecord(NamedTuple):
@@ -219,6 +264,7 @@ class FileRecord(NamedTuple):
         size: in bytes; None for a file that mindformers wrote without mindresume.
         checksum: xxh3_128 of all bytes, in hex; None like ``size``.
     """
+
     path: str
     format: str
     size: int | None = None
@@ -226,28 +272,51 @@ class FileRecord(NamedTuple):
 
     @classmethod
     def recorded(cls, value: Any, rank: int | None = None) -> FileRecord:
-        """Reads the entry of a weight file of ``rank``, or of a metadata file. Raises RecordError unless the file has a size and
-        a checksum, and lies in the folder of that rank or beside the records: so no reader opens, and no removal deletes,
-        anything else."""
+        """Reads the entry of a weight file of ``rank``, or of a metadata file. Raises RecordError
+        unless the file has a size and a checksum, and lies in the folder of that rank or beside the
+        records: so no reader opens, and no removal deletes, anything else."""
         if not isinstance(value, list) or len(value) != 4:
             raise RecordError(f"file {value!r}"[:200] + ": expected a list of 4 values")
         path, fmt, size, checksum = value
-        if not isinstance(path, str) or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
+        if (
+            not isinstance(path, str)
+            or not path
+            or path.startswith("/")
+            or ".." in path.split("/")
+            or "\0" in path
+        ):
             raise RecordError(f"file path {path!r}"[:200] + " leaves the checkpoint folder")
         folder, _, name = path.rpartition("/")
-        if folder not in ("", f"rank_{rank}") or rank is None and folder or not _NAME.fullmatch(name):
+        if (
+            folder not in ("", f"rank_{rank}")
+            or rank is None
+            and folder
+            or not _NAME.fullmatch(name)
+        ):
             where = "" if rank is None else f" or in the folder rank_{rank}"
-            raise RecordError(f"file path {path!r}"[:200] + f": expected a file without a folder{where}")
+            raise RecordError(
+                f"file path {path!r}"[:200] + f": expected a file without a folder{where}"
+            )
         if len(name.encode()) > MAX_NAME:
-            raise RecordError(f"file path {path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes")
+            raise RecordError(
+                f"file path {path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes"
+            )
         formats = ("json",) if rank is None else FORMATS
         if fmt not in formats or not name.endswith(f".{fmt}"):
-            raise RecordError(f"file path {path!r}"[:200] + f" has the format {fmt!r}"[:200] + f", expected "
-                              f"{' or '.join(formats)} and a name with that extension")
+            raise RecordError(
+                f"file path {path!r}"[:200] + f" has the format {fmt!r}"[:200] + f", expected "
+                f"{' or '.join(formats)} and a name with that extension"
+            )
         if not is_count(size):
-            raise RecordError(f"the size of {path} is {size!r}"[:400] + ", expected a number of bytes")
+            raise RecordError(
+                f"the size of {path} is {size!r}"[:400] + ", expected a number of bytes"
+            )
         if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-            raise RecordError(f"{path}"[:200] + f": the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
+            raise RecordError(
+                f"{path}"[:200]
+                + f": the checksum is {checksum!r}"[:200]
+                + ", expected 32 hex digits"
+            )
         return cls(path, fmt, size, checksum)
 
     def below(self, folder: str) -> FileRecord:
@@ -256,11 +325,15 @@ class FileRecord(NamedTuple):
 
 
 def _files_of_rank(rows: Sequence[Any], rank: int) -> tuple[FileRecord, ...]:
-    """Reads the entries of one rank's files. Raises RecordError unless there are 1 to MAX_FILES with different paths."""
+    """Reads the entries of one rank's files. Raises RecordError unless there are 1 to MAX_FILES
+    with different paths."""
     files = tuple([FileRecord.recorded(row, rank) for row in rows])
     if not 1 <= len({file.path for file in files}) == len(files) <= MAX_FILES:
-        raise RecordError(f"rank {rank} has {len(files)} files: {', '.join(file.path for file in files)}"[:400] + f"; expected "
-                          f"1 to {MAX_FILES} different ones")
+        raise RecordError(
+            f"rank {rank} has {len(files)} files: {', '.join(file.path for file in files)}"[:400]
+            + f"; expected "
+            f"1 to {MAX_FILES} different ones"
+        )
     return files
 
 
@@ -276,6 +349,7 @@ class TensorRecord:
         global_shape: of the whole tensor; None without layout.
         file: index into the files of the record.
     """
+
     dtype: str
     shape: tuple[int, ...]
     checksum: str
@@ -287,11 +361,13 @@ class TensorRecord:
 @dataclass(frozen=True)
 class Details:
     """Holds every tensor in the files of a rank, and the state of its random number generators."""
+
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     random: Mapping[str, Any] = field(default_factory=dict)
 
 
-# ---- records and manifests --------------------------------------------------------------------------------------------
+# ---- records and manifests -----------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Record:
@@ -304,11 +380,13 @@ class Record:
         state: training state at the save.
         saved_at: seconds since 1970, for display only.
         files: the weight files.
-        deduplicated: this rank wrote only its share of the slices that several ranks hold (``remove_redundancy``).
+        deduplicated: this rank wrote only its share of the slices that several ranks hold
+            (``remove_redundancy``).
         lineage: id of the run that began this training; empty if unknown.
         local_ranks: where nodes share no disk, the ranks that see this rank's folder; else empty.
         details: checksum of the line with its details; None before it was read.
     """
+
     run: str
     rank: int
     world_size: int
@@ -325,16 +403,40 @@ class Record:
         layouts: dict[TensorLayout, int] = {}
         tensors = {}
         for name, tensor in details.tensors.items():
-            index = None if tensor.layout is None else layouts.setdefault(tensor.layout, len(layouts))
-            tensors[name] = [tensor.dtype, tensor.shape, tensor.checksum, index, tensor.global_shape, tensor.file]
-        head = {"version": VERSION, "kind": "record", "run": self.run, "rank": self.rank, "world_size": self.world_size,
-                "state": self.state.to_json(), "saved_at": self.saved_at, "files": self.files, "deduplicated": self.deduplicated}
+            index = (
+                None if tensor.layout is None else layouts.setdefault(tensor.layout, len(layouts))
+            )
+            tensors[name] = [
+                tensor.dtype,
+                tensor.shape,
+                tensor.checksum,
+                index,
+                tensor.global_shape,
+                tensor.file,
+            ]
+        head = {
+            "version": VERSION,
+            "kind": "record",
+            "run": self.run,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "state": self.state.to_json(),
+            "saved_at": self.saved_at,
+            "files": self.files,
+            "deduplicated": self.deduplicated,
+        }
         if self.lineage:
             head["lineage"] = self.lineage
         if self.local_ranks:
             head["part"] = rank_ranges(self.local_ranks)
-        return encode_head(head, details={"tensors": tensors, "layouts": [layout.to_json() for layout in layouts],
-                                          "random": dict(details.random)})
+        return encode_head(
+            head,
+            details={
+                "tensors": tensors,
+                "layouts": [layout.to_json() for layout in layouts],
+                "random": dict(details.random),
+            },
+        )
 
 
 def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,59 +447,105 @@ def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
     if "lineage" in head:
         run_sequence(lineage)
     if not is_count(world_size, 1, MAX_RANKS):
-        raise RecordError(f"world_size is {world_size!r}"[:200] + f", expected a whole number from 1 to {MAX_RANKS}")
+        raise RecordError(
+            f"world_size is {world_size!r}"[:200]
+            + f", expected a whole number from 1 to {MAX_RANKS}"
+        )
     if type(saved_at) not in (int, float) or not 0 <= saved_at <= MAX_TIME:
         raise RecordError(f"saved_at is {saved_at!r}"[:200] + ", expected seconds since 1970")
     if not isinstance(deduplicated, bool):
         raise RecordError(f"deduplicated is {deduplicated!r}"[:200] + ", expected true or false")
-    return {"run": run, "world_size": world_size, "state": TrainingState.from_json(head["state"]), "saved_at": float(saved_at),
-            "deduplicated": deduplicated, "lineage": lineage,
-            "local_ranks": () if head.get("part") is None else parse_ranks(head["part"], world_size)}
+    return {
+        "run": run,
+        "world_size": world_size,
+        "state": TrainingState.from_json(head["state"]),
+        "saved_at": float(saved_at),
+        "deduplicated": deduplicated,
+        "lineage": lineage,
+        "local_ranks": () if head.get("part") is None else parse_ranks(head["part"], world_size),
+    }
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
-    """Returns the head of a record and the checksum of its head line. Raises RecordError if it is torn, altered or of another
-    kind, or a field is missing or wrong."""
+    """Returns the head of a record and the checksum of its head line. Raises RecordError if it is
+    torn, altered or of another kind, or a field is missing or wrong."""
     head, checksum = read_head(file, "record")
     with field_errors("record"):
         rank, shared = head["rank"], _shared_fields(head)
         if not is_count(rank, 0, shared["world_size"] - 1):
-            raise RecordError(f"rank is {rank!r}"[:200] + f", expected a whole number below {shared['world_size']}")
+            raise RecordError(
+                f"rank is {rank!r}"[:200]
+                + f", expected a whole number below {shared['world_size']}"
+            )
         if shared["local_ranks"] and rank not in shared["local_ranks"]:
-            raise RecordError(f"part is {shared['local_ranks']!r}"[:200] + f", and this is the record of rank {rank}")
-        return Record(rank=rank, files=_files_of_rank(head["files"], rank), details=head.get("details"), **shared), checksum
+            raise RecordError(
+                f"part is {shared['local_ranks']!r}"[:200]
+                + f", and this is the record of rank {rank}"
+            )
+        return Record(
+            rank=rank,
+            files=_files_of_rank(head["files"], rank),
+            details=head.get("details"),
+            **shared,
+        ), checksum
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
-    """Returns a record and its details. Raises RecordError if either is torn, altered or of another kind, and if the shape of a
-    tensor does not fit its layout."""
+    """Returns a record and its details. Raises RecordError if either is torn, altered or of another
+    kind, and if the shape of a tensor does not fit its layout."""
     record, _ = read_record(file)
-    value = _read_line(file, "record", DETAILS_LIMIT, record.details, "the list of tensors is truncated or altered")
+    value = _read_line(
+        file, "record", DETAILS_LIMIT, record.details, "the list of tensors is truncated or altered"
+    )
     tensors = {}
     with field_errors("record"):
         layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
-        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}   # a model has thousands of tensors but few layouts
+        # a model has thousands of tensors but few layouts
+        fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         for name, row in value["tensors"].items():
             dtype, shape, checksum, index, whole, number = row
             if not is_count(number, 0, len(record.files) - 1):
-                raise RecordError(f"tensor {name} is in file {number!r}"[:400] + f" of {len(record.files)}")
+                raise RecordError(
+                    f"tensor {name} is in file {number!r}"[:400] + f" of {len(record.files)}"
+                )
             if not isinstance(dtype, str):
-                raise RecordError(f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a string")
+                raise RecordError(
+                    f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a string"
+                )
             if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-                raise RecordError(f"tensor {name}"[:200] + f": the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
+                raise RecordError(
+                    f"tensor {name}"[:200]
+                    + f": the checksum is {checksum!r}"[:200]
+                    + ", expected 32 hex digits"
+                )
             for sizes in (shape,) if whole is None else (shape, whole):
-                if not isinstance(sizes, list) or len(sizes) > MAX_AXES or not all(map(is_count, sizes)):
-                    raise RecordError(f"tensor {name}: the shape is {sizes!r}"[:400] + f", expected up to {MAX_AXES} sizes")
+                if (
+                    not isinstance(sizes, list)
+                    or len(sizes) > MAX_AXES
+                    or not all(map(is_count, sizes))
+                ):
+                    raise RecordError(
+                        f"tensor {name}: the shape is {sizes!r}"[:400]
+                        + f", expected up to {MAX_AXES} sizes"
+                    )
             shape, whole = tuple(shape), None if whole is None else tuple(whole)
             if index is not None:
                 if not is_count(index, 0, len(layouts) - 1) or whole is None:
-                    raise RecordError(f"tensor {name}: layout {index!r} of global shape {whole}"[:400] + f"; there are "
-                                      f"{len(layouts)} layouts")
+                    raise RecordError(
+                        f"tensor {name}: layout {index!r} of global shape {whole}"[:400]
+                        + f"; there are "
+                        f"{len(layouts)} layouts"
+                    )
                 if (index, whole) not in fits:
                     fits[index, whole] = layouts[index].local_shape(whole)
                 if fits[index, whole] != shape:
-                    raise RecordError(f"tensor {name} of shape {shape}: its layout cuts {whole} into {fits[index, whole]}"[:400])
-            tensors[name] = TensorRecord(dtype, shape, checksum, None if index is None else layouts[index], whole, number)
+                    raise RecordError(
+                        f"tensor {name} of shape {shape}: its layout cuts {whole} into "
+                        f"{fits[index, whole]}"[:400]
+                    )
+            tensors[name] = TensorRecord(
+                dtype, shape, checksum, None if index is None else layouts[index], whole, number
+            )
         if not isinstance(value["random"], dict):
             raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
     return record, Details(tensors, value["random"])
@@ -405,7 +553,8 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Commits one checkpoint: names the files of each rank and the checksum of each rank's record, in order of rank.
+    """Commits one checkpoint: names the files of each rank and the checksum of each rank's record,
+    in order of rank.
 
     Attributes:
         run: id of the run.
@@ -416,9 +565,11 @@ class Manifest:
         records: checksum of the head line of each record.
         metadata_files: files that rank 0 wrote beside them, such as ``metadata.json``.
         deduplicated: some rank wrote only its share.
-        local_ranks: where nodes share no disk, the ranks that ``files`` belongs to; else empty, for all ranks.
+        local_ranks: where nodes share no disk, the ranks that ``files`` belongs to; else empty, for
+            all ranks.
         lineage: as in a record.
     """
+
     run: str
     world_size: int
     state: TrainingState
@@ -431,16 +582,31 @@ class Manifest:
     lineage: str = ""
 
     @classmethod
-    def from_records(cls, records: Sequence[tuple[Record, str]], local_ranks: tuple[int, ...] = ()) -> Manifest:
-        """Makes a manifest from ``records`` with the checksums of their heads, in order of rank. ``local_ranks``: the ranks
-        concerned, () for all."""
+    def from_records(
+        cls, records: Sequence[tuple[Record, str]], local_ranks: tuple[int, ...] = ()
+    ) -> Manifest:
+        """Makes a manifest from ``records`` with the checksums of their heads, in order of rank.
+        ``local_ranks``: the ranks concerned, () for all."""
         first = records[0][0]
-        # Under pipeline parallelism only the last stage has the loss; of several values, the lowest rank's counts.
-        metrics = {name: value for record, _ in reversed(records) for name, value in record.state.metrics.items()}
+        # Under pipeline parallelism only the last stage has the loss; of several values, the lowest
+        # rank's counts.
+        metrics = {
+            name: value
+            for record, _ in reversed(records)
+            for name, value in record.state.metrics.items()
+        }
         state = replace(first.state, metrics=dict(sorted(metrics.items())))
-        return cls(first.run, first.world_size, state, max(record.saved_at for record, _ in records),
-                   tuple(record.files for record, _ in records), tuple(checksum for _, checksum in records),
-                   deduplicated=any(record.deduplicated for record, _ in records), local_ranks=local_ranks, lineage=first.lineage)
+        return cls(
+            first.run,
+            first.world_size,
+            state,
+            max(record.saved_at for record, _ in records),
+            tuple(record.files for record, _ in records),
+            tuple(checksum for _, checksum in records),
+            deduplicated=any(record.deduplicated for record, _ in records),
+            local_ranks=local_ranks,
+            lineage=first.lineage,
+        )
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -449,9 +615,18 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the content of the manifest file."""
-        head = {"version": VERSION, "kind": "manifest", "run": self.run, "world_size": self.world_size,
-                "state": self.state.to_json(), "saved_at": self.saved_at, "files": self.files, "records": self.records,
-                "small": self.metadata_files, "deduplicated": self.deduplicated}
+        head = {
+            "version": VERSION,
+            "kind": "manifest",
+            "run": self.run,
+            "world_size": self.world_size,
+            "state": self.state.to_json(),
+            "saved_at": self.saved_at,
+            "files": self.files,
+            "records": self.records,
+            "small": self.metadata_files,
+            "deduplicated": self.deduplicated,
+        }
         if self.lineage:
             head["lineage"] = self.lineage
         if self.local_ranks:
@@ -469,13 +644,20 @@ class Manifest:
                 raise RecordError("manifest: files, records or small is not a list")
             ranks = shared["local_ranks"] or range(shared["world_size"])
             if not len(rows) == len(records) == len(ranks):
-                raise RecordError(f"manifest: {len(rows)} files and {len(records)} records for {len(ranks)} ranks")
-            files = tuple([_files_of_rank(row, rank) for rank, row in zip(ranks, rows, strict=True)])
+                raise RecordError(
+                    f"manifest: {len(rows)} files and {len(records)} records for {len(ranks)} ranks"
+                )
+            files = tuple(
+                [_files_of_rank(row, rank) for rank, row in zip(ranks, rows, strict=True)]
+            )
             metadata_files = tuple(map(FileRecord.recorded, small))
             paths = [file.path for group in (*files, metadata_files) for file in group]
             if len(set(paths)) < len(paths):
                 raise RecordError(f"manifest: {Counter(paths).most_common(1)[0][0]} is named twice")
             for rank, checksum in zip(ranks, records, strict=True):
                 if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-                    raise RecordError(f"{record_name(rank)}: the checksum is {checksum!r}"[:200] + ", expected 32 hex digits")
+                    raise RecordError(
+                        f"{record_name(rank)}: the checksum is {checksum!r}"[:200]
+                        + ", expected 32 hex digits"
+                    )
             return cls(files=files, records=tuple(records), metadata_files=metadata_files, **shared)

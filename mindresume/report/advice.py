@@ -1,10 +1,14 @@
-"""Advises how often a training should save to each tier, by what its event files and logs have measured (Young 1974, Daly 2006).
+"""Advises how often a training should save to each tier, by what its event files and logs have
+measured (Young 1974, Daly 2006).
 
-    steps between two saves = sqrt(2 * stall / rate of the failures that the tier serves) / seconds of a step
+    steps between two saves = sqrt(2 * stall / rate of the failures that the tier serves) / seconds
+    of a step
 
-An interval is not shorter than the write in the background, because the next save waits for it, nor than one step. Stalls, writes
-and restarts are medians, so that one save on a busy disk, or a restart that waited for a person, does not decide.
+An interval is not shorter than the write in the background, because the next save waits for it, nor
+than one step. Stalls, writes and restarts are medians, so that one save on a busy disk, or a
+restart that waited for a person, does not decide.
 """
+
 from __future__ import annotations
 
 import math
@@ -26,10 +30,11 @@ from mindresume.report.phrases import Phrase, joined, phrase, sentences
 from mindresume.report.runs import RunAttempt
 from mindresume.storage.posix import PosixStorage
 
-ENOUGH = 5                      # failures; with fewer, nothing is proposed
-RECENT = 50                     # newest saves that count: the disk and the settings of today
-NORMAL_95 = 1.645               # quantile of the normal distribution; two tails of 5 % leave 90 %
-KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}      # settings; their places: texts advice.place.*
+ENOUGH = 5  # failures; with fewer, nothing is proposed
+RECENT = 50  # newest saves that count: the disk and the settings of today
+NORMAL_95 = 1.645  # quantile of the normal distribution; two tails of 5 % leave 90 %
+# settings; their places: texts advice.place.*
+KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}
 
 
 class TooLittleMeasuredError(MindResumeError):
@@ -44,17 +49,24 @@ class TierAdvice(Result):
         name: "memory" or "disk".
         saves: Number of saves that were measured.
         stall_seconds: The training waits so long for a save (median).
-        write_seconds: A save in the background takes so long until it counts (median); 0 if the training waits for it.
-        restart_seconds: From the end of a failed attempt to the first new step (median); None without a restart from this tier.
+        write_seconds: A save in the background takes so long until it counts (median); 0 if the
+            training waits for it.
+        restart_seconds: From the end of a failed attempt to the first new step (median); None
+            without a restart from this tier.
         failures: Number of failures that this tier served; those that do not tell are not counted.
-        steps_now: Steps between two saves in the latest attempt; None if it has too few saves to tell.
-        seconds_between_failures: Expected time of training between two failures that this tier serves; None, as all below, if
-            there were too few failures.
-        steps_advised: Steps between two saves that lose the least time, with two significant digits.
+        steps_now: Steps between two saves in the latest attempt; None if it has too few saves to
+            tell.
+        seconds_between_failures: Expected time of training between two failures that this tier
+            serves; None, as all below, if there were too few failures.
+        steps_advised: Steps between two saves that lose the least time, with two significant
+            digits.
         steps_low: With 90 % probability the best interval is at least so long.
-        steps_high: With 90 % probability the best interval is at most so long; None if the tier served no failure.
-        is_limited_by_write: Whether the write in the background decides, because it takes longer than the best interval.
+        steps_high: With 90 % probability the best interval is at most so long; None if the tier
+            served no failure.
+        is_limited_by_write: Whether the write in the background decides, because it takes longer
+            than the best interval.
     """
+
     name: str
     saves: int
     stall_seconds: float
@@ -78,12 +90,15 @@ class Advice(Result):
         step_seconds: Duration of an ordinary step (median).
         failures: Number of failures after a first step.
         training_seconds: Time of training in which they happened, without starts and downtime.
-        seconds_between_failures: Expected time of training between two failures; None without a failure.
+        seconds_between_failures: Expected time of training between two failures; None without a
+            failure.
         seconds_between_failures_low: With 90 % probability at least this; None without a failure.
         seconds_between_failures_high: With 90 % probability at most this; None without a failure.
-        tiers: One TierAdvice for each place that saves go to: memory, if the training has that tier, then the disk.
+        tiers: One TierAdvice for each place that saves go to: memory, if the training has that
+            tier, then the disk.
         change: What to change in the YAML file, as sentences.
     """
+
     output: str
     step_seconds: float
     failures: int
@@ -99,8 +114,8 @@ def advise(path: str | os.PathLike[str], *, logs: Iterable[str | os.PathLike[str
     """Advises how often a training should save.
 
     Args:
-        path: The output folder of the training, with its logs, event files and checkpoint folder; or the folder above it, or the
-            checkpoint folder.
+        path: The output folder of the training, with its logs, event files and checkpoint folder;
+            or the folder above it, or the checkpoint folder.
         logs: Other folders with logs or event files.
 
     Returns:
@@ -111,7 +126,9 @@ def advise(path: str | os.PathLike[str], *, logs: Iterable[str | os.PathLike[str
         TooLittleMeasuredError: No save, no step, or no time of training was measured.
     """
     output, root = folders_of(os.fspath(path))
-    return _advice(build_report(PosixStorage(), output, root, [os.fspath(folder) for folder in logs]))
+    return _advice(
+        build_report(PosixStorage(), output, root, [os.fspath(folder) for folder in logs])
+    )
 
 
 def advice_of(report: Report) -> Advice | None:
@@ -125,49 +142,102 @@ def advice_of(report: Report) -> Advice | None:
 def _advice(report: Report) -> Advice:
     rows, attempts, where = report.accounts, [row.attempt for row in report.accounts], report.output
     if not rows:
-        raise TooLittleMeasuredError(f"{where}: no logs and no event files of a training were found (mindresume_events/*.jsonl "
-                                     f"and log*/rank_*/info.log*); give the output folder, and other folders with --logs")
-    step = next((attempt.losses.typical for attempt in reversed(attempts) if len(attempt.losses)), 0.0)
+        raise TooLittleMeasuredError(
+            f"{where}: no logs and no event files of a training were found "
+            "(mindresume_events/*.jsonl "
+            f"and log*/rank_*/info.log*); give the output folder, and other folders with --logs"
+        )
+    step = next(
+        (attempt.losses.typical for attempt in reversed(attempts) if len(attempt.losses)), 0.0
+    )
     if step <= 0:
-        raise TooLittleMeasuredError(f"{where}: the logs hold no time of a step, so the costs of a failure are unknown; give the "
-                                     f"folder of mindformers' logs (log*/rank_*/info.log*) with --logs")
-    if not any(save.write_seconds is not None for attempt in attempts for save in attempt.saves.disk):
-        raise TooLittleMeasuredError(f"{where}: no event file tells how long a save took; an advice needs at least one save to "
-                                     f"disk of a training with mindresume")
-    trained = [math.fsum(span.end - span.begin for span in row.timeline if span.kind in ("productive", "lost")) for row in rows]
+        raise TooLittleMeasuredError(
+            f"{where}: the logs hold no time of a step, so the costs of a failure are unknown; "
+            "give the "
+            f"folder of mindformers' logs (log*/rank_*/info.log*) with --logs"
+        )
+    if not any(
+        save.write_seconds is not None for attempt in attempts for save in attempt.saves.disk
+    ):
+        raise TooLittleMeasuredError(
+            f"{where}: no event file tells how long a save took; an advice needs at least one save "
+            "to "
+            f"disk of a training with mindresume"
+        )
+    trained = [
+        math.fsum(
+            span.end - span.begin for span in row.timeline if span.kind in ("productive", "lost")
+        )
+        for row in rows
+    ]
     seconds = math.fsum(trained)
     if seconds <= 0:
-        raise TooLittleMeasuredError(f"{where}: no attempt has two logged steps, so the time of training is unknown")
-    failures = sum(spent > 0 and attempt.outcome == FAILED for spent, attempt in zip(trained, attempts, strict=True))
+        raise TooLittleMeasuredError(
+            f"{where}: no attempt has two logged steps, so the time of training is unknown"
+        )
+    failures = sum(
+        spent > 0 and attempt.outcome == FAILED
+        for spent, attempt in zip(trained, attempts, strict=True)
+    )
     tiers = _measured_tiers(rows, step, failures)
     if failures >= ENOUGH:
         tiers = [_with_interval(tier, tiers, failures / seconds, step) for tier in tiers]
     low, high = count_range(failures)
-    between = (seconds / failures, seconds / high, seconds / low) if failures else (None, None, None)
+    between = (
+        (seconds / failures, seconds / high, seconds / low) if failures else (None, None, None)
+    )
     return Advice(where, step, failures, seconds, *between, tuple(tiers), _change(tiers, failures))
 
 
 def _measured_tiers(rows: Sequence[AttemptAccount], step: float, failures: int) -> list[TierAdvice]:
-    """Returns what was measured of memory, if the latest attempt with saves uses it, and of the disk."""
+    """Returns what was measured of memory, if the latest attempt with saves uses it, and of the
+    disk."""
     attempts = [row.attempt for row in rows]
-    saves = [save for attempt in attempts for save in attempt.saves.disk if save.write_seconds is not None][-RECENT:]
+    saves = [
+        save
+        for attempt in attempts
+        for save in attempt.saves.disk
+        if save.write_seconds is not None
+    ][-RECENT:]
     saves = [save for save in saves if save.is_background == saves[-1].is_background]
     write = median(save.write_seconds for save in saves) if saves[-1].is_background else 0.0
     restarts: dict[bool, list[float]] = {True: [], False: []}
     for recovery in recoveries_of(rows):
         restarts[recovery.source == MEMORY].append(max(recovery.restart_seconds - step, 0.0))
-    disk = TierAdvice(DISK, len(saves), median(save.stall_seconds for save in saves), write, _median(restarts[False]), failures,
-                      _steps_now([(row.saves.disk_steps, [save.step for save in row.saves.disk if save.is_staged])
-                                  for row in attempts]))
-    if not next(row.saves.memory for row in reversed(attempts) if row.saves.disk or row.saves.memory):
+    disk = TierAdvice(
+        DISK,
+        len(saves),
+        median(save.stall_seconds for save in saves),
+        write,
+        _median(restarts[False]),
+        failures,
+        _steps_now(
+            [
+                (row.saves.disk_steps, [save.step for save in row.saves.disk if save.is_staged])
+                for row in attempts
+            ]
+        ),
+    )
+    if not next(
+        row.saves.memory for row in reversed(attempts) if row.saves.disk or row.saves.memory
+    ):
         return [disk]
     copies = [save for attempt in attempts for save in attempt.saves.memory][-RECENT:]
     checksums = median(save.background_seconds for save in copies)
     # The end of the next step waits until the checksums are done.
     stall = median(save.stall_seconds for save in copies) + max(checksums - step, 0.0)
     survived, lost = _survivals(attempts)
-    memory = TierAdvice(MEMORY, len(copies), stall, checksums, _median(restarts[True]), survived,
-                        _steps_now([(row.saves.memory_steps, [save.step for save in row.saves.memory]) for row in attempts]))
+    memory = TierAdvice(
+        MEMORY,
+        len(copies),
+        stall,
+        checksums,
+        _median(restarts[True]),
+        survived,
+        _steps_now(
+            [(row.saves.memory_steps, [save.step for save in row.saves.memory]) for row in attempts]
+        ),
+    )
     return [memory, replace(disk, failures=lost)]
 
 
@@ -176,11 +246,12 @@ def _median(seconds: Sequence[float]) -> float | None:
 
 
 def _steps_now(saves: Sequence[tuple[int | None, list[int]]]) -> int | None:
-    """Returns the number of steps between two saves of the latest attempt that tells; None if none does. ``saves``: for each
-    attempt the configured number, and the steps that it saved.
+    """Returns the number of steps between two saves of the latest attempt that tells; None if none
+    does. ``saves``: for each attempt the configured number, and the steps that it saved.
 
-    It is the configured one, or in sink mode with longer sinks the least one that occurred; in event files of earlier versions
-    the usual one. The save at the end of a training is not counted, which falls on any step.
+    It is the configured one, or in sink mode with longer sinks the least one that occurred; in
+    event files of earlier versions the usual one. The save at the end of a training is not counted,
+    which falls on any step.
     """
     for configured, steps in reversed(saves):
         apart = np.diff(steps)
@@ -192,26 +263,43 @@ def _steps_now(saves: Sequence[tuple[int | None, list[int]]]) -> int | None:
 
 
 def _survivals(attempts: Sequence[RunAttempt]) -> tuple[int, int]:
-    """Returns the number of failures that left the memory of the nodes intact, and of those that did not, by what the next start
-    took. A start that took a checkpoint from the disk tells only if memory had had a newer one on all ranks."""
+    """Returns the number of failures that left the memory of the nodes intact, and of those that
+    did not, by what the next start took. A start that took a checkpoint from the disk tells only if
+    memory had had a newer one on all ranks."""
     survived = lost = 0
     for index, attempt in enumerate(attempts):
-        origin = next((row.origin for row in attempts[index + 1:] if row.origin.source or row.origin.is_fresh), None)
+        origin = next(
+            (
+                row.origin
+                for row in attempts[index + 1 :]
+                if row.origin.source or row.origin.is_fresh
+            ),
+            None,
+        )
         if attempt.outcome != FAILED or attempt.last_step is None or origin is None:
             continue
-        # The end of a step waits for a save of an earlier end; all ranks have begun a step that one of them has done.
+        # The end of a step waits for a save of an earlier end; all ranks have begun a step that one
+        # of them has done.
         sure = attempt.last_step - 2 * attempt.losses.interval
-        newest = max((save.step for save in attempt.saves.memory if save.step <= sure), default=None)
+        newest = max(
+            (save.step for save in attempt.saves.memory if save.step <= sure), default=None
+        )
         if origin.source == MEMORY:
             survived += 1
-        elif newest is not None and (origin.step is None or origin.step < newest or origin.run_id not in (None, attempt.run_id)):
+        elif newest is not None and (
+            origin.step is None
+            or origin.step < newest
+            or origin.run_id not in (None, attempt.run_id)
+        ):
             lost += 1
     return survived, lost
 
 
-def _with_interval(tier: TierAdvice, tiers: Sequence[TierAdvice], rate: float, step: float) -> TierAdvice:
-    """Returns the tier with its interval. ``rate``: of all failures, in 1/s. A tier beside another one serves the share
-    (k + 1/2) / (n + 1) of them, after k of the n failures that tell."""
+def _with_interval(
+    tier: TierAdvice, tiers: Sequence[TierAdvice], rate: float, step: float
+) -> TierAdvice:
+    """Returns the tier with its interval. ``rate``: of all failures, in 1/s. A tier beside another
+    one serves the share (k + 1/2) / (n + 1) of them, after k of the n failures that tell."""
     count = float(tier.failures)
     if len(tiers) > 1:
         count += 0.5
@@ -222,34 +310,57 @@ def _with_interval(tier: TierAdvice, tiers: Sequence[TierAdvice], rate: float, s
         """Returns the best interval if this tier had served so many failures."""
         best = math.sqrt(2 * tier.stall_seconds * count / (rate * failures)) / step
         return max(round(float(f"{best:.2g}")), least)
+
     low, high = count_range(count)
-    return replace(tier, seconds_between_failures=1 / rate, steps_advised=steps(count), steps_low=steps(high),
-                   steps_high=steps(low) if low else None, is_limited_by_write=1 < least == steps(count))
+    return replace(
+        tier,
+        seconds_between_failures=1 / rate,
+        steps_advised=steps(count),
+        steps_low=steps(high),
+        steps_high=steps(low) if low else None,
+        is_limited_by_write=1 < least == steps(count),
+    )
 
 
 def count_range(count: float) -> tuple[float, float]:
-    """Returns the numbers between which the expected number of events lies with 90 %, after ``count`` events. It is the interval
-    of a Poisson process by chi-squared quantiles, as Wilson and Hilferty approximate them. Its lower end is 0 below one event.
+    """Returns the numbers between which the expected number of events lies with 90 %, after
+    ``count`` events. It is the interval of a Poisson process by chi-squared quantiles, as Wilson
+    and Hilferty approximate them. Its lower end is 0 below one event.
     """
+
     def end(number: float, quantile: float) -> float:
         return number * (1 - 1 / (9 * number) + quantile / (3 * math.sqrt(number))) ** 3
+
     return end(count, -NORMAL_95) if count >= 1 else 0.0, end(count + 1, NORMAL_95)
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
+
 
 def _change(tiers: Sequence[TierAdvice], failures: int) -> Phrase:
-    """Returns what to change, as one sentence for each tier. An interval in the range of the best one stays."""
+    """Returns what to change, as one sentence for each tier. An interval in the range of the best
+    one stays."""
     if failures < ENOUGH:
-        return phrase("advice.too_few", failures=failures, enough=ENOUGH) if failures else phrase("advice.no_estimate")
+        return (
+            phrase("advice.too_few", failures=failures, enough=ENOUGH)
+            if failures
+            else phrase("advice.no_estimate")
+        )
     found = []
     for tier in tiers:
         key, now = KEYS[tier.name], tier.steps_now
         if now and tier.steps_low <= now <= (tier.steps_high or math.inf):
             found.append(phrase("advice.keep", key=key, now=now))
         else:
-            found.append(phrase("advice.set_now" if now else "advice.set", key=key, steps=tier.steps_advised, now=now,
-                                place=phrase(f"advice.place.{tier.name}")))
+            found.append(
+                phrase(
+                    "advice.set_now" if now else "advice.set",
+                    key=key,
+                    steps=tier.steps_advised,
+                    now=now,
+                    place=phrase(f"advice.place.{tier.name}"),
+                )
+            )
     return sentences(found)
 
 
@@ -258,23 +369,46 @@ def failures_text(advice: Advice) -> Phrase:
     trained = span_text(advice.training_seconds)
     if not advice.failures:
         return phrase("advice.no_failure", trained=trained)
-    return phrase("advice.failures", failures=phrases.counted("failure", advice.failures), trained=trained, **{
-        name: span_text(getattr(advice, f"seconds_between_failures{end}"))
-        for name, end in (("each", ""), ("low", "_low"), ("high", "_high"))})
+    return phrase(
+        "advice.failures",
+        failures=phrases.counted("failure", advice.failures),
+        trained=trained,
+        **{
+            name: span_text(getattr(advice, f"seconds_between_failures{end}"))
+            for name, end in (("each", ""), ("low", "_low"), ("high", "_high"))
+        },
+    )
 
 
 def sentence_of(advice: Advice) -> Phrase:
     """Returns the advice in a few sentences, with what it is computed from."""
-    stops = [phrase("advice.stop_of", span=stall_text(tier.stall_seconds), tier=phrase(tier.name)) for tier in advice.tiers]
-    return phrase("advice.sentence", change=advice.change, failures=failures_text(advice), stops=joined(stops))
+    stops = [
+        phrase("advice.stop_of", span=stall_text(tier.stall_seconds), tier=phrase(tier.name))
+        for tier in advice.tiers
+    ]
+    return phrase(
+        "advice.sentence", change=advice.change, failures=failures_text(advice), stops=joined(stops)
+    )
 
 
 def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of each line."""
     for tier in advice.tiers:
-        write = f", and is complete after {stall_text(tier.write_seconds)} in the background" if tier.write_seconds else ""
-        restart = "" if tier.restart_seconds is None else f"; a restart from it takes {span_text(tier.restart_seconds)}"
-        yield tier.name, f"a save stops the training for {stall_text(tier.stall_seconds)} ({tier.saves} measured){write}{restart}"
+        write = (
+            f", and is complete after {stall_text(tier.write_seconds)} in the background"
+            if tier.write_seconds
+            else ""
+        )
+        restart = (
+            ""
+            if tier.restart_seconds is None
+            else f"; a restart from it takes {span_text(tier.restart_seconds)}"
+        )
+        yield (
+            tier.name,
+            f"a save stops the training for {stall_text(tier.stall_seconds)} ({tier.saves} "
+            f"measured){write}{restart}",
+        )
     yield "failure", failures_text(advice)
     for tier in advice.tiers:
         if tier.steps_now is not None:
@@ -282,9 +416,18 @@ def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
         if tier.steps_advised is not None:
             high = "or more steps" if tier.steps_high is None else f"to {tier.steps_high} steps"
             limit = "; the write in the background decides" if tier.is_limited_by_write else ""
-            served = f"{counted(tier.failures, 'failure')}, one in {span_text(tier.seconds_between_failures)}"
-            yield "advised", (f"a save to {tier.name} {_every(tier.steps_advised, advice)}; 90 %: {tier.steps_low} {high}; "
-                              f"it served {served}{limit}")
+            served = (
+                f"{counted(tier.failures, 'failure')}, one in "
+                f"{span_text(tier.seconds_between_failures)}"
+            )
+            yield (
+                "advised",
+                (
+                    f"a save to {tier.name} {_every(tier.steps_advised, advice)}; 90 %: "
+                    f"{tier.steps_low} {high}; "
+                    f"it served {served}{limit}"
+                ),
+            )
     yield "change", advice.change
 
 

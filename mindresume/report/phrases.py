@@ -1,10 +1,13 @@
-"""Makes the texts of the report in English and Chinese. A Phrase is its English text, and carries what its Chinese text needs, so
-that the page can switch between both; everything else takes it as a string.
+"""Makes the texts of the report in English and Chinese. A Phrase is its English text, and carries
+what its Chinese text needs, so that the page can switch between both; everything else takes it as a
+string.
 
-texts.json holds every fixed text: {key: [English, Chinese]}. ``{name}`` is replaced by an argument; "one form|other form" depends
-on the argument ``count``. Names of files, settings and commands are the same in both languages. Texts of logs and event files are
-not there: the page shows them as logged.
+texts.json holds every fixed text: {key: [English, Chinese]}. ``{name}`` is replaced by an argument;
+"one form|other form" depends on the argument ``count``. Names of files, settings and commands are
+the same in both languages. Texts of logs and event files are not there: the page shows them as
+logged.
 """
+
 from __future__ import annotations
 
 import json
@@ -13,14 +16,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-TEXTS: dict[str, tuple[str, str]] = json.loads((Path(__file__).parent / "texts.json").read_text(encoding="utf-8"))
+TEXTS: dict[str, tuple[str, str]] = json.loads(
+    (Path(__file__).parent / "texts.json").read_text(encoding="utf-8")
+)
 ENGLISH, CHINESE = 0, 1
-LANGUAGES = {"en": ENGLISH, "zh": CHINESE}      # a column of TEXTS for each language of the page
+LANGUAGES = {"en": ENGLISH, "zh": CHINESE}  # a column of TEXTS for each language of the page
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
 class Phrase(str):
-    """Holds a fixed text of the report: the English one as its value, its key in TEXTS, and its arguments by name."""
+    """Holds a fixed text of the report: the English one as its value, its key in TEXTS, and its
+    arguments by name."""
+
     key: str
     arguments: dict[str, Any]
 
@@ -30,8 +37,9 @@ def phrase(key: str, /, **arguments: Any) -> Phrase:
 
     Args:
         key: of the text.
-        arguments: what replaces ``{name}`` in it: strings and numbers as they are, phrases in the language of the text. If the
-            text has two forms ("{count} step|{count} steps"), the first is taken if ``count`` is 1.
+        arguments: what replaces ``{name}`` in it: strings and numbers as they are, phrases in the
+            language of the text. If the text has two forms ("{count} step|{count} steps"), the
+            first is taken if ``count`` is 1.
     """
     found = Phrase(text_of(key, arguments, ENGLISH))
     found.key, found.arguments = key, arguments
@@ -47,11 +55,14 @@ def text_of(key: str, arguments: dict[str, Any], language: int) -> str:
 
 def in_language(value: Any, language: int) -> str:
     """Returns a phrase in one language, and anything else as text."""
-    return text_of(value.key, value.arguments, language) if isinstance(value, Phrase) else str(value)
+    return (
+        text_of(value.key, value.arguments, language) if isinstance(value, Phrase) else str(value)
+    )
 
 
 def joined(parts: Sequence[Any], by: str = "comma") -> Any:
-    """Returns the parts as one phrase, with the separator ``join.BY`` between them; "" without parts."""
+    """Returns the parts as one phrase, with the separator ``join.BY`` between them; "" without
+    parts."""
     if not parts:
         return ""
     found = parts[0]

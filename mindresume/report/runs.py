@@ -1,12 +1,16 @@
-"""Builds run attempts from event files and from the lines of mindformers' log. A *run attempt* lasts from one start of the
-training to its end.
+"""Builds run attempts from event files and from the lines of mindformers' log. A *run attempt*
+lasts from one start of the training to its end.
 
-    event file of rank 0 ─▶ one attempt: run id, checkpoint, saves, outcome      event files of other ranks ─▶ why it failed
-    event file of a supervisor ─▶ when the attempt was started, and why it ended, if no rank could say so before
-    log ─▶ losses, assigned to attempts by time      a start in the log without an event file ─▶ an attempt with losses alone
+    event file of rank 0 ─▶ one attempt: run id, checkpoint, saves, outcome      event files of
+        other ranks ─▶ why it failed
+    event file of a supervisor ─▶ when the attempt was started, and why it ended, if no rank could
+        say so before
+    log ─▶ losses, assigned to attempts by time      a start in the log without an event file ─▶ an
+        attempt with losses alone
 
 Only this module infers what is not recorded; each field says from what.
 """
+
 from __future__ import annotations
 
 import functools
@@ -28,20 +32,27 @@ from mindresume.report.event_log import Failure, RecordedEvent, SupervisedStart
 from mindresume.report.log_parser import LogLine
 from mindresume.report.phrases import phrase
 
-RUNNING, UNKNOWN = "running", "unknown"             # the other outcomes are those of TrainingEnded
-NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)    # nothing is lost after these
+RUNNING, UNKNOWN = "running", "unknown"  # the other outcomes are those of TrainingEnded
+NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)  # nothing is lost after these
 KILLED = phrase("reason.killed")
 _Kind = TypeVar("_Kind", bound=ev.Event)
 _NONE = functools.partial(np.empty, 0)
-_MOMENTS: dict[type[ev.Event], str] = {             # the moment of a start that an event records
-    ev.TrainingStarted: "joined", ev.CheckpointSelected: "selected", ev.FreshStart: "selected", ev.WeightsLoaded: "loaded",
-    ev.NetworkCompiled: "compiled", ev.FirstStepDone: "stepped"}
+_MOMENTS: dict[type[ev.Event], str] = {  # the moment of a start that an event records
+    ev.TrainingStarted: "joined",
+    ev.CheckpointSelected: "selected",
+    ev.FreshStart: "selected",
+    ev.WeightsLoaded: "loaded",
+    ev.NetworkCompiled: "compiled",
+    ev.FirstStepDone: "stepped",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Holds the losses of one attempt, in ascending order of steps. ``times``: when the line was written; ``seconds``: duration
-    of the step. ``are_true``: False if the last rank has the true loss (pipeline stages)."""
+    """Holds the losses of one attempt, in ascending order of steps. ``times``: when the line was
+    written; ``seconds``: duration of the step. ``are_true``: False if the last rank has the true
+    loss (pipeline stages)."""
+
     steps: np.ndarray = field(default_factory=_NONE)
     values: np.ndarray = field(default_factory=_NONE)
     times: np.ndarray = field(default_factory=_NONE)
@@ -53,12 +64,14 @@ class Losses:
 
     @property
     def interval(self) -> int:
-        """Steps between two lines: 1, unless the monitor prints less often, or a line is one sink."""
+        """Steps between two lines: 1, unless the monitor prints less often, or a line is one
+        sink."""
         return int(np.median(np.diff(self.steps))) if len(self) > 1 else 1
 
     @property
     def typical(self) -> float:
-        """Seconds of an ordinary step: the median, because the first step includes the compilation."""
+        """Seconds of an ordinary step: the median, because the first step includes the
+        compilation."""
         return float(np.median(self.seconds)) if len(self) else 0.0
 
     @property
@@ -69,9 +82,11 @@ class Losses:
 
 @dataclass(frozen=True)
 class Save:
-    """Describes one save of one attempt. ``time``: when the training continued. ``stall_seconds``: how long the training thread
-    waited. ``write_seconds``, ``size_bytes``: of rank 0, None: no record says that its part is durable. ``is_committed``: the
-    files of all ranks are complete. ``failure``: why it was not saved or not committed."""
+    """Describes one save of one attempt. ``time``: when the training continued. ``stall_seconds``:
+    how long the training thread waited. ``write_seconds``, ``size_bytes``: of rank 0, None: no
+    record says that its part is durable. ``is_committed``: the files of all ranks are complete.
+    ``failure``: why it was not saved or not committed."""
+
     step: int
     time: float
     stall_seconds: float = 0.0
@@ -90,15 +105,17 @@ class Save:
 @dataclass(frozen=True)
 class RefusedCheckpoint:
     """Describes a checkpoint that an attempt refused."""
+
     step: int | None
     reason: str
 
 
 @dataclass(frozen=True)
 class Saves:
-    """Holds the saves of one attempt, in order of steps. ``memory``: into the tier in memory, of rank 0. ``skipped``: number of
-    skipped saves. ``disk_steps``, ``memory_steps``: the configured steps between two of them; None: not recorded, or not by
-    steps."""
+    """Holds the saves of one attempt, in order of steps. ``memory``: into the tier in memory, of
+    rank 0. ``skipped``: number of skipped saves. ``disk_steps``, ``memory_steps``: the configured
+    steps between two of them; None: not recorded, or not by steps."""
+
     disk: tuple[Save, ...] = ()
     memory: tuple[ev.TierSaved, ...] = ()
     skipped: int = 0
@@ -110,12 +127,16 @@ class Saves:
 class Origin:
     """Describes what an attempt began with.
 
-    ``is_fresh``: there was no checkpoint. ``step``: of the checkpoint, in the count of the run that saved it; None: from the
-    beginning. ``is_inferred``: it follows from the first loss. ``run_id``: the run that saved it. ``source``: where it lay,
-    "disk" or "memory"; empty: nothing was selected. ``checkpoint``: its description. ``base_step``: the step after which this
-    attempt counts, which differs after a change of the batch size. ``step_scale``: steps of this attempt per step of the run that
-    saved. ``refused``: the checkpoints that it did not take. ``moments``: of the start, as far as they were recorded.
+    ``is_fresh``: there was no checkpoint. ``step``: of the checkpoint, in the count of the run that
+        saved it; None: from the
+    beginning. ``is_inferred``: it follows from the first loss. ``run_id``: the run that saved it.
+    ``source``: where it lay, "disk" or "memory"; empty: nothing was selected. ``checkpoint``: its
+    description. ``base_step``: the step after which this attempt counts, which differs after a
+    change of the batch size. ``step_scale``: steps of this attempt per step of the run that
+    saved. ``refused``: the checkpoints that it did not take. ``moments``: of the start, as far as
+        they were recorded.
     """
+
     is_fresh: bool = False
     step: int | None = None
     is_inferred: bool = False
@@ -133,13 +154,16 @@ class Origin:
 class RunAttempt:
     """Describes one start of the training until its end.
 
-    ``started``: of the command, if a supervisor recorded it, else of the first record. ``ended``: of the last record of its
-    ranks; a killed process records no end. Both in seconds since 1970. ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN;
-    FAILED also if another start follows and no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that
-    failed first, None: unknown. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``, ``saves`` and
-    the reason of a failure are unknown. ``is_cut``: the log begins after the attempt began. ``first_step``, ``last_step``: steps
-    done in this attempt; None: none.
+    ``started``: of the command, if a supervisor recorded it, else of the first record. ``ended``:
+    of the last record of its ranks; a killed process records no end. Both in seconds since 1970.
+    ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN; FAILED also if another start follows and
+    no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that
+    failed first, None: unknown. ``has_events``: there is an event file; without one, ``run_id``,
+        ``world_size``, ``saves`` and
+    the reason of a failure are unknown. ``is_cut``: the log begins after the attempt began.
+    ``first_step``, ``last_step``: steps done in this attempt; None: none.
     """
+
     number: int
     started: float
     ended: float
@@ -157,25 +181,40 @@ class RunAttempt:
     losses: Losses = field(default_factory=Losses)
 
 
-def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[LogLine], failures: Iterable[Failure] = (),
-                starts: Sequence[SupervisedStart] = ()) -> tuple[RunAttempt, ...]:
-    """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``: the log of one rank.
-    ``failures``: those of the other ranks. ``starts``: what supervisors recorded, in order of time."""
+def attempts_of(
+    event_logs: Iterable[Iterable[RecordedEvent]],
+    lines: Iterable[LogLine],
+    failures: Iterable[Failure] = (),
+    starts: Sequence[SupervisedStart] = (),
+) -> tuple[RunAttempt, ...]:
+    """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``:
+    the log of one rank. ``failures``: those of the other ranks. ``starts``: what supervisors
+    recorded, in order of time."""
     found = _with_lines([attempt for events in event_logs for attempt in _recorded(events)], lines)
     for index, attempt in enumerate(found):
         for run_id, step in attempt.committed_for_others:
-            owner = next((other for other in reversed(found[:index]) if other.run_id == run_id and step in other.saves), None)
+            owner = next(
+                (
+                    other
+                    for other in reversed(found[:index])
+                    if other.run_id == run_id and step in other.saves
+                ),
+                None,
+            )
             if owner is not None:
                 owner.saves[step] = replace(owner.saves[step], is_committed=True, failure="")
     by_run = {attempt.run_id: attempt for attempt in found if attempt.run_id is not None}
     began = [attempt.started for attempt in found]
-    for failure in failures:                        # of its run; if the run is not recorded, of its time
+    # of its run; if the run is not recorded, of its time
+    for failure in failures:
         index = bisect_right(began, failure.time) - 1
         if failure.run_id in by_run:
             by_run[failure.run_id].fail(failure)
         elif index >= 0 and (failure.run_id is None or found[index].run_id is None):
             found[index].fail(failure)
-    for start, until in zip(starts, [*(later.began for later in starts[1:]), math.inf], strict=False):
+    for start, until in zip(
+        starts, [*(later.began for later in starts[1:]), math.inf], strict=False
+    ):
         if supervised := [attempt for attempt in found if start.began <= attempt.started < until]:
             supervised[0].started = start.began
             supervised[-1].take_death(start.failure)
@@ -184,20 +223,25 @@ def attempts_of(event_logs: Iterable[Iterable[RecordedEvent]], lines: Iterable[L
 
 
 def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tuple[RunAttempt, ...]:
-    """Returns the attempts with the loss of another rank, where only that rank has the true loss. Its lines are assigned to
-    attempts by their time."""
+    """Returns the attempts with the loss of another rank, where only that rank has the true loss.
+    Its lines are assigned to attempts by their time."""
     curves, starts = [_Curve() for _ in attempts], [attempt.started for attempt in attempts]
     for line in lines:
         index = bisect_right(starts, line.time) - 1
         if line.kind == log_parser.LOSS and index >= 0:
             curves[index].add(line)
-    return tuple(attempt if attempt.losses.are_true or not curve.steps else replace(attempt, losses=curve.build())
-                 for attempt, curve in zip(attempts, curves, strict=True))
+    return tuple(
+        attempt
+        if attempt.losses.are_true or not curve.steps
+        else replace(attempt, losses=curve.build())
+        for attempt, curve in zip(attempts, curves, strict=True)
+    )
 
 
 def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) -> RunAttempt:
-    """Returns the last attempt with the outcome that its lease shows, if no end was recorded. ``leases``: of the checkpoint
-    directory, by run id: whether the process runs (None: it is on another machine); None: there is no such directory."""
+    """Returns the last attempt with the outcome that its lease shows, if no end was recorded.
+    ``leases``: of the checkpoint directory, by run id: whether the process runs (None: it is on
+    another machine); None: there is no such directory."""
     if attempt.outcome != UNKNOWN or attempt.run_id is None or leases is None:
         return attempt
     if attempt.run_id not in leases:
@@ -205,7 +249,11 @@ def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) 
     alive = leases[attempt.run_id]
     if alive is None:
         return attempt
-    return replace(attempt, outcome=RUNNING) if alive else replace(attempt, outcome=FAILED, reason=KILLED)
+    return (
+        replace(attempt, outcome=RUNNING)
+        if alive
+        else replace(attempt, outcome=FAILED, reason=KILLED)
+    )
 
 
 def _recorded(events: Iterable[RecordedEvent]) -> list[_Attempt]:
@@ -219,15 +267,19 @@ def _recorded(events: Iterable[RecordedEvent]) -> list[_Attempt]:
 
 
 def _with_lines(recorded: list[_Attempt], lines: Iterable[LogLine]) -> list[_Attempt]:
-    """Adds the lines of the log to ``recorded``, and adds an attempt for each start without an event file."""
+    """Adds the lines of the log to ``recorded``, and adds an attempt for each start without an
+    event file."""
     found: list[_Attempt] = []
     for item in heapq.merge(sorted(recorded, key=_time_of), lines, key=_time_of):
         if isinstance(item, LogLine):
             if not found or item.kind == log_parser.START and not found[-1].can_take_start():
-                found.append(_Attempt(item.time, has_events=False, is_cut=item.kind != log_parser.START))
+                found.append(
+                    _Attempt(item.time, has_events=False, is_cut=item.kind != log_parser.START)
+                )
             found[-1].take_line(item)
             continue
-        if found and found[-1].is_only_start:           # mindformers logs its start shortly before the first event
+        # mindformers logs its start shortly before the first event
+        if found and found[-1].is_only_start:
             item.started = min(found.pop().started, item.started)
             item.logged.add(log_parser.START)
         found.append(item)
@@ -247,18 +299,24 @@ class _Curve:
     def add(self, line: LogLine) -> None:
         if not self.steps or line.step > self.steps[-1]:
             self.steps.append(line.step)
-            for row, value in zip(self.rows, (line.loss, line.time, line.step_seconds), strict=True):
+            for row, value in zip(
+                self.rows, (line.loss, line.time, line.step_seconds), strict=True
+            ):
                 row.append(value)
 
     def build(self, are_true: bool = True) -> Losses:
-        return Losses(np.frombuffer(self.steps, np.int64) if self.steps else np.empty(0, np.int64),
-                      *(np.frombuffer(row) if row else np.empty(0) for row in self.rows), are_true)
+        return Losses(
+            np.frombuffer(self.steps, np.int64) if self.steps else np.empty(0, np.int64),
+            *(np.frombuffer(row) if row else np.empty(0) for row in self.rows),
+            are_true,
+        )
 
 
 class _Attempt:
-    """Collects the records of one attempt. ``newest``: the newest event of each kind but Notice; a fresh start is a selection.
-    ``moments``: the first time of each. ``logged``: the kinds of lines in the log of mindformers. ``reached``: the largest step
-    that an event other than a save to disk names."""
+    """Collects the records of one attempt. ``newest``: the newest event of each kind but Notice; a
+    fresh start is a selection. ``moments``: the first time of each. ``logged``: the kinds of lines
+    in the log of mindformers. ``reached``: the largest step that an event other than a save to disk
+    names."""
 
     def __init__(self, started: float, has_events: bool, is_cut: bool = False):
         self.started = self.ended = started
@@ -287,12 +345,21 @@ class _Attempt:
     @property
     def is_only_start(self) -> bool:
         """Whether only mindformers' start line is known."""
-        return not self.has_events and not self.is_cut and log_parser.OVER not in self.logged and not self.curve.steps
+        return (
+            not self.has_events
+            and not self.is_cut
+            and log_parser.OVER not in self.logged
+            and not self.curve.steps
+        )
 
     def can_take_start(self) -> bool:
-        """Returns whether mindformers' start line can belong to this attempt, whose first event came before it."""
-        return self.has_events and not (self.logged & {log_parser.START, log_parser.OVER} or self.curve.steps
-                                        or ev.TrainingEnded in self.newest)
+        """Returns whether mindformers' start line can belong to this attempt, whose first event
+        came before it."""
+        return self.has_events and not (
+            self.logged & {log_parser.START, log_parser.OVER}
+            or self.curve.steps
+            or ev.TrainingEnded in self.newest
+        )
 
     def take_line(self, line: LogLine) -> None:
         """Takes a line of mindformers' log."""
@@ -310,11 +377,17 @@ class _Attempt:
         self.ended = max(self.ended, at)
         if isinstance(event, ev.Notice):
             return
-        self.newest[ev.CheckpointSelected if isinstance(event, ev.FreshStart) else type(event)] = event
+        self.newest[ev.CheckpointSelected if isinstance(event, ev.FreshStart) else type(event)] = (
+            event
+        )
         if type(event) in _MOMENTS:
             self._take_moment(at, event)
         elif isinstance(event, ev.CandidateRefused):
-            self.refused.append(RefusedCheckpoint(event.step, event.reason + (f" ({event.file})" if event.file else "")))
+            self.refused.append(
+                RefusedCheckpoint(
+                    event.step, event.reason + (f" ({event.file})" if event.file else "")
+                )
+            )
         elif isinstance(event, ev.TrainingEnded):
             if event.outcome != NOTHING_TO_TRAIN and event.step is not None:
                 self.reached = max(self.reached, event.step)
@@ -328,9 +401,23 @@ class _Attempt:
         elif isinstance(event, ev.TierSaved):
             self.memory_saves.append(event)
             self.reached = max(self.reached, event.step)
-        elif isinstance(event, (ev.SaveBegun, ev.SaveStaged, ev.SaveWritten, ev.SaveCommitted, ev.SaveFailed, ev.SaveAbandoned)
-                        ) and event.step is not None:
-            self.saves[event.step] = _updated(self.saves.get(event.step, Save(event.step, at)), at, event)
+        elif (
+            isinstance(
+                event,
+                (
+                    ev.SaveBegun,
+                    ev.SaveStaged,
+                    ev.SaveWritten,
+                    ev.SaveCommitted,
+                    ev.SaveFailed,
+                    ev.SaveAbandoned,
+                ),
+            )
+            and event.step is not None
+        ):
+            self.saves[event.step] = _updated(
+                self.saves.get(event.step, Save(event.step, at)), at, event
+            )
 
     def _take_moment(self, at: float, event: ev.Event) -> None:
         self.moments.setdefault(_MOMENTS[type(event)], at)
@@ -343,21 +430,27 @@ class _Attempt:
             self.moments.setdefault("loading", at - event.seconds)
 
     def fail(self, failure: Failure) -> None:
-        """Keeps the failure of the rank that failed first; other ranks fail because that rank is lost."""
+        """Keeps the failure of the rank that failed first; other ranks fail because that rank is
+        lost."""
         if failure.step is not None:
             save = self.saves.get(failure.step)
             if save is not None and not save.is_committed and not save.failure:
-                self.saves[failure.step] = replace(save, failure=f"rank {failure.rank}: {failure.reason}")
+                self.saves[failure.step] = replace(
+                    save, failure=f"rank {failure.rank}: {failure.reason}"
+                )
             return
         self.ended = max(self.ended, failure.time)
         if self.failure is None or failure.time < self.failure.time:
             self.failure = failure
 
     def take_death(self, noticed: Failure | None) -> None:
-        """Takes what a supervisor noticed. A killed or hanging rank records nothing, and others fail later, because of it."""
+        """Takes what a supervisor noticed. A killed or hanging rank records nothing, and others
+        fail later, because of it."""
         end = self._newest(ev.TrainingEnded)
         ended_well = end.outcome != FAILED if end else log_parser.OVER in self.logged
-        if noticed is not None and (not ended_well if self.failure is None else noticed.time < self.failure.time):
+        if noticed is not None and (
+            not ended_well if self.failure is None else noticed.time < self.failure.time
+        ):
             self.failure = noticed
 
     # ---- the result
@@ -365,18 +458,38 @@ class _Attempt:
     def build(self, number: int, next_start: float | None) -> RunAttempt:
         """Returns the attempt. ``next_start``: of the next attempt."""
         losses = self.curve.build(are_true=log_parser.LAST_CARD not in self.logged)
-        origin, begun = self._origin(losses), self._newest(ev.RunOpened) or self._newest(ev.TrainingStarted)
+        origin, begun = (
+            self._origin(losses),
+            self._newest(ev.RunOpened) or self._newest(ev.TrainingStarted),
+        )
         opened = self._newest(ev.RunOpened)
         last = max(int(losses.steps[-1]) if len(losses) else 0, self.reached, *self.saves, 0)
         has_steps = last > origin.base_step
-        saves = Saves(tuple(self.saves[step] for step in sorted(self.saves)), tuple(self.memory_saves), self.skipped_saves,
-                      opened.save_steps if opened else None, opened.memory_steps if opened else None)
+        saves = Saves(
+            tuple(self.saves[step] for step in sorted(self.saves)),
+            tuple(self.memory_saves),
+            self.skipped_saves,
+            opened.save_steps if opened else None,
+            opened.memory_steps if opened else None,
+        )
         outcome, reason = self._outcome(next_start is None)
         return RunAttempt(
-            number, self.started, self.ended if next_start is None else max(min(self.ended, next_start), self.started),
-            outcome, reason, self.failure.rank if self.failure else None, self.has_events, self.is_cut, self.run_id,
-            begun.world_size if begun else None, origin.base_step + 1 if has_steps else None, last if has_steps else None,
-            origin, saves, losses)
+            number,
+            self.started,
+            self.ended if next_start is None else max(min(self.ended, next_start), self.started),
+            outcome,
+            reason,
+            self.failure.rank if self.failure else None,
+            self.has_events,
+            self.is_cut,
+            self.run_id,
+            begun.world_size if begun else None,
+            origin.base_step + 1 if has_steps else None,
+            last if has_steps else None,
+            origin,
+            saves,
+            losses,
+        )
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:
         end = self._newest(ev.TrainingEnded)
@@ -391,19 +504,33 @@ class _Attempt:
     def _origin(self, losses: Losses) -> Origin:
         choice: ev.Event | None = self.newest.get(ev.CheckpointSelected)
         progress, resumed = self._newest(ev.ProgressRestored), self._newest(ev.Resumed)
-        origin = Origin(isinstance(choice, ev.FreshStart), load_seconds=resumed.load_seconds if resumed else None,
-                        refused=tuple(self.refused), moments=Moments(**self.moments))
+        origin = Origin(
+            isinstance(choice, ev.FreshStart),
+            load_seconds=resumed.load_seconds if resumed else None,
+            refused=tuple(self.refused),
+            moments=Moments(**self.moments),
+        )
         if progress is not None:
             origin = replace(origin, base_step=progress.step, step_scale=progress.step_scale)
         if isinstance(choice, ev.CheckpointSelected):
             if progress is None and choice.step is not None and not choice.weights_only:
                 origin = replace(origin, base_step=choice.step)
-            text = f"weights only: {choice.description}" if choice.weights_only else choice.description
-            step = None if choice.weights_only else origin.base_step if choice.step is None else choice.step
-            return replace(origin, step=step, run_id=choice.run_id, source=choice.source, checkpoint=text)
+            text = (
+                f"weights only: {choice.description}" if choice.weights_only else choice.description
+            )
+            step = (
+                None
+                if choice.weights_only
+                else origin.base_step
+                if choice.step is None
+                else choice.step
+            )
+            return replace(
+                origin, step=step, run_id=choice.run_id, source=choice.source, checkpoint=text
+            )
         if choice is not None:
             return origin
-        if progress is not None:                        # the line of the selection is damaged
+        if progress is not None:  # the line of the selection is damaged
             return replace(origin, step=progress.saved_step)
         base = max(int(losses.steps[0]) - losses.interval, 0) if len(losses) else 0
         return replace(origin, base_step=base, step=base or None, is_inferred=True)
@@ -414,8 +541,14 @@ def _updated(save: Save, at: float, event: ev.Event) -> Save:
         return replace(save, time=at, stall_seconds=event.stall_seconds, is_background=True)
     if isinstance(event, ev.SaveWritten):
         stall = save.stall_seconds if event.stall_seconds is None else event.stall_seconds
-        return replace(save, time=save.time if save.is_background else at, stall_seconds=stall, write_seconds=event.write_seconds,
-                       size_bytes=event.size_bytes, failure="")
+        return replace(
+            save,
+            time=save.time if save.is_background else at,
+            stall_seconds=stall,
+            write_seconds=event.write_seconds,
+            size_bytes=event.size_bytes,
+            failure="",
+        )
     if isinstance(event, ev.SaveCommitted):
         return replace(save, is_committed=True, failure="")
     if isinstance(event, (ev.SaveFailed, ev.SaveAbandoned)):

@@ -3,9 +3,11 @@
     for difference in compare(a, b):                    # CheckpointView, as of open_checkpoint
         difference.name, difference.kind, difference.absolute
 
-Whole tensors are compared chunk by chunk, in bounded memory. A slice that several ranks hold is read from one of them. Recorded
-checksums are ignored: a damaged byte is a difference like any other.
+Whole tensors are compared chunk by chunk, in bounded memory. A slice that several ranks hold is
+read from one of them. Recorded checksums are ignored: a damaged byte is a difference like any
+other.
 """
+
 from __future__ import annotations
 
 import math
@@ -25,7 +27,8 @@ from mindresume.reshard.region_load import WORKERS
 from mindresume.tensor_files.header import DTYPES
 
 ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
-PORTION = 1 << 16           # elements that are compared at once: their bits and values stay in the cache
+# elements that are compared at once: their bits and values stay in the cache
+PORTION = 1 << 16
 
 Number = int | float
 Index = tuple[int, ...]
@@ -33,8 +36,8 @@ Index = tuple[int, ...]
 
 @dataclass
 class Difference:
-    """One tensor that differs in at least one bit. Only the kind VALUES compares values, portion by portion in the order of its
-    elements.
+    """One tensor that differs in at least one bit. Only the kind VALUES compares values, portion by
+    portion in the order of its elements.
 
     Args:
         a, b: the tensor on either side; None if it is missing there.
@@ -45,6 +48,7 @@ class Difference:
         first: index of the first differing element in the whole tensor.
         values: the two values of that element.
     """
+
     name: str
     kind: str
     a: Tensor | None
@@ -62,7 +66,8 @@ class Difference:
         return self.kind == VALUES, -self.absolute, self.name
 
     def within(self, tolerance: float | None) -> bool:
-        """Returns whether no two values differ by more than ``tolerance``; None: bits must be equal."""
+        """Returns whether no two values differ by more than ``tolerance``; None: bits must be
+        equal."""
         return tolerance is not None and self.kind == VALUES and self.absolute <= tolerance
 
     def add(self, chunk: Region, start: int, a: np.ndarray, b: np.ndarray) -> None:
@@ -83,9 +88,16 @@ class Difference:
         self.relative = max(self.relative, relative.max().item())
 
 
-def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None, workers: int = WORKERS, tile: int = TILE,
-            traffic: Traffic | None = None) -> list[Difference]:
-    """Returns the differences, in the order of the tensors of ``a``, then the tensors that only ``b`` has.
+def compare(
+    a: CheckpointView,
+    b: CheckpointView,
+    names: Collection[str] | None = None,
+    workers: int = WORKERS,
+    tile: int = TILE,
+    traffic: Traffic | None = None,
+) -> list[Difference]:
+    """Returns the differences, in the order of the tensors of ``a``, then the tensors that only
+    ``b`` has.
 
     Args:
         names: compares only these tensors.
@@ -104,15 +116,22 @@ def compare(a: CheckpointView, b: CheckpointView, names: Collection[str] | None 
             opened.close()
 
 
-def comparable(a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None) -> tuple[int, int]:
+def comparable(
+    a: CheckpointView, b: CheckpointView, names: Collection[str] | None = None
+) -> tuple[int, int]:
     """Returns how many tensors, and how many bytes of each side, ``compare`` compares by value."""
-    sizes = [a.tensors[name].nbytes for name in _names(a, b, names)
-             if _kind(a.tensors.get(name), b.tensors.get(name)) == VALUES]
+    sizes = [
+        a.tensors[name].nbytes
+        for name in _names(a, b, names)
+        if _kind(a.tensors.get(name), b.tensors.get(name)) == VALUES
+    ]
     return len(sizes), sum(sizes)
 
 
 def _names(a: CheckpointView, b: CheckpointView, names: Collection[str] | None) -> list[str]:
-    return [name for name in dict.fromkeys((*a.tensors, *b.tensors)) if names is None or name in names]
+    return [
+        name for name in dict.fromkeys((*a.tensors, *b.tensors)) if names is None or name in names
+    ]
 
 
 def _kind(a: Tensor | None, b: Tensor | None) -> str:
@@ -123,9 +142,15 @@ def _kind(a: Tensor | None, b: Tensor | None) -> str:
     return VALUES if a.dtype == b.dtype else DTYPE
 
 
-def _compared(sides: tuple[CheckpointView, CheckpointView], files: tuple[OpenFiles, OpenFiles], tile: int, traffic: Traffic,
-              name: str) -> Difference | None:
-    """Returns the difference of one tensor, which is read if only values can differ; None if it is alike on both sides."""
+def _compared(
+    sides: tuple[CheckpointView, CheckpointView],
+    files: tuple[OpenFiles, OpenFiles],
+    tile: int,
+    traffic: Traffic,
+    name: str,
+) -> Difference | None:
+    """Returns the difference of one tensor, which is read if only values can differ; None if it is
+    alike on both sides."""
     a, b = (weights.tensors.get(name) for weights in sides)
     kind = _kind(a, b)
     if kind != VALUES:
@@ -134,13 +159,15 @@ def _compared(sides: tuple[CheckpointView, CheckpointView], files: tuple[OpenFil
     most = max(tile // dtype.itemsize, 1)
     room = min(most, elements(whole(a.shape)))
     buffers, staging = np.empty((2, room), dtype), np.empty(room * dtype.itemsize, np.uint8)
-    found = Difference(name, VALUES, a, b, absolute=0 if _number_dtype(a).kind in "iu" else 0.0, relative=0.0)
+    found = Difference(
+        name, VALUES, a, b, absolute=0 if _number_dtype(a).kind in "iu" else 0.0, relative=0.0
+    )
     for chunk in chunks(a.shape, most):
-        bits = buffers[:, :elements(chunk)]
+        bits = buffers[:, : elements(chunk)]
         for weights, opened, flat in zip(sides, files, bits, strict=True):
             gather(weights, opened, name, chunk, flat.reshape(shape_of(chunk)), staging)
         for start in range(0, elements(chunk), PORTION):
-            found.add(chunk, start, *bits[:, start:start + PORTION])
+            found.add(chunk, start, *bits[:, start : start + PORTION])
         traffic.progress(elements(chunk) * dtype.itemsize)
     return found if found.count else None
 
@@ -151,14 +178,17 @@ def _number_dtype(tensor: Tensor) -> np.dtype:
 
 
 def distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns absolute differences, exact for integers (uint64), else in float64, and relative to the larger magnitude. Both are
-    0 for equal values and for two NaN, inf for a number and NaN, or a finite and an infinite one."""
+    """Returns absolute differences, exact for integers (uint64), else in float64, and relative to
+    the larger magnitude. Both are 0 for equal values and for two NaN, inf for a number and NaN, or
+    a finite and an infinite one."""
     if a.dtype.kind in "iu":
         low, high = np.minimum(a, b), np.maximum(a, b)
-        exact = high.astype(np.uint64) - low.astype(np.uint64)          # modulo 2**64, so right for signed numbers too
+        # modulo 2**64, so right for signed numbers too
+        exact = high.astype(np.uint64) - low.astype(np.uint64)
         scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
         return exact, np.divide(exact, scale, out=np.zeros_like(scale), where=exact != 0)
-    with np.errstate(all="ignore"):                                     # inf - inf, NaN that signals
+    # inf - inf, NaN that signals
+    with np.errstate(all="ignore"):
         x, y = a.astype(np.float64), b.astype(np.float64)
         same = (x == y) | (np.isnan(x) & np.isnan(y))
         absolute = np.abs(x - y)

@@ -1,10 +1,11 @@
-"""Plans a conversion: which files the target has, which region of which tensor each holds, in which groups they are written, and
-what identifies the result.
+"""Plans a conversion: which files the target has, which region of which tensor each holds, in which
+groups they are written, and what identifies the result.
 
     plan = to_ranks(source, strategy, "safetensors")        # rank folders, for another job
     plan = to_iteration(source, strategy)                   # an iteration folder of Checkpoint 2.0
     plan = to_consolidated(source, MINDSPORE)               # consolidated weights in parts
 """
+
 from __future__ import annotations
 
 import io
@@ -20,7 +21,14 @@ import numpy as np
 import xxhash
 
 from mindresume.errors import ConfigError, StrategyError
-from mindresume.formats.consolidated import HYPER, MINDSPORE, index_document, is_hyper, part_name, split
+from mindresume.formats.consolidated import (
+    HYPER,
+    MINDSPORE,
+    index_document,
+    is_hyper,
+    part_name,
+    split,
+)
 from mindresume.formats.iterations import MODEL, OPTIMIZER, WeightFile, parse_weight_file
 from mindresume.formats.rank_folders import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
@@ -36,31 +44,39 @@ from mindresume.reshard.tensor_checks import check_order, missing_parameters, pr
 from mindresume.tensor_files import FilePlan, TensorSpec, encode, plan_file, read_header
 from mindresume.tensor_files.header import DTYPES
 
-PART_BYTES = 3 << 30                # bytes of a part of consolidated weights, as of MindSpore's unified_safetensors
+# bytes of a part of consolidated weights, as of MindSpore's unified_safetensors
+PART_BYTES = 3 << 30
 METADATA = {"format": "ms"}
-IN_COMMON = frozenset(SCALARS) - {"global_step"}       # global_step is a parameter of the optimizer
+IN_COMMON = frozenset(SCALARS) - {"global_step"}  # global_step is a parameter of the optimizer
 
 
 @dataclass(frozen=True)
 class TargetFile:
     """Describes a file to write. ``holds``: {tensor: region}; ``metadata``: of the file."""
+
     path: str
     format: str
     holds: Mapping[str, Region]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def plan_file(self, tensors: Mapping[str, Tensor]) -> FilePlan:
-        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format cannot hold."""
+        """Returns the layout of the file in bytes. ValueError for a dtype or name that the format
+        cannot hold."""
         specs = {}
         for name in in_order(self.holds, tensors):
             shape, dtype = shape_of(self.holds[name]), tensors[name].dtype
-            specs[name] = TensorSpec(dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize)
+            specs[name] = TensorSpec(
+                dtype, shape, elements(self.holds[name]) * DTYPES[dtype].itemsize
+            )
         return plan_file(self.format, specs, self.metadata)
 
 
 def in_order(names: Iterable[str], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a safetensors file."""
-    return [name for _, name in sorted((-DTYPES[tensors[name].dtype].itemsize, name) for name in names)]
+    """Returns names in the one order of all target files: wide dtypes first, then by name, as in a
+    safetensors file."""
+    return [
+        name for _, name in sorted((-DTYPES[tensors[name].dtype].itemsize, name) for name in names)
+    ]
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,7 @@ class ConversionPlan:
         documents: (name, JSON value) of the index and the configuration of consolidated weights.
         model_type: of Hugging Face, if the tensors have its names.
     """
+
     source: OpenCheckpoint
     files: tuple[TargetFile, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -95,23 +112,32 @@ class ConversionPlan:
     def size(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the files of these groups, by default of all."""
         tensors = self.source.weights.tensors
-        return sum(self.files[i].plan_file(tensors).size for group in (self.groups if groups is None else groups) for i in group)
+        return sum(
+            self.files[i].plan_file(tensors).size
+            for group in (self.groups if groups is None else groups)
+            for i in group
+        )
 
     def tensor_bytes(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
         """Returns the bytes of the tensors in these files."""
         tensors = self.source.weights.tensors
-        return sum(elements(region) * DTYPES[tensors[name].dtype].itemsize
-                   for group in (self.groups if groups is None else groups) for i in group
-                   for name, region in self.files[i].holds.items())
+        return sum(
+            elements(region) * DTYPES[tensors[name].dtype].itemsize
+            for group in (self.groups if groups is None else groups)
+            for i in group
+            for name, region in self.files[i].holds.items()
+        )
 
 
-def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_per_group: int | None = None) -> ConversionPlan:
+def to_ranks(
+    source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_per_group: int | None = None
+) -> ConversionPlan:
     """Plans rank folders for another job.
 
     Args:
         strategy: of that job; None: one rank.
-        ranks_per_group: number of ranks whose files are written together; by default a pipeline stage, whose ranks need the same
-            bytes.
+        ranks_per_group: number of ranks whose files are written together; by default a pipeline
+            stage, whose ranks need the same bytes.
     Raises:
         StrategyError, ConfigError: see ``rank_files``.
     """
@@ -123,21 +149,35 @@ def to_ranks(source: OpenCheckpoint, strategy: Strategy | None, fmt: str, ranks_
     strategy = fitted(strategy, source.weights)
     name = source.name
     if name is None and source.state is not None:
-        name = FileName(prefix_of(source), 0, 0, source.state.epoch, source.state.step_in_epoch, fmt)
+        name = FileName(
+            prefix_of(source), 0, 0, source.state.epoch, source.state.step_in_epoch, fmt
+        )
     # without a step the name that MindSpore's transform gives
-    names = [f"checkpoint_{rank}.{fmt}" if name is None else str(name._replace(rank=rank, suffix=0, format=fmt))
-             for rank in range(strategy.world_size if strategy else 1)]
+    names = [
+        f"checkpoint_{rank}.{fmt}"
+        if name is None
+        else str(name._replace(rank=rank, suffix=0, format=fmt))
+        for rank in range(strategy.world_size if strategy else 1)
+    ]
     paths = [f"{folder_name(rank)}/{file}" for rank, file in enumerate(names)]
     files = rank_files(source.weights, strategy, paths, fmt, metadata)
-    return _of_ranks(ConversionPlan(source, tuple(files), (), fingerprint, strategy=strategy), 1, ranks_per_group)
+    return _of_ranks(
+        ConversionPlan(source, tuple(files), (), fingerprint, strategy=strategy), 1, ranks_per_group
+    )
 
 
-def to_iteration(source: OpenCheckpoint, strategy: Strategy | None, ranks_per_group: int | None = None) -> ConversionPlan:
-    """Plans an iteration folder of Checkpoint 2.0 with its tracker: of each rank the network's weights and the rest, without the
-    counters, which are in ``common.json``. ``strategy`` None: of one rank; ``ranks_per_group``: as for ``to_ranks``. Raises
-    ConfigError for weights without a step, and the errors of ``holdings``."""
+def to_iteration(
+    source: OpenCheckpoint, strategy: Strategy | None, ranks_per_group: int | None = None
+) -> ConversionPlan:
+    """Plans an iteration folder of Checkpoint 2.0 with its tracker: of each rank the network's
+    weights and the rest, without the counters, which are in ``common.json``. ``strategy`` None: of
+    one rank; ``ranks_per_group``: as for ``to_ranks``. Raises ConfigError for weights without a
+    step, and the errors of ``holdings``."""
     if source.state is None:
-        raise ConfigError(f"{source.what}: nothing there says which step it is; an iteration folder is named after one")
+        raise ConfigError(
+            f"{source.what}: nothing there says which step it is; an iteration folder is named "
+            "after one"
+        )
     fingerprint = _fingerprint(source, "iteration", strategy)
     run = run_name(1, fingerprint[:8])
     iteration_dir = f"{RECORDS}/{attempt_name(source.state.step, run)}"
@@ -148,71 +188,118 @@ def to_iteration(source: OpenCheckpoint, strategy: Strategy | None, ranks_per_gr
     for rank, holds in enumerate(all_holdings):
         for kind in (MODEL, OPTIMIZER):
             path = f"{iteration_dir}/{WeightFile(prefix_of(source), kind, rank, len(all_holdings))}"
-            files.append(TargetFile(path, "safetensors", {name: region for name, region in holds.items() if name not in IN_COMMON
-                                                          and (name in of_network) is (kind == MODEL)}, metadata))
-    plan = ConversionPlan(source, tuple(files), (), fingerprint, iteration_dir=iteration_dir, strategy=strategy)
+            files.append(
+                TargetFile(
+                    path,
+                    "safetensors",
+                    {
+                        name: region
+                        for name, region in holds.items()
+                        if name not in IN_COMMON and (name in of_network) is (kind == MODEL)
+                    },
+                    metadata,
+                )
+            )
+    plan = ConversionPlan(
+        source, tuple(files), (), fingerprint, iteration_dir=iteration_dir, strategy=strategy
+    )
     return _of_ranks(plan, 2, ranks_per_group)
 
 
 def _of_ranks(plan: ConversionPlan, per_rank: int, ranks_per_group: int | None) -> ConversionPlan:
     """Adds the groups and the files of each rank, which has ``per_rank`` of them."""
-    size, count = per_rank * (ranks_per_group or (plan.strategy.stage_size if plan.strategy else 1)), len(plan.files)
-    return replace(plan, groups=tuple(tuple(range(first, min(first + size, count))) for first in range(0, count, size)),
-                   shards=tuple(tuple(range(first, first + per_rank)) for first in range(0, count, per_rank)))
+    size, count = (
+        per_rank * (ranks_per_group or (plan.strategy.stage_size if plan.strategy else 1)),
+        len(plan.files),
+    )
+    return replace(
+        plan,
+        groups=tuple(
+            tuple(range(first, min(first + size, count))) for first in range(0, count, size)
+        ),
+        shards=tuple(tuple(range(first, first + per_rank)) for first in range(0, count, per_rank)),
+    )
 
 
 def ranks_in_group(strategy: Strategy | None, processes: int) -> int:
-    """Returns how many ranks' files a group holds, so that ``processes`` have about as much to write; at most those of a pipeline
-    stage, whose ranks need the same bytes."""
+    """Returns how many ranks' files a group holds, so that ``processes`` have about as much to
+    write; at most those of a pipeline stage, whose ranks need the same bytes."""
     if strategy is None:
         return 1
     each = -(-strategy.world_size // processes)
     return -(-each // -(-each // strategy.stage_size))
 
 
-def to_consolidated(source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES,
-                    drop: tuple[str, ...] = ()) -> ConversionPlan:
-    """Plans consolidated weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see ``consolidated_files``."""
+def to_consolidated(
+    source: OpenCheckpoint, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+) -> ConversionPlan:
+    """Plans consolidated weights of ``kind`` MINDSPORE or HUGGINGFACE, in parts. ConfigError: see
+    ``consolidated_files``."""
     source = with_counters(source) if kind == MINDSPORE else source
     files, index = consolidated_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, "complete", kind, part_bytes, sorted(drop))
-    return ConversionPlan(source, tuple(files), tuple((i,) for i in range(len(files))), fingerprint, documents=(index,))
+    return ConversionPlan(
+        source,
+        tuple(files),
+        tuple((i,) for i in range(len(files))),
+        fingerprint,
+        documents=(index,),
+    )
 
 
 def prefix_of(source: OpenCheckpoint) -> str:
-    """Returns the prefix of the source's file names, as the user chose it; ``checkpoint`` if there is none."""
+    """Returns the prefix of the source's file names, as the user chose it; ``checkpoint`` if there
+    is none."""
     if source.name is not None:
         return source.name.prefix
-    file = parse_weight_file(os.path.basename(source.candidate.first.path)) if source.candidate else None
+    file = (
+        parse_weight_file(os.path.basename(source.candidate.first.path))
+        if source.candidate
+        else None
+    )
     return (file.prefix if file else None) or "checkpoint"
 
 
 def _fingerprint(source: OpenCheckpoint, *wanted: Any) -> str:
-    """Returns a checksum of the identity of the source, of its layouts, and of what is wanted; a strategy counts without the path
-    that it was read from."""
-    layouts = [[name, tensor.dtype, tensor.shape, tensor.layout.to_json() if tensor.layout else None, tensor.first]
-               for name, tensor in sorted(source.weights.tensors.items())]
-    content = [item.to_json() | {"source": ""} if isinstance(item, Strategy) else item for item in wanted]
+    """Returns a checksum of the identity of the source, of its layouts, and of what is wanted; a
+    strategy counts without the path that it was read from."""
+    layouts = [
+        [
+            name,
+            tensor.dtype,
+            tensor.shape,
+            tensor.layout.to_json() if tensor.layout else None,
+            tensor.first,
+        ]
+        for name, tensor in sorted(source.weights.tensors.items())
+    ]
+    content = [
+        item.to_json() | {"source": ""} if isinstance(item, Strategy) else item for item in wanted
+    ]
     value = json.dumps([source.identity, layouts, content], sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(value.encode())
 
 
-# ---- which region of which tensor each file holds -------------------------------------------------------------------
+# ---- which region of which tensor each file holds ------------------------------------------------
+
 
 def fitted(strategy: Strategy | None, weights: CheckpointView) -> Strategy | None:
-    """Returns the strategy with as many dimensions of each layout as the tensor has. Raises StrategyError if a layout does not
-    fit."""
-    return strategy and strategy.fit_dimensions({name: len(tensor.shape) for name, tensor in weights.tensors.items()})
+    """Returns the strategy with as many dimensions of each layout as the tensor has. Raises
+    StrategyError if a layout does not fit."""
+    return strategy and strategy.fit_dimensions(
+        {name: len(tensor.shape) for name, tensor in weights.tensors.items()}
+    )
 
 
 def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[str, Region]]:
     """Returns {tensor: region} for each rank of the target.
 
     Args:
-        strategy: has as many dimensions as the tensors (``fitted``); None: one rank that holds everything.
+        strategy: has as many dimensions as the tensors (``fitted``); None: one rank that holds
+            everything.
     Raises:
-        StrategyError: names a tensor that no stage holds, so that it would be lost, that the weights lack
-            (``missing_parameters``), or whose shape does not divide.
+        StrategyError: names a tensor that no stage holds, so that it would be lost, that the
+            weights lack (``missing_parameters``), or whose shape does not divide.
         ConfigError: see ``check_order``.
     """
     tensors = weights.tensors
@@ -222,13 +309,20 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     named = {name for stage in strategy.stages for name in stage}
     lost = [name for name, tensor in tensors.items() if name not in named and not tensor.is_counter]
     if lost:
-        raise StrategyError(f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the target "
-                            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example {listed(lost, 3)}. Is "
-                            f"it the strategy of the same model, with all its stages?")
+        raise StrategyError(
+            f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the "
+            "target "
+            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example "
+            f"{listed(lost, 3)}. Is "
+            f"it the strategy of the same model, with all its stages?"
+        )
     absent = missing_parameters(named, tensors)
     if absent:
-        raise StrategyError(f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does not have, for "
-                            f"example {listed(absent, 3)}. Is it the strategy of the same model?")
+        raise StrategyError(
+            f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does "
+            "not have, for "
+            f"example {listed(absent, 3)}. Is it the strategy of the same model?"
+        )
     for stage in strategy.stages:
         check_order(weights, {name: layout for name, layout in stage.items() if name in tensors})
     counters = {name: whole(tensor.shape) for name, tensor in tensors.items() if tensor.is_counter}
@@ -245,11 +339,19 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     return found
 
 
-def rank_files(weights: CheckpointView, strategy: Strategy | None, paths: Sequence[str], fmt: str,
-               metadata: Mapping[str, str] = METADATA) -> list[TargetFile]:
-    """Returns one file per rank. Raises StrategyError as ``holdings``, and ConfigError for a dtype that the format cannot
-    hold."""
-    files = [TargetFile(path, fmt, holds, metadata) for path, holds in zip(paths, holdings(weights, strategy), strict=True)]
+def rank_files(
+    weights: CheckpointView,
+    strategy: Strategy | None,
+    paths: Sequence[str],
+    fmt: str,
+    metadata: Mapping[str, str] = METADATA,
+) -> list[TargetFile]:
+    """Returns one file per rank. Raises StrategyError as ``holdings``, and ConfigError for a dtype
+    that the format cannot hold."""
+    files = [
+        TargetFile(path, fmt, holds, metadata)
+        for path, holds in zip(paths, holdings(weights, strategy), strict=True)
+    ]
     for file in {tuple(file.holds): file for file in files}.values():
         try:
             file.plan_file(weights.tensors)
@@ -259,35 +361,63 @@ def rank_files(weights: CheckpointView, strategy: Strategy | None, paths: Sequen
 
 
 def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Returns the tensors of the network: no counters, and no optimizer states (named ``adam_m.`` and the name of a
-    parameter)."""
-    return {name for name, tensor in tensors.items() if not tensor.is_counter and name not in SCALARS
-            and not any(rest in tensors for _, rest in prefix_splits(name))}
+    """Returns the tensors of the network: no counters, and no optimizer states (named ``adam_m.``
+    and the name of a parameter)."""
+    return {
+        name
+        for name, tensor in tensors.items()
+        if not tensor.is_counter
+        and name not in SCALARS
+        and not any(rest in tensors for _, rest in prefix_splits(name))
+    }
 
 
-def consolidated_files(weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
-                   ) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
-    """Returns the files of consolidated weights, and the index as (file name, JSON value). ``drop``: patterns of names to leave
-    out; HUGGINGFACE also leaves out counters: single numbers that no strategy names, and without a dot in the name. ConfigError
-    if nothing is left, and as ``check_order``."""
-    tensors = {name: tensor for name, tensor in weights.tensors.items() if not any(fnmatchcase(name, p) for p in drop)}
+def consolidated_files(
+    weights: CheckpointView, kind: str, part_bytes: int = PART_BYTES, drop: tuple[str, ...] = ()
+) -> tuple[list[TargetFile], tuple[str, dict[str, Any]]]:
+    """Returns the files of consolidated weights, and the index as (file name, JSON value).
+    ``drop``: patterns of names to leave out; HUGGINGFACE also leaves out counters: single numbers
+    that no strategy names, and without a dot in the name. ConfigError if nothing is left, and as
+    ``check_order``."""
+    tensors = {
+        name: tensor
+        for name, tensor in weights.tensors.items()
+        if not any(fnmatchcase(name, p) for p in drop)
+    }
     check_order(weights, dict.fromkeys(tensors))
-    hyper = [name for name, tensor in tensors.items() if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
-        name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape))]
+    hyper = [
+        name
+        for name, tensor in tensors.items()
+        if (is_hyper if kind == MINDSPORE else _is_no_parameter)(
+            name, tensor.layout is not None or not tensor.is_counter, math.prod(tensor.shape)
+        )
+    ]
     apart = set(hyper)
     names = in_order([name for name in tensors if name not in apart], tensors)
     if not names:
-        raise ConfigError(f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
-                          + (f" after {', '.join(drop)}" if drop else ""))
+        raise ConfigError(
+            f"{weights.name}: of {len(weights.tensors)} tensors none is left to be written"
+            + (f" after {', '.join(drop)}" if drop else "")
+        )
     sizes = {name: tensors[name].nbytes for name in names}
     parts = split(sizes, part_bytes)
     paths = [part_name(i, len(parts), kind) for i in range(len(parts))]
     weight_map = {name: path for path, part in zip(paths, parts, strict=True) for name in part}
-    files = [TargetFile(path, "safetensors", {name: whole(tensors[name].shape) for name in part},
-                        METADATA if kind == MINDSPORE else {"format": "np"})
-             for path, part in zip(paths, parts, strict=True)]
+    files = [
+        TargetFile(
+            path,
+            "safetensors",
+            {name: whole(tensors[name].shape) for name in part},
+            METADATA if kind == MINDSPORE else {"format": "np"},
+        )
+        for path, part in zip(paths, parts, strict=True)
+    ]
     if kind == MINDSPORE and hyper:
-        files.append(TargetFile(HYPER, "safetensors", {name: whole(tensors[name].shape) for name in hyper}, METADATA))
+        files.append(
+            TargetFile(
+                HYPER, "safetensors", {name: whole(tensors[name].shape) for name in hyper}, METADATA
+            )
+        )
     return files, index_document(kind, weight_map, sum(sizes.values()))
 
 
@@ -300,28 +430,46 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Region]:
     return {name: whole(tensor.shape) for name, tensor in tensors.items()}
 
 
-# ---- counters as tensors: Checkpoint 1.0 keeps them so in every file, an iteration folder elsewhere -----------------
+# ---- counters as tensors: Checkpoint 1.0 keeps them so in every file, an iteration folder elsewher
+
 
 def with_counters(source: OpenCheckpoint) -> OpenCheckpoint:
-    """Returns ``source``; if it is an iteration folder, with the counters of its ``common.json`` added as tensors. They are in a
-    file in memory, because readers read ranges of files."""
+    """Returns ``source``; if it is an iteration folder, with the counters of its ``common.json``
+    added as tensors. They are in a file in memory, because readers read ranges of files."""
     if not source.is_iteration or source.state is None:
         return source
     weights = source.weights
-    arrays = {name: array for name, array in counters_of(source.state).items() if name not in weights.tensors}
+    arrays = {
+        name: array
+        for name, array in counters_of(source.state).items()
+        if name not in weights.tensors
+    }
     content = b"".join(data for _, data in encode("safetensors", arrays, {}))
     memory, header = _Memory(content), read_header(io.BytesIO(content), "counters.safetensors")
-    tensors = {**weights.tensors, **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()}}
-    return replace(source, weights=replace(
-        weights, tensors=tensors, headers={**weights.headers, memory.path: header}, memory=memory,
-        places={**weights.places, **{name: {0: memory.path} for name in arrays}}))
+    tensors = {
+        **weights.tensors,
+        **{name: Tensor(name, entry.dtype, entry.shape) for name, entry in header.tensors.items()},
+    }
+    return replace(
+        source,
+        weights=replace(
+            weights,
+            tensors=tensors,
+            headers={**weights.headers, memory.path: header},
+            memory=memory,
+            places={**weights.places, **{name: {0: memory.path} for name in arrays}},
+        ),
+    )
 
 
 def counters_of(state: TrainingState) -> dict[str, np.ndarray]:
-    """Returns the counters that mindformers appends to each file (core/callback/callback.py:save_checkpoint). Leaves out counters
-    that are not known."""
-    found: dict[str, np.ndarray] = {"epoch_num": np.array(state.epoch, np.int64), "step_num": np.array(state.step, np.int64),
-                                    "global_step": np.array([state.global_step], np.int32)}
+    """Returns the counters that mindformers appends to each file
+    (core/callback/callback.py:save_checkpoint). Leaves out counters that are not known."""
+    found: dict[str, np.ndarray] = {
+        "epoch_num": np.array(state.epoch, np.int64),
+        "step_num": np.array(state.step, np.int64),
+        "global_step": np.array([state.global_step], np.int32),
+    }
     if state.loss_scale is not None:
         found["loss_scale"] = np.array(state.loss_scale, np.float32)
     if state.global_batch_size is not None:

@@ -1,16 +1,20 @@
 """The two engines of a conversion, which write target files.
 
-``mindspore``: MindSpore transforms into a scratch folder, and the direct engine copies the result into the target files, which
-checks every name, shape and dtype. ``direct``: reads every source byte once and writes every target byte once, in the order of
-the files.
+``mindspore``: MindSpore transforms into a scratch folder, and the direct engine copies the result
+into the target files, which checks every name, shape and dtype. ``direct``: reads every source byte
+once and writes every target byte once, in the order of the files.
 
-    tensors in the order of the target files ─▶ tiles: chunks of one large tensor, or many small ones, of bounded size
-    a worker per tile: gather it from the source files ─▶ in turn: hash what was read, hash what will be written ─▶ write it
+    tensors in the order of the target files ─▶ tiles: chunks of one large tensor, or many small
+        ones, of bounded size
+    a worker per tile: gather it from the source files ─▶ in turn: hash what was read, hash what
+        will be written ─▶ write it
 
-All target files keep their tensors in one order, and chunks follow each other in every layout (``geometry.chunks``). So the bytes
-of each source tensor and of each target file pass in order, and their checksums come along without reading anything twice.
-Memory: three buffers of ``TILE`` bytes a worker, whatever the size of the model.
+All target files keep their tensors in one order, and chunks follow each other in every layout
+(``geometry.chunks``). So the bytes of each source tensor and of each target file pass in order, and
+their checksums come along without reading anything twice. Memory: three buffers of ``TILE`` bytes a
+worker, whatever the size of the model.
 """
+
 from __future__ import annotations
 
 import os
@@ -27,24 +31,35 @@ from mindresume.errors import ConfigError, CorruptFileError, EngineError, SaveEr
 from mindresume.events import Emit, Notice, ignore
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile, in_order
-from mindresume.reshard.geometry import Region, chunks, elements, offset, overlap, shape_of, view, within
+from mindresume.reshard.geometry import (
+    Region,
+    chunks,
+    elements,
+    offset,
+    overlap,
+    shape_of,
+    view,
+    within,
+)
 from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
 from mindresume.storage.interface import NewFile, Storage
 from mindresume.tensor_files import Checksums, FilePlan
 from mindresume.tensor_files.header import DTYPES
 
-TILE = 4 << 20              # bytes: what was read is still in the cache when it is hashed and written
-MAX_CHUNKS_IN_TILE = 512          # small tensors
-BUFFERS = 3                 # of TILE bytes, a worker
-MIN_TILE = 64 << 10         # bytes; with less, calls would cost more than data
+# bytes: what was read is still in the cache when it is hashed and written
+TILE = 4 << 20
+MAX_CHUNKS_IN_TILE = 512  # small tensors
+BUFFERS = 3  # of TILE bytes, a worker
+MIN_TILE = 64 << 10  # bytes; with less, calls would cost more than data
 AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
-TIMEOUT = 7200.0            # seconds for MindSpore's engine, as long as mindformers waits for it
+TIMEOUT = 7200.0  # seconds for MindSpore's engine, as long as mindformers waits for it
 
 
 @dataclass
 class Traffic:
-    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and written. Any thread calls
-    ``progress`` with the bytes written since the last call."""
+    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and
+    written. Any thread calls ``progress`` with the bytes written since the last call."""
+
     read: int = 0
     verified: int = 0
     written: int = 0
@@ -52,19 +67,22 @@ class Traffic:
 
 
 def engine_for(engine: str, fmt: str) -> str:
-    """Returns the engine that ``auto`` stands for: MindSpore's for ckpt sources, the direct one for safetensors."""
+    """Returns the engine that ``auto`` stands for: MindSpore's for ckpt sources, the direct one for
+    safetensors."""
     return engine if engine != AUTO else BY_MINDSPORE if fmt == "ckpt" else DIRECT
 
 
 def tile_for(memory: int | None, workers: int) -> int:
-    """Returns the size of one buffer in bytes, so that all buffers take at most ``memory`` bytes. ConfigError if that is too
-    little."""
+    """Returns the size of one buffer in bytes, so that all buffers take at most ``memory`` bytes.
+    ConfigError if that is too little."""
     if memory is None:
         return TILE
     tile = memory // (BUFFERS * workers)
     if tile < MIN_TILE:
-        raise ConfigError(f"{memory} bytes of memory are too little for {workers} workers: each needs at least "
-                          f"{BUFFERS * MIN_TILE} bytes")
+        raise ConfigError(
+            f"{memory} bytes of memory are too little for {workers} workers: each needs at least "
+            f"{BUFFERS * MIN_TILE} bytes"
+        )
     return min(tile, TILE)
 
 
@@ -77,8 +95,10 @@ class Engine:
         workers: threads of the direct engine, processes of the other one.
         tile: bytes of a buffer.
         traffic: is increased by what is read, verified and written.
-        falls_back: what MindSpore cannot convert is converted by the direct engine; ``name`` then says so.
+        falls_back: what MindSpore cannot convert is converted by the direct engine; ``name`` then
+            says so.
     """
+
     name: str = DIRECT
     workers: int = 2
     tile: int = TILE
@@ -87,30 +107,50 @@ class Engine:
     falls_back: bool = False
     _rewritten: CheckpointView | None = field(default=None, repr=False)
 
-    def write(self, plan: ConversionPlan, storage: Storage, files: Sequence[TargetFile], scratch: str) -> list[Checksums]:
-        """Writes some files of ``plan``, whose paths are complete, durably. Returns size and checksums of each. Raises
-        EngineError, and the errors of ``transform``."""
+    def write(
+        self, plan: ConversionPlan, storage: Storage, files: Sequence[TargetFile], scratch: str
+    ) -> list[Checksums]:
+        """Writes some files of ``plan``, whose paths are complete, durably. Returns size and
+        checksums of each. Raises EngineError, and the errors of ``transform``."""
         if self.name == BY_MINDSPORE and self._rewritten is None:
             self._rewritten = self._rewrite(plan, storage, scratch)
-        return transform(self._rewritten or plan.source.weights, storage, files, self.workers, self.tile, self.traffic)
+        return transform(
+            self._rewritten or plan.source.weights,
+            storage,
+            files,
+            self.workers,
+            self.tile,
+            self.traffic,
+        )
 
     def _rewrite(self, plan: ConversionPlan, storage: Storage, scratch: str) -> CheckpointView:
         """Lets MindSpore convert all tensors into a folder in ``scratch``, and returns them."""
         from mindresume.reshard.mindspore_engine import rewrite
+
         folder = os.path.join(scratch, f"mindspore-{os.getpid()}-{runtime.token_hex(4)}")
         storage.make_folder(folder)
         try:
-            return rewrite(plan.source.weights, plan.strategy, folder, workers=self.workers, timeout=TIMEOUT, emit=self.emit)
+            return rewrite(
+                plan.source.weights,
+                plan.strategy,
+                folder,
+                workers=self.workers,
+                timeout=TIMEOUT,
+                emit=self.emit,
+            )
         except EngineError as error:
             if not self.falls_back:
                 raise
-            self.emit(Notice(f"MindSpore's engine cannot convert this, so the direct engine did: {error}"))
+            self.emit(
+                Notice(f"MindSpore's engine cannot convert this, so the direct engine did: {error}")
+            )
             self.name = DIRECT
             return plan.source.weights
 
 
 def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, Region]]]:
-    """Yields tiles: chunks of all tensors in order, together at most ``size`` bytes (one element may have more)."""
+    """Yields tiles: chunks of all tensors in order, together at most ``size`` bytes (one element
+    may have more)."""
     tile: list[tuple[Tensor, Region]] = []
     used = 0
     for tensor in tensors:
@@ -121,13 +161,19 @@ def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, R
                 yield tile
                 tile, used = [], 0
             tile.append((tensor, region))
-            used += count + -count % 8              # every chunk begins aligned
+            used += count + -count % 8  # every chunk begins aligned
     if tile:
         yield tile
 
 
-def transform(weights: CheckpointView, storage: Storage, targets: Sequence[TargetFile], workers: int = 2, tile: int = TILE,
-              traffic: Traffic | None = None) -> list[Checksums]:
+def transform(
+    weights: CheckpointView,
+    storage: Storage,
+    targets: Sequence[TargetFile],
+    workers: int = 2,
+    tile: int = TILE,
+    traffic: Traffic | None = None,
+) -> list[Checksums]:
     """Writes all ``targets`` durably. Returns size and checksums of each.
 
     Args:
@@ -152,17 +198,24 @@ def transform(weights: CheckpointView, storage: Storage, targets: Sequence[Targe
             for name, region in out.target.holds.items():
                 takers.setdefault(name, {}).setdefault(region, []).append(out)
         traffic = traffic or Traffic()
-        job = _Transfer(weights, files, takers, tiles([weights.tensors[name] for name in names], tile), tile, traffic)
+        job = _Transfer(
+            weights,
+            files,
+            takers,
+            tiles([weights.tensors[name] for name in names], tile),
+            tile,
+            traffic,
+        )
         job.run(workers)
         traffic.read += files.bytes_read
         traffic.verified += job.sources.verified
         for out in outs:
             out.finish()
         return [out.sums for out in outs]
-    except BaseException:                           # Ctrl-C too: no partial file stays
+    except BaseException:  # Ctrl-C too: no partial file stays
         for out in outs:
             out.file.abandon()
-            with suppress(OSError):                 # it was finished before another one failed
+            with suppress(OSError):  # it was finished before another one failed
                 storage.remove(out.target.path)
         raise
     finally:
@@ -177,8 +230,9 @@ class _OutputFile:
         self.sums = Checksums(size=plan.size)
         self.file: NewFile = storage.create(target.path, plan.size)
         self._whole, self._passed = xxh3_128(), 0
-        self._tensor, self._name = xxh3_128(), ""               # the tensor whose bytes pass
-        self._literals = [part for part in plan.parts if part.name is None and part.data]      # those that have not passed yet
+        self._tensor, self._name = xxh3_128(), ""  # the tensor whose bytes pass
+        # those that have not passed yet
+        self._literals = [part for part in plan.parts if part.name is None and part.data]
 
     def begin(self) -> None:
         """Writes all bytes that belong to no tensor."""
@@ -191,11 +245,13 @@ class _OutputFile:
         for position, first, count in self.where[name]:
             low, high = max(start, first), min(start + len(data), first + count)
             if low < high:
-                yield position + low - first, data[low - start:high - start]
+                yield position + low - first, data[low - start : high - start]
 
     def hash(self, name: str, position: int, data: memoryview) -> None:
         if position != self._passed:
-            raise SaveError(f"{self.target.path}: {name} is written at byte {position}, expected {self._passed}")
+            raise SaveError(
+                f"{self.target.path}: {name} is written at byte {position}, expected {self._passed}"
+            )
         if self._name != name:
             self._name, self._tensor = name, xxh3_128()
         self._tensor.update(data)
@@ -215,8 +271,10 @@ class _OutputFile:
     def finish(self) -> None:
         """Flushes and renames the file. SaveError if not every byte was written."""
         if self._passed != self.plan.size:
-            raise SaveError(f"{self.target.path}: {self._passed} bytes were written, expected {self.plan.size}")
-        for name in self.where:                     # the empty ones
+            raise SaveError(
+                f"{self.target.path}: {self._passed} bytes were written, expected {self.plan.size}"
+            )
+        for name in self.where:  # the empty ones
             self.sums.tensors.setdefault(name, xxh3_128().hexdigest())
         self.sums.file = self._whole.hexdigest()
         self.file.finish()
@@ -224,7 +282,9 @@ class _OutputFile:
 
 @dataclass
 class SourceChecksums:
-    """Compares the checksums of source tensors whose bytes pass completely and in order; ignores other tensors."""
+    """Compares the checksums of source tensors whose bytes pass completely and in order; ignores
+    other tensors."""
+
     verified: int = 0
     _sums: dict[tuple[str, int], tuple[Any, int]] = field(default_factory=dict)
 
@@ -241,20 +301,42 @@ class SourceChecksums:
         if passed == place.entry.nbytes:
             del self._sums[key]
             if found.hexdigest() != place.checksum:
-                raise CorruptFileError(place.path, f"{name} of rank {place.rank} is not what was written: checksum "
-                                                   f"{found.hexdigest()}, recorded {place.checksum}", tensor=name)
+                raise CorruptFileError(
+                    place.path,
+                    f"{name} of rank {place.rank} is not what was written: checksum "
+                    f"{found.hexdigest()}, recorded {place.checksum}",
+                    tensor=name,
+                )
             self.verified += passed
 
 
 class _Transfer:
     """Runs workers that take one tile after the other. ``_turn``: tiles are hashed in order."""
 
-    def __init__(self, weights: CheckpointView, files: OpenFiles, takers: Mapping[str, Mapping[Region, list[_OutputFile]]],
-                 work: Iterator[list[tuple[Tensor, Region]]], tile: int, traffic: Traffic):
-        self.weights, self.files, self.takers, self.tile, self.traffic = weights, files, takers, tile, traffic
+    def __init__(
+        self,
+        weights: CheckpointView,
+        files: OpenFiles,
+        takers: Mapping[str, Mapping[Region, list[_OutputFile]]],
+        work: Iterator[list[tuple[Tensor, Region]]],
+        tile: int,
+        traffic: Traffic,
+    ):
+        self.weights, self.files, self.takers, self.tile, self.traffic = (
+            weights,
+            files,
+            takers,
+            tile,
+            traffic,
+        )
         self.sources = SourceChecksums()
         self._work = enumerate(work)
-        self._taking, self._turn, self._done, self._ended = runtime.Lock(), runtime.Condition(), 0, 0
+        self._taking, self._turn, self._done, self._ended = (
+            runtime.Lock(),
+            runtime.Condition(),
+            0,
+            0,
+        )
         self._error: BaseException | None = None
 
     def run(self, workers: int) -> None:
@@ -264,9 +346,10 @@ class _Transfer:
                 runtime.Thread(target=self._help, daemon=True).start()
                 begun += 1
             self._serve()
-        except BaseException as error:              # Ctrl-C reaches this thread only, here or below
+        except BaseException as error:  # Ctrl-C reaches this thread only, here or below
             self._fail(error)
-        while self._ended < begun:                  # no join: after an interrupt, join takes a running thread for ended
+        # no join: after an interrupt, join takes a running thread for ended
+        while self._ended < begun:
             try:
                 with self._turn:
                     if self._ended < begun:
@@ -279,7 +362,8 @@ class _Transfer:
     def _help(self) -> None:
         try:
             self._serve()
-        except BaseException as error:              # any error: the other threads wait for this tile
+        except BaseException as error:
+            # any error: the other threads wait for this tile
             self._fail(error)
         with self._turn:
             self._ended += 1
@@ -293,7 +377,9 @@ class _Transfer:
     def _serve(self) -> None:
         """Takes one tile after the other: reads it, hashes it in its turn, and writes it."""
         largest = max(self.tile, 8)
-        tile, staged, packed = (np.empty(largest + 8 * MAX_CHUNKS_IN_TILE, np.uint8) for _ in range(BUFFERS))
+        tile, staged, packed = (
+            np.empty(largest + 8 * MAX_CHUNKS_IN_TILE, np.uint8) for _ in range(BUFFERS)
+        )
         while self._error is None:
             with self._taking:
                 number, chunks_of_tile = next(self._work, (None, None))
@@ -305,8 +391,10 @@ class _Transfer:
             for tensor, region in chunks_of_tile:
                 dtype = bits_dtype(tensor.dtype)
                 count = elements(region) * dtype.itemsize
-                out = tile[used:used + count].view(dtype).reshape(shape_of(region))
-                read += gather(self.weights, self.files, tensor.name, region, out, staged[used:used + count])
+                out = tile[used : used + count].view(dtype).reshape(shape_of(region))
+                read += gather(
+                    self.weights, self.files, tensor.name, region, out, staged[used : used + count]
+                )
                 filled.append((tensor, region, out))
                 used += count + -count % 8
             written = list(self._packed(filled, packed))
@@ -328,8 +416,9 @@ class _Transfer:
                 self.traffic.written += count
             self.traffic.progress(count)
 
-    def _packed(self, filled: list[tuple[Tensor, Region, np.ndarray]], packed: np.ndarray
-                ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
+    def _packed(
+        self, filled: list[tuple[Tensor, Region, np.ndarray]], packed: np.ndarray
+    ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
         """Yields (file, tensor, position, contiguous bytes) of what each target file takes."""
         used = 0
         for tensor, region, chunk in filled:
@@ -339,8 +428,13 @@ class _Transfer:
                     continue
                 found = view(chunk, within(part, region))
                 if not found.flags.c_contiguous:
-                    room = packed[used:used + found.nbytes]         # too small only for a great many tiny parts
-                    flat = room.view(found.dtype) if room.nbytes == found.nbytes else np.empty(found.size, found.dtype)
+                    # too small only for a great many tiny parts
+                    room = packed[used : used + found.nbytes]
+                    flat = (
+                        room.view(found.dtype)
+                        if room.nbytes == found.nbytes
+                        else np.empty(found.size, found.dtype)
+                    )
                     np.copyto(flat.reshape(found.shape), found)
                     used += found.nbytes + -found.nbytes % 8
                     found = flat

@@ -1,7 +1,10 @@
-"""Computes regions of a tensor. A region is a (start, stop) for each dimension, in elements; () for a 0-d tensor.
+"""Computes regions of a tensor. A region is a (start, stop) for each dimension, in elements; () for
+a 0-d tensor.
 
-Results that depend only on layout and shape are cached: a model has thousands of tensors, but only a dozen layouts and shapes.
+Results that depend only on layout and shape are cached: a model has thousands of tensors, but only
+a dozen layouts and shapes.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -40,7 +43,9 @@ def overlap(one: Region, other: Region) -> Region | None:
 
 def within(inner: Region, outer: Region) -> Region:
     """Returns ``inner`` relative to the first element of ``outer``."""
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True))
+    return tuple(
+        (start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True)
+    )
 
 
 def slices_of(region: Region) -> tuple[slice, ...]:
@@ -54,13 +59,16 @@ def view(array: np.ndarray, region: Region) -> np.ndarray:
 
 @lru_cache(maxsize=1 << 16)
 def held(layout: TensorLayout, rank: int, shape: tuple[int, ...]) -> Region:
-    """Returns the region of a tensor of global ``shape`` that local ``rank`` holds. ValueError: see ``TensorLayout.slices``."""
+    """Returns the region of a tensor of global ``shape`` that local ``rank`` holds. ValueError: see
+    ``TensorLayout.slices``."""
     return tuple((part.start, part.stop) for part in layout.slices(rank, shape))
 
 
 class Cut(NamedTuple):
-    """Describes the ``part`` of a wanted region that lies in one slice. ``stored``: the region of the slice; ``holders``: local
-    ranks that hold it, ascending. Both regions are in elements of the whole tensor."""
+    """Describes the ``part`` of a wanted region that lies in one slice. ``stored``: the region of
+    the slice; ``holders``: local ranks that hold it, ascending. Both regions are in elements of the
+    whole tensor."""
+
     stored: Region
     holders: Sequence[int]
     part: Region
@@ -68,17 +76,23 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) -> tuple[Cut, ...]:
-    """Returns one cut for each slice that overlaps ``region`` of a tensor of global ``shape``; none for an empty region.
-    ``layout`` None: one slice, held by local rank 0. The cost grows with the number of slices, not with the number of ranks."""
+    """Returns one cut for each slice that overlaps ``region`` of a tensor of global ``shape``; none
+    for an empty region. ``layout`` None: one slice, held by local rank 0. The cost grows with the
+    number of slices, not with the number of ranks."""
     if layout is None:
         return (Cut(whole(shape), (0,), region),) if elements(region) else ()
     lengths = layout.local_shape(shape)
     if not elements(region):
         return ()
-    ranges = [range(start // length, -(-stop // length)) for (start, stop), length in zip(region, lengths, strict=True)]
+    ranges = [
+        range(start // length, -(-stop // length))
+        for (start, stop), length in zip(region, lengths, strict=True)
+    ]
     found = []
     for choice in itertools.product(*ranges):
-        stored = tuple((i * length, (i + 1) * length) for i, length in zip(choice, lengths, strict=True))
+        stored = tuple(
+            (i * length, (i + 1) * length) for i, length in zip(choice, lengths, strict=True)
+        )
         part = overlap(stored, region) if stored else ()
         if part is not None:
             found.append(Cut(stored, tuple(layout.holders(slices_of(stored), shape)), part))
@@ -86,20 +100,23 @@ def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) ->
 
 
 def runs(part: Region, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """Splits a region of a C-ordered array of ``shape`` into contiguous runs of equal length. Returns (elements of each run,
-    first positions of the runs, ascending)."""
+    """Splits a region of a C-ordered array of ``shape`` into contiguous runs of equal length.
+    Returns (elements of each run, first positions of the runs, ascending)."""
     split = len(shape)
     while split and (part[split - 1] == (0, shape[split - 1])):
-        split -= 1                                          # the region covers the whole of the dimensions from here on
+        # the region covers the whole of the dimensions from here on
+        split -= 1
     leading = max(split - 1, 0)
     tail = math.prod(shape[split:])
     length = tail * (part[leading][1] - part[leading][0]) if split else tail
-    strides = [math.prod(shape[dim + 1:]) for dim in range(len(shape))]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = part[leading][0] * strides[leading] if split else 0
     if not leading:
         return length, iter((first,))
-    return length, (first + sum(i * stride for i, stride in zip(choice, strides[:leading], strict=True))
-                    for choice in itertools.product(*(range(start, stop) for start, stop in part[:leading])))
+    return length, (
+        first + sum(i * stride for i, stride in zip(choice, strides[:leading], strict=True))
+        for choice in itertools.product(*(range(start, stop) for start, stop in part[:leading]))
+    )
 
 
 def offset(part: Region, shape: Sequence[int]) -> int:
@@ -111,8 +128,9 @@ def offset(part: Region, shape: Sequence[int]) -> int:
 
 
 def chunks(shape: Sequence[int], most: int) -> Iterator[Region]:
-    """Yields chunks of a tensor with at most ``most`` elements each (at least one), in the order of its elements. In every
-    layout, the part of a slice that lies in a chunk is contiguous in that slice, and the part in the next chunk follows it."""
+    """Yields chunks of a tensor with at most ``most`` elements each (at least one), in the order of
+    its elements. In every layout, the part of a slice that lies in a chunk is contiguous in that
+    slice, and the part in the next chunk follows it."""
     if not math.prod(shape):
         return
     dim, row = 0, math.prod(shape[1:])
@@ -126,4 +144,4 @@ def chunks(shape: Sequence[int], most: int) -> Iterator[Region]:
             yield ()
             return
         for start in range(0, shape[dim], step):
-            yield (*leading, (start, min(start + step, shape[dim])), *whole(shape[dim + 1:]))
+            yield (*leading, (start, min(start + step, shape[dim])), *whole(shape[dim + 1 :]))

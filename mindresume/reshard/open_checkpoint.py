@@ -1,10 +1,13 @@
-"""Opens the checkpoint that a user names: the newest of a folder, one step of it, consolidated weights, or a single file.
+"""Opens the checkpoint that a user names: the newest of a folder, one step of it, consolidated
+weights, or a single file.
 
-    source = open_checkpoint(storage, "output/checkpoint", step=200)
-    source.weights.tensors, source.state, source.identity
+source = open_checkpoint(storage, "output/checkpoint", step=200)
+source.weights.tensors, source.state, source.identity
 
-    with open_and_hold(storage, "output/checkpoint") as source: ...     # with a read lock: nothing removes it
+# with a read lock: nothing removes it
+with open_and_hold(storage, "output/checkpoint") as source: ...
 """
+
 from __future__ import annotations
 
 import os
@@ -48,7 +51,8 @@ from mindresume.storage.operations import parallel
 from mindresume.typed import is_count, is_number
 
 _ANY_WEIGHTS = SelectionPolicy(require_counters=False)
-_TRIES = 10                     # attempts to open, while a job completes and removes checkpoints in the folder
+# attempts to open, while a job completes and removes checkpoints in the folder
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ class OpenCheckpoint:
         weights: view of its tensors.
         state: training state; None if the checkpoint does not say which step it is.
         name: the parts of its file names; None for names of another form.
-        identity: a value for JSON, equal for equal bytes as far as that is known without reading them.
+        identity: a value for JSON, equal for equal bytes as far as that is known without reading
+            them.
         what: a description for messages.
         folder: the root, into which nothing is written; None for a single file.
         refused: newer checkpoints that were refused.
         made: the manifest of consolidated weights that mindresume wrote.
     """
+
     weights: CheckpointView
     state: TrainingState | None
     name: FileName | None
@@ -78,24 +84,39 @@ class OpenCheckpoint:
 
     @property
     def arrangement(self) -> dict[str, bool]:
-        """How the network that wrote the checkpoint orders the elements within its tensors; empty if unknown."""
-        return dict(self.state.arrangement if self.state is not None else self.made.arrangement if self.made is not None else ())
+        """How the network that wrote the checkpoint orders the elements within its tensors; empty
+        if unknown."""
+        return dict(
+            self.state.arrangement
+            if self.state is not None
+            else self.made.arrangement
+            if self.made is not None
+            else ()
+        )
 
     @property
     def is_iteration(self) -> bool:
-        """Whether it is an iteration folder of Checkpoint 2.0, whose counters are in ``common.json``."""
+        """Whether it is an iteration folder of Checkpoint 2.0, whose counters are in
+        ``common.json``."""
         return self.candidate is not None and bool(self.candidate.iteration_dir)
 
 
 class _Gone(MissingCheckpointError):
-    """A job removed the checkpoint, or renamed it at its commit: the folder must be scanned again."""
+    """A job removed the checkpoint, or renamed it at its commit: the folder must be scanned
+    again."""
 
 
 @contextmanager
-def open_and_hold(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-                  emit: Emit = ignore) -> Iterator[OpenCheckpoint]:
-    """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the block, so that neither a job nor
-    ``prune`` removes it. A read-only folder is read without the lock, with a warning."""
+def open_and_hold(
+    storage: Storage,
+    path: str,
+    step: int | None = None,
+    strategy: str | None = None,
+    emit: Emit = ignore,
+) -> Iterator[OpenCheckpoint]:
+    """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the
+    block, so that neither a job nor ``prune`` removes it. A read-only folder is read without the
+    lock, with a warning."""
     hold = ReadHold(emit)
     try:
         yield open_checkpoint(storage, path, step, strategy, hold)
@@ -121,42 +142,64 @@ class ReadHold:
             lease.release()
 
 
-def hold_candidate(directory: CheckpointDir, candidate: Candidate, emit: Emit = ignore, outwaited: set[str] | None = None
-                   ) -> Lease | None:
-    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until it is released. Returns None for a
-    checkpoint that nothing removes, and, with a warning, if the lock cannot be written. ``outwaited``: as for
-    ``acquire_read_lock``.
+def hold_candidate(
+    directory: CheckpointDir,
+    candidate: Candidate,
+    emit: Emit = ignore,
+    outwaited: set[str] | None = None,
+) -> Lease | None:
+    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until it is
+    released. Returns None for a checkpoint that nothing removes, and, with a warning, if the lock
+    cannot be written. ``outwaited``: as for ``acquire_read_lock``.
 
     Raises:
         MissingCheckpointError: the checkpoint was removed already.
     """
-    if candidate.origin != OURS or not candidate.commit_dir:    # mindresume never removes it
+    if candidate.origin != OURS or not candidate.commit_dir:  # mindresume never removes it
         return None
     try:
-        lease = acquire_read_lock(directory, candidate.name, candidate.commit_dir, outwaited=outwaited)
+        lease = acquire_read_lock(
+            directory, candidate.name, candidate.commit_dir, outwaited=outwaited
+        )
     except OSError as error:
-        emit(warning(f"step {candidate.step} of {directory.root} is read without a lock and may be removed meanwhile: {error}"))
+        emit(
+            warning(
+                f"step {candidate.step} of {directory.root} is read without a lock and may be "
+                f"removed meanwhile: {error}"
+            )
+        )
         return None
     if lease is None:
-        raise _Gone(f"step {candidate.step} of {directory.root} was removed before it could be read")
+        raise _Gone(
+            f"step {candidate.step} of {directory.root} was removed before it could be read"
+        )
     return lease
 
 
-def open_checkpoint(storage: Storage, path: str, step: int | None = None, strategy: str | None = None,
-                    hold: ReadHold | None = None) -> OpenCheckpoint:
+def open_checkpoint(
+    storage: Storage,
+    path: str,
+    step: int | None = None,
+    strategy: str | None = None,
+    hold: ReadHold | None = None,
+) -> OpenCheckpoint:
     """Opens a checkpoint. Checks headers and records, and reads no tensor.
 
     Args:
-        step: the step to open; None: the newest that can be used. If several runs saved it, the newest save that can be used.
-        strategy: file or folder, required for checkpoints that mindformers wrote on several ranks, unless the folder
-            ``strategy`` lies beside them.
+        step: the step to open; None: the newest that can be used. If several runs saved it, the
+            newest save that can be used.
+        strategy: file or folder, required for checkpoints that mindformers wrote on several ranks,
+            unless the folder ``strategy`` lies beside them.
         hold: takes each checkpoint before its files are read.
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError, LoadError.
     """
     if is_consolidated(storage, path):
         if strategy is not None:
-            raise ConfigError(f"{path} holds consolidated weights, which have no layout; remove the strategy {strategy}")
+            raise ConfigError(
+                f"{path} holds consolidated weights, which have no layout; remove the strategy "
+                f"{strategy}"
+            )
         return open_consolidated(storage, path, step)
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -167,27 +210,43 @@ def open_checkpoint(storage: Storage, path: str, step: int | None = None, strate
     raise AssertionError
 
 
-def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | None, hold: ReadHold | None) -> OpenCheckpoint:
+def _open_newest(
+    storage: Storage, path: str, step: int | None, strategy: str | None, hold: ReadHold | None
+) -> OpenCheckpoint:
     """Opens the newest candidate that can be used. Raises _Gone if the folder changes meanwhile."""
     found, is_explicit = find_candidates(storage, path)
     if found.fresh_start_refusal:
         raise MissingCheckpointError(found.fresh_start_refusal)
     wanted = [c for c in found.candidates if step is None or c.step == step]
     if not wanted:
-        raise MissingCheckpointError(f"{path} has no checkpoint" if step is None else
-                                     f"{path} has no step {step}; {steps_text(found.candidates)}")
+        raise MissingCheckpointError(
+            f"{path} has no checkpoint"
+            if step is None
+            else f"{path} has no step {step}; {steps_text(found.candidates)}"
+        )
     refused: list[Refusal] = []
     for candidate in wanted:
         try:
             if hold is not None:
                 hold.take(found.directory, candidate)
-            return replace(open_candidate(found.directory, candidate, strategy), refused=tuple(refused), notes=found.notes)
+            return replace(
+                open_candidate(found.directory, candidate, strategy),
+                refused=tuple(refused),
+                notes=found.notes,
+            )
         except _Gone:
             raise
         except MindResumeError as error:
             if candidate.commit_dir and storage.status(candidate.commit_dir) is None:
-                raise _Gone(f"step {candidate.step} of {found.root} was removed while it was opened") from error
-            if is_explicit or len(wanted) == 1 or step is not None and isinstance(error, (ConfigError, StrategyError)):
+                raise _Gone(
+                    f"step {candidate.step} of {found.root} was removed while it was opened"
+                ) from error
+            if (
+                is_explicit
+                or len(wanted) == 1
+                or step is not None
+                and isinstance(error, (ConfigError, StrategyError))
+            ):
                 raise
             refused.append(candidate.refuse(str(error)))
     what = "checkpoints" if step is None else f"saves of step {step}"
@@ -195,7 +254,9 @@ def _open_newest(storage: Storage, path: str, step: int | None, strategy: str | 
     raise NoUsableCheckpointError(f"{path} holds {what}, but none can be used:\n{table}", refused)
 
 
-def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str | None = None) -> OpenCheckpoint:
+def open_candidate(
+    directory: CheckpointDir, candidate: Candidate, strategy: str | None = None
+) -> OpenCheckpoint:
     """Opens one saved step.
 
     Raises:
@@ -207,15 +268,25 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
         raise NoUsableCheckpointError(f"{directory.root}: {refusal}", (refusal,))
     identity = identity_of(directory, candidate)
     if candidate.iteration_dir and strategy is not None:
-        raise ConfigError(f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy {strategy}")
-    layouts = None if candidate.iteration_dir else strategy_for(directory, candidate, strategy, identity)
+        raise ConfigError(
+            f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy "
+            f"{strategy}"
+        )
+    layouts = (
+        None if candidate.iteration_dir else strategy_for(directory, candidate, strategy, identity)
+    )
     candidate = with_world_size(directory.root, candidate, layouts)
-    checked = parallel(directory.storage, partial(_scalars, Verifier(directory, candidate, full=False)), sorted(candidate.files))
+    checked = parallel(
+        directory.storage,
+        partial(_scalars, Verifier(directory, candidate, full=False)),
+        sorted(candidate.files),
+    )
     for found in checked:
         if isinstance(found, Refusal):
             raise CorruptFileError(directory.path(found.file or ""), str(found))
     source = checkpoint_of(directory, candidate, layouts, identity, checked[0], split=True)
-    for tensor in source.weights.tensors.values():          # reads every header: each slice must be in some file
+    # reads every header: each slice must be in some file
+    for tensor in source.weights.tensors.values():
         for cut in tensor.cuts(whole(tensor.shape)):
             source.weights.locate(tensor.name, cut)
     check_replicas(source.weights)
@@ -223,19 +294,26 @@ def open_candidate(directory: CheckpointDir, candidate: Candidate, strategy: str
 
 
 def _scalars(verifier: Verifier, rank: int) -> Mapping[str, Any] | Refusal:
-    """Verifies the files of a rank. Returns the counters in them alone: the details of all ranks would fill the memory."""
+    """Verifies the files of a rank. Returns the counters in them alone: the details of all ranks
+    would fill the memory."""
     shard = verifier.verify(rank)
     return shard if isinstance(shard, Refusal) else shard.scalars
 
 
-def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None, identity: Any,
-                  scalars: Mapping[str, Any], split: bool = False) -> OpenCheckpoint:
+def checkpoint_of(
+    directory: CheckpointDir,
+    candidate: Candidate,
+    strategy: Strategy | None,
+    identity: Any,
+    scalars: Mapping[str, Any],
+    split: bool = False,
+) -> OpenCheckpoint:
     """Opens a verified candidate whose number of ranks is known (``with_world_size``).
 
     Args:
         scalars: counters of its first file, for a candidate without records.
-        split: the optimizer shard of every tensor is needed (``view_of_iteration``), not only of those whose elements are ordered
-            within each slice.
+        split: the optimizer shard of every tensor is needed (``view_of_iteration``), not only of
+            those whose elements are ordered within each slice.
     Raises:
         StrategyError, LoadError: see ``view_of_rank_folders``.
     """
@@ -247,50 +325,72 @@ def checkpoint_of(directory: CheckpointDir, candidate: Candidate, strategy: Stra
     else:
         weights = view_of_rank_folders(directory, candidate, strategy)
     weights.arrangement = dict(state.arrangement) if state is not None else {}
-    what = f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, {ranks_count(weights.world_size)}"
+    what = (
+        f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, "
+        f"{ranks_count(weights.world_size)}"
+    )
     return OpenCheckpoint(weights, state, name, identity, what, directory.root, candidate)
 
 
 def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) -> Candidate:
-    """Returns the candidate with the number of ranks of the strategy, if the scan could only count files. StrategyError if there
-    are files of more ranks."""
+    """Returns the candidate with the number of ranks of the strategy, if the scan could only count
+    files. StrategyError if there are files of more ranks."""
     if candidate.origin == OURS or strategy is None:
         return candidate
     beyond = [rank for rank in candidate.files if rank >= strategy.world_size]
     if beyond:
-        raise StrategyError(f"{root}, step {candidate.step}: {candidate.files[beyond[0]][0].path} is of rank {beyond[0]}, the "
-                            f"strategy {strategy.source} is of {ranks_count(strategy.world_size)}")
+        raise StrategyError(
+            f"{root}, step {candidate.step}: {candidate.files[beyond[0]][0].path} is of rank "
+            f"{beyond[0]}, the "
+            f"strategy {strategy.source} is of {ranks_count(strategy.world_size)}"
+        )
     return replace(candidate, world_size=strategy.world_size)
 
 
 def open_consolidated(storage: Storage, path: str, step: int | None = None) -> OpenCheckpoint:
-    """Opens consolidated weights of MindSpore or Hugging Face. Raises the errors of ``read_weights``."""
+    """Opens consolidated weights of MindSpore or Hugging Face. Raises the errors of
+    ``read_weights``."""
     found, weights, made = read_weights(storage, path)
     state = state_of(found.scalars, None)
     if step is not None and (state is None or state.step != step):
-        raise MissingCheckpointError(f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}")
+        raise MissingCheckpointError(
+            f"{path} holds {'no step' if state is None else f'step {state.step}'}, not step {step}"
+        )
     paths = [os.path.join(found.root, file) for file in found.files]
     if made is not None and state is not None:
         state = replace(state, arrangement=made.arrangement)
-    return OpenCheckpoint(weights, state, None, [file_identity(storage, p) for p in paths],
-                  f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
-                  None if found.kind == FILE else found.root, notes=found.notes, made=made)
+    return OpenCheckpoint(
+        weights,
+        state,
+        None,
+        [file_identity(storage, p) for p in paths],
+        f"{path}, consolidated weights{'' if state is None else f' of step {state.step}'}",
+        None if found.kind == FILE else found.root,
+        notes=found.notes,
+        made=made,
+    )
 
 
 def state_of(scalars: Mapping[str, Any], name: FileName | None) -> TrainingState | None:
-    """Returns the state by the counters in a file of mindformers; None without a step. ``name`` holds epoch and step of the
-    epoch."""
+    """Returns the state by the counters in a file of mindformers; None without a step. ``name``
+    holds epoch and step of the epoch."""
     step = scalars.get("step_num")
     if not is_count(step, 1):
         return None
     epoch = name.epoch if name else _count(scalars.get("epoch_num"), 1) or 1
     scale = scalars.get("loss_scale")
-    return state_from_scalars(step, epoch, _count(scalars.get("global_step"), -1),
-                              _count(scalars.get("global_batch_size"), 1), float(scale) if is_number(scale) else None,
-                              name.step if name else 0)
+    return state_from_scalars(
+        step,
+        epoch,
+        _count(scalars.get("global_step"), -1),
+        _count(scalars.get("global_batch_size"), 1),
+        float(scale) if is_number(scale) else None,
+        name.step if name else 0,
+    )
 
 
 def _count(value: Any, least: int = 0) -> int | None:
-    """Returns a counter, which may have been saved as a float; None if it is below ``least`` or no number."""
+    """Returns a counter, which may have been saved as a float; None if it is below ``least`` or no
+    number."""
     value = int(value) if is_number(value) else None
     return value if is_count(value, least) else None

@@ -1,10 +1,13 @@
 """Reads regions of tensors from many files into memory, from any thread.
 
     files = OpenFiles(storage)
-    gather(weights, files, "embedding.weight", region, out, staging)        # out: array of the region's shape
+    # out: array of the region's shape
+    gather(weights, files, "embedding.weight", region, out, staging)
 
-Only the requested bytes are read: a contiguous range of a file with one call, a strided one run by run.
+Only the requested bytes are read: a contiguous range of a file with one call, a strided one run by
+run.
 """
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -22,28 +25,38 @@ from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry, read_into
 from mindresume.tensor_files.header import DTYPES
 
-MAX_OPEN = 256              # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
-SHORT_RUN = 256             # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
-MOST_SPAN = 4               # ... while runs and gaps together are at most so many times the bytes of the runs
-SHORT_ROW = 64 << 10        # bytes: as SHORT_RUN, within matrices of composed tensors, which have thousands of short runs
-# Memory for a composed part, as a multiple of its size: with the gaps, then without, at twice the bytes an element, converted.
+# files at once: a checkpoint may have thousands, the limit of a process is often 1,024
+MAX_OPEN = 256
+# bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
+SHORT_RUN = 256
+# ... while runs and gaps together are at most so many times the bytes of the runs
+MOST_SPAN = 4
+# bytes: as SHORT_RUN, within matrices of composed tensors, which have thousands of short runs
+SHORT_ROW = 64 << 10
+# Memory for a composed part, as a multiple of its size: with the gaps, then without, at twice the
+# bytes an element, converted.
 COMPOSED_MEMORY = 2 * MOST_SPAN + 3
 _CASTS = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16")}
 
-ReadRange = tuple[str, SliceLocation, int, memoryview]       # tensor, location, first byte in the slice, bytes
+# tensor, location, first byte in the slice, bytes
+ReadRange = tuple[str, SliceLocation, int, memoryview]
 
 
 class ComposedCut(NamedTuple):
-    """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others. The part lies in one slice of
-    the tensor ``source``. Values are converted (``cast``) if the wanted tensor has another dtype.
+    """Describes, like ``Cut``, a part of a wanted region, for tensors that are composed of others.
+    The part lies in one slice of the tensor ``source``. Values are converted (``cast``) if the
+    wanted tensor has another dtype.
 
     Args:
         dtype: dtype of ``source``.
-        local: indices of the part by dimension, from the first element of the slice; only the first dimension may have gaps.
+        local: indices of the part by dimension, from the first element of the slice; only the first
+            dimension may have gaps.
         target: slices of the part in the wanted region.
         transposed: the two dimensions are exchanged.
-        scale: the part of the scales that belongs to an fp8 part; ``block``: rows and columns of one scale.
+        scale: the part of the scales that belongs to an fp8 part; ``block``: rows and columns of
+            one scale.
     """
+
     stored: Region
     holders: Sequence[int]
     source: str
@@ -56,11 +69,12 @@ class ComposedCut(NamedTuple):
 
 
 class OpenFiles:
-    """Keeps files open for positioned reads, at most ``most`` at once besides those in use. ``bytes_read`` counts all reads."""
+    """Keeps files open for positioned reads, at most ``most`` at once besides those in use.
+    ``bytes_read`` counts all reads."""
 
     def __init__(self, storage: Storage, most: int = MAX_OPEN):
         self.storage, self.most, self.bytes_read = storage, most, 0
-        self._open: OrderedDict[str, list] = OrderedDict()          # path: [file, number of users]
+        self._open: OrderedDict[str, list] = OrderedDict()  # path: [file, number of users]
         self._lock = runtime.Lock()
 
     def read(self, path: str, position: int, out: memoryview) -> None:
@@ -99,10 +113,17 @@ def bits_dtype(dtype: str) -> np.dtype:
     return np.dtype(f"u{DTYPES[dtype].itemsize}")
 
 
-def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region, out: np.ndarray, staging: np.ndarray
-           ) -> list[ReadRange]:
-    """Reads ``region`` of a tensor into ``out``. Returns each contiguous range of a slice that was read, not for ``ComposedCut``:
-    their bytes are valid until the next ``gather`` with the same ``out`` and ``staging``.
+def gather(
+    weights: CheckpointView,
+    files: OpenFiles,
+    name: str,
+    region: Region,
+    out: np.ndarray,
+    staging: np.ndarray,
+) -> list[ReadRange]:
+    """Reads ``region`` of a tensor into ``out``. Returns each contiguous range of a slice that was
+    read, not for ``ComposedCut``: their bytes are valid until the next ``gather`` with the same
+    ``out`` and ``staging``.
 
     Args:
         out: array of the shape of the region and of its ``bits_dtype``.
@@ -115,14 +136,16 @@ def gather(weights: CheckpointView, files: OpenFiles, name: str, region: Region,
             scales = None
             if cut.scale is not None:
                 scales = np.empty(tuple(map(len, cut.scale.local)), np.uint32)
-                _gather_composed(files, weights.locate(name, cut.scale), cut.scale, scales, "float32")
+                _gather_composed(
+                    files, weights.locate(name, cut.scale), cut.scale, scales, "float32"
+                )
             _gather_composed(files, place, cut, out, weights.tensors[name].dtype, scales)
             continue
         part = view(out, within(cut.part, region))
         local, shape = within(cut.part, cut.stored), shape_of(cut.stored)
         direct = part.flags.c_contiguous
         count = elements(cut.part) * out.itemsize
-        flat = part.reshape(-1).view(np.uint8) if direct else staging[used:used + count]
+        flat = part.reshape(-1).view(np.uint8) if direct else staging[used : used + count]
         used += 0 if direct else count
         length, starts = runs(local, shape)
         length *= out.itemsize
@@ -147,23 +170,38 @@ def _span(local: Region, shape: tuple[int, ...]) -> int:
     return offset(tuple((stop - 1, stop) for _, stop in local), shape) + 1 - offset(local, shape)
 
 
-def _spanned(files: OpenFiles, place: SliceLocation, local: Region, shape: tuple[int, ...], dtype: np.dtype, step: int = 1
-             ) -> np.ndarray:
-    """Reads the range from the first to the last element of a region of short runs, and returns the region's bytes, of every
-    ``step``-th row."""
+def _spanned(
+    files: OpenFiles,
+    place: SliceLocation,
+    local: Region,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    step: int = 1,
+) -> np.ndarray:
+    """Reads the range from the first to the last element of a region of short runs, and returns the
+    region's bytes, of every ``step``-th row."""
     raw = np.empty(_span(local, shape) * dtype.itemsize, np.uint8)
-    read_range(files, place.path, place.entry, offset(local, shape) * dtype.itemsize, memoryview(raw))
+    read_range(
+        files, place.path, place.entry, offset(local, shape) * dtype.itemsize, memoryview(raw)
+    )
     rows, *others = np.cumprod([dtype.itemsize, *reversed(shape[1:])])[::-1]
     count, *sizes = shape_of(local)
-    found = np.lib.stride_tricks.as_strided(raw.view(dtype), (-(-count // step), *sizes), (rows * step, *others),
-                                            writeable=False)
+    found = np.lib.stride_tricks.as_strided(
+        raw.view(dtype), (-(-count // step), *sizes), (rows * step, *others), writeable=False
+    )
     return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
 
 
-def _gather_composed(files: OpenFiles, place: SliceLocation, cut: ComposedCut, out: np.ndarray, dtype: str,
-                     scales: np.ndarray | None = None) -> None:
-    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most ``COMPOSED_MEMORY`` times its memory.
-    ``scales``: the bits of those of an fp8 part."""
+def _gather_composed(
+    files: OpenFiles,
+    place: SliceLocation,
+    cut: ComposedCut,
+    out: np.ndarray,
+    dtype: str,
+    scales: np.ndarray | None = None,
+) -> None:
+    """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most
+    ``COMPOSED_MEMORY`` times its memory. ``scales``: the bits of those of an fp8 part."""
     stored, shape = bits_dtype(cut.dtype), shape_of(cut.stored)
     sizes = tuple(map(len, cut.local))
     step = cut.local[0].step
@@ -175,7 +213,10 @@ def _gather_composed(files: OpenFiles, place: SliceLocation, cut: ComposedCut, o
         rows = [runs(((i, i + 1), *local[1:]), shape) for i in cut.local[0]]
         length, starts = rows[0][0], chain.from_iterable(row[1] for row in rows)
     length *= stored.itemsize
-    if length < min(SHORT_ROW, count) and _span(local, shape) * stored.itemsize <= MOST_SPAN * count:
+    if (
+        length < min(SHORT_ROW, count)
+        and _span(local, shape) * stored.itemsize <= MOST_SPAN * count
+    ):
         flat = _spanned(files, place, local, shape, stored, step)
     else:
         flat = np.empty(count, np.uint8)
@@ -185,29 +226,39 @@ def _gather_composed(files: OpenFiles, place: SliceLocation, cut: ComposedCut, o
             done = done[length:]
     found = flat.view(stored).reshape(sizes)
     if scales is not None:
-        rows, columns = (range(low + indices[0], low + indices[-1] + 1, indices.step)
-                         for indices, (low, _) in zip(cut.local, cut.stored, strict=True))
-        found = scale_blocks(found.view(DTYPES[cut.dtype]), scales.view(np.float32), rows, columns, cut.block)
+        rows, columns = (
+            range(low + indices[0], low + indices[-1] + 1, indices.step)
+            for indices, (low, _) in zip(cut.local, cut.stored, strict=True)
+        )
+        found = scale_blocks(
+            found.view(DTYPES[cut.dtype]), scales.view(np.float32), rows, columns, cut.block
+        )
         found = cast(found, dtype).view(bits_dtype(dtype))
     elif cut.dtype != dtype:
         found = cast(found.view(DTYPES[cut.dtype]), dtype).view(bits_dtype(dtype))
     out[cut.target] = found.T if cut.transposed else found
 
 
-def scale_blocks(values: np.ndarray, scales: np.ndarray, rows: range, columns: range, block: tuple[int, int]) -> np.ndarray:
-    """Returns ``values`` in float32, each multiplied by the scale of its block: ``float32(weight) * weight_scale_inv[row // rows,
-    column // columns]``, computed in float32; the name says "inverse", but it is the factor to multiply with.
+def scale_blocks(
+    values: np.ndarray, scales: np.ndarray, rows: range, columns: range, block: tuple[int, int]
+) -> np.ndarray:
+    """Returns ``values`` in float32, each multiplied by the scale of its block: ``float32(weight) *
+    weight_scale_inv[row // rows, column // columns]``, computed in float32; the name says
+    "inverse", but it is the factor to multiply with.
 
     Args:
         values: fp8, a part of a matrix.
-        scales: float32, of the blocks from that of the first row and column to that of the last ones.
+        scales: float32, of the blocks from that of the first row and column to that of the last
+            ones.
         rows: the rows of ``values`` in the matrix.
         columns: its columns in the matrix.
         block: rows and columns of one scale.
     """
     out = values.astype(np.float32)
-    row_blocks, column_blocks = ((np.asarray(indices) // each) - indices[0] // each
-                                 for indices, each in zip((rows, columns), block, strict=True))
+    row_blocks, column_blocks = (
+        (np.asarray(indices) // each) - indices[0] // each
+        for indices, each in zip((rows, columns), block, strict=True)
+    )
     edges = [0, *(np.flatnonzero(np.diff(row_blocks)) + 1), len(rows)]
     for start, stop in zip(edges, edges[1:], strict=False):
         out[start:stop] *= scales[row_blocks[start]][column_blocks]
@@ -215,13 +266,16 @@ def scale_blocks(values: np.ndarray, scales: np.ndarray, rows: range, columns: r
 
 
 def cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Converts values to another dtype: bfloat16 and float16 to float32 (exact), float32 to bfloat16 (nearest, ties to even).
-    Returns the same array if it has that dtype. LoadError for any other pair."""
+    """Converts values to another dtype: bfloat16 and float16 to float32 (exact), float32 to
+    bfloat16 (nearest, ties to even). Returns the same array if it has that dtype. LoadError for any
+    other pair."""
     if array.dtype.name == dtype:
         return array
     if not castable(array.dtype.name, dtype):
-        raise LoadError(f"{array.dtype.name} is not converted to {dtype}; what can be is "
-                        + ", ".join(f"{a} to {b}" for a, b in sorted(_CASTS)))
+        raise LoadError(
+            f"{array.dtype.name} is not converted to {dtype}; what can be is "
+            + ", ".join(f"{a} to {b}" for a, b in sorted(_CASTS))
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(DTYPES[dtype])
 
@@ -231,8 +285,11 @@ def castable(stored: str, wanted: str) -> bool:
     return stored == wanted or (stored, wanted) in _CASTS
 
 
-def read_range(files: OpenFiles, path: str, entry: TensorEntry, start: int, out: memoryview) -> None:
-    """Fills ``out`` with the bytes of a tensor from its byte ``start`` on, across its ranges in the file."""
+def read_range(
+    files: OpenFiles, path: str, entry: TensorEntry, start: int, out: memoryview
+) -> None:
+    """Fills ``out`` with the bytes of a tensor from its byte ``start`` on, across its ranges in the
+    file."""
     for position, count in entry.ranges:
         part = min(count - start, len(out))
         if part > 0:

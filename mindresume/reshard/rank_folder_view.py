@@ -1,4 +1,5 @@
 """Views rank folders: layouts by the records, or by the strategy of the job that saved."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,37 +18,62 @@ from mindresume.storage.operations import parallel
 from mindresume.tensor_files.header import DTYPES
 
 
-def view_of_rank_folders(directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None = None) -> CheckpointView:
-    """Views rank folders. Reads one header (and record) per stage; more only after redundancy removal.
+def view_of_rank_folders(
+    directory: CheckpointDir, candidate: Candidate, strategy: Strategy | None = None
+) -> CheckpointView:
+    """Views rank folders. Reads one header (and record) per stage; more only after redundancy
+    removal.
 
     Args:
-        strategy: required for checkpoints that mindformers wrote on several ranks. If records hold the layouts, it must agree.
+        strategy: required for checkpoints that mindformers wrote on several ranks. If records hold
+            the layouts, it must agree.
     Raises:
         StrategyError: names the tensors whose layout is unknown or does not fit.
         LoadError: all files of a pipeline stage are missing, or the only file with some tensor is.
     """
     where, world_size = f"{directory.root}, step {candidate.step}", candidate.world_size
     if strategy is not None and strategy.world_size != world_size:
-        raise StrategyError(f"{strategy.source}: a strategy of {ranks_count(strategy.world_size)} "
-                            f"({counted(len(strategy.stages), 'stage')} of {strategy.stage_size}), the checkpoint "
-                            f"{where}, is of {world_size}")
-    files = {rank: (directory.path(of_rank[0].path),) for rank, of_rank in candidate.files.items() if of_rank}
+        raise StrategyError(
+            f"{strategy.source}: a strategy of {ranks_count(strategy.world_size)} "
+            f"({counted(len(strategy.stages), 'stage')} of {strategy.stage_size}), the checkpoint "
+            f"{where}, is of {world_size}"
+        )
+    files = {
+        rank: (directory.path(of_rank[0].path),)
+        for rank, of_rank in candidate.files.items()
+        if of_rank
+    }
     found: dict[str, Tensor] = {}
-    weights = CheckpointView(directory.storage, directory.root, found, files, candidate=candidate, world_size=world_size)
+    weights = CheckpointView(
+        directory.storage, directory.root, found, files, candidate=candidate, world_size=world_size
+    )
     size = strategy.stage_size if strategy else _stage_size(weights)
     stages = [range(first, first + size) for first in range(0, world_size, size)]
-    held_by = [_held(weights, where, ranks, strategy.stages[stage] if strategy else ()) for stage, ranks in enumerate(stages)]
+    held_by = [
+        _held(weights, where, ranks, strategy.stages[stage] if strategy else ())
+        for stage, ranks in enumerate(stages)
+    ]
     if strategy:
-        strategy = strategy.fit_dimensions({name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()})
+        strategy = strategy.fit_dimensions(
+            {name: len(shape) for stage in held_by for name, (_, _, shape) in stage.items()}
+        )
     lost: list[str] = []
     for stage, ranks in enumerate(stages):
         given = strategy.stages[stage] if strategy else {}
         for name, (rank, dtype, shape) in held_by[stage].items():
             known, details = found.get(name), weights.details(rank)
             row = details.tensors.get(name) if details else None
-            layout = (row.layout if row else None) or given.get(name) or (known.layout if known else None)
-            if layout is None and world_size > 1 and not is_scalar(shape) and not _same_by_records(
-                    weights, name, (*([known.first] if known else []), *ranks)):
+            layout = (
+                (row.layout if row else None)
+                or given.get(name)
+                or (known.layout if known else None)
+            )
+            if (
+                layout is None
+                and world_size > 1
+                and not is_scalar(shape)
+                and not _same_by_records(weights, name, (*([known.first] if known else []), *ranks))
+            ):
                 lost.append(f"{name} {shape}")
                 continue
             try:
@@ -60,84 +86,135 @@ def view_of_rank_folders(directory: CheckpointDir, candidate: Candidate, strateg
                 found[name] = Tensor(name, dtype, full, layout, ranks[0], size)
                 continue
             # shared by several stages, or a counter
-            if (known.dtype, known.shape, known.layout) != (dtype, full, layout) and not is_scalar(full):
-                raise StrategyError(f"{directory.root}: the pipeline stage of rank {known.first} holds {name} as "
-                                    f"{known.dtype} of whole shape {known.shape}, cut as {known.layout}, that of rank {ranks[0]} "
-                                    f"as {dtype} of {full}, cut as {layout}; expected the same on both")
+            if (known.dtype, known.shape, known.layout) != (dtype, full, layout) and not is_scalar(
+                full
+            ):
+                raise StrategyError(
+                    f"{directory.root}: the pipeline stage of rank {known.first} holds {name} as "
+                    f"{known.dtype} of whole shape {known.shape}, cut as {known.layout}, that of "
+                    f"rank {ranks[0]} "
+                    f"as {dtype} of {full}, cut as {layout}; expected the same on both"
+                )
             found[name] = replace(known, other_stages=(*known.other_stages, ranks[0]))
         _check_lost(weights, where, ranks, given)
     if lost:
-        source = strategy.source if strategy else "the checkpoint records no layout for them, and no strategy is given " \
+        source = (
+            strategy.source
+            if strategy
+            else "the checkpoint records no layout for them, and no strategy is given "
             "(src_strategy_path_or_dir, --from)"
-        raise StrategyError(f"{where}: {len(lost)} tensors have no layout: {listed(lost, 5)}; {source}")
+        )
+        raise StrategyError(
+            f"{where}: {len(lost)} tensors have no layout: {listed(lost, 5)}; {source}"
+        )
     return weights
 
 
 def _stage_size(weights: CheckpointView) -> int:
-    """Returns the number of ranks of a stage, by the records; of the job, if no record has a layout."""
+    """Returns the number of ranks of a stage, by the records; of the job, if no record has a
+    layout."""
     for rank in weights.files:
         details = weights.details(rank)
-        sizes = {row.layout.stage_size for row in details.tensors.values() if row.layout} if details else set()
+        sizes = (
+            {row.layout.stage_size for row in details.tensors.values() if row.layout}
+            if details
+            else set()
+        )
         if sizes:
             size = sizes.pop()
             if sizes or weights.world_size % size:
-                raise StrategyError(f"{weights.name}: the record of rank {rank} has layouts of stages of {size} ranks"
-                                    f"{' and other sizes' if sizes else ''}, the job had {weights.world_size}")
+                raise StrategyError(
+                    f"{weights.name}: the record of rank {rank} has layouts of stages of {size} "
+                    "ranks"
+                    f"{' and other sizes' if sizes else ''}, the job had {weights.world_size}"
+                )
             return size
     return weights.world_size
 
 
-def _held(weights: CheckpointView, where: str, stage: range, named: Collection[str]
-          ) -> dict[str, tuple[int, str, tuple[int, ...]]]:
-    """Returns {tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names, unless redundancy was removed.
-    A safetensors file says so; for a ckpt file it is assumed if a tensor of the strategy (``named``) is missing."""
+def _held(
+    weights: CheckpointView, where: str, stage: range, named: Collection[str]
+) -> dict[str, tuple[int, str, tuple[int, ...]]]:
+    """Returns {tensor: (rank, dtype, local shape)} of a stage. All its ranks hold the same names,
+    unless redundancy was removed. A safetensors file says so; for a ckpt file it is assumed if a
+    tensor of the strategy (``named``) is missing."""
     paths = {rank: weights.files[rank][0] for rank in stage if rank in weights.files}
     one = next((rank for rank, path in paths.items() if weights.header(path) is not None), None)
     if one is None:
-        raise LoadError(f"{where}: the files of all ranks from {stage[0]} to {stage[-1]}, a whole pipeline stage, are missing")
+        raise LoadError(
+            f"{where}: the files of all ranks from {stage[0]} to {stage[-1]}, a whole pipeline "
+            "stage, are missing"
+        )
     headers = {one: weights.header(paths[one])}
     if headers[one].metadata.get("remove_redundancy") == "True" or any(
-            name not in headers[one].tensors and not may_be_absent(name) for name in named):
-        headers = dict(zip(paths, parallel(weights.storage, weights.header, paths.values()), strict=True))
+        name not in headers[one].tensors and not may_be_absent(name) for name in named
+    ):
+        headers = dict(
+            zip(paths, parallel(weights.storage, weights.header, paths.values()), strict=True)
+        )
     found: dict[str, tuple[int, str, tuple[int, ...]]] = {}
     for rank, header in headers.items():
         for name, entry in header.tensors.items() if header else ():
             if entry.dtype not in DTYPES:
-                raise LoadError(f"{paths[rank]}: {name} is a text, not a tensor; it can be part of no other layout")
+                raise LoadError(
+                    f"{paths[rank]}: {name} is a text, not a tensor; it can be part of no other "
+                    "layout"
+                )
             found.setdefault(name, (rank, entry.dtype, entry.shape))
     return found
 
 
 def _same_by_records(weights: CheckpointView, name: str, ranks: Iterable[int]) -> bool:
-    """Returns whether the recorded checksums of a tensor without a layout agree on ``ranks`` (data parallel)."""
-    rows = [details.tensors.get(name) if (details := weights.details(rank)) else None for rank in ranks]
-    return rows[0] is not None and len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1
+    """Returns whether the recorded checksums of a tensor without a layout agree on ``ranks`` (data
+    parallel)."""
+    rows = [
+        details.tensors.get(name) if (details := weights.details(rank)) else None for rank in ranks
+    ]
+    return (
+        rows[0] is not None
+        and len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1
+    )
 
 
-def _check_same_cut(name: str, full: tuple[int, ...], known: TensorLayout, given: TensorLayout, ranks: Sequence[int]) -> None:
-    """Raises StrategyError unless the layout of the strategy (``given``) cuts a tensor as that of the record (``known``)."""
+def _check_same_cut(
+    name: str, full: tuple[int, ...], known: TensorLayout, given: TensorLayout, ranks: Sequence[int]
+) -> None:
+    """Raises StrategyError unless the layout of the strategy (``given``) cuts a tensor as that of
+    the record (``known``)."""
     for local, rank in enumerate(ranks):
         try:
             same = held(known, local, full) == held(given, local, full)
         except ValueError:
             same = False
         if not same:
-            raise StrategyError(f"{name}: the strategy that is given cuts it as {given}, the record of the checkpoint as "
-                                f"{known}; rank {rank} would hold another part of {full}. Leave src_strategy_path_or_dir "
-                                f"(--from) away: these records know their layouts")
+            raise StrategyError(
+                f"{name}: the strategy that is given cuts it as {given}, the record of the "
+                "checkpoint as "
+                f"{known}; rank {rank} would hold another part of {full}. Leave "
+                "src_strategy_path_or_dir "
+                f"(--from) away: these records know their layouts"
+            )
 
 
-def _check_lost(weights: CheckpointView, where: str, ranks: Iterable[int], named: Collection[str]) -> None:
-    """Raises LoadError if the records or the strategy (``named``) name a tensor of this stage that only missing files held. Files
-    whose headers were not read are not missed."""
+def _check_lost(
+    weights: CheckpointView, where: str, ranks: Iterable[int], named: Collection[str]
+) -> None:
+    """Raises LoadError if the records or the strategy (``named``) name a tensor of this stage that
+    only missing files held. Files whose headers were not read are not missed."""
     paths = {rank: weights.files.get(rank, (None,))[0] for rank in ranks}
     if not all(path is None or path in weights.headers for path in paths.values()):
         return
     for rank, path in paths.items():
         if path is None or weights.headers[path] is None:
             details = weights.details(rank)
-            lost = [name for name in details.tensors if name not in weights.tensors] if details else \
-                missing_parameters(named, weights.tensors)
+            lost = (
+                [name for name in details.tensors if name not in weights.tensors]
+                if details
+                else missing_parameters(named, weights.tensors)
+            )
             if lost:
-                raise LoadError(f"{where}: the file of rank {rank} is missing, and with it {len(lost)} tensors that no "
-                                f"other rank has, for example {lost[0]}")
+                raise LoadError(
+                    f"{where}: the file of rank {rank} is missing, and with it {len(lost)} tensors "
+                    "that no "
+                    f"other rank has, for example {lost[0]}"
+                )

@@ -1,8 +1,10 @@
-"""Reads into memory exactly the regions that one rank of a training needs, from a checkpoint of any layout.
+"""Reads into memory exactly the regions that one rank of a training needs, from a checkpoint of any
+layout.
 
-    regions = wanted_regions(weights, LoadTarget(shapes, layouts), rank)
-    arrays = read_regions(weights, regions)
+regions = wanted_regions(weights, LoadTarget(shapes, layouts), rank)
+arrays = read_regions(weights, regions)
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
@@ -29,10 +31,11 @@ from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import new_memory
 from mindresume.tensor_files.header import DTYPES
 
-WORKERS = 4                 # threads: reading mostly waits
+WORKERS = 4  # threads: reading mostly waits
 
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]                          # {name: (shape, dtype)}
-Layouts = Mapping[str, tuple[TensorLayout, tuple[int, ...]]]                # {name: (layout, global shape)}
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
+# {name: (layout, global shape)}
+Layouts = Mapping[str, tuple[TensorLayout, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,14 @@ class LoadTarget:
         shapes: the parameters of this rank.
         layouts: of those that are cut.
         optional: parameters that the checkpoint may lack, besides those that ``may_be_absent``.
-        of_model: the parameters of the model, if the others are those of its optimizer; None: they are not told apart.
+        of_model: the parameters of the model, if the others are those of its optimizer; None: they
+            are not told apart.
         proposes: whether an error says how to load without the missing parameters.
-        names: {name in the checkpoint: parameter}, where they differ. All else has names of the checkpoint.
+        names: {name in the checkpoint: parameter}, where they differ. All else has names of the
+            checkpoint.
         dtypes: {name: dtype of the parameter}, where the values of the checkpoint are converted.
     """
+
     shapes: Shapes
     layouts: Layouts
     optional: Collection[str] = ()
@@ -62,17 +68,26 @@ class LoadTarget:
 
     def missing(self, stored: Collection[str]) -> list[str]:
         """Returns the parameters that ``stored`` lacks and must not lack."""
-        return [name for name in self.shapes if name not in stored and name not in self.optional and not may_be_absent(name)]
+        return [
+            name
+            for name in self.shapes
+            if name not in stored and name not in self.optional and not may_be_absent(name)
+        ]
 
     def misfits(self, stored: Mapping[str, Any]) -> str:
-        """Compares tensors (``dtype``, ``shape``) with the parameters. Returns what does not fit or is missing, as text."""
+        """Compares tensors (``dtype``, ``shape``) with the parameters. Returns what does not fit or
+        is missing, as text."""
         problems = []
         for name, (shape, dtype) in self.shapes.items():
             tensor, (_, full) = stored.get(name), self.layouts.get(name, (None, shape))
             if tensor is not None and str(tensor.dtype) != dtype:
-                problems.append(f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network")
+                problems.append(
+                    f"{name} is {tensor.dtype} in the checkpoint, {dtype} in the network"
+                )
             elif tensor is not None and not same_shape(tensor.shape, full):
-                problems.append(f"{name} is {tuple(tensor.shape)} in the checkpoint, {full} in the network")
+                problems.append(
+                    f"{name} is {tuple(tensor.shape)} in the checkpoint, {full} in the network"
+                )
         problems += [f"{name} is not in the checkpoint" for name in self.missing(stored)]
         shown = "; ".join(problems[:10]) + ("; ..." if len(problems) > 10 else "")
         return f"({counted(len(problems), 'tensor')}): {shown}" if problems else ""
@@ -82,28 +97,44 @@ def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> di
     """Returns {tensor: region} for the tensors that this rank loads.
 
     Raises:
-        LoadError: names every parameter that the checkpoint lacks or holds in another global shape or dtype (a counter may have
-            another number of dimensions); another one if the checkpoint holds the model but no optimizer state.
+        LoadError: names every parameter that the checkpoint lacks or holds in another global shape
+            or dtype (a counter may have another number of dimensions); another one if the
+            checkpoint holds the model but no optimizer state.
         ConfigError: see ``check_order``.
     """
     missing = target.missing(weights.tensors)
-    if missing and target.of_model is not None and not any(name in target.of_model for name in missing):
+    if (
+        missing
+        and target.of_model is not None
+        and not any(name in target.of_model for name in missing)
+    ):
         known = model_names(weights.tensors)
         if all(name in known or tensor.is_counter for name, tensor in weights.tensors.items()):
-            raise LoadError(f"{weights.name} holds no optimizer state: its files of the optimizer are missing, or it was saved "
-                            f"without (no_save_optim, save_optimizer: False). To take the weights alone and start at step 0, set "
-                            f"no_load_optim: True (resume_training: False)")
+            raise LoadError(
+                f"{weights.name} holds no optimizer state: its files of the optimizer are missing, "
+                "or it was saved "
+                "without (no_save_optim, save_optimizer: False). To take the weights alone and "
+                "start at step 0, set "
+                f"no_load_optim: True (resume_training: False)"
+            )
     if problems := target.misfits(weights.tensors):
-        raise LoadError(f"the checkpoint {weights.name} does not fit the network {problems}. All shapes are those of whole "
-                        f"tensors. Was the model configuration changed?"
-                        + (allow_text(missing) if missing and target.proposes else ""))
+        raise LoadError(
+            f"the checkpoint {weights.name} does not fit the network {problems}. All shapes are "
+            "those of whole "
+            f"tensors. Was the model configuration changed?"
+            + (allow_text(missing) if missing and target.proposes else "")
+        )
     regions: dict[str, Region] = {}
     cuts: dict[str, TensorLayout | None] = {}
     for name, (shape, _) in target.shapes.items():
         if name in weights.tensors:
             layout, full = target.layouts.get(name, (None, shape))
             stored = weights.tensors[name].shape
-            regions[name] = whole(stored) if layout is None or stored != full else held(layout, rank % layout.stage_size, full)
+            regions[name] = (
+                whole(stored)
+                if layout is None or stored != full
+                else held(layout, rank % layout.stage_size, full)
+            )
             cuts[name] = layout
     check_order(weights, cuts)
     return regions
@@ -111,32 +142,50 @@ def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> di
 
 def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:
     """Returns the bytes of the regions."""
-    return sum(elements(region) * DTYPES[weights.tensors[name].dtype].itemsize for name, region in regions.items())
+    return sum(
+        elements(region) * DTYPES[weights.tensors[name].dtype].itemsize
+        for name, region in regions.items()
+    )
 
 
-def read_regions(weights: CheckpointView, regions: Mapping[str, Region], workers: int = WORKERS, traffic: Traffic | None = None
-                 ) -> dict[str, np.ndarray]:
-    """Returns {name: array} of the regions. Pieces that are read as a whole are compared with their recorded checksums. Tensors
-    that the selection has kept (``ReadCache.take_part``) are taken without a copy.
+def read_regions(
+    weights: CheckpointView,
+    regions: Mapping[str, Region],
+    workers: int = WORKERS,
+    traffic: Traffic | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns {name: array} of the regions. Pieces that are read as a whole are compared with their
+    recorded checksums. Tensors that the selection has kept (``ReadCache.take_part``) are taken
+    without a copy.
 
     Raises:
         CorruptFileError, LoadError, OSError.
     """
-    memory = new_memory({name: bytes_of(weights, {name: region}) for name, region in regions.items()})
+    memory = new_memory(
+        {name: bytes_of(weights, {name: region}) for name, region in regions.items()}
+    )
     arrays = _Reader(weights, regions, traffic or Traffic(), memory).run(workers)
     return dict(zip(regions, arrays, strict=True))
 
 
-def check_tensors(weights: CheckpointView, names: Iterable[str], workers: int = WORKERS, traffic: Traffic | None = None) -> None:
-    """Reads whole tensors and compares every slice with its recorded checksum. Keeps nothing. Raises the errors of
-    ``read_regions``."""
+def check_tensors(
+    weights: CheckpointView,
+    names: Iterable[str],
+    workers: int = WORKERS,
+    traffic: Traffic | None = None,
+) -> None:
+    """Reads whole tensors and compares every slice with its recorded checksum. Keeps nothing.
+    Raises the errors of ``read_regions``."""
     regions = {name: whole(weights.tensors[name].shape) for name in names}
     _Reader(weights, regions, traffic or Traffic()).run(workers)
 
 
-def check_source(weights: CheckpointView, traffic: Traffic, number: int = 0, count: int = 1) -> None:
-    """Reads and compares what cannot be compared while it is converted: tensors of several stages, and recorded checksums of
-    tensors that are read in parts. Adds what it reads to ``traffic``, without its progress.
+def check_source(
+    weights: CheckpointView, traffic: Traffic, number: int = 0, count: int = 1
+) -> None:
+    """Reads and compares what cannot be compared while it is converted: tensors of several stages,
+    and recorded checksums of tensors that are read in parts. Adds what it reads to ``traffic``,
+    without its progress.
 
     Args:
         number: which of ``count`` shares of the tensors; the stages are compared by the first one.
@@ -148,8 +197,14 @@ def check_source(weights: CheckpointView, traffic: Traffic, number: int = 0, cou
     if number == 0:
         check_replicas(inner, read=True)
     if isinstance(weights, TranslatedView):
-        recorded = [name for name in weights.composed_sources() if any(
-            inner.locate(name, cut).checksum for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape)))]
+        recorded = [
+            name
+            for name in weights.composed_sources()
+            if any(
+                inner.locate(name, cut).checksum
+                for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape))
+            )
+        ]
         checked = Traffic()
         check_tensors(inner, recorded[number::count], traffic=checked)
         traffic.read += checked.read
@@ -157,22 +212,29 @@ def check_source(weights: CheckpointView, traffic: Traffic, number: int = 0, cou
 
 
 class _Buffers(runtime.ThreadLocal):
-    """Holds the buffers of a tile, for each thread its own: new memory costs more than the read into it."""
+    """Holds the buffers of a tile, for each thread its own: new memory costs more than the read
+    into it."""
 
     def __init__(self) -> None:
         self.staging, self.tile = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
 
 
 class _Reader:
-    """Reads regions in several threads, and compares the slices that are read as a whole with their recorded checksums.
+    """Reads regions in several threads, and compares the slices that are read as a whole with their
+    recorded checksums.
 
     Args:
         traffic: is increased by the bytes read and verified.
         memory: {name: bytes for the region}; empty: what was compared is not kept.
     """
 
-    def __init__(self, weights: CheckpointView, regions: Mapping[str, Region], traffic: Traffic,
-                 memory: dict[str, np.ndarray] | None = None):
+    def __init__(
+        self,
+        weights: CheckpointView,
+        regions: Mapping[str, Region],
+        traffic: Traffic,
+        memory: dict[str, np.ndarray] | None = None,
+    ):
         self.weights, self.regions, self.traffic, self.memory = weights, regions, traffic, memory
         self.files, self._buffers = OpenFiles(weights.storage), _Buffers()
 
@@ -192,7 +254,11 @@ class _Reader:
         region, tensor, sources = self.regions[name], self.weights.tensors[name], SourceChecksums()
         dtype, staging = bits_dtype(tensor.dtype), self._buffers.staging
         most = max(TILE // dtype.itemsize, 1)
-        found = self._buffers.tile[:0] if self.memory is None else self.memory.pop(name).view(dtype).reshape(shape_of(region))
+        found = (
+            self._buffers.tile[:0]
+            if self.memory is None
+            else self.memory.pop(name).view(dtype).reshape(shape_of(region))
+        )
         if self.memory is not None and (taken := self._kept(name)) is not None:
             place, kept = taken
             sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
@@ -203,7 +269,11 @@ class _Reader:
                 if self.memory is not None:
                     out = view(found, within(part, region))
                 else:
-                    out = self._buffers.tile[:most * dtype.itemsize].view(dtype)[:elements(part)].reshape(shape_of(part))
+                    out = (
+                        self._buffers.tile[: most * dtype.itemsize]
+                        .view(dtype)[: elements(part)]
+                        .reshape(shape_of(part))
+                    )
                 for row in gather(self.weights, self.files, name, part, out, staging):
                     sources.hash(*row)
             found = found.view(DTYPES[tensor.dtype])
@@ -211,12 +281,17 @@ class _Reader:
         return found, sources.verified
 
     def _kept(self, name: str) -> tuple[SliceLocation, np.ndarray] | None:
-        """Returns a region that is one whole slice, if its file was read and kept when it was verified; else None."""
+        """Returns a region that is one whole slice, if its file was read and kept when it was
+        verified; else None."""
         storage, region = self.weights.storage, self.regions[name]
         if not isinstance(storage, ReadCache):
             return None
         cuts = self.weights.tensors[name].cuts(region)
-        if len(cuts) != 1 or isinstance(cuts[0], ComposedCut) or not cuts[0].stored == cuts[0].part == region:
+        if (
+            len(cuts) != 1
+            or isinstance(cuts[0], ComposedCut)
+            or not cuts[0].stored == cuts[0].part == region
+        ):
             return None
         place = self.weights.locate(name, cuts[0])
         kept = storage.take_part(place.path, place.entry)

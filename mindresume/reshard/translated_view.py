@@ -1,13 +1,18 @@
-"""Views the tensors of a checkpoint under other names: each is composed of parts of stored tensors by a rule.
+"""Views the tensors of a checkpoint under other names: each is composed of parts of stored tensors
+by a rule.
 
     view = translated(inner, rules(model), {"output_layer.weight": "float32"})
 
-Nothing is converted beforehand: a region of a new tensor leads to the byte ranges of its parts, and only those are read.
+Nothing is converted beforehand: a region of a new tensor leads to the byte ranges of its parts, and
+only those are read.
 
-fp8 weights have a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3-FP8 store them:
+fp8 weights have a scale for each block of rows and columns, as DeepSeek-V3 and Qwen3-FP8 store
+them:
 
-    tensors = with_scales(weights.tensors, (128, 128), "config.json")       # weights joined with their scales
+    # weights joined with their scales
+    tensors = with_scales(weights.tensors, (128, 128), "config.json")
 """
+
 from __future__ import annotations
 
 import itertools
@@ -24,21 +29,26 @@ from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Te
 from mindresume.reshard.geometry import Cut, Region
 from mindresume.reshard.range_reader import ComposedCut, castable
 
-FP8, SCALE = "float8_e4m3fn", "_scale_inv"          # X.weight has its scales in X.weight_scale_inv
-SCALED = "bfloat16"                                 # dtype of the values if none is wanted, as in DeepSeek's own conversion
+FP8, SCALE = "float8_e4m3fn", "_scale_inv"  # X.weight has its scales in X.weight_scale_inv
+# dtype of the values if none is wanted, as in DeepSeek's own conversion
+SCALED = "bfloat16"
 _SCALE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class ScaledTensor(Tensor):
-    """Describes an fp8 tensor whose elements are multiplied by those of ``scale``, one for each ``block``."""
+    """Describes an fp8 tensor whose elements are multiplied by those of ``scale``, one for each
+    ``block``."""
+
     scale: Tensor | None = None
     block: tuple[int, int] = (1, 1)
 
 
-def with_scales(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, source: str) -> dict[str, Tensor]:
-    """Joins fp8 tensors with their scales, which are then no tensors of their own. Returns the tensors as they were if none of
-    them is fp8 and none is a scale.
+def with_scales(
+    tensors: Mapping[str, Tensor], block: tuple[int, int] | None, source: str
+) -> dict[str, Tensor]:
+    """Joins fp8 tensors with their scales, which are then no tensors of their own. Returns the
+    tensors as they were if none of them is fp8 and none is a scale.
 
     Args:
         tensors: of a checkpoint, by name.
@@ -46,31 +56,52 @@ def with_scales(tensors: Mapping[str, Tensor], block: tuple[int, int] | None, so
         source: the config.json.
 
     Raises:
-        LoadError: names each fp8 tensor without scales, each scale without an fp8 tensor, and each scale of another shape or
-            dtype.
+        LoadError: names each fp8 tensor without scales, each scale without an fp8 tensor, and each
+            scale of another shape or dtype.
     """
     found, problems = dict(tensors), []
     for name, tensor in tensors.items():
         if tensor.dtype != FP8:
-            if name.endswith(SCALE) and getattr(tensors.get(name.removesuffix(SCALE)), "dtype", None) != FP8:
+            if (
+                name.endswith(SCALE)
+                and getattr(tensors.get(name.removesuffix(SCALE)), "dtype", None) != FP8
+            ):
                 problems.append(f"{name} is a scale, but {name.removesuffix(SCALE)} is not {FP8}")
             continue
         scale = found.pop(name + SCALE, None)
         if block is None:
-            problems.append(f"{name} is {FP8}, but {source} has no quantization_config with weight_block_size")
+            problems.append(
+                f"{name} is {FP8}, but {source} has no quantization_config with weight_block_size"
+            )
         elif scale is None:
             problems.append(f"{name} is {FP8}, and its scales {name + SCALE} are missing")
-        elif len(tensor.shape) != 2 or scale.shape != (expected := scales_shape(tensor.shape, block)):
-            problems.append(f"{scale.name} is {scale.shape}, expected {expected if len(tensor.shape) == 2 else 'a matrix'}: "
-                            f"{tensor.shape} in blocks of weight_block_size {list(block)} ({source})")
+        elif len(tensor.shape) != 2 or scale.shape != (
+            expected := scales_shape(tensor.shape, block)
+        ):
+            problems.append(
+                f"{scale.name} is {scale.shape}, expected "
+                f"{expected if len(tensor.shape) == 2 else 'a matrix'}: "
+                f"{tensor.shape} in blocks of weight_block_size {list(block)} ({source})"
+            )
         elif scale.dtype not in _SCALE_DTYPES:
             problems.append(f"{scale.name} is {scale.dtype}, expected {' or '.join(_SCALE_DTYPES)}")
         else:
-            found[name] = ScaledTensor(name, tensor.dtype, tensor.shape, tensor.layout, tensor.first, tensor.copies,
-                                       tensor.other_stages, scale, block)
+            found[name] = ScaledTensor(
+                name,
+                tensor.dtype,
+                tensor.shape,
+                tensor.layout,
+                tensor.first,
+                tensor.copies,
+                tensor.other_stages,
+                scale,
+                block,
+            )
     if problems:
-        raise LoadError(f"the fp8 weights of {source} cannot be read, {counted(len(problems), 'tensor')}: "
-                        f"{listed(problems, 5, '; ')}")
+        raise LoadError(
+            f"the fp8 weights of {source} cannot be read, {counted(len(problems), 'tensor')}: "
+            f"{listed(problems, 5, '; ')}"
+        )
     return found
 
 
@@ -82,6 +113,7 @@ def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
 @dataclass(frozen=True)
 class ComposedTensor(Tensor):
     """Describes a tensor that ``rule`` composes of ``parts``: tensors of another view, by name."""
+
     rule: Rule | None = None
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -91,10 +123,13 @@ class ComposedTensor(Tensor):
         block = self.rule.blocks[0]
         part = self.parts[block.name]
         same = len(self.rule.blocks) == 1 and not block.transposed and block.part == block.other
-        return block.name if same and part.dtype == self.dtype and part.shape == self.shape else None
+        return (
+            block.name if same and part.dtype == self.dtype and part.shape == self.shape else None
+        )
 
     def cuts(self, region: Region) -> tuple[Any, ...]:
-        """Returns the cuts of ``region``: of type ``Cut`` if ``identical_to`` is set, else ``ComposedCut``."""
+        """Returns the cuts of ``region``: of type ``Cut`` if ``identical_to`` is set, else
+        ``ComposedCut``."""
         if self.identical_to is not None:
             return self.parts[self.identical_to].cuts(region)
         found = []
@@ -104,29 +139,62 @@ class ComposedTensor(Tensor):
                 continue
             part = self.parts[block.name]
             order = slice(None, None, -1 if block.transposed else 1)
-            wanted = tuple(indices[start:stop] for indices, (start, stop) in zip(block.other, hit[order], strict=True))
+            wanted = tuple(
+                indices[start:stop]
+                for indices, (start, stop) in zip(block.other, hit[order], strict=True)
+            )
             for cut in part.cuts(tuple((indices[0], indices[-1] + 1) for indices in wanted)):
                 inner = _clip(wanted, cut.part)
                 if inner is None:
                     continue
-                local = tuple(range(indices[start] - low, indices[stop - 1] - low + 1, indices.step)
-                              for indices, (start, stop), (low, _) in zip(wanted, inner, cut.stored, strict=True))
-                target = tuple(slice(indices[first + start] - low, indices[first + stop - 1] - low + 1, indices.step)
-                               for indices, (first, _), (start, stop), (low, _) in
-                               zip(block.part, hit, inner[order], region, strict=True))
-                found.append(_with_scale(ComposedCut(cut.stored, cut.holders, block.name, part.dtype, local, target,
-                                                     block.transposed), part))
+                local = tuple(
+                    range(indices[start] - low, indices[stop - 1] - low + 1, indices.step)
+                    for indices, (start, stop), (low, _) in zip(
+                        wanted, inner, cut.stored, strict=True
+                    )
+                )
+                target = tuple(
+                    slice(
+                        indices[first + start] - low,
+                        indices[first + stop - 1] - low + 1,
+                        indices.step,
+                    )
+                    for indices, (first, _), (start, stop), (low, _) in zip(
+                        block.part, hit, inner[order], region, strict=True
+                    )
+                )
+                found.append(
+                    _with_scale(
+                        ComposedCut(
+                            cut.stored,
+                            cut.holders,
+                            block.name,
+                            part.dtype,
+                            local,
+                            target,
+                            block.transposed,
+                        ),
+                        part,
+                    )
+                )
         return tuple(found)
 
     def chunks(self, region: Region, most: int) -> Iterator[Region]:
-        """Yields one transposed block (the weights of one expert) after the other: parts of rows would each read a few columns of
-        every stored row, so every row would be read many times. A large block is read in chunks of whole stored rows."""
+        """Yields one transposed block (the weights of one expert) after the other: parts of rows
+        would each read a few columns of every stored row, so every row would be read many times. A
+        large block is read in chunks of whole stored rows."""
         if not any(block.transposed for block in self.rule.blocks):
             yield from super().chunks(region, most)
             return
         (low, high), (left, right) = region
-        rows, columns = ({edge for block in self.rule.blocks for edge in (block.part[i].start, block.part[i].stop)}
-                         for i in (0, 1))
+        rows, columns = (
+            {
+                edge
+                for block in self.rule.blocks
+                for edge in (block.part[i].start, block.part[i].stop)
+            }
+            for i in (0, 1)
+        )
         for start, stop in _between(rows, low, high):
             width = max(most // (stop - start), 1)
             for first, last in _between(columns, left, right):
@@ -134,16 +202,21 @@ class ComposedTensor(Tensor):
                     yield (start, stop), (begin, min(begin + width, last))
 
     def _blocks_in(self, low: int, high: int) -> Sequence[Block]:
-        """Returns the blocks that may have rows from ``low`` to ``high``: a tensor of many experts has hundreds."""
+        """Returns the blocks that may have rows from ``low`` to ``high``: a tensor of many experts
+        has hundreds."""
         blocks, starts, stops = self._by_row
-        return blocks[bisect_right(stops, low):bisect_left(starts, high)]
+        return blocks[bisect_right(stops, low) : bisect_left(starts, high)]
 
     @cached_property
     def _by_row(self) -> tuple[list[Block], list[int], list[int]]:
-        """Blocks by first row; their first rows; the largest end among each block and those before it."""
+        """Blocks by first row; their first rows; the largest end among each block and those before
+        it."""
         blocks = sorted(self.rule.blocks, key=lambda block: block.part[0].start)
-        return (blocks, [block.part[0].start for block in blocks],
-                list(itertools.accumulate((block.part[0].stop for block in blocks), max)))
+        return (
+            blocks,
+            [block.part[0].start for block in blocks],
+            list(itertools.accumulate((block.part[0].stop for block in blocks), max)),
+        )
 
 
 def _between(edges: Iterable[int], low: int, high: int) -> Iterator[tuple[int, int]]:
@@ -152,8 +225,8 @@ def _between(edges: Iterable[int], low: int, high: int) -> Iterator[tuple[int, i
 
 
 def _clip(part: Sequence[range], region: Region) -> tuple[tuple[int, int], ...] | None:
-    """Returns, for each dimension, which of the indices of ``part`` lie in ``region``: their (start, stop) positions in ``part``.
-    Returns None if no element lies in ``region``."""
+    """Returns, for each dimension, which of the indices of ``part`` lie in ``region``: their
+    (start, stop) positions in ``part``. Returns None if no element lies in ``region``."""
     found = []
     for indices, (low, high) in zip(part, region, strict=True):
         start = max(0, -((indices.start - low) // indices.step))
@@ -168,43 +241,63 @@ def _with_scale(cut: ComposedCut, part: Tensor) -> ComposedCut:
     """Adds the part of the scales that belongs to a part of an fp8 tensor."""
     if not isinstance(part, ScaledTensor):
         return cut
-    blocks = tuple(((low + indices[0]) // each, (low + indices[-1]) // each + 1)
-                   for indices, (low, _), each in zip(cut.local, cut.stored, part.block, strict=True))
-    scale, = part.scale.cuts(blocks)                # not cut: only consolidated weights are fp8
+    blocks = tuple(
+        ((low + indices[0]) // each, (low + indices[-1]) // each + 1)
+        for indices, (low, _), each in zip(cut.local, cut.stored, part.block, strict=True)
+    )
+    (scale,) = part.scale.cuts(blocks)  # not cut: only consolidated weights are fp8
     local = tuple(range(*indices) for indices in blocks)
     target = tuple(slice(0, len(indices)) for indices in local)
-    return cut._replace(scale=ComposedCut(scale.stored, scale.holders, part.scale.name, part.scale.dtype, local, target),
-                        block=part.block)
+    return cut._replace(
+        scale=ComposedCut(
+            scale.stored, scale.holders, part.scale.name, part.scale.dtype, local, target
+        ),
+        block=part.block,
+    )
 
 
 class TranslatedView(CheckpointView):
-    """Views ``inner`` under other names. Reads compare recorded checksums only for tensors that keep their bytes
-    (``identical_to``)."""
+    """Views ``inner`` under other names. Reads compare recorded checksums only for tensors that
+    keep their bytes (``identical_to``)."""
 
     def __init__(self, inner: CheckpointView, tensors: Mapping[str, ComposedTensor]):
         self.__dict__.update(inner.__dict__)
         self.inner, self.tensors, self.arrangement = inner, tensors, {}
 
     def locate(self, name: str, cut: Cut | ComposedCut) -> SliceLocation:
-        """Returns where a slice lies. Raises the errors of ``CheckpointView.locate``, with names of tensors in ``inner``."""
+        """Returns where a slice lies. Raises the errors of ``CheckpointView.locate``, with names of
+        tensors in ``inner``."""
         source = cut.source if isinstance(cut, ComposedCut) else self.tensors[name].identical_to
         return self.inner.locate(source, Cut(cut.stored, cut.holders, cut.stored))
 
     def composed_sources(self) -> list[str]:
-        """Returns the tensors of ``inner`` that are read in parts: a read of a part cannot compare the checksum of the whole."""
-        return list(dict.fromkeys(block.name for tensor in self.tensors.values() if tensor.identical_to is None
-                                  for block in tensor.rule.blocks))
+        """Returns the tensors of ``inner`` that are read in parts: a read of a part cannot compare
+        the checksum of the whole."""
+        return list(
+            dict.fromkeys(
+                block.name
+                for tensor in self.tensors.values()
+                if tensor.identical_to is None
+                for block in tensor.rule.blocks
+            )
+        )
 
 
-def translated(inner: CheckpointView, known: Mapping[str, Rule], dtypes: Mapping[str, str],
-               parts: Mapping[str, Tensor] | None = None) -> TranslatedView:
+def translated(
+    inner: CheckpointView,
+    known: Mapping[str, Rule],
+    dtypes: Mapping[str, str],
+    parts: Mapping[str, Tensor] | None = None,
+) -> TranslatedView:
     """Views ``inner`` under the names of other tensors.
 
     Args:
         inner: has all tensors that the rules refer to, in the right shapes.
         known: {name of a new tensor: its rule}.
-        dtypes: {name of a new tensor: its dtype}. A tensor without an entry keeps the stored dtype; fp8 becomes bfloat16.
-        parts: the tensors of ``inner``, with fp8 weights joined with their scales (``with_scales``); None: there are none.
+        dtypes: {name of a new tensor: its dtype}. A tensor without an entry keeps the stored dtype;
+            fp8 becomes bfloat16.
+        parts: the tensors of ``inner``, with fp8 weights joined with their scales
+            (``with_scales``); None: there are none.
     Raises:
         LoadError: Some tensors cannot be converted; the message names them.
     """
@@ -220,13 +313,18 @@ def translated(inner: CheckpointView, known: Mapping[str, Rule], dtypes: Mapping
             problems.append(f"{name} is {bad[0]}, expected {dtype}")
         tensors[name] = ComposedTensor(name, dtype, rule.shape, rule=rule, parts=own)
     if problems:
-        raise LoadError(f"{inner.name}: {counted(len(problems), 'tensor')} cannot be converted: {problems_text(problems)}. "
-                        f"Possible: bfloat16 or float16 to float32, float32 to bfloat16, float8_e4m3fn with scales to both")
+        raise LoadError(
+            f"{inner.name}: {counted(len(problems), 'tensor')} cannot be converted: "
+            f"{problems_text(problems)}. "
+            "Possible: bfloat16 or float16 to float32, float32 to bfloat16, float8_e4m3fn with "
+            "scales to both"
+        )
     return TranslatedView(inner, tensors)
 
 
 def _becomes(part: Tensor, dtype: str) -> bool:
-    """Returns whether the values of a stored tensor can be converted. Scaled ones are computed in float32."""
+    """Returns whether the values of a stored tensor can be converted. Scaled ones are computed in
+    float32."""
     return castable("float32" if isinstance(part, ScaledTensor) else part.dtype, dtype)
 
 

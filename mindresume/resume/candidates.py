@@ -1,6 +1,8 @@
-"""Finds the candidates that a path means, as ``load_checkpoint`` and ``resume_training`` of a job name them, and lists whether a
-resume could use each of them, by names, records and sizes, with the defects that do not prevent its use. ``verify_checkpoints``
-reads every byte of them (``mindresume verify``), also while a job saves there."""
+"""Finds the candidates that a path means, as ``load_checkpoint`` and ``resume_training`` of a job
+name them, and lists whether a resume could use each of them, by names, records and sizes, with the
+defects that do not prevent its use. ``verify_checkpoints`` reads every byte of them (``mindresume
+verify``), also while a job saves there."""
+
 from __future__ import annotations
 
 import os
@@ -9,7 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, RecordError
-from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan, missing_ranks_text
+from mindresume.formats import (
+    MINDFORMERS,
+    Candidate,
+    CheckpointDir,
+    Refusal,
+    Scan,
+    missing_ranks_text,
+)
 from mindresume.formats.iterations import (
     COMMON,
     METADATA,
@@ -19,11 +28,23 @@ from mindresume.formats.iterations import (
     parse_iteration,
     parse_weight_file,
 )
-from mindresume.formats.metadata import encode_metadata, load_metadata, metadata_from_records, read_metadata
+from mindresume.formats.metadata import (
+    encode_metadata,
+    load_metadata,
+    metadata_from_records,
+    read_metadata,
+)
 from mindresume.formats.rank_folders import folder_rank, name_for_rank
 from mindresume.formats.records import RecordFolder
 from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
-from mindresume.formats.weight_files import existing, file_sizes, header_of, is_as_recorded, no_step, scalars_of
+from mindresume.formats.weight_files import (
+    existing,
+    file_sizes,
+    header_of,
+    is_as_recorded,
+    no_step,
+    scalars_of,
+)
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import FORMATS, MANIFEST, FileRecord
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
@@ -34,16 +55,20 @@ from mindresume.tensor_files import format_of
 from mindresume.typed import is_count
 
 
-def find_candidates(storage: Storage, path: str, requested: str | None = None, world_size: int | None = None
-                    ) -> tuple[Scan, bool]:
-    """Returns the candidates that ``path`` means, and whether the user asked for a single one explicitly.
+def find_candidates(
+    storage: Storage, path: str, requested: str | None = None, world_size: int | None = None
+) -> tuple[Scan, bool]:
+    """Returns the candidates that ``path`` means, and whether the user asked for a single one
+    explicitly.
 
     Args:
-        path: ``load_checkpoint``: a root folder, a folder above one, a rank folder, an iteration folder or a file.
+        path: ``load_checkpoint``: a root folder, a folder above one, a rank folder, an iteration
+            folder or a file.
         requested: ``resume_training``: the name of a file or an iteration folder, or a step.
         world_size: the number of ranks that read a file outside of rank folders.
     Raises:
-        MissingCheckpointError: the requested checkpoint does not exist, or several folders below ``path`` hold checkpoints.
+        MissingCheckpointError: the requested checkpoint does not exist, or several folders below
+            ``path`` hold checkpoints.
         ConfigError: ``path`` is a file of another kind.
     """
     status = storage.status(path)
@@ -52,25 +77,42 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
     path = path.rstrip("/") or path
     if is_iteration(storage, path):
         return scan_one(storage, path), True
-    root = os.path.dirname(os.path.abspath(path)) if folder_rank(os.path.basename(path)) is not None else path
+    root = (
+        os.path.dirname(os.path.abspath(path))
+        if folder_rank(os.path.basename(path)) is not None
+        else path
+    )
     found = scan(CheckpointDir(storage, root))
     if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
-        found = scan(CheckpointDir(storage,
-                                   root))     # a job may have saved later ones, and removed what was listed, while it was read
+        found = scan(
+            CheckpointDir(
+                storage,
+                # a job may have saved later ones, and removed what was listed,
+                # while it was read
+                root,
+            )
+        )
     if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
         inner = below(storage, path)
         if inner:
             found, is_explicit = find_candidates(storage, inner, requested, world_size)
             notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)
             return replace(found, notes=notes), is_explicit
-        found = replace(found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates)))
+        found = replace(
+            found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates))
+        )
     if requested is None:
         return found, False
     matching = [c for c in found.candidates if is_requested(c, requested)]
     if not matching:
-        offered = sorted({c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first})
-        where = f"no rank folder of {root} has such a file" if any(
-            not c.iteration_dir for c in found.candidates) or not found.candidates else f"{root} has no such iteration"
+        offered = sorted(
+            {c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first}
+        )
+        where = (
+            f"no rank folder of {root} has such a file"
+            if any(not c.iteration_dir for c in found.candidates) or not found.candidates
+            else f"{root} has no such iteration"
+        )
         there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
         raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
     return replace(found, candidates=tuple(matching[:1]), notes=(), fresh_start_refusal=""), True
@@ -79,45 +121,77 @@ def find_candidates(storage: Storage, path: str, requested: str | None = None, w
 def is_requested(candidate: Candidate, requested: str) -> bool:
     """Returns whether ``resume_training: requested`` means this candidate."""
     if candidate.iteration_dir:
-        step = int(requested) if requested.isascii() and requested.isdigit() else parse_iteration(requested.rstrip("/"))
+        step = (
+            int(requested)
+            if requested.isascii() and requested.isdigit()
+            else parse_iteration(requested.rstrip("/"))
+        )
         return candidate.step == step is not None
-    return any(os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
-               for rank, (file, *_) in candidate.files.items())
+    return any(
+        os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
+        for rank, (file, *_) in candidate.files.items()
+    )
 
 
 def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
-    """Returns the candidate that a single file means: in a rank folder, the files of all ranks with its name; in an iteration
-    folder, the iteration; elsewhere this file, which every rank reads."""
+    """Returns the candidate that a single file means: in a rank folder, the files of all ranks with
+    its name; in an iteration folder, the iteration; elsewhere this file, which every rank reads."""
     folder, name = os.path.split(os.path.abspath(path))
     if folder_rank(os.path.basename(folder)) is not None:
         return find_candidates(storage, os.path.dirname(folder), name)[0]
     if parse_weight_file(name) is not None and is_iteration(storage, folder):
         return scan_one(storage, folder)
     if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
-        raise ConfigError(f"{path} is no checkpoint: expected a folder, or a file that ends in .{' or .'.join(FORMATS)}")
+        raise ConfigError(
+            f"{path} is no checkpoint: expected a folder, or a file that ends in "
+            f".{' or .'.join(FORMATS)}"
+        )
     file = FileRecord(name, format_of(name))
     ranks, directory = world_size or 1, CheckpointDir(storage, folder)
-    candidate = Candidate(None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks)
+    candidate = Candidate(
+        None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks
+    )
     try:
         scalars = scalars_of(directory, file, header_of(directory, file))
     except CorruptFileError as error:
-        return Scan(directory, (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),))
+        return Scan(
+            directory,
+            (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),),
+        )
     except OSError as error:
-        return Scan(directory, (replace(candidate, problem=candidate.refuse(f"cannot be read: {error.strerror or error}", name,
-                                                                         error=error)),))
+        return Scan(
+            directory,
+            (
+                replace(
+                    candidate,
+                    problem=candidate.refuse(
+                        f"cannot be read: {error.strerror or error}", name, error=error
+                    ),
+                ),
+            ),
+        )
     step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
     if not is_count(step):
         return Scan(directory, (replace(candidate, problem=no_step(name)),))
-    return Scan(directory, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),))
+    return Scan(
+        directory, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),)
+    )
 
 
 def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
-    """Returns one sentence that states the assumed number of ranks; none if the user or the manifests give it."""
-    foreign = any(candidate.origin == MINDFORMERS and not candidate.iteration_dir for candidate in found.candidates)
+    """Returns one sentence that states the assumed number of ranks; none if the user or the
+    manifests give it."""
+    foreign = any(
+        candidate.origin == MINDFORMERS and not candidate.iteration_dir
+        for candidate in found.candidates
+    )
     if world_size is not None or not foreign or found.expected_ranks is None:
         return []
-    return [f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, because mindformers writes no "
-            f"manifest"]
+    return [
+        f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, because "
+        "mindformers writes no "
+        f"manifest"
+    ]
 
 
 _LISTED = SelectionPolicy()
@@ -126,25 +200,39 @@ COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """A saved step. ``problem``: why a resume refuses it; None: it can be used. ``warnings``: sentences on defects that do not
-    prevent its use."""
+    """A saved step. ``problem``: why a resume refuses it; None: it can be used. ``warnings``:
+    sentences on defects that do not prevent its use."""
+
     candidate: Candidate
     problem: Refusal | None
     warnings: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
-        """COMPLETE; INCOMPLETE: the save never completed, so nothing is lost; UNUSABLE; or NODE_LOCAL: nodes share no storage,
-        and all files of this node are present."""
+        """COMPLETE; INCOMPLETE: the save never completed, so nothing is lost; UNUSABLE; or
+        NODE_LOCAL: nodes share no storage, and all files of this node are present."""
         candidate, problem = self.candidate, self.problem
-        if candidate.local_ranks and candidate.problem is None and problem is not None and problem.file is None:
+        if (
+            candidate.local_ranks
+            and candidate.problem is None
+            and problem is not None
+            and problem.file is None
+        ):
             return NODE_LOCAL
-        return COMPLETE if self.problem is None else UNUSABLE if self.candidate.maybe_completed else INCOMPLETE
+        return (
+            COMPLETE
+            if self.problem is None
+            else UNUSABLE
+            if self.candidate.maybe_completed
+            else INCOMPLETE
+        )
 
 
-def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None
-                     ) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-    """Returns the scan, and the status of each step in the order in which a resume tries them, newest first.
+def list_checkpoints(
+    storage: Storage, path: str, strategy_of: StrategyOf, world_size: int | None = None
+) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
+    """Returns the scan, and the status of each step in the order in which a resume tries them,
+    newest first.
 
     Args:
         strategy_of, world_size: see ``complete_missing_ranks``.
@@ -152,24 +240,42 @@ def list_checkpoints(storage: Storage, path: str, strategy_of: StrategyOf, world
         MissingCheckpointError, ConfigError: see ``candidates.find_candidates``.
     """
     found, _ = find_candidates(storage, path)
-    return found, tuple(status_of_candidate(found, candidate, strategy_of, world_size) for candidate in found.candidates)
+    return found, tuple(
+        status_of_candidate(found, candidate, strategy_of, world_size)
+        for candidate in found.candidates
+    )
 
 
-def status_of_candidate(found: Scan, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None = None
-                        ) -> CheckpointStatus:
+def status_of_candidate(
+    found: Scan, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None = None
+) -> CheckpointStatus:
     """Returns the row of ``list_checkpoints`` for one candidate of the scan ``found``."""
     directory = found.directory
-    candidate, ranks = complete_missing_ranks(directory, candidate, strategy_of, world_size, found.expected_ranks)
+    candidate, ranks = complete_missing_ranks(
+        directory, candidate, strategy_of, world_size, found.expected_ranks
+    )
     problem = eligible(directory, candidate, _LISTED) or check_files(directory, candidate, ranks)
-    return CheckpointStatus(candidate, problem, _warnings(directory, candidate) if problem is None else ())
+    return CheckpointStatus(
+        candidate, problem, _warnings(directory, candidate) if problem is None else ()
+    )
 
 
 def _warnings(directory: CheckpointDir, candidate: Candidate) -> tuple[str, ...]:
     """Returns the warnings that are known without reading contents."""
-    rows = [(rank, file) for rank, files in candidate.files.items() for file in files] if candidate.records_dir else []
+    rows = (
+        [(rank, file) for rank, files in candidate.files.items() for file in files]
+        if candidate.records_dir
+        else []
+    )
     sizes = file_sizes(directory, [file for _, file in rows])
-    lost = [(rank, file.path) for (rank, file), size in zip(rows, sizes, strict=True) if size is None]
-    found = [replica_warning(lost) if lost else "", manifest_warning(candidate), missing_ranks_text(candidate)]
+    lost = [
+        (rank, file.path) for (rank, file), size in zip(rows, sizes, strict=True) if size is None
+    ]
+    found = [
+        replica_warning(lost) if lost else "",
+        manifest_warning(candidate),
+        missing_ranks_text(candidate),
+    ]
     return tuple(filter(None, found))
 
 
@@ -178,33 +284,41 @@ def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
     return sum(status.size for status in existing(directory, candidate.all_files))
 
 
-# ---- defects that do not prevent its use --------------------------------------------------------------------------------
+# ---- defects that do not prevent its use ---------------------------------------------------------
 
-#     a file of a rank is missing           other ranks hold every tensor of it, by the records
-#     the manifest cannot be read           the records of all ranks exist and agree: they are the commit
-#     common.json or metadata.json differ   the records hold the same facts. The manifest holds their checksums; if it is damaged,
+#     a file of a rank is missing           other ranks hold every tensor of it, by the records the
+#     manifest cannot be read           the records of all ranks exist and agree: they are the
+#     commit common.json or metadata.json differ   the records hold the same facts. The manifest
+#     holds their checksums; if it is damaged,
 #                                           the expected contents are derived from the records
 
-_Problem = tuple[str, str, Exception | None]        # (text, file, error from which it follows)
+_Problem = tuple[str, str, Exception | None]  # (text, file, error from which it follows)
 
 
 def replica_warning(missing: Sequence[tuple[int, str]]) -> str:
     """Returns a sentence about missing files, (rank, path), that replicas replace."""
-    return (f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in missing)))} is missing "
-            f"({listed([path for _, path in missing], 2)}); other ranks hold every tensor of it, so a resume uses those")
+    return (
+        f"the file of rank {listed(list(dict.fromkeys(rank for rank, _ in missing)))} is missing "
+        f"({listed([path for _, path in missing], 2)}); other ranks hold every tensor of it, so a "
+        "resume uses those"
+    )
 
 
 def manifest_warning(candidate: Candidate) -> str:
     """Returns a sentence if the manifest cannot be used but the records can; else an empty text."""
     if not candidate.manifest_problem or candidate.problem is not None:
         return ""
-    return (f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all ranks exist and agree, "
-            f"so a resume uses them")
+    return (
+        f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all "
+        "ranks exist and agree, "
+        f"so a resume uses them"
+    )
 
 
 def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> list[Refusal]:
-    """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that differs from what was written. A
-    resume by mindresume does not need them; mindformers without mindresume needs the last two."""
+    """Returns a refusal for each of the manifest, ``common.json`` and ``metadata.json`` that
+    differs from what was written. A resume by mindresume does not need them; mindformers without
+    mindresume needs the last two."""
     found: list[Refusal] = []
     if text := manifest_warning(candidate):
         path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
@@ -212,8 +326,14 @@ def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> li
         damaged = _by_records(directory, candidate) if candidate.iteration_dir else []
     else:
         damaged = _by_checksums(directory, candidate) if candidate.metadata_files else []
-    return found + [candidate.refuse(f"{text}; a resume uses the records, mindformers without mindresume cannot", file,
-                                     error=error) for text, file, error in damaged]
+    return found + [
+        candidate.refuse(
+            f"{text}; a resume uses the records, mindformers without mindresume cannot",
+            file,
+            error=error,
+        )
+        for text, file, error in damaged
+    ]
 
 
 def damaged_metadata_texts(directory: CheckpointDir, candidate: Candidate) -> list[str]:
@@ -229,33 +349,63 @@ def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Probl
         try:
             if not is_as_recorded(directory.storage, path, file):
                 status = directory.storage.status(path)
-                found.append((f"{file.path} is not what was written: it has {status.size if status else 0} bytes, "
-                              f"{file.size} bytes of checksum {file.checksum} were written", file.path, None))
+                found.append(
+                    (
+                        f"{file.path} is not what was written: it has "
+                        f"{status.size if status else 0} bytes, "
+                        f"{file.size} bytes of checksum {file.checksum} were written",
+                        file.path,
+                        None,
+                    )
+                )
         except OSError as error:
-            found.append((f"{file.path} cannot be read: {error.strerror or error}", file.path, error))
+            found.append(
+                (f"{file.path} cannot be read: {error.strerror or error}", file.path, error)
+            )
     return found
 
 
 def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
-    """Returns a row for each metadata file that contradicts the records. Values are compared, not bytes: another version may have
-    encoded them differently."""
-    common, metadata = f"{candidate.iteration_dir}/{COMMON}", f"{candidate.iteration_dir}/{METADATA}"
+    """Returns a row for each metadata file that contradicts the records. Values are compared, not
+    bytes: another version may have encoded them differently."""
+    common, metadata = (
+        f"{candidate.iteration_dir}/{COMMON}",
+        f"{candidate.iteration_dir}/{METADATA}",
+    )
     storage = directory.storage
     found: list[_Problem] = []
     try:
-        there, expected = load_common(directory, candidate.iteration_dir), common_from_state(candidate.state)
+        there, expected = (
+            load_common(directory, candidate.iteration_dir),
+            common_from_state(candidate.state),
+        )
         if there != expected:
-            found.append((f"{common} is not what was written: it holds {there}, the records {expected}", common, None))
+            found.append(
+                (
+                    f"{common} is not what was written: it holds {there}, the records {expected}",
+                    common,
+                    None,
+                )
+            )
     except CorruptFileError as error:
         found.append((f"{common}: {error.reason}", common, error))
     try:
         if candidate.world_size > 1:
             written = load_metadata(storage, directory.path(candidate.iteration_dir))
-            files = [[os.path.basename(file.path) for file in candidate.files[rank]] for rank in range(candidate.world_size)]
+            files = [
+                [os.path.basename(file.path) for file in candidate.files[rank]]
+                for rank in range(candidate.world_size)
+            ]
             records = RecordFolder(storage, candidate.records_dir or "")
             pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated, records))
             if written != read_metadata(b"".join(pieces), METADATA):
-                found.append((f"{metadata} is not what was written: the records hold other values", metadata, None))
+                found.append(
+                    (
+                        f"{metadata} is not what was written: the records hold other values",
+                        metadata,
+                        None,
+                    )
+                )
     except CorruptFileError as error:
         found.append((f"{metadata}: {error.reason}", metadata, error))
     except (RecordError, ValueError, OSError) as error:
@@ -263,21 +413,27 @@ def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem
     return found
 
 
-# ---- verification of every byte -----------------------------------------------------------------------------------------
+# ---- verification of every byte ------------------------------------------------------------------
 
-# A job may complete and remove checkpoints during the verification. Before a checkpoint is reported as damaged, the folder is
-# listed again: a removed checkpoint is not damaged, and one that was completed meanwhile is verified as it is now. Several
-# processes may read a part of the files each: (K, N) is the K-th of N, from 1.
+# A job may complete and remove checkpoints during the verification. Before a checkpoint is reported
+# as damaged, the folder is listed again: a removed checkpoint is not damaged, and one that was
+# completed meanwhile is verified as it is now. Several processes may read a part of the files each:
+# (K, N) is the K-th of N, from 1.
 
-_MAX_LISTINGS = 20                      # each after a change of the folder
+_MAX_LISTINGS = 20  # each after a change of the folder
 Verdict = tuple[Candidate, list[Refusal]]
 WHOLE = (1, 1)
 
 
-def verify_checkpoints(directory: CheckpointDir, rows: Iterable[CheckpointStatus],
-                       list_again: Callable[[], Iterable[CheckpointStatus]],
-                       progress: OnBytesRead = ignore_bytes, part: tuple[int, int] = WHOLE) -> list[Verdict]:
-    """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints that were removed meanwhile.
+def verify_checkpoints(
+    directory: CheckpointDir,
+    rows: Iterable[CheckpointStatus],
+    list_again: Callable[[], Iterable[CheckpointStatus]],
+    progress: OnBytesRead = ignore_bytes,
+    part: tuple[int, int] = WHOLE,
+) -> list[Verdict]:
+    """Returns (candidate, refusals of damaged or missing files) for ``rows``, without checkpoints
+    that were removed meanwhile.
 
     Args:
         list_again: lists the checkpoints again.
@@ -289,48 +445,77 @@ def verify_checkpoints(directory: CheckpointDir, rows: Iterable[CheckpointStatus
         if not any(candidate.maybe_completed for candidate, bad in found if bad):
             break
         now = {_identity(row.candidate): row for row in list_again()}
-        gone = [verdict for verdict in found if verdict[1] and not _is_unchanged(directory.storage, verdict[0], now)]
+        gone = [
+            verdict
+            for verdict in found
+            if verdict[1] and not _is_unchanged(directory.storage, verdict[0], now)
+        ]
         if not gone:
             break
-        known, lost = {_identity(candidate) for candidate, _ in found}, {candidate.step for candidate, _ in gone}
-        later = [row for identity, row in now.items() if row.candidate.step in lost and identity not in known]
-        found = [*((row.candidate, find_damage(directory, row, progress, part)) for row in later),
-                 *(verdict for verdict in found if verdict not in gone)]
+        known, lost = (
+            {_identity(candidate) for candidate, _ in found},
+            {candidate.step for candidate, _ in gone},
+        )
+        later = [
+            row
+            for identity, row in now.items()
+            if row.candidate.step in lost and identity not in known
+        ]
+        found = [
+            *((row.candidate, find_damage(directory, row, progress, part)) for row in later),
+            *(verdict for verdict in found if verdict not in gone),
+        ]
     return found
 
 
 def _identity(candidate: Candidate) -> Any:
     """Returns a value that changes if the checkpoint is completed or renamed."""
-    return candidate.commit_dir, candidate.run, candidate.step, tuple(file.path
-                                                                      for file in candidate.all_files), candidate.committed
+    return (
+        candidate.commit_dir,
+        candidate.run,
+        candidate.step,
+        tuple(file.path for file in candidate.all_files),
+        candidate.committed,
+    )
 
 
 def _is_unchanged(storage: Storage, candidate: Candidate, now: dict[Any, CheckpointStatus]) -> bool:
-    """Returns whether the checkpoint still exists as it was read. A listing can be stale; the status of one name is not."""
-    return _identity(candidate) in now and (not candidate.commit_dir or storage.status(candidate.commit_dir) is not None)
+    """Returns whether the checkpoint still exists as it was read. A listing can be stale; the
+    status of one name is not."""
+    return _identity(candidate) in now and (
+        not candidate.commit_dir or storage.status(candidate.commit_dir) is not None
+    )
 
 
-def find_damage(directory: CheckpointDir, row: CheckpointStatus, progress: OnBytesRead = ignore_bytes,
-                part: tuple[int, int] = WHOLE) -> list[Refusal]:
-    """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an empty list if all is as it was
-    written."""
+def find_damage(
+    directory: CheckpointDir,
+    row: CheckpointStatus,
+    progress: OnBytesRead = ignore_bytes,
+    part: tuple[int, int] = WHOLE,
+) -> list[Refusal]:
+    """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an
+    empty list if all is as it was written."""
     candidate, problem, (number, count) = row.candidate, row.problem, part
-    if candidate.local_ranks:                           # partial on purpose
+    if candidate.local_ranks:  # partial on purpose
         problem = None
     verifier = Verifier(directory, candidate, progress)
     bad: list[Refusal] = []
     harmless: list[Refusal] = []
     ranks = [] if candidate.problem else [*candidate.files]
-    for position, rank in enumerate(ranks, candidate.step or 0):        # so that saves of few ranks are shared too
+    # so that saves of few ranks are shared too
+    for position, rank in enumerate(ranks, candidate.step or 0):
         if position % count != number - 1:
             continue
         found = verifier.verify(rank)
         if isinstance(found, Refusal):
             bad.append(found)
         else:
-            harmless += [candidate.refuse(replica_warning([(lost, path)]), path, lost)
-                         for lost, path in found.missing_files(candidate)]
+            harmless += [
+                candidate.refuse(replica_warning([(lost, path)]), path, lost)
+                for lost, path in found.missing_files(candidate)
+            ]
     harmless += damaged_metadata_files(directory, candidate)
     bad += [replace(row, is_harmless=True) for row in harmless]
-    bad = list(dict.fromkeys(bad))                      # every rank reports the same defect of metadata.json
+    # every rank reports the same defect of metadata.json
+    bad = list(dict.fromkeys(bad))
     return bad or ([problem] if problem else [])

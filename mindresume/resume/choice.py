@@ -1,5 +1,6 @@
-"""Defines the result of a selection: the files and tensors that each rank verified and loads, and what was refused. Rank 0
-broadcasts the candidate that all ranks verify as JSON."""
+"""Defines the result of a selection: the files and tensors that each rank verified and loads, and
+what was refused. Rank 0 broadcasts the candidate that all ranks verify as JSON."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from mindresume.model.training_state import TrainingState
 @dataclass(frozen=True)
 class ShardSource:
     """Tensors to read from one file. ``names`` None: all of them."""
+
     file: FileRecord
     names: tuple[str, ...] | None = None
 
@@ -24,11 +26,13 @@ class VerifiedShard:
     """The verified files of one rank of the checkpoint.
 
     Args:
-        sources: its own files, or replicas of their tensors on other ranks where its own are missing.
+        sources: its own files, or replicas of their tensors on other ranks where its own are
+            missing.
         state: training state; None for files without records.
         details: checksums and random state; None for files without records.
         scalars: counters that were read from files without records.
     """
+
     rank: int
     sources: tuple[ShardSource, ...]
     state: TrainingState | None = None
@@ -36,9 +40,14 @@ class VerifiedShard:
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
     def missing_files(self, candidate: Candidate) -> list[tuple[int, str]]:
-        """Returns (rank, path) of each of its files that is missing, and whose tensors are read from replicas."""
+        """Returns (rank, path) of each of its files that is missing, and whose tensors are read
+        from replicas."""
         there = {source.file.path for source in self.sources}
-        return [(self.rank, file.path) for file in candidate.files.get(self.rank, ()) if file.path not in there]
+        return [
+            (self.rank, file.path)
+            for file in candidate.files.get(self.rank, ())
+            if file.path not in there
+        ]
 
 
 def read_size(candidate: Candidate, ranks: Iterator[int] | list[int]) -> int:
@@ -52,7 +61,8 @@ class Choice:
 
     Args:
         chosen: the checkpoint to resume from; None: there is none.
-        refused: every newer candidate (every candidate, if none is chosen) with its reason, newest first.
+        refused: every newer candidate (every candidate, if none is chosen) with its reason, newest
+            first.
         notes: sentences for the log: what was found and ignored.
         is_fresh_start: no save was ever complete there, so a fresh start loses nothing.
         shards: the files that this process verified, by rank of the checkpoint.
@@ -60,8 +70,10 @@ class Choice:
         bytes_verified: every byte was verified; False: only sizes and headers.
         warnings: sentences on defects of the chosen checkpoint that do not prevent its use.
         consolidated: these are consolidated weights, which have no layout of their own.
-        directory: the checkpoint directory of the training, if ``root`` is its tier in memory; else empty.
+        directory: the checkpoint directory of the training, if ``root`` is its tier in memory; else
+            empty.
     """
+
     chosen: Candidate | None
     refused: tuple[Refusal, ...]
     notes: tuple[str, ...]
@@ -85,15 +97,24 @@ class Choice:
 
 
 def describe_candidate(candidate: Candidate, bytes_verified: bool = True) -> str:
-    """Returns a phrase for people: the first file, who wrote it, and what was verified (``bytes_verified``: every byte)."""
+    """Returns a phrase for people: the first file, who wrote it, and what was verified
+    (``bytes_verified``: every byte)."""
     first = candidate.iteration_dir or (candidate.first.path if candidate.first else "no file")
     lost = f"; {text}" if (text := missing_ranks_text(candidate)) else ""
     if candidate.origin == MINDFORMERS:
-        return f"{first}, written by mindformers without records: sizes and headers are checked, not every byte{lost}"
+        return (
+            f"{first}, written by mindformers without records: sizes and headers are checked, "
+            f"not every byte{lost}"
+        )
     checked = "every byte" if bytes_verified else "sizes and headers"
     if candidate.origin == MERGED:
-        return f"{first}, consolidated weights that mindresume wrote, {checked} of the tensors checked"
-    return f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} checked{lost}"
+        return (
+            f"{first}, consolidated weights that mindresume wrote, {checked} of the tensors checked"
+        )
+    return (
+        f"{first}, run {candidate.run}, {ranks_count(candidate.world_size)}, {checked} "
+        f"checked{lost}"
+    )
 
 
 def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
@@ -107,7 +128,17 @@ def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
 
 def candidate_from_json(value: dict[str, Any]) -> Candidate:
     """Returns the candidate of ``candidate_to_json``."""
-    return Candidate(**{**value, "files": {rank: tuple(FileRecord(*row) for row in rows) for rank, *rows in value["files"]},
-                        "metadata_files": tuple(FileRecord(*row) for row in value["metadata_files"]),
-                        **{name: tuple(value[name]) for name in ("order", "missing_ranks", "local_ranks", "records")},
-                        "state": TrainingState.from_json(value["state"]) if value["state"] else None})
+    return Candidate(
+        **{
+            **value,
+            "files": {
+                rank: tuple(FileRecord(*row) for row in rows) for rank, *rows in value["files"]
+            },
+            "metadata_files": tuple(FileRecord(*row) for row in value["metadata_files"]),
+            **{
+                name: tuple(value[name])
+                for name in ("order", "missing_ranks", "local_ranks", "records")
+            },
+            "state": TrainingState.from_json(value["state"]) if value["state"] else None,
+        }
+    )

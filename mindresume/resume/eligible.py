@@ -1,4 +1,6 @@
-"""The policy of a selection, and the rule by which it refuses a candidate before its contents are read."""
+"""The policy of a selection, and the rule by which it refuses a candidate before its contents are
+read."""
+
 from __future__ import annotations
 
 import os
@@ -17,43 +19,53 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import publish_json, read_bytes
 from mindresume.typed import parse_json
 
-NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"     # the message of mindformers
+# the message of mindformers
+NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"
 UNHEALTHY = "it was unhealthy when it was saved"
-FULL, QUICK = "full", "quick"               # verification levels: every byte; only names, sizes and headers
+# verification levels: every byte; only names, sizes and headers
+FULL, QUICK = "full", "quick"
 RanksToVerify = Callable[[Group, Candidate], Sequence[int]]
 
 
 def own_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns the rank of this process: the job has as many ranks as the checkpoint, and each verifies what it loads."""
+    """Returns the rank of this process: the job has as many ranks as the checkpoint, and each
+    verifies what it loads."""
     return [group.rank]
 
 
 def every_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns this process's share of all ranks of the checkpoint; a single process verifies all of them.
+    """Returns this process's share of all ranks of the checkpoint; a single process verifies all of
+    them.
 
-    Checkpoints of mindformers keep their counters only in the files, so each process also verifies the first rank of them."""
+    Checkpoints of mindformers keep their counters only in the files, so each process also verifies
+    the first rank of them."""
     own = [rank for rank in candidate.files if rank % group.size == group.rank]
     return own if candidate.state else sorted({min(candidate.files), *own})
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """What a selection accepts. If ranks have different policies, the one of rank 0 decides which candidates are offered.
+    """What a selection accepts. If ranks have different policies, the one of rank 0 decides which
+    candidates are offered.
 
     Args:
-        world_size: number of ranks of the job that would resume. None: any number; the number of ranks of a checkpoint is then
-            taken from its manifest, else from the strategy files, else it is estimated (``Scan.expected_ranks``).
-        requested: file name, iteration folder or step that the user asked for (``resume_training: NAME``). Nothing else is
-            considered, and health and failed loads are ignored. None: the newest usable checkpoint.
+        world_size: number of ranks of the job that would resume. None: any number; the number of
+            ranks of a checkpoint is then taken from its manifest, else from the strategy files,
+            else it is estimated (``Scan.expected_ranks``).
+        requested: file name, iteration folder or step that the user asked for (``resume_training:
+            NAME``). Nothing else is considered, and health and failed loads are ignored. None: the
+            newest usable checkpoint.
         verify: FULL or QUICK.
         ranks_to_verify: which ranks of the checkpoint this process verifies.
-        any_layout: the checkpoint may be loaded in another layout, so a single file counts as consolidated weights.
-        unhealthy: names of files that mindformers' health monitor found unhealthy. They are refused, and so is a checkpoint whose
-            own state says so. None: health is ignored.
-        max_failed_loads: a checkpoint is taken last if so many jobs in a row died after they loaded it (``saving.crash_loop``).
-            0: no limit.
+        any_layout: the checkpoint may be loaded in another layout, so a single file counts as
+            consolidated weights.
+        unhealthy: names of files that mindformers' health monitor found unhealthy. They are
+            refused, and so is a checkpoint whose own state says so. None: health is ignored.
+        max_failed_loads: a checkpoint is taken last if so many jobs in a row died after they loaded
+            it (``saving.crash_loop``). 0: no limit.
         require_counters: refuse files that hold no step number. False: weights alone are wanted.
     """
+
     world_size: int | None = None
     requested: str | None = None
     verify: str = FULL
@@ -69,16 +81,24 @@ class SelectionPolicy:
         return self.verify == FULL
 
 
-def eligible(directory: CheckpointDir, candidate: Candidate, policy: SelectionPolicy, failed_loads: Sequence[FailedLoad] = (),
-             is_explicit: bool = False) -> Refusal | None:
-    """Returns why the candidate is not taken wherever its files lie; None if it may be. This is the one rule of every source, and
-    of what opens a checkpoint; which ranks have its files, and of which size, is for ``check_files``.
+def eligible(
+    directory: CheckpointDir,
+    candidate: Candidate,
+    policy: SelectionPolicy,
+    failed_loads: Sequence[FailedLoad] = (),
+    is_explicit: bool = False,
+) -> Refusal | None:
+    """Returns why the candidate is not taken wherever its files lie; None if it may be. This is the
+    one rule of every source, and of what opens a checkpoint; which ranks have its files, and of
+    which size, is for ``check_files``.
 
     Args:
         failed_loads: the jobs in a row that died after they had loaded it.
         is_explicit: the user asked for this candidate, so health and failed loads are ignored.
     """
-    if candidate.problem is not None and (policy.require_counters or not is_weights_only(candidate)):
+    if candidate.problem is not None and (
+        policy.require_counters or not is_weights_only(candidate)
+    ):
         return candidate.problem
     if damage := known_damage(directory, candidate):
         return damage
@@ -93,32 +113,59 @@ def eligible(directory: CheckpointDir, candidate: Candidate, policy: SelectionPo
 
 def none_usable(place: str, refused: Sequence[Refusal]) -> str:
     """Returns the message for a place of which every checkpoint was refused."""
-    unhealthy = f"{NONE_HEALTHY}. " if any(refusal.reason.startswith(UNHEALTHY) for refusal in refused) else ""
-    return "\n".join([f"{unhealthy}{place} holds checkpoints, but none can be used:", *(f"  {refusal}" for refusal in refused)])
+    unhealthy = (
+        f"{NONE_HEALTHY}. "
+        if any(refusal.reason.startswith(UNHEALTHY) for refusal in refused)
+        else ""
+    )
+    return "\n".join(
+        [
+            f"{unhealthy}{place} holds checkpoints, but none can be used:",
+            *(f"  {refusal}" for refusal in refused),
+        ]
+    )
 
 
-def check_files(directory: CheckpointDir, candidate: Candidate, world_size: int | None,
-                files: bool = True) -> Refusal | None:
-    """Returns why a candidate without a problem cannot be used; None if the files of all ranks exist and their layouts are known.
+def check_files(
+    directory: CheckpointDir, candidate: Candidate, world_size: int | None, files: bool = True
+) -> Refusal | None:
+    """Returns why a candidate without a problem cannot be used; None if the files of all ranks
+    exist and their layouts are known.
 
     Args:
         world_size: ranks of the job that would resume. None: any number.
-        files: False: existence and sizes are not checked, because each rank verifies its own files anyway.
+        files: False: existence and sizes are not checked, because each rank verifies its own files
+            anyway.
     """
     if candidate.origin == MINDFORMERS:
         problem = _wrong_ranks(candidate, world_size)
     elif candidate.local_ranks:
         problem = _wrong_files(directory, candidate) if files else None
         return problem or candidate.refuse(
-            f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are here: nodes that share no "
-            f"disk saved it. A job on these nodes takes the newest step that all of them have; for any other job, copy the "
-            f"folders of all nodes to one shared disk")
-    elif world_size is not None and candidate.world_size != world_size and not candidate.iteration_dir:
-        problem = candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {world_size}; to change the "
-                                   f"number of ranks set auto_trans_ckpt: True")
+            f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are "
+            "here: nodes that share no "
+            "disk saved it. A job on these nodes takes the newest step that all of them have; for "
+            "any other job, copy the "
+            f"folders of all nodes to one shared disk"
+        )
+    elif (
+        world_size is not None
+        and candidate.world_size != world_size
+        and not candidate.iteration_dir
+    ):
+        problem = candidate.refuse(
+            f"saved by {ranks_count(candidate.world_size)}, this job has {world_size}; to change "
+            "the "
+            f"number of ranks set auto_trans_ckpt: True"
+        )
     else:
         problem = None
-    if problem is None and candidate.origin == MINDFORMERS and candidate.iteration_dir and candidate.problem is None:
+    if (
+        problem is None
+        and candidate.origin == MINDFORMERS
+        and candidate.iteration_dir
+        and candidate.problem is None
+    ):
         stored = stored_slices(directory, candidate)
         problem = stored if isinstance(stored, Refusal) else None
     if problem is not None or not files:
@@ -127,7 +174,8 @@ def check_files(directory: CheckpointDir, candidate: Candidate, world_size: int 
 
 
 def _wrong_files(directory: CheckpointDir, candidate: Candidate) -> Refusal | None:
-    """Returns a refusal for the first file that is missing without replicas, or has another size."""
+    """Returns a refusal for the first file that is missing without replicas, or has another
+    size."""
     try:
         found = file_sizes(directory, candidate.all_files)
     except OSError as error:
@@ -147,57 +195,78 @@ def _wrong_files(directory: CheckpointDir, candidate: Candidate) -> Refusal | No
 
 
 def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None:
-    """Returns a refusal if files of mindformers in rank folders are of fewer or more ranks than the job has."""
+    """Returns a refusal if files of mindformers in rank folders are of fewer or more ranks than the
+    job has."""
     if world_size is None or candidate.iteration_dir:
         return None
-    missing = [rank for rank in range(world_size) if rank not in candidate.files and rank not in candidate.missing_ranks]
+    missing = [
+        rank
+        for rank in range(world_size)
+        if rank not in candidate.files and rank not in candidate.missing_ranks
+    ]
     if missing:
         name = candidate.first.path
-        return candidate.refuse(f"no file of rank {listed(missing)} for this step of this run (others have {name}); without "
-                                f"strategy files of that job it is unknown whether the other files hold all tensors",
-                                rank=missing[0])
+        return candidate.refuse(
+            f"no file of rank {listed(missing)} for this step of this run (others have {name}); "
+            "without "
+            f"strategy files of that job it is unknown whether the other files hold all tensors",
+            rank=missing[0],
+        )
     more = [rank for rank in candidate.files if rank >= world_size]
     if more:
-        return candidate.refuse(f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the number "
-                                f"of ranks set auto_trans_ckpt: True", candidate.files[more[0]][0].path, more[0])
+        return candidate.refuse(
+            f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the "
+            "number "
+            f"of ranks set auto_trans_ckpt: True",
+            candidate.files[more[0]][0].path,
+            more[0],
+        )
     return None
 
 
-# ---- mindformers' health monitor ----------------------------------------------------------------------------------------
+# ---- mindformers' health monitor -----------------------------------------------------------------
 
-# Whether the local norm of the embedding was within its threshold. In Checkpoint 2.0 the state of a checkpoint holds the result
-# (``ckpt_status``). For rank folders, a list in the output folder has one entry per save, which names the file of rank 0
-# (mindformers core/callback/callback.py, tools/resume_ckpt.py); 0 means healthy:
+# Whether the local norm of the embedding was within its threshold. In Checkpoint 2.0 the state of a
+# checkpoint holds the result (``ckpt_status``). For rank folders, a list in the output folder has
+# one entry per save, which names the file of rank 0 (mindformers core/callback/callback.py,
+# tools/resume_ckpt.py); 0 means healthy:
 #
 #     [{"is_health": 0, "ckpt_name": "llama2_7b_rank_0-2_5.safetensors"}, ...]
 
-LIST = "health_ckpts.json"      # in the output folder
-MAX_LIST = 64 << 20             # bytes; one entry has about 80
+LIST = "health_ckpts.json"  # in the output folder
+MAX_LIST = 64 << 20  # bytes; one entry has about 80
 
 
 def add(storage: Storage, folder: str, name: str, health: int, tag: str) -> None:
-    """Appends an entry, in the format of mindformers; the list is replaced atomically. Raises OSError or ValueError."""
+    """Appends an entry, in the format of mindformers; the list is replaced atomically. Raises
+    OSError or ValueError."""
     path = os.path.join(folder, LIST)
     known = read_list(storage, folder) if storage.status(path) is not None else []
     publish_json(storage, path, [*known, {"is_health": health, "ckpt_name": name}], tag)
 
 
 def unhealthy_files(storage: Storage, folder: str) -> tuple[frozenset[str], str]:
-    """Returns the names whose newest entry in the list of ``folder`` is unhealthy, and a problem. If the list cannot be used,
-    there are no names and the problem says why; else the problem is empty."""
+    """Returns the names whose newest entry in the list of ``folder`` is unhealthy, and a problem.
+    If the list cannot be used, there are no names and the problem says why; else the problem is
+    empty."""
     path = os.path.join(folder, LIST)
     try:
         if storage.status(path) is None:
             return frozenset(), ""
         newest = {row["ckpt_name"]: row["is_health"] for row in read_list(storage, folder)}
-        return frozenset(os.path.basename(name) for name, health in newest.items() if health != 0), ""
+        return frozenset(
+            os.path.basename(name) for name, health in newest.items() if health != 0
+        ), ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return frozenset(), (f"{path} cannot be used ({type(error).__name__}: {error}"[:300] + "); no checkpoint is "
-                             "taken for unhealthy by it")
+        return frozenset(), (
+            f"{path} cannot be used ({type(error).__name__}: {error}"[:300] + "); no checkpoint is "
+            "taken for unhealthy by it"
+        )
 
 
 def read_list(storage: Storage, folder: str) -> list[Any]:
-    """Returns the entries of the list in ``folder``. Raises OSError, and ValueError if it is not a list."""
+    """Returns the entries of the list in ``folder``. Raises OSError, and ValueError if it is not a
+    list."""
     found = parse_json(read_bytes(storage, os.path.join(folder, LIST), MAX_LIST) or b"[]")
     if not isinstance(found, list):
         raise ValueError(f"expected a list, found {type(found).__name__}")
@@ -205,8 +274,10 @@ def read_list(storage: Storage, folder: str) -> list[Any]:
 
 
 def is_unhealthy(candidate: Candidate, names: Collection[str]) -> bool:
-    """Returns whether the candidate was unhealthy when it was saved, by its own state or by the list (``names`` of unhealthy
-    files)."""
+    """Returns whether the candidate was unhealthy when it was saved, by its own state or by the
+    list (``names`` of unhealthy files)."""
     if candidate.state is not None and candidate.state.health:
         return True
-    return not candidate.iteration_dir and any(os.path.basename(file.path) in names for file in candidate.all_files)
+    return not candidate.iteration_dir and any(
+        os.path.basename(file.path) in names for file in candidate.all_files
+    )

@@ -1,20 +1,25 @@
-"""The saves in memory of the nodes: a job takes one if all ranks have it whole and nothing newer lies on disk or in the bucket.
+"""The saves in memory of the nodes: a job takes one if all ranks have it whole and nothing newer
+lies on disk or in the bucket.
 
     each rank    the tier of its node ─▶ whole saves that it could load ─▶ gather their names
     rank 0       the newest checkpoint on disk and in the bucket, by names and records
-    all ranks    ``newest``: saves that all ranks have, newest first, as long as none elsewhere is newer ─▶ each rank verifies
+    all ranks    ``newest``: saves that all ranks have, newest first, as long as none elsewhere is
+        newer ─▶ each rank verifies
                  what it will load
-    else         the selection on disk; then ``newer_than`` or ``last_resort``: saves that are newer than what it could verify
+    else         the selection on disk; then ``newer_than`` or ``last_resort``: saves that are newer
+                 than what it could verify
 
-The order is that of the disk: by the number of the run, then by the step, without clocks. A save whose bytes are not those that
-were written is refused, and its record is removed, so no later start reads it again.
+The order is that of the disk: by the number of the run, then by the step, without clocks. A save
+whose bytes are not those that were written is refused, and its record is removed, so no later start
+reads it again.
 
-A training that is complete with such a save, and ``mindresume flush``, write it to disk: files and records have the same format
-there.
+A training that is complete with such a save, and ``mindresume flush``, write it to disk: files and
+records have the same format there.
 
     copy = DiskCopy(directory, tier, candidate)
     copy.write();  copy.commit()
 """
+
 from __future__ import annotations
 
 import os
@@ -27,7 +32,13 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_all, run_on_rank0
+from mindresume.coordination.collectives import (
+    Group,
+    Watchdog,
+    gather_results,
+    run_on_all,
+    run_on_rank0,
+)
 from mindresume.coordination.storage_topology import SharedGroups, order_of
 from mindresume.errors import RemoteError, SaveError, UnusableCheckpointError
 from mindresume.events import Notice
@@ -37,7 +48,14 @@ from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import is_as_recorded
 from mindresume.formatting import listed, ranks_count
-from mindresume.model.manifest import FOLDER, FileRecord, parse_attempt, read_details, record_name, run_sequence
+from mindresume.model.manifest import (
+    FOLDER,
+    FileRecord,
+    parse_attempt,
+    read_details,
+    record_name,
+    run_sequence,
+)
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.choice import Choice
 from mindresume.resume.eligible import check_files, eligible
@@ -54,7 +72,8 @@ from mindresume.storage.operations import publish
 from mindresume.storage.read_cache import ReadCache, uncached
 from mindresume.tensor_files.header import CHUNK
 
-_MAX_OFFERS = 16                # names of saves that one rank sends to the others; a tier holds three of each run
+# names of saves that one rank sends to the others; a tier holds three of each run
+_MAX_OFFERS = 16
 _IN_MEMORY = "in memory of the nodes"
 
 
@@ -70,6 +89,7 @@ class MemorySource:
         names: saves that all ranks may take, newest first.
         least: order of the newest checkpoint elsewhere.
     """
+
     job: Job
     root: str
     tier: str = ""
@@ -82,11 +102,16 @@ class MemorySource:
     least: tuple[float, ...] = (0, 0)
 
     def newest(self) -> Choice | None:
-        """Returns the newest save that all ranks have verified, unless a newer checkpoint lies elsewhere."""
+        """Returns the newest save that all ranks have verified, unless a newer checkpoint lies
+        elsewhere."""
         rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
         for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
-        notes = [note for row in rows if row["note"] and (note := DiskNote.from_json(row["note"])) is not None]
+        notes = [
+            note
+            for row in rows
+            if row["note"] and (note := DiskNote.from_json(row["note"])) is not None
+        ]
         self.note = max(notes, key=attrgetter("order"), default=None)
         seen = {name for row in rows for name in row["offers"]}
         if not seen:
@@ -100,10 +125,16 @@ class MemorySource:
             if not missing:
                 common.append(name)
             elif not common:
-                self.refused.append(Refusal(parse_attempt(name)[0],
-                                            f"{_IN_MEMORY} rank {listed(missing)} does not have it whole"))
+                self.refused.append(
+                    Refusal(
+                        parse_attempt(name)[0],
+                        f"{_IN_MEMORY} rank {listed(missing)} does not have it whole",
+                    )
+                )
         newest = order_of(common[0])[1] if common else 0
-        self.refused += [Refusal(**row) for row in rows[0]["refused"] if (row["step"] or 0) > newest]
+        self.refused += [
+            Refusal(**row) for row in rows[0]["refused"] if (row["step"] or 0) > newest
+        ]
         if not common:
             return None
         elsewhere = self._elsewhere()
@@ -115,26 +146,34 @@ class MemorySource:
         return self._first_verified([name for name in self.names if order_of(name) >= self.least])
 
     def last_resort(self) -> Choice | None:
-        """Returns the newest save that all ranks have verified, as there is nothing else; emits why, if there is none."""
+        """Returns the newest save that all ranks have verified, as there is nothing else; emits
+        why, if there is none."""
         choice = self._first_verified([*self.names, *self.suspected])
-        if choice is None:                      # the error of the disk lists only checkpoints on disk
+        # the error of the disk lists only checkpoints on disk
+        if choice is None:
             for row in self.refused:
                 self.job.emit(Notice(f"step {row.step}: {row.reason}"))
         return choice
 
     def newer_than(self, elsewhere: Choice) -> Choice:
-        """Returns a save that is newer than the choice ``elsewhere``, or precedes a fresh start; else that choice."""
+        """Returns a save that is newer than the choice ``elsewhere``, or precedes a fresh start;
+        else that choice."""
         chosen, choice = elsewhere.chosen, None
         if chosen is None:
             choice = self._first_verified([*self.names, *self.suspected])
-        elif chosen.order[:2] < self.least:                     # what is newer on disk cannot be used
-            choice = self._first_verified([name for name in self.names if chosen.order[:2] < order_of(name) < self.least])
+        elif chosen.order[:2] < self.least:
+            # what is newer on disk cannot be used
+            choice = self._first_verified(
+                [name for name in self.names if chosen.order[:2] < order_of(name) < self.least]
+            )
         if choice is not None:
             return replace(choice, refused=(*choice.refused, *elsewhere.refused))
-        newer = [row for row in self.refused if chosen is None or (row.step or 0) >= (chosen.step or 0)]
+        newer = [
+            row for row in self.refused if chosen is None or (row.step or 0) >= (chosen.step or 0)
+        ]
         return replace(elsewhere, refused=(*newer, *elsewhere.refused))
 
-    # ---- what there is ---------------------------------------------------------------------------------------------
+    # ---- what there is ---------------------------------------------------------------------------
 
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
@@ -148,31 +187,51 @@ class MemorySource:
                     if refusal is None:
                         self.offers[candidate.name] = candidate
                     elif candidate.files or not candidate.problem:
-                        refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json())
+                        refused.append(
+                            replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json()
+                        )
                 note, node = DiskNote.read(storage, self.tier), memory_identity(self.tier)
-        except OSError as error:                # no error of the tier keeps a job from its checkpoints on disk
+        except OSError as error:
+            # no error of the tier keeps a job from its checkpoints on disk
             self.offers.clear()
             self.tier, problem, refused = "", f"the tier in memory cannot be read: {error}", []
-        return {"node": node, "offers": list(self.offers), "refused": refused, "problem": problem,
-                "note": asdict(note) if note is not None else None}
+        return {
+            "node": node,
+            "offers": list(self.offers),
+            "refused": refused,
+            "problem": problem,
+            "note": asdict(note) if note is not None else None,
+        }
 
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""
         policy, group = self.job.policy, self.job.group
         if candidate.local_ranks and (self.job.sources.is_preview or policy.any_layout):
-            return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}" + (
-                "; the job takes it if the other nodes have their parts" if self.job.sources.is_preview else
-                ", and regions of tensors are read from all ranks"))
+            return candidate.refuse(
+                f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}"
+                + (
+                    "; the job takes it if the other nodes have their parts"
+                    if self.job.sources.is_preview
+                    else ", and regions of tensors are read from all ranks"
+                )
+            )
         if policy.world_size not in (None, candidate.world_size):
-            return candidate.refuse(f"saved by {ranks_count(candidate.world_size)}, this job has {policy.world_size}")
-        if candidate.local_ranks and (candidate.world_size != group.size or group.rank not in candidate.files):
-            return candidate.refuse(f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}, not rank "
-                                    f"{group.rank} of {group.size}")
+            return candidate.refuse(
+                f"saved by {ranks_count(candidate.world_size)}, this job has {policy.world_size}"
+            )
+        if candidate.local_ranks and (
+            candidate.world_size != group.size or group.rank not in candidate.files
+        ):
+            return candidate.refuse(
+                f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}, "
+                "not rank "
+                f"{group.rank} of {group.size}"
+            )
         return None
 
     def _elsewhere(self) -> dict[str, Any]:
-        """Returns the order of the newest checkpoint on disk or in the object store, and its run; None: there is none.
-        ``reason``: why memory must not be used."""
+        """Returns the order of the newest checkpoint on disk or in the object store, and its run;
+        None: there is none. ``reason``: why memory must not be used."""
         if not self.job.is_split:
             return run_on_rank0(self.job.group, self._newest, Watchdog("scanning the checkpoints"))
         rows = gather_results(self.job.group, self._newest, Watchdog("scanning the checkpoints"))
@@ -181,50 +240,87 @@ class MemorySource:
     def _newest(self) -> dict[str, Any]:
         storage, note = uncached(self.job.storage), self.note
         try:
-            found = find_candidates(storage, self.job.path, None, self.job.policy.world_size)[0].candidates
-        except UnusableCheckpointError:                         # the selection on disk raises it again
+            found = find_candidates(storage, self.job.path, None, self.job.policy.world_size)[
+                0
+            ].candidates
+        except UnusableCheckpointError:
+            # the selection on disk raises it again
             found = ()
         usable = [candidate for candidate in found if candidate.problem is None]
         first = usable[0] if usable else None
         if first is not None and any(candidate.order[:2] > first.order[:2] for candidate in usable):
             return _unwanted(f"the tracker of {self.root} was set back to step {first.step}")
-        if first is not None and first.origin != OURS and first.order[0] < 1 and (note is None or note.key != key_of(first)):
-            return _unwanted(f"step {first.step} on disk was saved without mindresume, so it is not known which is newer")
+        if (
+            first is not None
+            and first.origin != OURS
+            and first.order[0] < 1
+            and (note is None or note.key != key_of(first))
+        ):
+            return _unwanted(
+                f"step {first.step} on disk was saved without mindresume, so it is not known which "
+                "is newer"
+            )
         order, run = (list(first.order[:2]), first.run) if first is not None else (None, None)
         is_known = True
         if self.job.sources.remote is not None:
-            try:                                                # as on disk: the newest on this machine is taken
+            # as on disk: the newest on this machine is taken
+            try:
                 for name in self.job.sources.remote.scan().committed():
                     if list(order_of(name)) > (order or [0, 0]):
                         order, run = list(order_of(name)), parse_attempt(name)[1]
             except RemoteError:
                 is_known = False
         if note is not None and is_known and not self._has(note, found, order):
-            return _unwanted(f"{note.key}, which their training had on disk, is gone, and nothing newer is there: somebody has "
-                             f"removed it to go back. mindresume flush {self.root} writes the newest in memory to disk")
+            return _unwanted(
+                f"{note.key}, which their training had on disk, is gone, and nothing newer is "
+                "there: somebody has "
+                f"removed it to go back. mindresume flush {self.root} writes the newest in memory "
+                "to disk"
+            )
         return {"order": order, "run": run, "reason": ""}
 
     def _has(self, note: DiskNote, found: Sequence[Candidate], order: list[int] | None) -> bool:
-        """Returns whether the disk or the object store has the noted checkpoint, or a newer one. ``order``: of the newest that
-        can be used."""
+        """Returns whether the disk or the object store has the noted checkpoint, or a newer one.
+        ``order``: of the newest that can be used."""
         storage, is_ours = uncached(self.job.storage), parse_attempt(note.key) is not None
         least = order_of(note.key) if is_ours else (run_sequence(note.run), 0)
-        if order is not None and tuple(order) > least or any(c.maybe_completed and c.order[:2] > least for c in found):
+        if (
+            order is not None
+            and tuple(order) > least
+            or any(c.maybe_completed and c.order[:2] > least for c in found)
+        ):
             return True
         own = next((candidate for candidate in found if key_of(candidate) == note.key), None)
-        if own is None:                         # a listing can be late
-            places = [os.path.join(folder, FOLDER, note.key) for folder in ("", iteration_name(least[1]))] if is_ours else []
-            return order == list(least) or any(storage.status(os.path.join(self.root, place)) is not None for place in places)
+        if own is None:  # a listing can be late
+            places = (
+                [
+                    os.path.join(folder, FOLDER, note.key)
+                    for folder in ("", iteration_name(least[1]))
+                ]
+                if is_ours
+                else []
+            )
+            return order == list(least) or any(
+                storage.status(os.path.join(self.root, place)) is not None for place in places
+            )
         # Its weights may be gone, with its records left in their hidden folder.
-        return bool(own.listing_error) or not own.all_files or any(
-            storage.status(os.path.join(self.root, file.path)) is not None for file in own.all_files)
+        return (
+            bool(own.listing_error)
+            or not own.all_files
+            or any(
+                storage.status(os.path.join(self.root, file.path)) is not None
+                for file in own.all_files
+            )
+        )
 
     def _is_allowed(self, name: str, run: str | None) -> bool:
-        """Returns whether a save may be taken at all: all ranks get the same answer. ``run``: of the newest checkpoint
-        elsewhere."""
+        """Returns whether a save may be taken at all: all ranks get the same answer. ``run``: of
+        the newest checkpoint elsewhere."""
         (_, own), candidate = parse_attempt(name), self.offers[name]
         if run is not None and run != own and run_sequence(run) == run_sequence(own):
-            refusal = candidate.refuse(f"run {run} of the same number has saved on disk, so it is not known which is newer")
+            refusal = candidate.refuse(
+                f"run {run} of the same number has saved on disk, so it is not known which is newer"
+            )
         else:
             row = run_on_rank0(self.job.group, lambda: self._refusal(candidate))
             if row is None:
@@ -237,12 +333,14 @@ class MemorySource:
     def _refusal(self, candidate: Candidate) -> dict[str, Any] | None:
         """Returns, on rank 0, why a save is refused before its bytes are read."""
         tier, policy = CheckpointDir(uncached(self.job.storage), self.tier), self.job.policy
-        refusal = eligible(tier, candidate, policy, failed_loads_by_key(tier).get(candidate.name, ()))
+        refusal = eligible(
+            tier, candidate, policy, failed_loads_by_key(tier).get(candidate.name, ())
+        )
         if refusal is None and not candidate.local_ranks:
             refusal = check_files(tier, candidate, policy.world_size)
         return refusal.to_json() if refusal is not None else None
 
-    # ---- verification ----------------------------------------------------------------------------------------------
+    # ---- verification ----------------------------------------------------------------------------
 
     def _first_verified(self, names: list[str]) -> Choice | None:
         """Returns the choice of the first of ``names`` that all ranks have verified."""
@@ -252,19 +350,33 @@ class MemorySource:
                 continue
             self.tried.add(name)
             candidate = self.offers[name]
-            ranks = [job.group.rank] if candidate.local_ranks else job.policy.ranks_to_verify(job.group, candidate)
-            # The load needs this memory anyway. In another layout it reads other regions than this process has verified.
-            keep = job.storage if isinstance(job.storage, ReadCache) and candidate.world_size == job.group.size else None
-            verdict = verify_on_all_ranks(job, CheckpointDir(storage, self.tier), candidate, ranks, keep)
+            ranks = (
+                [job.group.rank]
+                if candidate.local_ranks
+                else job.policy.ranks_to_verify(job.group, candidate)
+            )
+            # The load needs this memory anyway. In another layout it reads other regions than this
+            # process has verified.
+            keep = (
+                job.storage
+                if isinstance(job.storage, ReadCache) and candidate.world_size == job.group.size
+                else None
+            )
+            verdict = verify_on_all_ranks(
+                job, CheckpointDir(storage, self.tier), candidate, ranks, keep
+            )
             if isinstance(verdict, Choice):
                 return replace(verdict, refused=tuple(self.refused), directory=self.root)
             drop_cached_files(job.storage)
             self._distrust(candidate, verdict, ranks)
         return None
 
-    def _distrust(self, candidate: Candidate, refusals: list[Refusal], ranks: Collection[int]) -> None:
-        """Refuses a save whose bytes are not those that were written, and removes the record of each damaged rank: a replica that
-        failed once is never tried again. A living owner may just overwrite the save; its records are left alone."""
+    def _distrust(
+        self, candidate: Candidate, refusals: list[Refusal], ranks: Collection[int]
+    ) -> None:
+        """Refuses a save whose bytes are not those that were written, and removes the record of
+        each damaged rank: a replica that failed once is never tried again. A living owner may just
+        overwrite the save; its records are left alone."""
         self.refused.append(replace(refusals[0], reason=f"{_IN_MEMORY}: {refusals[0].reason}"))
         owner = TierOwner.read(uncached(self.job.storage), self.tier)
         if self.job.sources.is_preview or owner is None or owner.is_alive:
@@ -272,7 +384,9 @@ class MemorySource:
         for refusal in refusals:
             if refusal.rank in ranks:
                 with suppress(OSError):
-                    uncached(self.job.storage).remove(os.path.join(candidate.records_dir or "", record_name(refusal.rank)))
+                    uncached(self.job.storage).remove(
+                        os.path.join(candidate.records_dir or "", record_name(refusal.rank))
+                    )
 
 
 def _unwanted(reason: str) -> dict[str, Any]:
@@ -280,13 +394,18 @@ def _unwanted(reason: str) -> dict[str, Any]:
     return {"order": None, "run": None, "reason": reason}
 
 
-# ---- to disk ---------------------------------------------------------------------------------------------------------
+# ---- to disk -------------------------------------------------------------------------------------
 
 
-def write_selected(storage: Storage, choice: Choice, group: Group, shared: SharedGroups,
-                   samples_in_common: bool = False) -> None:
-    """Writes the selected save in memory to disk, on all ranks together: for a training that is complete with it, so that nothing
-    saves it later.
+def write_selected(
+    storage: Storage,
+    choice: Choice,
+    group: Group,
+    shared: SharedGroups,
+    samples_in_common: bool = False,
+) -> None:
+    """Writes the selected save in memory to disk, on all ranks together: for a training that is
+    complete with it, so that nothing saves it later.
 
     Args:
         shared: the ranks that share a tier.
@@ -294,8 +413,14 @@ def write_selected(storage: Storage, choice: Choice, group: Group, shared: Share
     Raises:
         CollectiveError: on all ranks, if one node fails.
     """
-    copy = DiskCopy(CheckpointDir(storage, choice.checkpoint_dir), choice.root, choice.chosen, samples_in_common)
-    run_on_all(group, copy.write if shared.is_leader(group.rank) else copy.leave, Watchdog("writing the last step to disk"))
+    copy = DiskCopy(
+        CheckpointDir(storage, choice.checkpoint_dir), choice.root, choice.chosen, samples_in_common
+    )
+    run_on_all(
+        group,
+        copy.write if shared.is_leader(group.rank) else copy.leave,
+        Watchdog("writing the last step to disk"),
+    )
     run_on_rank0(group, copy.commit, Watchdog("committing the last step"))
 
 
@@ -307,6 +432,7 @@ class DiskCopy:
         tier: the folder in memory that has the save.
         progress: receives the bytes that are written.
     """
+
     directory: CheckpointDir
     tier: str
     candidate: Candidate
@@ -316,8 +442,17 @@ class DiskCopy:
     @cached_property
     def target(self) -> SaveTarget:
         found = self.candidate
-        return SaveTarget(self.directory.storage, self.directory.root, found.run, min(found.files), found.world_size,
-                          bool(found.iteration_dir), (), found.lineage, self.samples_in_common)
+        return SaveTarget(
+            self.directory.storage,
+            self.directory.root,
+            found.run,
+            min(found.files),
+            found.world_size,
+            bool(found.iteration_dir),
+            (),
+            found.lineage,
+            self.samples_in_common,
+        )
 
     def leave(self) -> None:
         """Does nothing: another rank of the node writes it."""
@@ -330,21 +465,30 @@ class DiskCopy:
             OSError, RecordError: a file cannot be read or written.
         """
         candidate, target, storage = self.candidate, self.target, self.directory.storage
-        if is_committed(target, candidate.step):            # its records, which the manifest names, must stay as they are
+        # its records, which the manifest names, must stay as they are
+        if is_committed(target, candidate.step):
             return
         for rank, sources in candidate.files.items():
             with storage.open(os.path.join(candidate.records_dir, record_name(rank))) as file:
                 record, details = read_details(file)
-            rows = tuple(row if target.iterations else row._replace(path=path_on_disk(row.path, candidate.run))
-                         for row in record.files)
-            files = [(os.path.join(self.tier, source.path), row) for source, row in zip(sources, rows, strict=True)]
+            rows = tuple(
+                row
+                if target.iterations
+                else row._replace(path=path_on_disk(row.path, candidate.run))
+                for row in record.files
+            )
+            files = [
+                (os.path.join(self.tier, source.path), row)
+                for source, row in zip(sources, rows, strict=True)
+            ]
             copy_files(self, candidate.name, storage, files)
             self.put_record(candidate.name, rank, replace(record, files=rows).encode(details))
 
     def commit(self) -> bool:
-        """Commits and publishes what ``write`` wrote, as the next run would. Returns whether it is a checkpoint now; not while
-        parts of other nodes are missing."""
-        Committer(self.target).recover()                    # also of a step that is committed already: it may not be published
+        """Commits and publishes what ``write`` wrote, as the next run would. Returns whether it is
+        a checkpoint now; not while parts of other nodes are missing."""
+        # also of a step that is committed already: it may not be published
+        Committer(self.target).recover()
         return is_committed(self.target, self.candidate.step)
 
     def has_file(self, attempt: str, file: FileRecord) -> bool:
@@ -353,7 +497,10 @@ class DiskCopy:
         if self.target.storage.status(path) is None:
             return False
         if not is_as_recorded(self.target.storage, path, file):
-            raise SaveError(f"{path} exists already, with other content; a file of a checkpoint is never overwritten")
+            raise SaveError(
+                f"{path} exists already, with other content; a file of a checkpoint is never "
+                "overwritten"
+            )
         return True
 
     def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
@@ -377,4 +524,6 @@ class DiskCopy:
         """See ``Place``."""
         folder = self.target.attempt(self.candidate.step)
         self.target.storage.make_folder(folder)
-        publish(self.target.storage, os.path.join(folder, record_name(rank)), [record], self.target.run)
+        publish(
+            self.target.storage, os.path.join(folder, record_name(rank)), [record], self.target.run
+        )

@@ -1,29 +1,37 @@
-"""Computes where a resumed training continues: steps, epochs and data, from the state of the checkpoint and the new settings.
+"""Computes where a resumed training continues: steps, epochs and data, from the state of the
+checkpoint and the new settings.
 
-Steps, by the formulas of mindformers (trainer/utils.py:load_resume_context_from_checkpoint, documents 002 and 003):
+Steps, by the formulas of mindformers (trainer/utils.py:load_resume_context_from_checkpoint,
+documents 002 and 003):
 
     scale         = global batch size of the checkpoint / global batch size of this run
     initial step  = step * scale, rounded down; so is the optimizer's global_step
 
 Data, by the position of the checkpoint in its data set, which does not depend on the batch size:
 
-    data skip     = passes * steps of a pass + samples of the current pass / global batch size, rounded down
-                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration first requests it
+    data skip     = passes * steps of a pass + samples of the current pass / global batch size,
+                  rounded down
+                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration
+                        first requests it
     initial epoch = epochs before the data set + passes
 
-In sink mode an epoch of MindSpore is one sink. mindformers runs ``epochs * steps of a pass // sink size`` of them in all, counted
-by the data set of this run, even if earlier steps used other data. So there
+In sink mode an epoch of MindSpore is one sink. mindformers runs ``epochs * steps of a pass // sink
+size`` of them in all, counted by the data set of this run, even if earlier steps used other data.
+So there
 
     initial epoch = (epochs before the data set * steps of a pass + data skip) / sink size
 
 rounded so that as many whole sinks follow as fit into the rest. Data is skipped in whole sinks.
 
-``summary_rows`` tells of each part of the training state whether it is restored, recomputed, absent or changed:
+``summary_rows`` tells of each part of the training state whether it is restored, recomputed, absent
+or changed:
 
     step           restored    35
-    data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are seen again
+    data           recomputed  pass 4, behind 32 of 80 samples: 17 steps are skipped; 8 samples are
+                   seen again
     random state   absent      not in the checkpoint: the seeds of the configuration apply
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -33,7 +41,13 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from mindresume.errors import ConfigError, ProgressError
-from mindresume.model.training_state import IGNORE_KEY, SKIP_KEY, DataPosition, DataRequest, TrainingState
+from mindresume.model.training_state import (
+    IGNORE_KEY,
+    SKIP_KEY,
+    DataPosition,
+    DataRequest,
+    TrainingState,
+)
 from mindresume.resume.choice import Choice
 from mindresume.resume.dataset_fingerprint import dataset_differences
 
@@ -46,12 +60,15 @@ class RunSettings:
         global_batch_size: in samples. None: not known.
         dataset_size: steps of one pass over its data.
         sink_size: steps of a sink. None: not in sink mode.
-        identity: identity of its data set (``dataset_fingerprint.dataset_identity``). Empty: not known.
+        identity: identity of its data set (``dataset_fingerprint.dataset_identity``). Empty: not
+            known.
         data_request: where its data set starts, by the configuration.
         epochs: passes that the configuration requests. None: any number.
-        item_samples: samples of one item of the data set. None: a step reads one item. Else ``dataset_size``, ``data_skip`` and
-            the like count items, not steps; ``data_skip_steps`` of the configuration still counts steps.
+        item_samples: samples of one item of the data set. None: a step reads one item. Else
+            ``dataset_size``, ``data_skip`` and the like count items, not steps; ``data_skip_steps``
+            of the configuration still counts steps.
     """
+
     global_batch_size: int | None
     dataset_size: int
     sink_size: int | None = None
@@ -83,11 +100,14 @@ class ResumeProgress:
         consumed: samples that the training has seen. None: not known.
         repeated: samples that will be seen a second time.
         changed: differences between the data set and that of the checkpoint, as phrases.
-        starts_data_set: the data starts where the configuration says, not at the position of the checkpoint.
-        repeats_request: ``starts_data_set``, and the configuration said the same for an earlier data set.
-        moved_passes: passes by which a position between two passes was moved, because a sink must begin there. This affects only
-            the order of a shuffled data set.
+        starts_data_set: the data starts where the configuration says, not at the position of the
+            checkpoint.
+        repeats_request: ``starts_data_set``, and the configuration said the same for an earlier
+            data set.
+        moved_passes: passes by which a position between two passes was moved, because a sink must
+            begin there. This affects only the order of a shuffled data set.
     """
+
     initial_step: int
     initial_epoch: int
     global_step: int
@@ -102,20 +122,24 @@ class ResumeProgress:
     moved_passes: int = 0
 
 
-DATA_KEYS = {IGNORE_KEY: (None, False), SKIP_KEY: (None,)}       # {key: values that mean "not set"}
+DATA_KEYS = {IGNORE_KEY: (None, False), SKIP_KEY: (None,)}  # {key: values that mean "not set"}
 
 
 def lift_data_skip(config: MutableMapping) -> list[str]:
-    """Moves ``ignore_data_skip`` and ``data_skip_steps`` from ``trainer:``, where mindformers documents them, to the top level,
-    where its code reads them. Returns a note for each. ConfigError if the two places hold different values."""
+    """Moves ``ignore_data_skip`` and ``data_skip_steps`` from ``trainer:``, where mindformers
+    documents them, to the top level, where its code reads them. Returns a note for each.
+    ConfigError if the two places hold different values."""
     trainer, notes = config.get("trainer"), []
     for key, defaults in DATA_KEYS.items():
         if not isinstance(trainer, MutableMapping) or key not in trainer:
             continue
         value, top = trainer[key], config.get(key)
         if top not in defaults and top != value:
-            raise ConfigError(f"{key} is {top!r} at the top level of the configuration but {value!r} in trainer:; "
-                              f"keep one of them")
+            raise ConfigError(
+                f"{key} is {top!r} at the top level of the configuration but {value!r} in "
+                "trainer:; "
+                f"keep one of them"
+            )
         config[key] = value
         del trainer[key]
         notes.append(f"trainer.{key}: {value!r} is used as {key} of the top level")
@@ -123,7 +147,8 @@ def lift_data_skip(config: MutableMapping) -> list[str]:
 
 
 def parse_data_request(ignore: Any, skip: Any) -> DataRequest:
-    """Returns what ``ignore_data_skip`` and ``data_skip_steps`` ask for. Raises ConfigError for values of another kind."""
+    """Returns what ``ignore_data_skip`` and ``data_skip_steps`` ask for. Raises ConfigError for
+    values of another kind."""
     if ignore not in (None, False, True):
         raise ConfigError(f"{IGNORE_KEY} is {ignore!r}; expected True or False")
     if skip is not None and (isinstance(skip, bool) or not isinstance(skip, int) or skip < 0):
@@ -132,15 +157,18 @@ def parse_data_request(ignore: Any, skip: Any) -> DataRequest:
 
 
 def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
-    """Returns the counters of a run that continues after ``state``. Raises ProgressError if the checkpoint has less than one step
-    of the new run, or the data would start within a sink."""
+    """Returns the counters of a run that continues after ``state``. Raises ProgressError if the
+    checkpoint has less than one step of the new run, or the data would start within a sink."""
     step, old = state.step, state.global_batch_size
     scale = Fraction(old, new.global_batch_size) if old and new.global_batch_size else Fraction(1)
     initial_step, global_step = int(step * scale), max(int(state.global_step * scale), -1)
     if step and not initial_step:
-        raise ProgressError(f"step {step} at global batch size {old} is less than one step at global batch size "
-                            f"{new.global_batch_size}: {step} * {old} samples. Choose a smaller batch, or start a new training "
-                            f"with these weights (resume_training: False)")
+        raise ProgressError(
+            f"step {step} at global batch size {old} is less than one step at global batch size "
+            f"{new.global_batch_size}: {step} * {old} samples. Choose a smaller batch, or start a "
+            "new training "
+            f"with these weights (resume_training: False)"
+        )
     before = _position_of(state, new, initial_step)
     changed = tuple(dataset_differences(before.identity, new.identity or {}))
     identity = dict(new.identity or {}) or before.identity
@@ -156,42 +184,71 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY if starts else f"the data of step {initial_step}", new)
     consumed = step * old if state.consumed is None and old else state.consumed
-    return ResumeProgress(initial_step, _initial_epoch(position, skip, new), global_step, float(scale), position, skip, consumed,
-                          repeated, changed, starts, starts and declared == before.declared, position.passes - passes)
+    return ResumeProgress(
+        initial_step,
+        _initial_epoch(position, skip, new),
+        global_step,
+        float(scale),
+        position,
+        skip,
+        consumed,
+        repeated,
+        changed,
+        starts,
+        starts and declared == before.declared,
+        position.passes - passes,
+    )
 
 
 def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
-    """Returns, for a run that does not resume: the position at which its data starts, the steps that are skipped for that, and
-    the initial epoch. Raises ProgressError if no data is left, or the data would start within a sink."""
+    """Returns, for a run that does not resume: the position at which its data starts, the steps
+    that are skipped for that, and the initial epoch. Raises ProgressError if no data is left, or
+    the data would start within a sink."""
     check_skip(new)
     position = _align_to_sink(_beginning(new, 0), new)
     skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY, new)
-    return replace(position, identity=dict(new.identity or {})), skip, _initial_epoch(position, skip, new)
+    return (
+        replace(position, identity=dict(new.identity or {})),
+        skip,
+        _initial_epoch(position, skip, new),
+    )
 
 
 def _beginning(new: RunSettings, epochs: int) -> DataPosition:
-    """Returns the position at which the configuration starts a data set after ``epochs`` epochs of the training. MindSpore runs
-    as many passes as epochs, so a skipped pass counts as an epoch only if it replaces a finished one."""
+    """Returns the position at which the configuration starts a data set after ``epochs`` epochs of
+    the training. MindSpore runs as many passes as epochs, so a skipped pass counts as an epoch only
+    if it replaces a finished one."""
     position = DataPosition(0, 0).after(new.skip, new.dataset_size, new.samples_at_once)
     passes = min(position.passes, epochs)
-    return replace(position, passes=passes, first_epoch=epochs - passes, declared=str(new.data_request))
+    return replace(
+        position, passes=passes, first_epoch=epochs - passes, declared=str(new.data_request)
+    )
 
 
 def check_skip(new: RunSettings) -> str:
-    """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if no data would be left."""
+    """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if
+    no data would be left."""
     skip, size, epochs = new.skip, new.dataset_size, new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
-        raise ProgressError(f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have {size * epochs}: "
-                            f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. It counts "
-                            f"steps of this data set alone, not of the whole training")
+        raise ProgressError(
+            f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have "
+            f"{size * epochs}: "
+            f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. "
+            "It counts "
+            f"steps of this data set alone, not of the whole training"
+        )
     if skip >= size:
-        return (f"{SKIP_KEY} is {skip}, a pass over the data set has {size} steps: it begins after {skip % size} steps of a pass")
+        return (
+            f"{SKIP_KEY} is {skip}, a pass over the data set has {size} steps: it begins after "
+            f"{skip % size} steps of a pass"
+        )
     return ""
 
 
 def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> DataPosition:
-    """Returns the position that the checkpoint recorded. Without one, all of its steps are assumed to be of one data set."""
+    """Returns the position that the checkpoint recorded. Without one, all of its steps are assumed
+    to be of one data set."""
     if state.data is not None:
         return state.data
     if state.dataset_size and state.global_batch_size:
@@ -199,27 +256,43 @@ def _position_of(state: TrainingState, new: RunSettings, initial_step: int) -> D
     return DataPosition(0, 0).after(initial_step, new.dataset_size, new.global_batch_size or 1)
 
 
-def _rescaled(position: DataPosition, new: RunSettings, old: int | None) -> tuple[DataPosition, int]:
-    """Returns the position in whole steps of the new run, and the samples of the partial step that is left over."""
+def _rescaled(
+    position: DataPosition, new: RunSettings, old: int | None
+) -> tuple[DataPosition, int]:
+    """Returns the position in whole steps of the new run, and the samples of the partial step that
+    is left over."""
     batch = new.item_samples or new.global_batch_size or old or 1
     steps, left = divmod(position.samples, batch)
-    if steps >= new.dataset_size:                           # a pass has fewer steps now: skip its last samples
+    # a pass has fewer steps now: skip its last samples
+    if steps >= new.dataset_size:
         return replace(position, passes=position.passes + 1, samples=0), 0
     return replace(position, samples=steps * batch), left
 
 
 def _skip_partial_sink(position: DataPosition, state: TrainingState) -> DataPosition:
-    """Moves a position in the last, partial sink of a pass to the next pass, because a training with that number of epochs ends
-    before the partial sink (mindformers trainer/utils.py, check_runner_config)."""
-    if not (state.sink_size and state.dataset_size and state.global_batch_size and position.samples):
+    """Moves a position in the last, partial sink of a pass to the next pass, because a training
+    with that number of epochs ends before the partial sink (mindformers trainer/utils.py,
+    check_runner_config)."""
+    if not (
+        state.sink_size and state.dataset_size and state.global_batch_size and position.samples
+    ):
         return position
     left = state.dataset_size - position.samples // state.global_batch_size
-    return replace(position, passes=position.passes + 1, samples=0) if left < state.sink_size else position
+    return (
+        replace(position, passes=position.passes + 1, samples=0)
+        if left < state.sink_size
+        else position
+    )
 
 
 def _align_to_sink(position: DataPosition, new: RunSettings) -> DataPosition:
-    """Moves a position between two passes back to the nearest one at which a sink begins, within the trained passes."""
-    if not new.sink_size or position.samples or position.passes * new.dataset_size % new.sink_size == 0:
+    """Moves a position between two passes back to the nearest one at which a sink begins, within
+    the trained passes."""
+    if (
+        not new.sink_size
+        or position.samples
+        or position.passes * new.dataset_size % new.sink_size == 0
+    ):
         return position
     epochs = max(position.first_epoch + position.passes, 0)
     passes = epochs - epochs % (new.sink_size // gcd(new.dataset_size, new.sink_size))
@@ -230,48 +303,73 @@ def _initial_epoch(position: DataPosition, skip: int, new: RunSettings) -> int:
     if not new.sink_size:
         return position.first_epoch + position.passes
     sinks, more = divmod(position.first_epoch * new.dataset_size + skip, new.sink_size)
-    rest = (new.epochs or 0) * new.dataset_size % new.sink_size             # mindformers trains whole sinks only
+    # mindformers trains whole sinks only
+    rest = (new.epochs or 0) * new.dataset_size % new.sink_size
     return sinks + (more > rest)
 
 
 def _check_sink(skip: int, what: str, new: RunSettings) -> None:
-    """Raises ProgressError if ``skip`` is not a multiple of the sink size: MindSpore would round it down and repeat samples
-    (mindspore train/dataset_helper.py)."""
+    """Raises ProgressError if ``skip`` is not a multiple of the sink size: MindSpore would round it
+    down and repeat samples (mindspore train/dataset_helper.py)."""
     if new.sink_size and skip % new.sink_size:
         raise ProgressError(
-            f"{what}: it begins after {skip} steps of the data set, no multiple of sink_size {new.sink_size}. MindSpore skips "
-            f"data in whole sinks and would repeat {skip % new.sink_size} steps of it. Use a sink_size that divides {skip}, or "
-            f"sink_mode: False")
+            f"{what}: it begins after {skip} steps of the data set, no multiple of sink_size "
+            f"{new.sink_size}. MindSpore skips "
+            f"data in whole sinks and would repeat {skip % new.sink_size} steps of it. Use a "
+            f"sink_size that divides {skip}, or "
+            f"sink_mode: False"
+        )
 
 
-# ---- summary ------------------------------------------------------------------------------------------------------------
+# ---- summary -------------------------------------------------------------------------------------
 
 RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
 
 
 class SummaryRow(NamedTuple):
-    """Describes one part of the state. ``how``: RESTORED, RECOMPUTED, ABSENT or CHANGED. ``text``: details."""
+    """Describes one part of the state. ``how``: RESTORED, RECOMPUTED, ABSENT or CHANGED. ``text``:
+    details."""
+
     name: str
     how: str
     text: str
 
 
-def summary_rows(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> list[SummaryRow]:
+def summary_rows(
+    state: TrainingState, progress: ResumeProgress, new: RunSettings
+) -> list[SummaryRow]:
     """Returns a row for each part of the state except the random state, which is restored later."""
     scaled, old = progress.step_scale != 1, state.global_batch_size
     how = RECOMPUTED if scaled else RESTORED
-    step = _scaled(state.step, progress.initial_step, old, new.global_batch_size) if scaled else str(state.step)
+    step = (
+        _scaled(state.step, progress.initial_step, old, new.global_batch_size)
+        if scaled
+        else str(state.step)
+    )
     rows = [SummaryRow("step", how, step)]
     if progress.consumed is not None:
         rows.append(SummaryRow("samples", RESTORED, f"{progress.consumed} seen"))
     epoch = RECOMPUTED if progress.starts_data_set and new.sink_size else how
-    rows += [SummaryRow("epoch", epoch, f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else "")),
-             _data(state, progress, new), _data_set(state, progress)]
-    rate = _scaled(state.global_step, progress.global_step, old, new.global_batch_size) if scaled else \
-        f"step {state.global_step} of the optimizer"
+    rows += [
+        SummaryRow(
+            "epoch",
+            epoch,
+            f"{progress.initial_epoch} done" + (" (an epoch is a sink)" if new.sink_size else ""),
+        ),
+        _data(state, progress, new),
+        _data_set(state, progress),
+    ]
+    rate = (
+        _scaled(state.global_step, progress.global_step, old, new.global_batch_size)
+        if scaled
+        else f"step {state.global_step} of the optimizer"
+    )
     rows.append(SummaryRow("learning rate", how, f"position of the schedule: {rate}"))
-    rows.append(SummaryRow("loss scale", ABSENT, "not in use") if state.loss_scale is None else
-                SummaryRow("loss scale", RESTORED, f"{state.loss_scale:g}"))
+    rows.append(
+        SummaryRow("loss scale", ABSENT, "not in use")
+        if state.loss_scale is None
+        else SummaryRow("loss scale", RESTORED, f"{state.loss_scale:g}")
+    )
     return rows
 
 
@@ -280,11 +378,16 @@ def random_state_row(restored: Sequence[str], ranks: str = "") -> SummaryRow:
 
     Args:
         restored: names of the generators whose state was restored.
-        ranks: why none was restored, such as "saved by 4 ranks, this job has 2". Empty: the checkpoint has no random state.
+        ranks: why none was restored, such as "saved by 4 ranks, this job has 2". Empty: the
+            checkpoint has no random state.
     """
     if restored:
         return SummaryRow("random state", RESTORED, ", ".join(restored))
-    return SummaryRow("random state", ABSENT, f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply")
+    return SummaryRow(
+        "random state",
+        ABSENT,
+        f"{ranks or 'not in the checkpoint'}: the seeds of the configuration apply",
+    )
 
 
 def source_rows(selected: Choice | None) -> list[SummaryRow]:
@@ -300,28 +403,49 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
     Args:
         on_change: the setting ``on_dataset_change``: "warn" or "error".
     Raises:
-        ProgressError: The data set has changed, the configuration does not say so, and ``on_change`` is "error".
+        ProgressError: The data set has changed, the configuration does not say so, and
+            ``on_change`` is "error".
     """
     found = list(filter(None, [check_skip(new)])) if progress.starts_data_set else []
     if progress.repeats_request:
-        found.append(f"{progress.position.declared} is still set, and the data set differs from that of the checkpoint "
-                     f"({'; '.join(progress.changed)}), so it starts as that key says. Remove the key once the new data set has "
-                     f"started, or the next change of the data set has the same effect")
+        found.append(
+            f"{progress.position.declared} is still set, and the data set differs from that of the "
+            "checkpoint "
+            f"({'; '.join(progress.changed)}), so it starts as that key says. Remove the key once "
+            "the new data set has "
+            f"started, or the next change of the data set has the same effect"
+        )
     if progress.changed and not progress.starts_data_set:
         what = f"the data set differs from that of the checkpoint ({'; '.join(progress.changed)})"
-        do = (f"If it is a new data set, set {IGNORE_KEY}: True to start at its beginning, or {SKIP_KEY} to the number of its "
-              f"steps that were trained already")
+        do = (
+            f"If it is a new data set, set {IGNORE_KEY}: True to start at its beginning, or "
+            f"{SKIP_KEY} to the number of its "
+            f"steps that were trained already"
+        )
         if on_change == "error":
-            raise ProgressError(f"{what}, and the configuration does not say so (mindresume.on_dataset_change: error). {do}")
-        found.append(f"{what}; {progress.data_skip} {_unit(new)} of it are skipped as if it were the same. {do}")
+            raise ProgressError(
+                f"{what}, and the configuration does not say so (mindresume.on_dataset_change: "
+                f"error). {do}"
+            )
+        found.append(
+            f"{what}; {progress.data_skip} {_unit(new)} of it are skipped as if it were the same. "
+            f"{do}"
+        )
     if progress.moved_passes and not progress.starts_data_set and not progress.changed:
         place = progress.position.passes
-        found.append(f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: the data continues "
-                     f"with pass {place + 1} instead of {place - progress.moved_passes + 1}, which changes only the order of "
-                     f"shuffled data")
+        found.append(
+            f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: "
+            "the data continues "
+            f"with pass {place + 1} instead of {place - progress.moved_passes + 1}, which changes "
+            "only the order of "
+            f"shuffled data"
+        )
     if progress.repeated:
-        found.append(f"{progress.repeated} samples are seen again: the checkpoint is within a step of global batch size "
-                     f"{new.global_batch_size}, and steps are rounded down")
+        found.append(
+            f"{progress.repeated} samples are seen again: the checkpoint is within a step of "
+            "global batch size "
+            f"{new.global_batch_size}, and steps are rounded down"
+        )
     return found
 
 
@@ -332,12 +456,19 @@ def _scaled(count: int, result: int, old: int | None, new: int | None) -> str:
 
 def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> SummaryRow:
     position, size = progress.position, new.dataset_size * new.samples_at_once
-    where = (f"pass {position.passes + 1}, behind {position.samples} of {size} samples: {progress.data_skip} {_unit(new)} are "
-             f"skipped")
+    where = (
+        f"pass {position.passes + 1}, behind {position.samples} of {size} samples: "
+        f"{progress.data_skip} {_unit(new)} are "
+        f"skipped"
+    )
     if progress.starts_data_set:
         return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")
     again = f"; {progress.repeated} samples are seen again" if progress.repeated else ""
-    how = RESTORED if state.data is not None and progress.step_scale == 1 and not again else RECOMPUTED
+    how = (
+        RESTORED
+        if state.data is not None and progress.step_scale == 1 and not again
+        else RECOMPUTED
+    )
     return SummaryRow("data", how, where + again)
 
 

@@ -1,13 +1,15 @@
 """Finds the tensors of a rank in the files of other ranks: replicas of data parallelism.
 
-``replica_files`` replaces a file that was lost, by the records. The rest completes a checkpoint whose job was failing: some ranks
-wrote nothing, the remaining ranks saved what they held.
+``replica_files`` replaces a file that was lost, by the records. The rest completes a checkpoint
+whose job was failing: some ranks wrote nothing, the remaining ranks saved what they held.
 
-By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have refused the checkpoint
-(``mindresume.formats.metadata.missing_slices``). Only its random state is lost. The layouts are those of the
-records; for files of mindformers (MindIO TTP: only some of the ranks save) those of the strategy files. Whether the strategy
-belongs to the same job is not recorded, so tensors that are equal on two ranks by the strategy must have equal bytes
-(``Verifier``). """
+By the layouts, other ranks hold everything that such a rank held; otherwise the scan would have
+refused the checkpoint (``mindresume.formats.metadata.missing_slices``). Only its random state is
+lost. The layouts are those of the records; for files of mindformers (MindIO TTP: only some of the
+ranks save) those of the strategy files. Whether the strategy belongs to the same job is not
+recorded, so tensors that are equal on two ranks by the strategy must have equal bytes
+(``Verifier``)."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +27,8 @@ from mindresume.resume.choice import ShardSource
 from mindresume.storage.operations import error_text
 from mindresume.tensor_files.header import TensorEntry
 
-StrategyOf = Callable[[str, Candidate], Strategy | None]     # (root, candidate) -> strategy of the job that saved; None: unknown
+# (root, candidate) -> strategy of the job that saved; None: unknown
+StrategyOf = Callable[[str, Candidate], Strategy | None]
 
 
 def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
@@ -33,16 +36,22 @@ def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
     return None
 
 
-def complete_missing_ranks(directory: CheckpointDir, candidate: Candidate, strategy_of: StrategyOf, world_size: int | None,
-                           expected: int | None) -> tuple[Candidate, int | None]:
+def complete_missing_ranks(
+    directory: CheckpointDir,
+    candidate: Candidate,
+    strategy_of: StrategyOf,
+    world_size: int | None,
+    expected: int | None,
+) -> tuple[Candidate, int | None]:
     """Returns the candidate with its ``missing_ranks``, and the number of ranks that it must have.
 
-    Only checkpoints of mindformers without records are completed: where some of the ranks saved (MindIO TTP) and the strategy
-    proves that they hold everything. If they do not, the candidate gets a problem that says what is missing.
+    Only checkpoints of mindformers without records are completed: where some of the ranks saved
+    (MindIO TTP) and the strategy proves that they hold everything. If they do not, the candidate
+    gets a problem that says what is missing.
 
     Args:
-        world_size: ranks of the job that would resume. None: not known; the number then follows from the strategy, else it is
-            ``expected``.
+        world_size: ranks of the job that would resume. None: not known; the number then follows
+            from the strategy, else it is ``expected``.
         expected: estimate from the folder. None: any number.
     """
     there = candidate.files
@@ -64,14 +73,22 @@ def complete_missing_ranks(directory: CheckpointDir, candidate: Candidate, strat
         lost = str(error)
     if not lost:
         return replace(candidate, world_size=ranks, missing_ranks=missing), ranks
-    return replace(candidate, problem=candidate.refuse(
-        f"no file of rank {listed(missing)} for this step of this run, and by {strategy.source} {lost}", rank=missing[0])), ranks
+    return replace(
+        candidate,
+        problem=candidate.refuse(
+            f"no file of rank {listed(missing)} for this step of this run, and by "
+            f"{strategy.source} {lost}",
+            rank=missing[0],
+        ),
+    ), ranks
 
 
 @dataclass
 class StrategyDetails:
-    """Derives the details of ranks, as records would hold them, from the headers of their files and the strategy; checksums are
-    empty. ``entries``: by rank, where the tensors lie, by the headers that were read."""
+    """Derives the details of ranks, as records would hold them, from the headers of their files and
+    the strategy; checksums are empty. ``entries``: by rank, where the tensors lie, by the headers
+    that were read."""
+
     directory: CheckpointDir
     candidate: Candidate
     strategy: Strategy
@@ -79,24 +96,37 @@ class StrategyDetails:
     _known: dict[int, Details] = field(default_factory=dict)
 
     def details(self, rank: int) -> Details:
-        """Returns the details of a rank. Raises CorruptFileError, and StrategyError if the strategy is of another model."""
+        """Returns the details of a rank. Raises CorruptFileError, and StrategyError if the strategy
+        is of another model."""
         if rank not in self._known:
-            entries = {name: (file, entry) for file in self.candidate.files[rank]
-                       for name, entry in header_of(self.directory, file).tensors.items()}
-            fitted = self.strategy.fit_dimensions({name: len(entry.shape) for name, (_, entry) in entries.items()})
+            entries = {
+                name: (file, entry)
+                for file in self.candidate.files[rank]
+                for name, entry in header_of(self.directory, file).tensors.items()
+            }
+            fitted = self.strategy.fit_dimensions(
+                {name: len(entry.shape) for name, (_, entry) in entries.items()}
+            )
             layouts = fitted.stages[rank // self.strategy.stage_size]
             rows = {}
             for name, (_, entry) in entries.items():
                 layout = layouts.get(name)
-                rows[name] = TensorRecord(entry.dtype, entry.shape, "", layout, layout and layout.global_shape(entry.shape))
+                rows[name] = TensorRecord(
+                    entry.dtype,
+                    entry.shape,
+                    "",
+                    layout,
+                    layout and layout.global_shape(entry.shape),
+                )
             self.entries[rank], self._known[rank] = entries, Details(rows)
         return self._known[rank]
 
 
-def replica_sources(rank: int, present: Iterable[int], world_size: int, records: HasDetails
-                    ) -> dict[str, tuple[int, TensorRecord]] | str:
-    """Returns {tensor: (rank that holds a replica, its row there)} for the tensors that ``rank`` held; a phrase if no rank holds
-    one of them.
+def replica_sources(
+    rank: int, present: Iterable[int], world_size: int, records: HasDetails
+) -> dict[str, tuple[int, TensorRecord]] | str:
+    """Returns {tensor: (rank that holds a replica, its row there)} for the tensors that ``rank``
+    held; a phrase if no rank holds one of them.
 
     Args:
         present: ranks that wrote.
@@ -109,7 +139,8 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, records:
     if not mates:
         return f"ranks {first} to {first + size - 1}, a whole pipeline stage, wrote nothing"
     found: dict[str, tuple[int, TensorRecord]] = {}
-    for mate in mates:                          # the first rank has all names, unless redundancy was removed
+    # the first rank has all names, unless redundancy was removed
+    for mate in mates:
         for name, row in records.details(mate).tensors.items():
             if name in found:
                 continue
@@ -120,27 +151,45 @@ def replica_sources(rank: int, present: Iterable[int], world_size: int, records:
     return found
 
 
-def holder_of(rank: int, first: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
-              ) -> int | None:
+def holder_of(
+    rank: int, first: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
+) -> int | None:
     """Returns the first of ``mates`` that holds the same slice as ``rank``; None if none does."""
     if row.layout is None or row.global_shape is None:
         likely: Iterable[int] = mates
     else:
         slices = row.layout.slices(rank - first, row.global_shape)
         likely = (first + local for local in row.layout.holders(slices, row.global_shape))
-    return next((other for other in likely if other in mates and name in records.details(other).tensors), None)
+    return next(
+        (other for other in likely if other in mates and name in records.details(other).tensors),
+        None,
+    )
 
 
-def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> tuple[ShardSource, ...] | Refusal:
-    """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a Refusal if no other rank has one of
-    them. A replica is recorded with the same name, dtype, shape and checksum."""
-    missing, records = candidate.files[rank][0], RecordFolder(directory.storage, candidate.records_dir or "")
+def replica_files(
+    directory: CheckpointDir, candidate: Candidate, rank: int
+) -> tuple[ShardSource, ...] | Refusal:
+    """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a
+    Refusal if no other rank has one of them. A replica is recorded with the same name, dtype, shape
+    and checksum."""
+    missing, records = (
+        candidate.files[rank][0],
+        RecordFolder(directory.storage, candidate.records_dir or ""),
+    )
     try:
-        present = {index for index, file in enumerate(candidate.files[rank])
-                   if directory.storage.status(directory.path(file.path))}
-        missing = next(file for index, file in enumerate(candidate.files[rank]) if index not in present)
-        wanted = {name: row for name, row in records.details(rank).tensors.items()
-                  if row.file not in present}
+        present = {
+            index
+            for index, file in enumerate(candidate.files[rank])
+            if directory.storage.status(directory.path(file.path))
+        }
+        missing = next(
+            file for index, file in enumerate(candidate.files[rank]) if index not in present
+        )
+        wanted = {
+            name: row
+            for name, row in records.details(rank).tensors.items()
+            if row.file not in present
+        }
         sources = []
         for file, copies in copies_elsewhere(directory, candidate, rank, wanted):
             if directory.storage.status(directory.path(file.path)) is not None:
@@ -148,20 +197,36 @@ def replica_files(directory: CheckpointDir, candidate: Candidate, rank: int) -> 
                 for name in copies:
                     del wanted[name]
     except (RecordError, OSError) as error:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {error_text(error)}", missing.path, rank, error=error)
+        return candidate.refuse(
+            f"the file of rank {rank} is missing, and {error_text(error)}",
+            missing.path,
+            rank,
+            error=error,
+        )
     if wanted:
-        return candidate.refuse(f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
-                                f"rank, for example {next(iter(wanted))}", missing.path, rank)
+        return candidate.refuse(
+            f"the file of rank {rank} is missing, and {len(wanted)} of its tensors are on no other "
+            f"rank, for example {next(iter(wanted))}",
+            missing.path,
+            rank,
+        )
     return tuple(sources)
 
 
-def copies_elsewhere(directory: CheckpointDir, candidate: Candidate, rank: int, wanted: dict[str, TensorRecord],
-                     is_repair: bool = False) -> Iterator[tuple[FileRecord, dict[str, TensorRecord]]]:
-    """Yields files of other ranks than ``rank``, each with those of ``wanted`` that it holds, too, by its record: with the same
-    name, dtype, shape and checksum. Ends when the receiver has removed all from ``wanted``.
+def copies_elsewhere(
+    directory: CheckpointDir,
+    candidate: Candidate,
+    rank: int,
+    wanted: dict[str, TensorRecord],
+    is_repair: bool = False,
+) -> Iterator[tuple[FileRecord, dict[str, TensorRecord]]]:
+    """Yields files of other ranks than ``rank``, each with those of ``wanted`` that it holds, too,
+    by its record: with the same name, dtype, shape and checksum. Ends when the receiver has removed
+    all from ``wanted``.
 
     Args:
-        is_repair: a record that cannot be read is passed over; else it raises RecordError or OSError.
+        is_repair: a record that cannot be read is passed over; else it raises RecordError or
+            OSError.
     """
     records = RecordFolder(directory.storage, candidate.records_dir or "")
     for other in _likely_holders(wanted, rank, candidate):
@@ -174,20 +239,32 @@ def copies_elsewhere(directory: CheckpointDir, candidate: Candidate, rank: int, 
                 raise
             continue
         for index, file in enumerate(candidate.files[other]):
-            copies = {name: row for name, row in wanted.items() if name in theirs and theirs[name].file == index and
-                      (theirs[name].dtype, theirs[name].shape, theirs[name].checksum) == (row.dtype, row.shape, row.checksum)}
+            copies = {
+                name: row
+                for name, row in wanted.items()
+                if name in theirs
+                and theirs[name].file == index
+                and (theirs[name].dtype, theirs[name].shape, theirs[name].checksum)
+                == (row.dtype, row.shape, row.checksum)
+            }
             if copies:
                 yield file, copies
 
 
-def _likely_holders(tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate) -> list[int]:
-    """Returns all other ranks that have files. Ranks that hold the same slices, by the layout of one sharded tensor, come first:
-    reading a record takes some milliseconds, and there may be thousands of ranks."""
+def _likely_holders(
+    tensors: Mapping[str, TensorRecord], rank: int, candidate: Candidate
+) -> list[int]:
+    """Returns all other ranks that have files. Ranks that hold the same slices, by the layout of
+    one sharded tensor, come first: reading a record takes some milliseconds, and there may be
+    thousands of ranks."""
     others = [other for other in candidate.files if other != rank]
     for row in tensors.values():
         if row.layout is not None and row.global_shape is not None:
             first = rank - rank % row.layout.stage_size
             slices = row.layout.slices(rank - first, row.global_shape)
             likely = {first + holder for holder in row.layout.holders(slices, row.global_shape)}
-            return [*(other for other in others if other in likely), *(other for other in others if other not in likely)]
+            return [
+                *(other for other in others if other in likely),
+                *(other for other in others if other not in likely),
+            ]
     return others

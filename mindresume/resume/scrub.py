@@ -1,16 +1,19 @@
-"""Scrubs a folder of checkpoints: reads every byte that is kept at a bounded rate, tells by file and tensor what rotted, and
-repairs what has an intact copy.
+"""Scrubs a folder of checkpoints: reads every byte that is kept at a bounded rate, tells by file
+and tensor what rotted, and repairs what has an intact copy.
 
     scrubber = Scrubber(directory, ScrubOptions(rate=50e6, repairs=True))
-    for found in scrubber.scrub(list_checkpoints): ...              # one CheckpointScrub for each step
+    for found in scrubber.scrub(list_checkpoints): ...  # one CheckpointScrub for each step
 
-    read lock ("scrubbing") ─▶ records and files of all ranks against their checksums ─▶ a damaged file: read it once more
+    read lock ("scrubbing") ─▶ records and files of all ranks against their checksums ─▶ a damaged
+        file: read it once more
     ─▶ repair (``repair``) ─▶ scrub.json beside the records (``formats.weight_files``) ─▶ release
 
-The lock keeps retention from removing what is being read, and keeps a second scrub of the folder out: one at a time, on
-whatever node. Checkpoints without checksums (mindformers alone) and saves that are not complete are left out: nothing can be
-compared, or a running job is writing them. A checkpoint that is gone when its turn comes, or after its reading, is no damage.
+The lock keeps retention from removing what is being read, and keeps a second scrub of the folder
+out: one at a time, on whatever node. Checkpoints without checksums (mindformers alone) and saves
+that are not complete are left out: nothing can be compared, or a running job is writing them. A
+checkpoint that is gone when its turn comes, or after its reading, is no damage.
 """
+
 from __future__ import annotations
 
 import os
@@ -43,7 +46,8 @@ from mindresume.storage.throttled_reads import ThrottledReads
 
 INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
 UNREADABLE = "unreadable"
-WATCHED = 3                     # heartbeats without which the scrub of another machine counts as dead
+# heartbeats without which the scrub of another machine counts as dead
+WATCHED = 3
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ class ScrubOptions:
         rate: bytes a second; 0: no limit.
         repairs: damaged files are replaced by intact copies.
         bucket: the object store to which checkpoints were uploaded.
-        older_than: seconds; a checkpoint that was saved, or read by a scrub, since then is left out. 0: every one is read.
+        older_than: seconds; a checkpoint that was saved, or read by a scrub, since then is left
+            out. 0: every one is read.
     """
+
     rate: float = 0.0
     repairs: bool = False
     bucket: RemoteCheckpoints | None = None
@@ -67,8 +73,8 @@ class CheckpointScrub:
     """Holds the result for one checkpoint.
 
     Attributes:
-        state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), UNREADABLE (no damage is known, and some files cannot be
-            read), REMOVED (by a job, meanwhile) or SKIPPED.
+        state: INTACT, REPAIRED (all damage was), DAMAGED (some is left), UNREADABLE (no damage is
+            known, and some files cannot be read), REMOVED (by a job, meanwhile) or SKIPPED.
         reason: why it was skipped; empty otherwise.
         damaged: what is left, by file and tensor; or what cannot be read.
         repaired: what was damaged or missing, and is as it was committed again.
@@ -76,6 +82,7 @@ class CheckpointScrub:
         bytes_read: read for it.
         cached_bytes: an estimate of what the kernel answered from its cache, where it tells.
     """
+
     candidate: Candidate
     state: str
     reason: str = ""
@@ -95,6 +102,7 @@ class Scrubber:
         monotonic, wait: of the limit of the rate, and of waiting for locks.
         progress: receives the bytes that are read.
     """
+
     directory: CheckpointDir
     options: ScrubOptions = ScrubOptions()
     clock: Callable[[], float] = runtime.time
@@ -104,7 +112,8 @@ class Scrubber:
     _outwaited: set[str] = field(default_factory=set, init=False)
 
     def scrub(self, rows: Iterable[CheckpointStatus]) -> Iterator[CheckpointScrub]:
-        """Yields a result for each of ``rows`` in the order of the last scrub of each, those without one first.
+        """Yields a result for each of ``rows`` in the order of the last scrub of each, those
+        without one first.
 
         Raises:
             OSError: a lock or a result cannot be written.
@@ -119,21 +128,28 @@ class Scrubber:
         if not can_be_scrubbed(candidate):
             return "it is not complete"
         if leads_through_a_link(self.directory.storage, self.directory.root, candidate.records_dir):
-            return "its folder of records is, or is in, a symbolic link: what a scrub writes would go elsewhere"
-        if self.options.older_than and self._known_at(candidate) > self.clock() - self.options.older_than:
+            return (
+                "its folder of records is, or is in, a symbolic link: what a scrub writes "
+                "would go elsewhere"
+            )
+        if (
+            self.options.older_than
+            and self._known_at(candidate) > self.clock() - self.options.older_than
+        ):
             return "it was saved, or read by a scrub, recently"
         return ""
 
     def _known_at(self, candidate: Candidate) -> float:
-        """Returns when all of it was known to be right: when a scrub has read it, else when it was saved. 0: the last scrub
-        found damage."""
+        """Returns when all of it was known to be right: when a scrub has read it, else when it was
+        saved. 0: the last scrub found damage."""
         found, saved = read_result(self.directory.storage, candidate), candidate.saved_at or 0.0
         if found is not None and found.damaged:
             return 0.0
         return max(self._read_at(candidate), saved if saved <= self.clock() else 0.0)
 
     def _read_at(self, candidate: Candidate) -> float:
-        """Returns when a scrub has read all of it; 0: never, or in the future: the clock was set back."""
+        """Returns when a scrub has read all of it; 0: never, or in the future: the clock was set
+        back."""
         found = read_result(self.directory.storage, candidate)
         return found.read_at if found is not None and found.read_at <= self.clock() else 0.0
 
@@ -141,48 +157,80 @@ class Scrubber:
         reason = self.due(candidate)
         if reason:
             return CheckpointScrub(candidate, SKIPPED, reason)
-        lock = acquire_read_lock(self.directory, candidate.name, candidate.commit_dir, sleep=self.wait,
-                                 purpose=SCRUBBING, outwaited=self._outwaited)
+        lock = acquire_read_lock(
+            self.directory,
+            candidate.name,
+            candidate.commit_dir,
+            sleep=self.wait,
+            purpose=SCRUBBING,
+            outwaited=self._outwaited,
+        )
         if lock is None:
             return CheckpointScrub(candidate, REMOVED)
         try:
             other = self.other_scrub(lock)
             if other is not None:
-                return CheckpointScrub(candidate, SKIPPED, f"process {other.pid} on host {other.host} is scrubbing this folder")
+                return CheckpointScrub(
+                    candidate,
+                    SKIPPED,
+                    f"process {other.pid} on host {other.host} is scrubbing this folder",
+                )
             self._remove_temporary_files(candidate)
             return self._read(candidate, lock)
         finally:
             lock.release()
 
     def _remove_temporary_files(self, candidate: Candidate) -> None:
-        """Removes what repairs left that were killed, files as large as a shard: those without a lease."""
+        """Removes what repairs left that were killed, files as large as a shard: those without a
+        lease."""
         storage, root = self.directory.storage, self.directory.root
         folders = {os.path.dirname(self.directory.path(file.path)) for file in candidate.all_files}
         for folder in sorted({*folders, candidate.records_dir or ""}):
-            with suppress(OSError):                 # on a full or read-only disk the reading goes on
+            # on a full or read-only disk the reading goes on
+            with suppress(OSError):
                 for name, run in half_written(storage.list(folder)):
                     if not is_job_lease(run) and storage.status(lease_path(root, run)) is None:
                         storage.remove(os.path.join(folder, name))
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
-        storage = ThrottledReads(self.directory.storage, self.options.rate, self.monotonic, self.wait)
+        storage = ThrottledReads(
+            self.directory.storage, self.options.rate, self.monotonic, self.wait
+        )
         throttled = CheckpointDir(storage, self.directory.root)
         verifier = Verifier(throttled, candidate, self.progress)
         seen = [row for rank in candidate.files for row in verifier.damaged_files(rank)]
-        # A second reading tells rot from an error on the way, such as a bad cable or memory: only rot is recorded. What a person
-        # replaces after it has another status than before it, and is not refused.
+        # A second reading tells rot from an error on the way, such as a bad cable or memory: only
+        # rot is recorded. What a person replaces after it has another status than before it, and is
+        # not refused.
         before = {row.file: self._status(row.file) for row in seen if row.file is not None}
-        damage = [row for rank in dict.fromkeys(row.rank for row in seen)
-                  for row in self._lasting_damage(verifier, rank, before)]
+        damage = [
+            row
+            for rank in dict.fromkeys(row.rank for row in seen)
+            for row in self._lasting_damage(verifier, rank, before)
+        ]
         again = {row.file for row in damage}
-        absent = [path for path in again if path is not None and self.directory.path(path) in storage.absent]
+        absent = [
+            path
+            for path in again
+            if path is not None and self.directory.path(path) in storage.absent
+        ]
         if absent and self._is_removed(candidate):
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         if any(self._status(path) is not None for path in absent):
-            # A removal renames the folder of records, sees the lock, and renames it back: nothing is damaged.
-            return CheckpointScrub(candidate, SKIPPED, "it was moved or replaced while it was read", bytes_read=storage.read)
-        notes = [f"{row.file} was not as written when it was read first, and is in a second reading: {row.reason}"
-                 for row in seen if row.file not in again]
+            # A removal renames the folder of records, sees the lock, and renames it back: nothing
+            # is damaged.
+            return CheckpointScrub(
+                candidate,
+                SKIPPED,
+                "it was moved or replaced while it was read",
+                bytes_read=storage.read,
+            )
+        notes = [
+            f"{row.file} was not as written when it was read first, and is in a second reading: "
+            f"{row.reason}"
+            for row in seen
+            if row.file not in again
+        ]
         missing = self._missing(candidate, again)
         repaired: list[Refusal] = []
         repair = Repair(throttled, candidate, lock.run, self.options.bucket)
@@ -193,17 +241,29 @@ class Scrubber:
         left = [row for row in damage if row not in repaired]
         notes += [row.reason for row in missing if row not in repaired]
         notes += [row.reason for row in damaged_metadata_files(throttled, candidate)]
-        if self._is_removed(candidate):           # removed by hand: locks do not prevent that
+        if self._is_removed(candidate):  # removed by hand: locks do not prevent that
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         found = rotten(left)
         if found or not left:
             publish_result(self.directory.storage, candidate, found, before, self.clock(), lock.run)
         state = DAMAGED if found else UNREADABLE if left else REPAIRED if repaired else INTACT
-        return CheckpointScrub(candidate, state, "", tuple(left), tuple(repaired), tuple(notes), storage.read, storage.cached)
+        return CheckpointScrub(
+            candidate,
+            state,
+            "",
+            tuple(left),
+            tuple(repaired),
+            tuple(notes),
+            storage.read,
+            storage.cached,
+        )
 
-    def _lasting_damage(self, verifier: Verifier, rank: int, before: dict[str, Status | None]) -> list[Refusal]:
-        """Reads the files of a rank again. Returns what is not as written in two of two readings; if the second one finds more
-        than the first, in two of three. ``before``: status of the files that the first one found; others are added."""
+    def _lasting_damage(
+        self, verifier: Verifier, rank: int, before: dict[str, Status | None]
+    ) -> list[Refusal]:
+        """Reads the files of a rank again. Returns what is not as written in two of two readings;
+        if the second one finds more than the first, in two of three. ``before``: status of the
+        files that the first one found; others are added."""
         seen, second = set(before), verifier.damaged_files(rank)
         files = {row.file for row in second if row.file is not None}
         if files <= seen:
@@ -211,7 +271,10 @@ class Scrubber:
         before.update({path: self._status(path) for path in files - seen})
         third = verifier.damaged_files(rank)
         last = {row.file for row in third}
-        return [*(row for row in third if row.file in files | seen), *(row for row in second if row.file in seen - last)]
+        return [
+            *(row for row in third if row.file in files | seen),
+            *(row for row in second if row.file in seen - last),
+        ]
 
     def _is_removed(self, candidate: Candidate) -> bool:
         return self.directory.storage.status(candidate.commit_dir) is None
@@ -220,17 +283,25 @@ class Scrubber:
         return self.directory.storage.status(self.directory.path(path))
 
     def _missing(self, candidate: Candidate, damaged: Collection[str | None]) -> list[Refusal]:
-        """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses those."""
-        return [candidate.refuse(f"{file.path} is missing; other ranks hold every tensor of it", file.path, rank)
-                for rank, files in candidate.files.items() for file in files
-                if file.path not in damaged and self._status(file.path) is None]
+        """Returns a refusal for each missing file whose tensors are all in replicas: a resume uses
+        those."""
+        return [
+            candidate.refuse(
+                f"{file.path} is missing; other ranks hold every tensor of it", file.path, rank
+            )
+            for rank, files in candidate.files.items()
+            for file in files
+            if file.path not in damaged and self._status(file.path) is None
+        ]
 
     def other_scrub(self, own: Lease) -> LeaseHolder | None:
-        """Returns who else scrubs this folder; None if nobody does, and then this process is the one that does.
+        """Returns who else scrubs this folder; None if nobody does, and then this process is the
+        one that does.
 
-        Of two that begin at the same moment the one with the smaller name goes on; one that has sent a heartbeat goes on in any
-        case. If both go on nevertheless, bytes are read twice, and no more: temporary files have the name of their lease. The
-        lease of a process that is gone is removed; on another machine it is watched for some heartbeats.
+        Of two that begin at the same moment the one with the smaller name goes on; one that has
+        sent a heartbeat goes on in any case. If both go on nevertheless, bytes are read twice, and
+        no more: temporary files have the name of their lease. The lease of a process that is gone
+        is removed; on another machine it is watched for some heartbeats.
         """
         found = self._others(own)
         gone = [holder for holder in found if is_alive(holder) is False]
@@ -250,9 +321,14 @@ class Scrubber:
         return None
 
     def _others(self, own: Lease) -> list[LeaseHolder]:
-        return [holder for holder in lease_holders(self.directory) if holder.purpose == SCRUBBING and holder.run != own.run]
+        return [
+            holder
+            for holder in lease_holders(self.directory)
+            if holder.purpose == SCRUBBING and holder.run != own.run
+        ]
 
 
 def rotten(damage: Iterable[Refusal]) -> list[Refusal]:
-    """Returns the damage that is recorded. An error of reading is none: it may pass until the next scrub or start."""
+    """Returns the damage that is recorded. An error of reading is none: it may pass until the next
+    scrub or start."""
     return [row for row in damage if not row.is_unreadable]

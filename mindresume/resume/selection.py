@@ -1,8 +1,11 @@
 """Selects the checkpoint to resume from: the one function that the job and the command line call.
 
-    choice = select_checkpoint(storage, path, group, policy, sources)           # by all ranks; raises if none can be used
-    preview = preview_selection(storage, path, policy, sources)                 # by one process for all ranks; reports instead
+# by all ranks; raises if none can be used
+choice = select_checkpoint(storage, path, group, policy, sources)
+# by one process for all ranks; reports instead
+preview = preview_selection(storage, path, policy, sources)
 """
+
 from __future__ import annotations
 
 import os
@@ -41,25 +44,34 @@ class SelectionPreview:
     """What a resume would do with the checkpoints in ``place``.
 
     ``choice.chosen`` None: it starts afresh (``choice.is_fresh_start``), or stops with ``error``.
-    ``node_local``: where nodes share no storage, the newest step whose files of this node are intact; the job selects together
-    with the other nodes."""
+    ``node_local``: where nodes share no storage, the newest step whose files of this node are
+    intact; the job selects together with the other nodes."""
+
     choice: Choice
     place: str
     error: str = ""
     node_local: Candidate | None = None
 
 
-def select_checkpoint(storage: Storage, path: str, group: Group, policy: SelectionPolicy | None = None,
-                      sources: CheckpointSources | None = None, emit: Emit = ignore,
-                      progress: ProgressMeter | None = None) -> Choice:
+def select_checkpoint(
+    storage: Storage,
+    path: str,
+    group: Group,
+    policy: SelectionPolicy | None = None,
+    sources: CheckpointSources | None = None,
+    emit: Emit = ignore,
+    progress: ProgressMeter | None = None,
+) -> Choice:
     """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
 
-    Consolidated weights are taken as they are. Else the newest save is taken that all ranks can get and have verified: from
-    memory, if nothing newer lies elsewhere; from disk, to which a newer one is fetched from the object store first; and if the
-    disk has none that can be used, an older one from memory.
+    Consolidated weights are taken as they are. Else the newest save is taken that all ranks can get
+    and have verified: from memory, if nothing newer lies elsewhere; from disk, to which a newer one
+    is fetched from the object store first; and if the disk has none that can be used, an older one
+    from memory.
 
     Args:
-        storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped whenever a candidate is refused.
+        storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped
+            whenever a candidate is refused.
         path: the folder or file in which the checkpoints lie (``formats.scan.locate``).
         group: the ranks of the job; all call it together.
         policy: which checkpoints may be taken (``eligible``).
@@ -67,35 +79,54 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
         emit: receives events.
         progress: receives the bytes that are verified.
     Raises:
-        MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks, see ``sources``.
-        RemoteError: on all ranks, see ``BucketSource.fetch_newer``.
+        MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks,
+        see ``sources``. RemoteError: on all ranks, see ``BucketSource.fetch_newer``.
     """
-    policy, sources, disk = policy or SelectionPolicy(), sources or CheckpointSources(), uncached(storage)
+    policy, sources, disk = (
+        policy or SelectionPolicy(),
+        sources or CheckpointSources(),
+        uncached(storage),
+    )
     job = Job(storage, path, group, policy, sources, emit, progress or ProgressReporter.silent())
     root = job_directory(path, sources.saved_to)
-    if not job.is_split and sources.consolidated is not None and run_on_rank0(
-            group, partial(selects_consolidated, disk, path, policy.any_layout)):
+    if (
+        not job.is_split
+        and sources.consolidated is not None
+        and run_on_rank0(group, partial(selects_consolidated, disk, path, policy.any_layout))
+    ):
         return replace(sources.consolidated.choose(storage, path), consolidated=True)
     memory = bucket = None
     if sources.memory is not None and root is not None and policy.requested is None:
-        memory = MemorySource(job, root)    # decides by names; what is newer on disk or in the bucket may prove unusable below
+        # decides by names; what is newer on disk or in the bucket may prove unusable below
+        memory = MemorySource(job, root)
         if (newest := memory.newest()) is not None:
             return newest
-    if job.is_split:                        # each rank loads its own file, and a load that fails is counted on one node only
+    # each rank loads its own file, and a load that fails is counted on one node only
+    if job.is_split:
         job = replace(job, policy=replace(policy, world_size=group.size, max_failed_loads=0))
     if sources.remote is not None and root is not None:
         bucket = BucketSource(job, sources.remote, root)
     elif sources.remote is not None:
-        emit(Notice(f"checkpoints at {sources.remote.url} are not considered: load_checkpoint is {path}, and this job saves "
-                    f"elsewhere"))
+        emit(
+            Notice(
+                f"checkpoints at {sources.remote.url} are not considered: load_checkpoint is "
+                f"{path}, and this job saves "
+                f"elsewhere"
+            )
+        )
     try:
         while True:
-            drop_cached_files(storage)          # a download may have replaced files that were verified before
+            # a download may have replaced files that were verified before
+            drop_cached_files(storage)
             try:
-                choice, failure = (NodeDisks(job) if job.is_split else SharedDisk(job)).select(), None
+                choice, failure = (
+                    (NodeDisks(job) if job.is_split else SharedDisk(job)).select(),
+                    None,
+                )
             except UnusableCheckpointError as error:
                 choice, failure = Choice(None, tuple(error.refused), (), False), error
-            if bucket is None or not bucket.fetch_newer(choice.chosen, choice.refused):     # a step is tried once
+            # a step is tried once
+            if bucket is None or not bucket.fetch_newer(choice.chosen, choice.refused):
                 break
         if failure is not None:
             raise failure
@@ -108,37 +139,62 @@ def select_checkpoint(storage: Storage, path: str, group: Group, policy: Selecti
     return memory.newer_than(choice) if memory is not None else choice
 
 
-def preview_selection(storage: Storage, path: str, policy: SelectionPolicy, sources: CheckpointSources | None = None,
-                      progress: ProgressMeter | None = None) -> SelectionPreview:
+def preview_selection(
+    storage: Storage,
+    path: str,
+    policy: SelectionPolicy,
+    sources: CheckpointSources | None = None,
+    progress: ProgressMeter | None = None,
+) -> SelectionPreview:
     """Returns what the job would select. One process verifies the files of all ranks.
 
     Args:
         path: any folder or file that ``load_checkpoint`` may name.
         policy: ``ranks_to_verify`` should be ``every_rank``.
     """
-    sources, place, root, local = replace(sources or CheckpointSources(), is_preview=True), path, path, None
+    sources, place, root, local = (
+        replace(sources or CheckpointSources(), is_preview=True),
+        path,
+        path,
+        None,
+    )
     failure: UnusableCheckpointError
     try:
         place = locate(storage, path)
         sources = replace(sources, saved_to={os.path.realpath(place)})
-        choice = select_checkpoint(storage, place, SingleProcess(), policy, sources, progress=progress)
-        notes = (f"{path} holds no checkpoints itself; those in {place} are used",) if place != path else ()
+        choice = select_checkpoint(
+            storage, place, SingleProcess(), policy, sources, progress=progress
+        )
+        notes = (
+            (f"{path} holds no checkpoints itself; those in {place} are used",)
+            if place != path
+            else ()
+        )
         return SelectionPreview(replace(choice, notes=(*notes, *choice.notes)), place)
     except UnusableCheckpointError as error:
         failure = error
-    except CollectiveError as error:                                    # damage of consolidated weights ends the job
-        if sources.consolidated is None or not selects_consolidated(uncached(storage), place, policy.any_layout):
+    except CollectiveError as error:
+        # damage of consolidated weights ends the job
+        if sources.consolidated is None or not selects_consolidated(
+            uncached(storage), place, policy.any_layout
+        ):
             raise
         failure = NoUsableCheckpointError(str(error).removeprefix("rank 0: "))
-    with suppress(UnusableCheckpointError, OSError):                    # refusals name files relative to the root of the scan
+    # refusals name files relative to the root of the scan
+    with suppress(UnusableCheckpointError, OSError):
         root = find_candidates(storage, path, world_size=policy.world_size)[0].root
     if failure.refused and policy.requested is None:
         local = newest_node_local(storage, path, policy, sources.strategy_of)
-    return SelectionPreview(Choice(None, tuple(failure.refused), (), False, (), root), place, str(failure), local)
+    return SelectionPreview(
+        Choice(None, tuple(failure.refused), (), False, (), root), place, str(failure), local
+    )
 
 
-def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf) -> Candidate | None:
-    """Returns the newest step for which all files of this node's ranks are present and verified; None if there is none."""
+def newest_node_local(
+    storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf
+) -> Candidate | None:
+    """Returns the newest step for which all files of this node's ranks are present and verified;
+    None if there is none."""
     try:
         found, rows = list_checkpoints(storage, path, strategy_of)
     except UnusableCheckpointError:
@@ -152,7 +208,8 @@ def newest_node_local(storage: Storage, path: str, policy: SelectionPolicy, stra
 
 
 def selects_consolidated(storage: Storage, path: str, any_layout: bool) -> bool:
-    """Returns whether ``path`` holds consolidated weights: a folder of them, or one file if any layout may be loaded."""
+    """Returns whether ``path`` holds consolidated weights: a folder of them, or one file if any
+    layout may be loaded."""
     if not is_consolidated(storage, path):
         return False
     if any_layout:

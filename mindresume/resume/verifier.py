@@ -1,14 +1,17 @@
 """Verifies the files of one rank of a candidate: every byte has the recorded checksum.
 
-Files of mindformers have no checksums: their headers and counters are checked. Each rank of a job verifies the files that it will
-load. ``eligible`` checks the files of all ranks, by their sizes alone.
+Files of mindformers have no checksums: their headers and counters are checked. Each rank of a job
+verifies the files that it will load. ``eligible`` checks the files of all ranks, by their sizes
+alone.
 
-Of an iteration folder without records ``metadata.json`` is verified, and the headers of all files against it: nothing else is
-known about their contents.
+Of an iteration folder without records ``metadata.json`` is verified, and the headers of all files
+against it: nothing else is known about their contents.
 
     all ranks at once    metadata.json can be read, and a file exists for every slice that it names
-    each rank            the headers of its files hold every slice that they should, in the dtype and shape of the layout
+    each rank            the headers of its files hold every slice that they should, in the dtype
+                         and shape of the layout
 """
+
 from __future__ import annotations
 
 import os
@@ -43,9 +46,16 @@ from mindresume.model.training_state import is_transient
 from mindresume.resume.choice import ShardSource, VerifiedShard
 from mindresume.resume.replicas import StrategyDetails, holder_of, replica_files, replica_sources
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import Header, TensorEntry, damaged_tensors, file_checksum, read_whole, tensor_checksum
+from mindresume.tensor_files import (
+    Header,
+    TensorEntry,
+    damaged_tensors,
+    file_checksum,
+    read_whole,
+    tensor_checksum,
+)
 
-OnBytesRead = Callable[[int], None]       # bytes read since the last call
+OnBytesRead = Callable[[int], None]  # bytes read since the last call
 
 
 def ignore_bytes(count: int) -> None:
@@ -54,15 +64,17 @@ def ignore_bytes(count: int) -> None:
 
 @dataclass
 class Verifier:
-    """Verifies the files of a candidate, one rank after the other; several threads may use it. ``metadata.json`` is read once for
-    all ranks.
+    """Verifies the files of a candidate, one rank after the other; several threads may use it.
+    ``metadata.json`` is read once for all ranks.
 
     Args:
         progress: receives the bytes that are read.
         full: False: only the records, the headers and the sizes are verified.
         strategy: of the job that saved, where mindformers wrote no files for some ranks.
-        keep: keeps the verified tensors of a checkpoint with records, as far as its budget allows, for a load that takes them.
+        keep: keeps the verified tensors of a checkpoint with records, as far as its budget allows,
+            for a load that takes them.
     """
+
     directory: CheckpointDir
     candidate: Candidate
     progress: OnBytesRead = ignore_bytes
@@ -73,8 +85,8 @@ class Verifier:
     _lock: runtime.Lock = field(default_factory=runtime.Lock)
 
     def verify(self, rank: int) -> VerifiedShard | Refusal:
-        """Reads and verifies everything that ``rank`` will load. Returns the verified files, or why the candidate cannot be
-        used."""
+        """Reads and verifies everything that ``rank`` will load. Returns the verified files, or why
+        the candidate cannot be used."""
         candidate, files = self.candidate, self.candidate.files.get(rank)
         if not files and rank in candidate.missing_ranks:
             return self._verify_missing_rank(rank)
@@ -87,47 +99,86 @@ class Verifier:
             if candidate.iteration_dir:
                 return self._verify_iteration(rank, headers)
             scalars = scalars_of(self.directory, files[0], headers[files[0]])
-            if self.full and self.strategy is not None and (difference := self._differing_replica(rank, self.strategy)):
+            if (
+                self.full
+                and self.strategy is not None
+                and (difference := self._differing_replica(rank, self.strategy))
+            ):
                 return candidate.refuse(difference, files[0].path, rank)
         except CorruptFileError as error:
-            path = next((file.path for file in files if error.path.endswith(os.path.basename(file.path))), files[0].path)
-            return candidate.refuse(f"rank {rank}: {error.reason}", path, rank, [error.tensor] if error.tensor else (), error)
+            path = next(
+                (file.path for file in files if error.path.endswith(os.path.basename(file.path))),
+                files[0].path,
+            )
+            return candidate.refuse(
+                f"rank {rank}: {error.reason}",
+                path,
+                rank,
+                [error.tensor] if error.tensor else (),
+                error,
+            )
         except (RecordError, OSError) as error:
             return candidate.refuse(f"rank {rank}: {error}", files[0].path, rank, error=error)
         return self._compare_label(rank, files[0], parse_label(headers[files[0]]), scalars)
 
     def damaged_files(self, rank: int) -> list[Refusal]:
-        """Returns a refusal for each damaged file of a rank of a checkpoint with records: ``verify`` ends at the first one. If
-        the record itself is damaged, its file is the only one. A missing file is not damaged if replicas hold all of it."""
+        """Returns a refusal for each damaged file of a rank of a checkpoint with records:
+        ``verify`` ends at the first one. If the record itself is damaged, its file is the only one.
+        A missing file is not damaged if replicas hold all of it."""
         candidate = self.candidate
-        record_path = os.path.relpath(os.path.join(candidate.records_dir or "", record_name(rank)), self.directory.root)
+        record_path = os.path.relpath(
+            os.path.join(candidate.records_dir or "", record_name(rank)), self.directory.root
+        )
         try:
             checked = self._checked_record(rank)
         except (RecordError, OSError) as error:
-            return [candidate.refuse(f"the record of rank {rank} cannot be used: {error}", record_path, rank, error=error)]
+            return [
+                candidate.refuse(
+                    f"the record of rank {rank} cannot be used: {error}",
+                    record_path,
+                    rank,
+                    error=error,
+                )
+            ]
         if isinstance(checked, Refusal):
             return [replace(checked, file=record_path)]
-        return [result for result in self._verify_files(rank, checked[1]) if isinstance(result, Refusal)]
+        return [
+            result for result in self._verify_files(rank, checked[1]) if isinstance(result, Refusal)
+        ]
 
-    # ---- without records -----------------------------------------------------------------------------------------------
+    # ---- without records -------------------------------------------------------------------------
 
-    def _verify_iteration(self, rank: int, headers: Mapping[FileRecord, Header]) -> VerifiedShard | Refusal:
-        """Verifies a rank of an iteration folder, whose counters the scan has read from ``common.json``."""
+    def _verify_iteration(
+        self, rank: int, headers: Mapping[FileRecord, Header]
+    ) -> VerifiedShard | Refusal:
+        """Verifies a rank of an iteration folder, whose counters the scan has read from
+        ``common.json``."""
         for file, header in headers.items():
             label = parse_label(header)
             if label is not None and label[1] != self.candidate.step:
-                return self.candidate.refuse(f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two saves "
-                                             f"are mixed", file.path, rank)
+                return self.candidate.refuse(
+                    f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two "
+                    "saves "
+                    f"are mixed",
+                    file.path,
+                    rank,
+                )
         with self._lock:
             if self._stored is None:
                 self._stored = stored_slices(self.directory, self.candidate)
             stored = self._stored
         if isinstance(stored, Refusal):
             return stored
-        refusal = self._compare_slices(rank, headers, stored) or self._find_unnamed(rank, headers, stored)
-        return refusal or VerifiedShard(rank, tuple(map(ShardSource, headers)), self.candidate.state)
+        refusal = self._compare_slices(rank, headers, stored) or self._find_unnamed(
+            rank, headers, stored
+        )
+        return refusal or VerifiedShard(
+            rank, tuple(map(ShardSource, headers)), self.candidate.state
+        )
 
-    def _compare_slices(self, rank: int, headers: Mapping[FileRecord, Header], stored: StoredSlices) -> Refusal | None:
+    def _compare_slices(
+        self, rank: int, headers: Mapping[FileRecord, Header], stored: StoredSlices
+    ) -> Refusal | None:
         """Returns how the files of ``rank`` differ from the metadata; None if they do not.
 
         Raises:
@@ -136,13 +187,25 @@ class Verifier:
         for file, header in headers.items():
             for row, number in stored.by_file.get(os.path.basename(file.path), ()):
                 entry = header.tensors.get(row.name)
-                if entry is None and not any(self._holds(copy.file, row.name) for copy in row.stored[number]):
-                    return self.candidate.refuse(f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
-                                                 f"the two are of different saves", file.path, rank)
-                expected = tuple(part.stop - part.start for part in region_of(row.layout, row.shape, number))
+                if entry is None and not any(
+                    self._holds(copy.file, row.name) for copy in row.stored[number]
+                ):
+                    return self.candidate.refuse(
+                        f"rank {rank}: {row.name} is not in the file that {METADATA} names for it: "
+                        f"the two are of different saves",
+                        file.path,
+                        rank,
+                    )
+                expected = tuple(
+                    part.stop - part.start for part in region_of(row.layout, row.shape, number)
+                )
                 if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
-                    return self.candidate.refuse(f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
-                                                 f"{METADATA} it is {row.dtype} of shape {expected}", file.path, rank)
+                    return self.candidate.refuse(
+                        f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "
+                        f"{METADATA} it is {row.dtype} of shape {expected}",
+                        file.path,
+                        rank,
+                    )
         return None
 
     def _holds(self, file: str, name: str) -> bool:
@@ -152,33 +215,63 @@ class Verifier:
             return False
         return name in header_of(self.directory, record).tensors
 
-    def _find_unnamed(self, rank: int, headers: Mapping[FileRecord, Header], stored: StoredSlices) -> Refusal | None:
-        """Returns a refusal if the metadata does not name some tensors, so their layouts are unknown. It never names counters."""
+    def _find_unnamed(
+        self, rank: int, headers: Mapping[FileRecord, Header], stored: StoredSlices
+    ) -> Refusal | None:
+        """Returns a refusal if the metadata does not name some tensors, so their layouts are
+        unknown. It never names counters."""
         if self.candidate.world_size == 1 or rank != min(self.candidate.files):
             return None
         for file, header in headers.items():
-            unnamed = [name for name, entry in header.tensors.items()
-                       if name not in stored.rows and not is_transient(name) and not is_scalar(entry.shape)]
+            unnamed = [
+                name
+                for name, entry in header.tensors.items()
+                if name not in stored.rows and not is_transient(name) and not is_scalar(entry.shape)
+            ]
             if unnamed:
-                return self.candidate.refuse(f"{METADATA} does not name {listed(unnamed, 5)}, so their layouts are unknown",
-                                             file.path, rank)
+                return self.candidate.refuse(
+                    f"{METADATA} does not name {listed(unnamed, 5)}, so their layouts are unknown",
+                    file.path,
+                    rank,
+                )
         return None
 
-    def _compare_label(self, rank: int, file: FileRecord, written: tuple[str, int] | None, scalars: Mapping[str, Any]
-                       ) -> VerifiedShard | Refusal:
-        """Verifies that a file in a rank folder, with this label and these counters, is of the same save as the others."""
+    def _compare_label(
+        self,
+        rank: int,
+        file: FileRecord,
+        written: tuple[str, int] | None,
+        scalars: Mapping[str, Any],
+    ) -> VerifiedShard | Refusal:
+        """Verifies that a file in a rank folder, with this label and these counters, is of the same
+        save as the others."""
         candidate = self.candidate
-        recorded = attempts(self.directory.storage.list(self.directory.path(FOLDER))) if written and "/" in file.path else ()
+        recorded = (
+            attempts(self.directory.storage.list(self.directory.path(FOLDER)))
+            if written and "/" in file.path
+            else ()
+        )
         if written and any(run == written[0] for _, _, run in recorded):
-            # The scan read the label of one file only. A run that writes records never completed a save without them.
-            return candidate.refuse(f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no record: the "
-                                    f"save never completed", file.path, rank)
+            # The scan read the label of one file only. A run that writes records never completed a
+            # save without them.
+            return candidate.refuse(
+                f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no "
+                "record: the "
+                f"save never completed",
+                file.path,
+                rank,
+            )
         if scalars.get("step_num") != candidate.step:
-            return candidate.refuse(f"rank {rank} holds step {scalars.get('step_num')}, rank {next(iter(candidate.files))} "
-                                    f"holds step {candidate.step}", file.path, rank)
+            return candidate.refuse(
+                f"rank {rank} holds step {scalars.get('step_num')}, rank "
+                f"{next(iter(candidate.files))} "
+                f"holds step {candidate.step}",
+                file.path,
+                rank,
+            )
         return VerifiedShard(rank, (ShardSource(file),), scalars=scalars)
 
-    # ---- with records --------------------------------------------------------------------------------------------------
+    # ---- with records ----------------------------------------------------------------------------
 
     def _verify_recorded(self, rank: int) -> VerifiedShard | Refusal:
         """Verifies the record against the manifest, the files against the record."""
@@ -193,7 +286,9 @@ class Verifier:
             sources += verified
         return VerifiedShard(rank, tuple(sources), record.state, details)
 
-    def _verify_files(self, rank: int, details: Details) -> Iterator[tuple[ShardSource, ...] | Refusal]:
+    def _verify_files(
+        self, rank: int, details: Details
+    ) -> Iterator[tuple[ShardSource, ...] | Refusal]:
         """Verifies the files of a rank, one after the other."""
         for index, file in enumerate(self.candidate.files[rank]):
             recorded = {name: row for name, row in details.tensors.items() if row.file == index}
@@ -201,42 +296,73 @@ class Verifier:
                 yield self._verify_file(rank, file, recorded)
             except CorruptFileError as error:
                 wrong = [error.tensor] if error.tensor else ()
-                yield self.candidate.refuse(f"rank {rank}: {error.reason}", file.path, rank, wrong, error)
+                yield self.candidate.refuse(
+                    f"rank {rank}: {error.reason}", file.path, rank, wrong, error
+                )
             except OSError as error:
                 yield self.candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
 
     def _checked_record(self, rank: int) -> tuple[Record, Details] | Refusal:
-        """Returns a record and its details, or why it is not the one that was committed. Raises RecordError or OSError if it
-        cannot be read."""
+        """Returns a record and its details, or why it is not the one that was committed. Raises
+        RecordError or OSError if it cannot be read."""
         candidate, files = self.candidate, self.candidate.files[rank]
-        with self.directory.storage.open(os.path.join(candidate.records_dir or "", record_name(rank))) as opened:
+        with self.directory.storage.open(
+            os.path.join(candidate.records_dir or "", record_name(rank))
+        ) as opened:
             _, checksum = read_record(opened)
             opened.seek(0)
             record, details = read_details(opened)
         if (record.run, record.state.step, record.rank, record.world_size) != (
-                candidate.run, candidate.step, rank, candidate.world_size):
-            return candidate.refuse(f"the record of rank {rank} is of run {record.run}, step {record.state.step}, rank "
-                                    f"{record.rank} of {record.world_size}", rank=rank)
+            candidate.run,
+            candidate.step,
+            rank,
+            candidate.world_size,
+        ):
+            return candidate.refuse(
+                f"the record of rank {rank} is of run {record.run}, step {record.state.step}, rank "
+                f"{record.rank} of {record.world_size}",
+                rank=rank,
+            )
         if tuple(file.below(candidate.iteration_dir) for file in record.files) != files:
-            return candidate.refuse(f"the record of rank {rank} names {record.files[0].path}, its manifest another file, size or "
-                                    f"checksum", files[0].path, rank)
+            return candidate.refuse(
+                f"the record of rank {rank} names {record.files[0].path}, its manifest another "
+                "file, size or "
+                f"checksum",
+                files[0].path,
+                rank,
+            )
         if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
-            return candidate.refuse(f"the record of rank {rank} is not the one that was committed", rank=rank)
+            return candidate.refuse(
+                f"the record of rank {rank} is not the one that was committed", rank=rank
+            )
         return record, details
 
-    def _verify_file(self, rank: int, file: FileRecord, recorded: Mapping[str, TensorRecord]
-                     ) -> tuple[ShardSource, ...] | Refusal:
-        """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other ranks."""
+    def _verify_file(
+        self, rank: int, file: FileRecord, recorded: Mapping[str, TensorRecord]
+    ) -> tuple[ShardSource, ...] | Refusal:
+        """Verifies one file of a rank; if it is missing, the replicas of all its tensors on other
+        ranks."""
         candidate, path = self.candidate, self.directory.path(file.path)
         status = self.directory.storage.status(path)
         if status is None:
             replicas = replica_files(self.directory, candidate, rank)
-            return replicas if isinstance(replicas, Refusal) else self._verify_replicas(rank, recorded, tuple(
-                ShardSource(source.file, names) for source in replicas
-                if (names := tuple(name for name in source.names or () if name in recorded))))
+            return (
+                replicas
+                if isinstance(replicas, Refusal)
+                else self._verify_replicas(
+                    rank,
+                    recorded,
+                    tuple(
+                        ShardSource(source.file, names)
+                        for source in replicas
+                        if (names := tuple(name for name in source.names or () if name in recorded))
+                    ),
+                )
+            )
         if status.size != file.size:
             return wrong_size(candidate, rank, file, status.size)
-        header = header_of(self.directory, file)                  # its errors are more specific than a wrong checksum
+        # its errors are more specific than a wrong checksum
+        header = header_of(self.directory, file)
         if problem := _mismatch(candidate, recorded, header):
             return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
         if not self.full:
@@ -245,14 +371,26 @@ class Verifier:
             checksum = self._checksum(opened, path, header, file)
             if checksum == file.checksum:
                 return (ShardSource(file),)
-            wrong = damaged_tensors(opened, path, {name: row.checksum for name, row in recorded.items()})
-        damaged = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "") if wrong else \
-            "no tensor, but the header or its padding"
-        return candidate.refuse(f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum {checksum}, "
-                                f"recorded {file.checksum})", file.path, rank, wrong)
+            wrong = damaged_tensors(
+                opened, path, {name: row.checksum for name, row in recorded.items()}
+            )
+        damaged = (
+            ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            if wrong
+            else "no tensor, but the header or its padding"
+        )
+        return candidate.refuse(
+            f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum "
+            f"{checksum}, "
+            f"recorded {file.checksum})",
+            file.path,
+            rank,
+            wrong,
+        )
 
     def _checksum(self, opened: BinaryIO, path: str, header: Header, file: FileRecord) -> str:
-        """Returns the checksum of a file. Keeps its tensors, if it is right and there is room for them."""
+        """Returns the checksum of a file. Keeps its tensors, if it is right and there is room for
+        them."""
         if self.keep is not None and header.size <= self.keep.left:
             with suppress(MemoryError):
                 tensors, checksum = read_whole(opened, header, self.progress)
@@ -261,15 +399,18 @@ class Verifier:
                 return checksum
         return file_checksum(opened, self.progress)[0]
 
-    # ---- replicas ------------------------------------------------------------------------------------------------------
+    # ---- replicas --------------------------------------------------------------------------------
 
     def _verify_missing_rank(self, rank: int) -> VerifiedShard | Refusal:
-        """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its job saved for the last time.
-        Its random state is lost."""
+        """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its
+        job saved for the last time. Its random state is lost."""
         candidate, strategy = self.candidate, self.strategy
         try:
-            records = (StrategyDetails(self.directory, candidate, strategy) if strategy else
-                       RecordFolder(self.directory.storage, candidate.records_dir or "", {}))
+            records = (
+                StrategyDetails(self.directory, candidate, strategy)
+                if strategy
+                else RecordFolder(self.directory.storage, candidate.records_dir or "", {})
+            )
             held = replica_sources(rank, candidate.files, candidate.world_size, records)
             if isinstance(held, str):
                 return candidate.refuse(f"rank {rank} wrote nothing, and {held}", rank=rank)
@@ -279,32 +420,57 @@ class Verifier:
             recorded = {name: row for name, (_, row) in held.items()}
             sources = tuple(ShardSource(file, tuple(listed)) for file, listed in names.items())
             verified, first = self._verify_replicas(rank, recorded, sources), sources[0].file
-            scalars = {} if candidate.state else scalars_of(self.directory, first,
-                                                            header_of(self.directory, first))
+            scalars = (
+                {}
+                if candidate.state
+                else scalars_of(self.directory, first, header_of(self.directory, first))
+            )
         except CorruptFileError as error:
-            return candidate.refuse(f"rank {rank} wrote nothing, and the file that replaces its own is damaged: {error.reason}",
-                                    rank=rank)
+            return candidate.refuse(
+                f"rank {rank} wrote nothing, and the file that replaces its own is damaged: "
+                f"{error.reason}",
+                rank=rank,
+            )
         except (RecordError, OSError) as error:
             return candidate.refuse(f"rank {rank} wrote nothing, and {error}", rank=rank)
-        return verified if isinstance(verified, Refusal) else VerifiedShard(
-            rank, verified, candidate.state, Details(recorded) if candidate.records_dir else None, scalars)
+        return (
+            verified
+            if isinstance(verified, Refusal)
+            else VerifiedShard(
+                rank,
+                verified,
+                candidate.state,
+                Details(recorded) if candidate.records_dir else None,
+                scalars,
+            )
+        )
 
     def _differing_replica(self, rank: int, strategy: Strategy) -> str:
-        """Returns a sentence about a tensor of ``rank`` that differs from its replica on another rank, although they are equal by
-        ``strategy``: the strategy then belongs to another job. Empty if no tensor differs.
+        """Returns a sentence about a tensor of ``rank`` that differs from its replica on another
+        rank, although they are equal by ``strategy``: the strategy then belongs to another job.
+        Empty if no tensor differs.
 
         Raises:
             CorruptFileError, StrategyError, OSError.
         """
         records = StrategyDetails(self.directory, self.candidate, strategy)
         first = rank - rank % strategy.stage_size
-        mates = [other for other in sorted(self.candidate.files) if first <= other < first + strategy.stage_size]
+        mates = [
+            other
+            for other in sorted(self.candidate.files)
+            if first <= other < first + strategy.stage_size
+        ]
         for name, row in records.details(rank).tensors.items():
             other = holder_of(rank, first, name, row, mates, records)
-            if other not in (None, rank) and (self._tensor_checksum(*records.entries[other][name])
-                                              != self._tensor_checksum(*records.entries[rank][name])):
-                return (f"{name} differs on rank {rank} and rank {other}, which hold copies of each other by {strategy.source}; "
-                        f"is that the strategy of another job?")
+            if other not in (None, rank) and (
+                self._tensor_checksum(*records.entries[other][name])
+                != self._tensor_checksum(*records.entries[rank][name])
+            ):
+                return (
+                    f"{name} differs on rank {rank} and rank {other}, which hold copies of each "
+                    f"other by {strategy.source}; "
+                    f"is that the strategy of another job?"
+                )
         return ""
 
     def _tensor_checksum(self, file: FileRecord, entry: TensorEntry) -> str:
@@ -313,31 +479,50 @@ class Verifier:
         self.progress(entry.nbytes)
         return checksum
 
-    def _verify_replicas(self, rank: int, recorded: Mapping[str, TensorRecord], sources: tuple[ShardSource, ...]
-                         ) -> tuple[ShardSource, ...] | Refusal:
-        """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why one cannot be used."""
+    def _verify_replicas(
+        self, rank: int, recorded: Mapping[str, TensorRecord], sources: tuple[ShardSource, ...]
+    ) -> tuple[ShardSource, ...] | Refusal:
+        """Verifies the checksums of the named tensors in ``sources``. Returns ``sources``, or why
+        one cannot be used."""
         for source in sources:
             header = header_of(self.directory, source.file)
             with self.directory.storage.open(self.directory.path(source.file.path)) as opened:
                 for name in source.names or ():
-                    expected = recorded[name].checksum          # empty where none was recorded
-                    if name not in header.tensors or expected and tensor_checksum(opened, header.tensors[name]) != expected:
-                        return self.candidate.refuse(f"the file of rank {rank} is missing, and its replica of {name} is damaged",
-                                                     source.file.path, rank, [name])
+                    expected = recorded[name].checksum  # empty where none was recorded
+                    if (
+                        name not in header.tensors
+                        or expected
+                        and tensor_checksum(opened, header.tensors[name]) != expected
+                    ):
+                        return self.candidate.refuse(
+                            f"the file of rank {rank} is missing, and its replica of {name} is "
+                            "damaged",
+                            source.file.path,
+                            rank,
+                            [name],
+                        )
                     self.progress(header.tensors[name].nbytes)
         return sources
 
 
 def wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> Refusal:
     """Returns the refusal of a file that has ``size`` bytes instead of the recorded ones."""
-    return candidate.refuse(f"the file of rank {rank} is empty (0 bytes)" if size == 0 else
-                            f"the file of rank {rank} has {size} bytes, {file.size} were written", file.path, rank)
+    return candidate.refuse(
+        f"the file of rank {rank} is empty (0 bytes)"
+        if size == 0
+        else f"the file of rank {rank} has {size} bytes, {file.size} were written",
+        file.path,
+        rank,
+    )
 
 
 def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
     """Returns how the header of a file differs from the record; empty if it does not."""
     if parse_label(header) != (candidate.run, candidate.step):
-        return f"is not of run {candidate.run}, step {candidate.step}: its label is {header.metadata.get(LABEL)!r}"[:300]
+        return (
+            f"is not of run {candidate.run}, step {candidate.step}: its label is "
+            f"{header.metadata.get(LABEL)!r}"
+        )[:300]
     recorded = {name: (row.dtype, row.shape) for name, row in tensors.items()}
     found = {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
     for name in recorded.keys() | found.keys():
@@ -346,7 +531,8 @@ def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header:
     return ""
 
 
-# ---- metadata.json -----------------------------------------------------------------------------------------------------
+# ---- metadata.json -------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class StoredSlices:
@@ -356,29 +542,38 @@ class StoredSlices:
         rows: by tensor.
         by_file: {file name: [(tensor, number of the slice)]}.
     """
+
     rows: Mapping[str, TensorMetadata]
     by_file: Mapping[str, list[tuple[TensorMetadata, int]]]
 
 
 def stored_slices(directory: CheckpointDir, candidate: Candidate) -> StoredSlices | Refusal:
-    """Returns what ``metadata.json`` says, or why it cannot be used. Weight files are not opened."""
+    """Returns what ``metadata.json`` says, or why it cannot be used. Weight files are not
+    opened."""
     path, storage = f"{candidate.iteration_dir}/{METADATA}", directory.storage
     try:
         if storage.status(directory.path(path)) is None:
-            return StoredSlices({}, {})                         # optional for one rank; else the scan refuses it
+            # optional for one rank; else the scan refuses it
+            return StoredSlices({}, {})
         rows = load_metadata(storage, directory.path(candidate.iteration_dir))
     except CorruptFileError as error:
         return candidate.refuse(f"{METADATA}: {error.reason}", path, error=error)
     except OSError as error:
-        return candidate.refuse(f"{METADATA}: it cannot be read: {error.strerror or error}", path, error=error)
+        return candidate.refuse(
+            f"{METADATA}: it cannot be read: {error.strerror or error}", path, error=error
+        )
     present = {os.path.basename(file.path) for file in candidate.all_files}
     by_file: dict[str, list[tuple[TensorMetadata, int]]] = {}
     for row in rows.values():
         for number, copies in row.stored.items():
             files = {copy.file for copy in copies}
             if present.isdisjoint(files):
-                return candidate.refuse(f"{METADATA} names {listed(sorted(files), 3)} for slice {number} of {row.name}, and no "
-                                        f"such file exists", path)
+                return candidate.refuse(
+                    f"{METADATA} names {listed(sorted(files), 3)} for slice {number} of "
+                    f"{row.name}, and no "
+                    f"such file exists",
+                    path,
+                )
             for file in files:
                 by_file.setdefault(file, []).append((row, number))
     return StoredSlices(rows, by_file)

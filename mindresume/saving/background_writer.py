@@ -1,13 +1,17 @@
-"""Runs the writer of a background save: a thread, or a process of its own, that handles the messages of one ``AsyncSaver``.
+"""Runs the writer of a background save: a thread, or a process of its own, that handles the
+messages of one ``AsyncSaver``.
 
     writer = WRITERS["process"](target, policy, staging, timeout)
-    writer.send(("save", staged, watcher))      # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
-                                                # a thread calls ``watcher.writing(0)`` once that is written; None for a process
-    writer.receive(timeout)                     # ("outcome", outcome), ("event", event), ("lease_lost", error), ("done", step)
+    # or ("commit", outcome), ("recommit", outcome), ("poll",), ("finish", seconds);
+    writer.send(("save", staged, watcher))
+    # ``watcher``: a thread calls ``watcher.writing(0)`` once that is written; None for a process
+    # ("outcome", outcome), ("event", event), ("lease_lost", error), ("done", step)
+    writer.receive(timeout)
     writer.close()                              # no message follows
 
 Every message is answered with ("done", step) at last.
 """
+
 from __future__ import annotations
 
 import os
@@ -27,8 +31,10 @@ from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import Outcome, SaveTarget, is_committed
 from mindresume.saving.staging import Staging
 
-_PARENT_CHECK = 1.0             # seconds between two checks of a writer process that its training is alive
-_JOB_MARK, _WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"     # environment variables of scripts/msrun_launcher.sh
+# seconds between two checks of a writer process that its training is alive
+_PARENT_CHECK = 1.0
+# environment variables of scripts/msrun_launcher.sh
+_JOB_MARK, _WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -43,10 +49,12 @@ class Training(Protocol):
     """The training, as its writer sees it."""
 
     def receive(self) -> Any:
-        """Waits for the next message, and returns it; None: no message follows, or the training is gone."""
+        """Waits for the next message, and returns it; None: no message follows, or the training is
+        gone."""
 
     def send(self, message: Any) -> None:
-        """Sends a message. Does nothing if the training is gone: the save is finished all the same."""
+        """Sends a message. Does nothing if the training is gone: the save is finished all the
+        same."""
 
 
 def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training: Training) -> None:
@@ -57,10 +65,11 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
         staging: the buffer in which the arrays of a save lie.
     """
     saver = sync_saver(target, policy, lambda event: training.send(("event", event)))
-    saver.begin()                         # also after a writer that died: what it had written can be complete
+    # also after a writer that died: what it had written can be complete
+    saver.begin()
     while (message := training.receive()) is not None:
         kind, *values = message
-        step, outcome, saved = None, None, None         # ``saved``: what is to be committed
+        step, outcome, saved = None, None, None  # ``saved``: what is to be committed
         try:
             if kind == "save":
                 staged, watcher = values
@@ -85,9 +94,15 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
                 saver.committer.saved(saved.step)
         except LeaseHeldError as error:
             training.send(("lease_lost", error))
-        except Exception as error:      # any error goes to the training; the writer handles the next message
+        except Exception as error:
+            # any error goes to the training; the writer handles the next message
             text = f"step {step}: the writer failed: {type(error).__name__}: {error}"
-            training.send(("outcome", Outcome(step or 0, outcome is not None and outcome.saved, SaveError(text))))
+            training.send(
+                (
+                    "outcome",
+                    Outcome(step or 0, outcome is not None and outcome.saved, SaveError(text)),
+                )
+            )
         training.send(("done", step))
 
 
@@ -110,14 +125,16 @@ class WriterThread:
 
     def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._queues = _Queues()
-        self._thread = runtime.Thread(target=self._run, name="mindresume-writer", daemon=True, args=(target, policy, staging))
+        self._thread = runtime.Thread(
+            target=self._run, name="mindresume-writer", daemon=True, args=(target, policy, staging)
+        )
         self._thread.start()
 
     def _run(self, target: SaveTarget, policy: Policy | None, staging: Staging) -> None:
         try:
             serve(target, policy, staging, self._queues)
         finally:
-            self._queues.send(("end", None))        # wakes the receiver
+            self._queues.send(("end", None))  # wakes the receiver
 
     def send(self, message: Any) -> None:
         """Sends a message. Raises OSError if the writer is gone."""
@@ -126,7 +143,11 @@ class WriterThread:
     def receive(self, timeout: float) -> Any:
         """Returns the next message; None if there is none within ``timeout`` seconds."""
         try:
-            return self._queues.outbox.get(timeout=timeout) if timeout else self._queues.outbox.get_nowait()
+            return (
+                self._queues.outbox.get(timeout=timeout)
+                if timeout
+                else self._queues.outbox.get_nowait()
+            )
         except runtime.Empty:
             return None
 
@@ -147,30 +168,39 @@ class WriterThread:
 
 
 class WriterProcess:
-    """Runs ``python -m mindresume.saving.background_writer CONNECTION MEMORY PARENT``: two file descriptors and a process id. Its
-    methods are those of ``WriterThread``.
+    """Runs ``python -m mindresume.saving.background_writer CONNECTION MEMORY PARENT``: two file
+    descriptors and a process id. Its methods are those of ``WriterThread``.
 
-    A new interpreter, because a fork of a process with a device and threads is not safe; without the user's main module, which
-    multiprocessing's spawn would import again.
+    A new interpreter, because a fork of a process with a device and threads is not safe; without
+    the user's main module, which multiprocessing's spawn would import again.
 
-    The process has a session of its own and ignores signals that ask it to end, from its first moment on: launchers and platforms
-    send those to all processes that they find, and a save in progress is to be finished. It ends when the training does
-    (``_main``).
+    The process has a session of its own and ignores signals that ask it to end, from its first
+    moment on: launchers and platforms send those to all processes that they find, and a save in
+    progress is to be finished. It ends when the training does (``_main``).
     """
 
     def __init__(self, target: SaveTarget, policy: Policy | None, staging: Staging, timeout: float):
         self._connection, theirs = Pipe()
         path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)])
         environment = {**os.environ, "PYTHONPATH": path}
-        if _JOB_MARK in environment:                # the launcher ends processes with this mark, and waits for the other one
+        # the launcher ends processes with this mark, and waits for the other one
+        if _JOB_MARK in environment:
             environment[_WRITER_MARK] = environment.pop(_JOB_MARK)
         # The mask of this thread alone; the new process inherits it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mindresume.saving.background_writer",
-                 *map(str, (theirs.fileno(), staging.fd, os.getpid()))],
-                pass_fds=(theirs.fileno(), staging.fd), env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+                [
+                    sys.executable,
+                    "-m",
+                    "mindresume.saving.background_writer",
+                    *map(str, (theirs.fileno(), staging.fd, os.getpid())),
+                ],
+                pass_fds=(theirs.fileno(), staging.fd),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
@@ -201,7 +231,9 @@ class WriterProcess:
 
 Writer = WriterThread | WriterProcess
 WRITERS: dict[str, Callable[[SaveTarget, Policy | None, Staging, float], Writer]] = {
-    "thread": WriterThread, "process": runtime.asks_machine(WriterProcess)}
+    "thread": WriterThread,
+    "process": runtime.asks_machine(WriterProcess),
+}
 
 
 class _Parent:
@@ -210,7 +242,8 @@ class _Parent:
     def __init__(self, connection: Connection, pid: int):
         self._connection, self._pid = connection, pid
 
-    def _is_gone(self) -> bool:         # the connection alone does not tell: children of the training can hold it open
+    # the connection alone does not tell: children of the training can hold it open
+    def _is_gone(self) -> bool:
         return os.getppid() != self._pid
 
     def receive(self) -> Any:
@@ -235,8 +268,9 @@ class _Parent:
 
 
 def _main() -> None:
-    """Runs the writer process. When the training closes the connection or is gone, the writer finishes the save in progress and
-    ends. After the death of the training it waits for other ranks no longer than a living training would."""
+    """Runs the writer process. When the training closes the connection or is gone, the writer
+    finishes the save in progress and ends. After the death of the training it waits for other ranks
+    no longer than a living training would."""
     training, memory = _Parent(Connection(int(sys.argv[1])), int(sys.argv[3])), int(sys.argv[2])
     first = training.receive()
     if first is not None:

@@ -2,21 +2,24 @@
 
     manager = CheckpointManager(storage, group, settings, options, emit)
     manager.open()                              # all ranks: acquires the directory
-    manager.begin(0)                            # cleans up, starts saver and uploads; 0: the step before the first one
+    manager.begin(0)  # cleans up, starts saver and uploads; 0: the step before the first one
     manager.count_hosts()                       # all ranks
     manager.handle_preemption()                 # from here on SIGTERM asks the training to stop
 
-    reason = manager.end_step(state)            # after each step; not empty: the training is to stop
-    manager.save_last(state)                    # at the end of the training, if a rank lacks the step
-    manager.end(step)                           # commit of all ranks, upload, release; after an error finish_after_error()
+    reason = manager.end_step(state)  # after each step; not empty: the training is to stop
+    manager.save_last(state)  # at the end of the training, if a rank lacks the step
+    manager.end(step)  # commit of all ranks, upload, release; after an error finish_after_error()
 
-    end_step outcomes of earlier saves ─▶ due? ─▶ state.save: collect, ``save`` ─▶ save in memory ─▶ was any rank asked to stop?
+    end_step outcomes of earlier saves ─▶ due? ─▶ state.save: collect, ``save`` ─▶ save in memory ─▶
+        was any rank asked to stop?
 
-    saver    SyncSaver, or with async_save AsyncSaver: write_shard ─▶ rank 0: commit, pointers, prune
+    saver    SyncSaver, or with async_save AsyncSaver: write_shard ─▶ rank 0: commit, pointers,
+        prune
 
-If one rank raised early at the end, the other ranks would wait for it in their next collective. So each part of the end keeps its
-errors, and they are raised when all parts are done.
+If one rank raised early at the end, the other ranks would wait for it in their next collective. So
+each part of the end keeps its errors, and they are raised when all parts are done.
 """
+
 from __future__ import annotations
 
 import os
@@ -87,15 +90,19 @@ from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import call_within
 
-_LAST_WORDS = 5.0                       # seconds to record an end, on a disk that may hang
-_OWN_SIGNAL = ("MindSpore sent SIGTERM to its own process. It does so after a failure: a worker of the data set died, the "
-               "scheduler is gone, or a collective failed. The log has its error before this line")
-_OTHERS = 10.0                          # seconds for which rank 0 waits for records of other ranks after an error
+_LAST_WORDS = 5.0  # seconds to record an end, on a disk that may hang
+_OWN_SIGNAL = (
+    "MindSpore sent SIGTERM to its own process. It does so after a failure: a worker of the data "
+    "set died, the "
+    "scheduler is gone, or a collective failed. The log has its error before this line"
+)
+# seconds for which rank 0 waits for records of other ranks after an error
+_OTHERS = 10.0
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one training. All ranks of ``group`` call each method at the same points, except
-    ``finish_after_error`` and ``emergency_save``.
+    """Saves the checkpoints of one training. All ranks of ``group`` call each method at the same
+    points, except ``finish_after_error`` and ``emergency_save``.
 
     Args:
         emit: receives the events.
@@ -103,14 +110,29 @@ class CheckpointManager:
         watcher: is told what a thread in the background writes, see ``AsyncSaver``.
 
     Raises (at the end of a step and of the training):
-        SaveError: a save failed and ``on_save_error`` is ``raise``, or ``max_failed_saves`` failed in a row.
+        SaveError: a save failed and ``on_save_error`` is ``raise``, or ``max_failed_saves`` failed
+            in a row.
         LeaseHeldError: another job saves into the directory.
         RemoteError: an upload failed and ``on_save_error`` is ``raise``.
     """
 
-    def __init__(self, storage: Storage, group: Group, settings: Settings, options: SaveOptions, emit: Emit = ignore,
-                 pending: PendingLoadAttempt | None = None, watcher: Watcher | None = None):
-        self.storage, self.group, self.settings, self.options, self.emit = storage, group, settings, options, emit
+    def __init__(
+        self,
+        storage: Storage,
+        group: Group,
+        settings: Settings,
+        options: SaveOptions,
+        emit: Emit = ignore,
+        pending: PendingLoadAttempt | None = None,
+        watcher: Watcher | None = None,
+    ):
+        self.storage, self.group, self.settings, self.options, self.emit = (
+            storage,
+            group,
+            settings,
+            options,
+            emit,
+        )
         self.pending, self.watcher = pending or PendingLoadAttempt(), watcher
         self.policy = SavePolicy(options, settings, group, emit)
         self.session: SaveSession | None = None
@@ -119,7 +141,7 @@ class CheckpointManager:
         self._uploads: UploadQueue | None = None
         self._tier: MemoryTier | None = None
         self._save_began = 0.0
-        self._collected: Save | Exception | None = None     # for the disk at this step
+        self._collected: Save | Exception | None = None  # for the disk at this step
         self._end_errors: list[Exception] = []
 
     @property
@@ -131,25 +153,57 @@ class CheckpointManager:
         """Returns whether saves are possible: from ``begin`` to the end."""
         return self._saver is not None
 
-    # ---- start -----------------------------------------------------------------------------------------------------
+    # ---- start -----------------------------------------------------------------------------------
 
-    def open(self, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed | None = None,
-             remote: RemoteCheckpoints | None = None,
-             leases: dict[str, Lease] | None = None) -> SaveSession:
+    def open(
+        self,
+        shared_groups: dict[str, SharedGroups] | None = None,
+        origin: Resumed | None = None,
+        remote: RemoteCheckpoints | None = None,
+        leases: dict[str, Lease] | None = None,
+    ) -> SaveSession:
         """Acquires the directory. Arguments and errors: see ``open_save_session``."""
         options = self.options
         directory = CheckpointDir(self.storage, options.root)
-        in_memory = newest_run(directory, self.group) if self.settings.memory_tier.every_steps else ""
-        self.session = open_save_session(directory, options.prefix, self.group, self.emit,
-                                         self.settings.heartbeat, options.iterations, shared_groups, origin, remote, in_memory,
-                                         leases)
-        self.session.target = target = replace(self.session.target, samples_in_common=options.samples_in_common)
-        prefix = options.prefix if options.iterations else stem(options.prefix, target.rank, self.session.suffix)
-        self.emit(RunOpened(target.run, target.root, prefix, target.world_size, max(options.every_steps or 0, 0) or None,
-                            self.settings.memory_tier.every_steps or None))
+        in_memory = (
+            newest_run(directory, self.group) if self.settings.memory_tier.every_steps else ""
+        )
+        self.session = open_save_session(
+            directory,
+            options.prefix,
+            self.group,
+            self.emit,
+            self.settings.heartbeat,
+            options.iterations,
+            shared_groups,
+            origin,
+            remote,
+            in_memory,
+            leases,
+        )
+        self.session.target = target = replace(
+            self.session.target, samples_in_common=options.samples_in_common
+        )
+        prefix = (
+            options.prefix
+            if options.iterations
+            else stem(options.prefix, target.rank, self.session.suffix)
+        )
+        self.emit(
+            RunOpened(
+                target.run,
+                target.root,
+                prefix,
+                target.world_size,
+                max(options.every_steps or 0, 0) or None,
+                self.settings.memory_tier.every_steps or None,
+            )
+        )
         return self.session
 
-    def begin(self, step: int, resumed: Resumed | None = None, remote: RemoteCheckpoints | None = None) -> None:
+    def begin(
+        self, step: int, resumed: Resumed | None = None, remote: RemoteCheckpoints | None = None
+    ) -> None:
         """Cleans up after earlier runs, and starts the saver and uploads.
 
         Args:
@@ -160,11 +214,15 @@ class CheckpointManager:
         needs_memory = self.options.async_save or self.settings.memory_tier.every_steps
         share = share_of_rank(self.group) if needs_memory else UNKNOWN
         self.policy.begin(step)
-        run_on_all(self.group, partial(self._begin, share, resumed, remote), Watchdog("cleaning up"))   # rank 0 for all
+        # rank 0 for all
+        run_on_all(
+            self.group, partial(self._begin, share, resumed, remote), Watchdog("cleaning up")
+        )
         self._tier = open_tier(self.session, self.group, self.settings, self.emit, share, resumed)
         if self._tier is not None:
             self._tier.begin(step)
-        runtime.at_exit(self.finish_after_error)  # if no hook sees the end of the training; runs before the end of the uploader
+        # if no hook sees the end of the training; runs before the end of the uploader
+        runtime.at_exit(self.finish_after_error)
 
     def _begin(self, share: int, resumed: Resumed | None, remote: RemoteCheckpoints | None) -> None:
         """Begins on this rank. ``share``: bytes of host memory for a copy."""
@@ -173,17 +231,27 @@ class CheckpointManager:
             for name in clean_own_folder(self.target):
                 self.emit(Notice(f"removed {name}, left half-written by an earlier run"))
         except OSError as error:
-            self.emit(warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}"))
+            self.emit(
+                warning(f"{self.options.shown or self.options.root} is not cleaned up: {error}")
+            )
         settings, kind = self.settings, self.options.async_save
         retention = self.options.retention if self.session.is_leader else None
         saver: SyncSaver | AsyncSaver = sync_saver(self.target, retention, self._emit_of_saver)
-        saver.begin()                                   # commits what earlier runs completed
+        saver.begin()  # commits what earlier runs completed
         if kind:
-            saver = AsyncSaver(self.target, retention, kind if isinstance(kind, str) else "thread",
-                               StagingLimits(int(settings.staging_gib * 2**30), share), settings.commit_timeout,
-                               self._emit_of_saver, self.watcher)
+            saver = AsyncSaver(
+                self.target,
+                retention,
+                kind if isinstance(kind, str) else "thread",
+                StagingLimits(int(settings.staging_gib * 2**30), share),
+                settings.commit_timeout,
+                self._emit_of_saver,
+                self.watcher,
+            )
         self._saver = saver
-        self._uploads = self.session.peer_state.uploads = self._start_uploader(remote).queue if remote is not None else None
+        self._uploads = self.session.peer_state.uploads = (
+            self._start_uploader(remote).queue if remote is not None else None
+        )
 
     def _emit_of_saver(self, event: Event) -> None:
         """Receives the events of the saver, in any thread."""
@@ -192,67 +260,102 @@ class CheckpointManager:
         self.emit(event)
 
     def _start_uploader(self, remote: RemoteCheckpoints) -> Uploader:
-        """Starts uploads. Nodes that share no disk upload only checkpoints that all of them have, if they exchange states."""
+        """Starts uploads. Nodes that share no disk upload only checkpoints that all of them have,
+        if they exchange states."""
         stall_timeout, apart = self.settings.commit_timeout, self.session.shared_groups.is_split
-        uploader = Uploader(Uploads(remote, self.target, self.options.retention, stall_timeout, self.emit,
-                                    only_scheduled=apart and self.settings.preemption_check_interval > 0)).start()
-        runtime.at_exit(uploader.queue.finish_at_exit, stall_timeout)  # after an error, too, saved checkpoints are uploaded
+        uploader = Uploader(
+            Uploads(
+                remote,
+                self.target,
+                self.options.retention,
+                stall_timeout,
+                self.emit,
+                only_scheduled=apart and self.settings.preemption_check_interval > 0,
+            )
+        ).start()
+        # after an error, too, saved checkpoints are uploaded
+        runtime.at_exit(uploader.queue.finish_at_exit, stall_timeout)
         return uploader
 
     def count_hosts(self) -> None:
         """Counts the host names of all ranks together, for the load attempt."""
-        names, load_attempt = set(gather_values(self.group, runtime.gethostname())), self.pending.attempt
+        names, load_attempt = (
+            set(gather_values(self.group, runtime.gethostname())),
+            self.pending.attempt,
+        )
         if load_attempt is not None:
             load_attempt.run, load_attempt.hosts = self.target.run, len(names)
 
-    def handle_preemption(self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None) -> None:
-        """Handles requests to stop the training from here on. Arguments: see ``PreemptionHandler``."""
-        self.preemption = PreemptionHandler(self.group, self.settings.preemption_check_interval, callbacks,
-                                            peers=self.session, before=before,
-                                            on_own_signal=self._end_after_own_signal)
+    def handle_preemption(
+        self, callbacks: Iterable[Any] = (), before: Mapping[str, Version | None] | None = None
+    ) -> None:
+        """Handles requests to stop the training from here on. Arguments: see
+        ``PreemptionHandler``."""
+        self.preemption = PreemptionHandler(
+            self.group,
+            self.settings.preemption_check_interval,
+            callbacks,
+            peers=self.session,
+            before=before,
+            on_own_signal=self._end_after_own_signal,
+        )
         if self.preemption.file.ignored:
             self.emit(warning(self.preemption.file.ignored))
         self.preemption.install()
 
     def _end_after_own_signal(self) -> None:
-        """Ends this process, as the signal would have done without a handler; in any thread. The training thread may wait for
-        ever for the data set or the ranks that have failed."""
+        """Ends this process, as the signal would have done without a handler; in any thread. The
+        training thread may wait for ever for the data set or the ranks that have failed."""
         call_within(_LAST_WORDS, None, self._report_own_signal)
         os._exit(1)
 
     def _report_own_signal(self) -> None:
-        self.pending.end(MindResumeError(_OWN_SIGNAL))          # it says nothing against the loaded checkpoint
+        # it says nothing against the loaded checkpoint
+        self.pending.end(MindResumeError(_OWN_SIGNAL))
         self.emit(Notice(_OWN_SIGNAL, ERROR))
         self.emit(TrainingEnded(FAILED, _OWN_SIGNAL, self.policy.last_step))
 
     def begin_load_attempt(self) -> None:
-        """Records that the first step begins. Records nothing for a job that was asked to stop before: if the platform then kills
-        it, the checkpoint is not the reason."""
+        """Records that the first step begins. Records nothing for a job that was asked to stop
+        before: if the platform then kills it, the checkpoint is not the reason."""
         load_attempt = self.pending.attempt
-        if load_attempt is None or load_attempt.begun or (self.preemption is not None and self.preemption.signalled):
+        if (
+            load_attempt is None
+            or load_attempt.begun
+            or (self.preemption is not None and self.preemption.signalled)
+        ):
             return
         try:
             load_attempt.begin()
         except OSError as error:
-            self.emit(Notice(f"the load attempt cannot be recorded, so the crash-loop protection is off: {error}"))
+            self.emit(
+                Notice(
+                    "the load attempt cannot be recorded, so the crash-loop protection is off: "
+                    f"{error}"
+                )
+            )
 
-    # ---- each step -------------------------------------------------------------------------------------------------
+    # ---- each step -------------------------------------------------------------------------------
 
     def end_step(self, state: StepState) -> str:
         """Ends a step; all ranks call it together.
 
-        A step that is due, the same on all ranks, is collected and given to the saver: ``SyncSaver`` writes it in this thread,
-        ``AsyncSaver`` copies it now and writes it in the background. Each rank records what it wrote. Rank 0 commits a step once
-        the records of all ranks are there: right after its own, when ``poll`` looks again at a later step, or in ``end``. No rank
-        waits for another one. Then the tier in memory saves the step, from what was collected for the disk, if anything was.
+        A step that is due, the same on all ranks, is collected and given to the saver:
+        ``SyncSaver`` writes it in this thread, ``AsyncSaver`` copies it now and writes it in the
+        background. Each rank records what it wrote. Rank 0 commits a step once the records of all
+        ranks are there: right after its own, when ``poll`` looks again at a later step, or in
+        ``end``. No rank waits for another one. Then the tier in memory saves the step, from what
+        was collected for the disk, if anything was.
 
         Returns:
-            Why the training is to stop after this step, on all ranks if any rank was asked to; then the step is saved, too.
-            Empty: go on.
+            Why the training is to stop after this step, on all ranks if any rank was asked to; then
+            the step is saved, too. Empty: go on.
         """
         step = state.step
-        self._collected = None          # an error, or a save between two steps, may have left that of an earlier step
-        if self.pending.attempt is not None:                # to load the checkpoint: the first step has proved it
+        # an error, or a save between two steps, may have left that of an earlier step
+        self._collected = None
+        # to load the checkpoint: the first step has proved it
+        if self.pending.attempt is not None:
             self.pending.end()
         if self.policy.last_step is None:
             self.emit(FirstStepDone(step))
@@ -260,9 +363,10 @@ class CheckpointManager:
         if self._saver is not None:
             self._handle(self._saver.poll())
         if self.session is not None and self.session.lease is not None:
-            self.session.lease.step = step                  # published with the next heartbeat
+            self.session.lease.step = step  # published with the next heartbeat
         errors = self._uploads.poll() if self._uploads is not None else []
-        if errors and self.settings.on_save_error == "raise":       # the checkpoints on disk are good in any case
+        # the checkpoints on disk are good in any case
+        if errors and self.settings.on_save_error == "raise":
             raise errors[0]
         if self.is_due(step):
             with self.saving(step):
@@ -270,16 +374,21 @@ class CheckpointManager:
         if self._tier is not None:
             self._tier.step_end(state, self._collected)
         self._collected = None
-        reason = self.preemption.check(step) if self.preemption is not None and self._saver is not None else ""
+        reason = (
+            self.preemption.check(step)
+            if self.preemption is not None and self._saver is not None
+            else ""
+        )
         if reason:
             self.emit(PreemptionRequested(step, reason))
             self.save_last(state)
         return reason
 
     def is_due(self, step: int, force: bool = False) -> bool:
-        """Returns whether ``step`` is saved to disk now, the same on all ranks; ``force``: unless it is saved already. Called
-        once a step. ``async_when_busy: skip`` skips the step on all ranks if one of them still writes: if ranks skipped different
-        steps, no save would be complete. That is a collective in the training thread, as those of a step."""
+        """Returns whether ``step`` is saved to disk now, the same on all ranks; ``force``: unless
+        it is saved already. Called once a step. ``async_when_busy: skip`` skips the step on all
+        ranks if one of them still writes: if ranks skipped different steps, no save would be
+        complete. That is a collective in the training thread, as those of a step."""
         if self._saver is None or not self.policy.is_due(step, force):
             return False
         if force or self.settings.async_when_busy != "skip" or not self.options.async_save:
@@ -287,34 +396,37 @@ class CheckpointManager:
         busy = any(gather_results(self.group, self._saver.busy))
         if busy:
             self.policy.skipped += 1
-            self.emit(SaveSkipped(step, "the previous save is still being written", self.policy.skipped))
+            self.emit(
+                SaveSkipped(step, "the previous save is still being written", self.policy.skipped)
+            )
         return not busy
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Surrounds the collecting and the saving of ``step``. A SaveError counts as a failed save, and is raised as
-        configured."""
+        """Surrounds the collecting and the saving of ``step``. A SaveError counts as a failed save,
+        and is raised as configured."""
         self._save_began = runtime.monotonic()
         self.emit(SaveBegun(step))
         try:
             yield
-        except LeaseHeldError:                              # no later save can succeed
+        except LeaseHeldError:  # no later save can succeed
             raise
-        except SaveError as error:                          # the saver did not get it
+        except SaveError as error:  # the saver did not get it
             self._collected = self._collected or error
             if self.policy.record_failure(step, str(error)):
                 raise
-        if isinstance(self._saver, SyncSaver):              # it is written already
+        if isinstance(self._saver, SyncSaver):  # it is written already
             self._handle(self._saver.poll())
 
     def collected(self, save: Save) -> Save:
-        """Keeps what was collected for the tier in memory, which can save it even if the disk cannot. Returns it."""
+        """Keeps what was collected for the tier in memory, which can save it even if the disk
+        cannot. Returns it."""
         self._collected = save
         return save
 
     def save(self, save: Save) -> None:
-        """Gives a collected state to the saver, unless this rank has saved the step and has only taken part in collecting it.
-        Raises SaveError."""
+        """Gives a collected state to the saver, unless this rank has saved the step and has only
+        taken part in collecting it. Raises SaveError."""
         if save.step in self.policy.saved:
             return
         self._collected = save
@@ -325,7 +437,8 @@ class CheckpointManager:
             self.emit(SaveStaged(save.step, save.name, stall_seconds))
 
     def _handle(self, outcomes: Sequence[Outcome], raises: bool = True) -> None:
-        """Records outcomes, and enqueues the upload of steps that are saved. Raises SaveError as configured."""
+        """Records outcomes, and enqueues the upload of steps that are saved. Raises SaveError as
+        configured."""
         for outcome in outcomes:
             if outcome.saved and self._uploads is not None:
                 self._uploads.enqueue(outcome.step)
@@ -333,27 +446,36 @@ class CheckpointManager:
             if fatal is not None and raises:
                 raise fatal
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def is_last_missing(self, step: int) -> bool:
-        """Returns, on all ranks alike, whether one of them has not saved the last step: then all collect it, because collecting
-        parameters can be a collective. If one rank ends with an error, no rank begins and all raise SaveError: the next
-        collective would wait for that rank."""
+        """Returns, on all ranks alike, whether one of them has not saved the last step: then all
+        collect it, because collecting parameters can be a collective. If one rank ends with an
+        error, no rank begins and all raise SaveError: the next collective would wait for that
+        rank."""
         if self._saver is None:
             return False
 
-        rows = gather_results(self.group, partial(self._written, step),
-                              Watchdog(f"writing what was begun before step {step}", ALWAYS_ADVANCING))
+        rows = gather_results(
+            self.group,
+            partial(self._written, step),
+            Watchdog(f"writing what was begun before step {step}", ALWAYS_ADVANCING),
+        )
         if self._end_errors:
             raise self._end_errors[0]
         failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
         if failing:
-            raise SaveError(f"the training ends at step {step}, because rank {listed(failing)} ends with an error of a save, "
-                            f"which the log of that rank tells. What all ranks have written counts; start the same command again")
+            raise SaveError(
+                f"the training ends at step {step}, because rank {listed(failing)} ends with an "
+                "error of a save, "
+                "which the log of that rank tells. What all ranks have written counts; start the "
+                "same command again"
+            )
         return not all(is_saved for is_saved, _ in rows)
 
     def _written(self, step: int) -> list[bool]:
-        """Waits until all is written. Returns whether this rank has saved ``step``, and whether it ends with an error."""
+        """Waits until all is written. Returns whether this rank has saved ``step``, and whether it
+        ends with an error."""
         try:
             self._handle(self._saver.wait(self.settings.commit_timeout))
         except SaveError as error:
@@ -361,8 +483,8 @@ class CheckpointManager:
         return [step in self.policy.saved, bool(self._end_errors)]
 
     def save_last(self, state: StepState) -> None:
-        """Saves the last step, on all ranks if one of them has not saved it. An error of the save is kept until a collective has
-        sent it to the other ranks (``end``)."""
+        """Saves the last step, on all ranks if one of them has not saved it. An error of the save
+        is kept until a collective has sent it to the other ranks (``end``)."""
         if not self.is_last_missing(state.step):
             return
         with self._keeping_errors():
@@ -373,64 +495,82 @@ class CheckpointManager:
                 state.save(self)
 
     def end(self, step: int) -> None:
-        """Waits until the last step is committed and uploaded, and releases the directory. Ranks that are done wait for the
-        others. Raises an error of the last save, or of what follows it, after all of this."""
+        """Waits until the last step is committed and uploaded, and releases the directory. Ranks
+        that are done wait for the others. Raises an error of the last save, or of what follows it,
+        after all of this."""
         timeout = self.settings.commit_timeout
         if self._saver is not None:
             saver, self._saver = self._saver, None
             runtime.not_at_exit(self.finish_after_error)
             if self._tier is not None:
                 self._tier.stop()
-            for outcome in self._run_on_all_ranks("committing the last step", partial(saver.finish, timeout)):
+            for outcome in self._run_on_all_ranks(
+                "committing the last step", partial(saver.finish, timeout)
+            ):
                 with self._keeping_errors():
-                    self._handle([outcome])                 # enqueues the last uploads
+                    self._handle([outcome])  # enqueues the last uploads
             tier, self._tier = self._tier, None
             with suppress(OSError):
                 if tier is not None and is_committed(self.target, step):
                     tier.remove()
         uploads, self._uploads = self._uploads, None
         if uploads is not None:
-            errors = self._run_on_all_ranks("uploading the last step", partial(uploads.finish, timeout))
+            errors = self._run_on_all_ranks(
+                "uploading the last step", partial(uploads.finish, timeout)
+            )
             if self.settings.on_save_error == "raise":
                 self._end_errors += errors
         if self.session is not None:
             self._run_on_all_ranks("releasing the directory", self.session.release)
         self._close_preemption()
-        failing: list[int] = []                             # an error of one rank is raised on all: in a later collective a rank
-        with self._keeping_errors():                        # without it would wait for one that has ended with it
+        # an error of one rank is raised on all: in a later collective a rank
+        failing: list[int] = []
+        # without it would wait for one that has ended with it
+        with self._keeping_errors():
             rows = gather_values(self.group, [True, bool(self._end_errors)])
             failing = [rank for rank, (_, fails) in enumerate(rows) if fails]
         if self._end_errors:
             raise self._end_errors[0]
         if failing:
-            raise SaveError(f"the training ends with an error, because rank {listed(failing)} does: its log names it")
+            raise SaveError(
+                f"the training ends with an error, because rank {listed(failing)} does: its log "
+                "names it"
+            )
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:          # any error: the other parts of the end come first
+        except Exception as error:  # any error: the other parts of the end come first
             self._end_errors.append(error)
 
     def _run_on_all_ranks(self, what: str, work: Callable[[], Iterable[Any] | None]) -> list[Any]:
-        """Runs ``work`` on all ranks until all are done, with short collectives meanwhile: rank 0 may commit and upload for
-        minutes. Returns its result. Keeps errors. A collective that fails because a rank is lost is the last one."""
+        """Runs ``work`` on all ranks until all are done, with short collectives meanwhile: rank 0
+        may commit and upload for minutes. Returns its result. Keeps errors. A collective that fails
+        because a rank is lost is the last one."""
         results: list[Any] = []
 
         def run() -> None:
             with self._keeping_errors():
                 results.extend(work() or ())
+
         try:
-            run_until_all_done(self.group, run, Watchdog(what, stall_timeout=max(Watchdog.stall_timeout,
-                                                                                 3 * self.settings.commit_timeout)))
-        except Exception as error:          # of the collective: errors of the work are kept already
+            run_until_all_done(
+                self.group,
+                run,
+                Watchdog(
+                    what,
+                    stall_timeout=max(Watchdog.stall_timeout, 3 * self.settings.commit_timeout),
+                ),
+            )
+        except Exception as error:  # of the collective: errors of the work are kept already
             self._end_errors.append(error)
             self.group = SingleProcess(self.group.rank)
         return results
 
     def _write_tier(self, saver: SyncSaver | AsyncSaver) -> None:
-        """Writes the newest save in memory to disk, if that is older, after the training ended with an error. A save like any
-        other: it counts if all ranks get so far."""
+        """Writes the newest save in memory to disk, if that is older, after the training ended with
+        an error. A save like any other: it counts if all ranks get so far."""
         if self._tier is None:
             return
         tier, self._tier = self._tier, None
@@ -439,18 +579,28 @@ class CheckpointManager:
             return
         shard = tier.newest(max([self.policy.begun_at, *self.policy.saved]))
         if shard is not None:
-            self.emit(warning(f"the training ended with an error; step {shard.state.step} is written to disk from memory"))
+            self.emit(
+                warning(
+                    f"the training ended with an error; step {shard.state.step} is written to disk "
+                    "from memory"
+                )
+            )
             saver.save(Save(shard))
             self.policy.saved.add(shard.state.step)
 
     def finish_after_error(self) -> None:
-        """Finishes the save in progress after the training ended with an error. Rank 0 waits some seconds for records of other
-        ranks, which may have failed at the same step. Raises nothing, because the training's error is being raised."""
+        """Finishes the save in progress after the training ended with an error. Rank 0 waits some
+        seconds for records of other ranks, which may have failed at the same step. Raises nothing,
+        because the training's error is being raised."""
         runtime.not_at_exit(self.finish_after_error)
         saver, self._saver = self._saver, None
         try:
             if saver is not None and saver.busy():
-                self.emit(warning("the training ended with an error; the save in flight is finished first"))
+                self.emit(
+                    warning(
+                        "the training ended with an error; the save in flight is finished first"
+                    )
+                )
             if saver is not None:
                 self._write_tier(saver)
                 self._handle(saver.finish(self.settings.commit_timeout, _OTHERS), raises=False)
@@ -465,9 +615,10 @@ class CheckpointManager:
             self.preemption.close()
 
     def emergency_save(self, state: StepState) -> bool:
-        """Saves what this rank holds of the last step, after other ranks were lost. It becomes a checkpoint if the ranks that are
-        left hold everything. Runs in a thread of MindIO, without collectives and without removals. Returns False if it failed and
-        mindformers may save instead. Raises SaveError if it failed and that would wait for the lost ranks."""
+        """Saves what this rank holds of the last step, after other ranks were lost. It becomes a
+        checkpoint if the ranks that are left hold everything. Runs in a thread of MindIO, without
+        collectives and without removals. Returns False if it failed and mindformers may save
+        instead. Raises SaveError if it failed and that would wait for the lost ranks."""
         step = state.step
         try:
             for outcome in self._saver.wait(self.settings.commit_timeout):
@@ -477,10 +628,14 @@ class CheckpointManager:
             if step not in self.policy.saved:
                 write_shard(self.target, state.collect_local())
                 self.policy.saved.add(step)
-        except Exception as error:          # any error: the caller has no other copy of the state
+        except Exception as error:  # any error: the caller has no other copy of the state
             if state.needs_collectives():
-                raise SaveError(f"step {step} was not saved before the end on rank {self.target.rank}: {error}") from error
-            self.policy.record_failure(step, f"step {step} was not saved before the end: {error}; mindformers saves it")
+                raise SaveError(
+                    f"step {step} was not saved before the end on rank {self.target.rank}: {error}"
+                ) from error
+            self.policy.record_failure(
+                step, f"step {step} was not saved before the end: {error}; mindformers saves it"
+            )
             return False
         self.emit(warning(f"other ranks are lost; rank {self.target.rank} saved step {step}"))
         return True

@@ -1,9 +1,10 @@
-"""Finishes what an earlier run did not do for the last step of a training before it died. Such a training is complete, so nothing
-saves, commits or uploads later.
+"""Finishes what an earlier run did not do for the last step of a training before it died. Such a
+training is complete, so nothing saves, commits or uploads later.
 
     publish_completed(storage, choice, group, ...)      # commit, final name, tracker or meta.json
     upload_completed(storage, choice, group, remote, emit)
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -27,19 +28,33 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 
 
-def publish_completed(storage: Storage, origin: Resumed, group: Group, shared_groups: dict[str, SharedGroups], heartbeat: float,
-                      emit: Emit, samples_in_common: bool = False) -> None:
-    """Commits and publishes ``origin``, which an earlier run completed, if that run died before it had, on all ranks together. A
-    training that goes on does so when it begins to save. This is for one that is complete: mindformers alone, evaluations and
-    exports would never see its last step. If it fails, a warning says so, and the step is whole all the same.
-    ``samples_in_common``: see ``SaveTarget``."""
+def publish_completed(
+    storage: Storage,
+    origin: Resumed,
+    group: Group,
+    shared_groups: dict[str, SharedGroups],
+    heartbeat: float,
+    emit: Emit,
+    samples_in_common: bool = False,
+) -> None:
+    """Commits and publishes ``origin``, which an earlier run completed, if that run died before it
+    had, on all ranks together. A training that goes on does so when it begins to save. This is for
+    one that is complete: mindformers alone, evaluations and exports would never see its last step.
+    If it fails, a warning says so, and the step is whole all the same. ``samples_in_common``: see
+    ``SaveTarget``."""
     directory, chosen = CheckpointDir(storage, origin.root), origin.chosen
     if run_on_rank0(group, partial(_is_published, directory, chosen)):
         return
     try:
-        session = open_save_session(directory, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin)
+        session = open_save_session(
+            directory, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin
+        )
     except MindResumeError as error:
-        emit(warning(f"step {chosen.step} of {origin.root} is complete, and not published now: {error}"))
+        emit(
+            warning(
+                f"step {chosen.step} of {origin.root} is complete, and not published now: {error}"
+            )
+        )
         return
     try:
         target = replace(session.target, samples_in_common=samples_in_common)
@@ -56,9 +71,11 @@ def _is_published(directory: CheckpointDir, chosen: Candidate) -> bool:
     return not chosen.iteration_dir.startswith(FOLDER) and tracked(directory) == chosen.step
 
 
-def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: RemoteCheckpoints, emit: Emit) -> None:
-    """Uploads ``origin``, which an earlier run completed, if the store does not have it, on all ranks together. Nothing is pruned
-    there.
+def upload_completed(
+    storage: Storage, origin: Resumed, group: Group, remote: RemoteCheckpoints, emit: Emit
+) -> None:
+    """Uploads ``origin``, which an earlier run completed, if the store does not have it, on all
+    ranks together. Nothing is pruned there.
 
     Raises:
         RemoteError: it is not in the store.
@@ -66,22 +83,52 @@ def upload_completed(storage: Storage, origin: Resumed, group: Group, remote: Re
     chosen, started = origin.chosen, runtime.monotonic()
     if chosen.origin != OURS or chosen.missing_ranks:
         return
-    step, target = chosen.step, SaveTarget(storage, origin.checkpoint_dir, chosen.run, 0, chosen.world_size,
-                                           bool(chosen.iteration_dir), chosen.local_ranks, chosen.lineage)
+    step, target = (
+        chosen.step,
+        SaveTarget(
+            storage,
+            origin.checkpoint_dir,
+            chosen.run,
+            0,
+            chosen.world_size,
+            bool(chosen.iteration_dir),
+            chosen.local_ranks,
+            chosen.lineage,
+        ),
+    )
     ranks = range(group.rank, chosen.world_size, group.size)
     try:
-        if not run_on_rank0(group, partial(_is_upload_due, remote, target, step),
-                            Watchdog("looking for the last step in the object store")):
+        if not run_on_rank0(
+            group,
+            partial(_is_upload_due, remote, target, step),
+            Watchdog("looking for the last step in the object store"),
+        ):
             return
-        emit(Notice(f"step {step} is uploaded to {remote.url}: the training is complete with it, and the store lacks it"))
-        sent = run_on_all(group, partial(_upload, remote, target, step, ranks), Watchdog("uploading the last step"))
-        run_on_rank0(group, partial(_commit_upload, remote, target, step),
-                     Watchdog("committing the last step in the object store"))
+        emit(
+            Notice(
+                f"step {step} is uploaded to {remote.url}: the training is complete with it, and "
+                "the store lacks it"
+            )
+        )
+        sent = run_on_all(
+            group,
+            partial(_upload, remote, target, step, ranks),
+            Watchdog("uploading the last step"),
+        )
+        run_on_rank0(
+            group,
+            partial(_commit_upload, remote, target, step),
+            Watchdog("committing the last step in the object store"),
+        )
     except CollectiveError as error:
         text = f"step {step} is not uploaded: {error}"
         emit(UploadFailed(step, text, 1))
         raise RemoteError(text) from error
-    emit(UploadFinished(step, remote.url, sent, runtime.monotonic() - started, is_whole=group.rank == 0))
+    emit(
+        UploadFinished(
+            step, remote.url, sent, runtime.monotonic() - started, is_whole=group.rank == 0
+        )
+    )
 
 
 def _is_upload_due(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> bool:
@@ -99,5 +146,7 @@ def _upload(remote: RemoteCheckpoints, target: SaveTarget, step: int, ranks: Ite
 def _commit_upload(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> None:
     data_dir = committed_dir(target, step) or target.root
     if missing := remote.missing(target, step, data_dir):
-        raise RemoteError(f"{len(missing)} objects are missing in {remote.url}, the first is {missing[0]}")
+        raise RemoteError(
+            f"{len(missing)} objects are missing in {remote.url}, the first is {missing[0]}"
+        )
     remote.commit(target, step, data_dir)

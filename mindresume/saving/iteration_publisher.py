@@ -1,14 +1,17 @@
 """Publishes an iteration folder of Checkpoint 2.0, on rank 0, after all records exist:
 
-    common.json, metadata.json ─▶ manifest (that is the commit) ─▶ the tracker's intent ─▶ rename to iteration_... ─▶ the tracker
+    common.json, metadata.json ─▶ manifest (that is the commit) ─▶ the tracker's intent ─▶ rename to
+        iteration_... ─▶ the tracker
 
     death before the manifest   all records exist: the next run commits it
     before the rename           committed under its hidden name; the next run renames it
     before the tracker          the intent says that the tracker is late, not set back by hand
 
-An existing folder of that name (a run that resumed from an older step saves later steps again) is never written into: the tracker
-is set to an older one, the old folder is renamed, then the new one gets its name.
+An existing folder of that name (a run that resumed from an older step saves later steps again) is
+never written into: the tracker is set to an older one, the old folder is renamed, then the new one
+gets its name.
 """
+
 from __future__ import annotations
 
 import os
@@ -36,21 +39,35 @@ from mindresume.formats.iterations import (
 )
 from mindresume.formats.metadata import encode_metadata, metadata_from_records
 from mindresume.formats.records import RecordFolder, attempts_within, scan_records
-from mindresume.model.manifest import FOLDER, FileRecord, Record, attempt_name, run_name, run_sequence, trash_name
+from mindresume.model.manifest import (
+    FOLDER,
+    FileRecord,
+    Record,
+    attempt_name,
+    run_name,
+    run_sequence,
+    trash_name,
+)
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.operations import publish, temporary_name
 
 
-def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequence[Record]) -> tuple[FileRecord, ...]:
-    """Writes ``common.json`` and, for several ranks, ``metadata.json``, from which mindformers resumes. Raises RecordError if the
-    records contradict each other."""
+def write_metadata_files(
+    target: SaveTarget, state: TrainingState, records: Sequence[Record]
+) -> tuple[FileRecord, ...]:
+    """Writes ``common.json`` and, for several ranks, ``metadata.json``, from which mindformers
+    resumes. Raises RecordError if the records contradict each other."""
     contents = {COMMON: [encode_common(common_from_state(state, target.samples_in_common))]}
     if target.world_size > 1:
         try:
-            contents[METADATA] = encode_metadata(metadata_from_records(
-                [[file.path for file in record.files] for record in records], any(record.deduplicated for record in records),
-                RecordFolder(target.storage, target.attempt(state.step))))
+            contents[METADATA] = encode_metadata(
+                metadata_from_records(
+                    [[file.path for file in record.files] for record in records],
+                    any(record.deduplicated for record in records),
+                    RecordFolder(target.storage, target.attempt(state.step)),
+                )
+            )
         except ValueError as error:
             raise RecordError(f"{METADATA} cannot be made: {error}") from error
     found = []
@@ -58,14 +75,19 @@ def write_metadata_files(target: SaveTarget, state: TrainingState, records: Sequ
         checksum = xxhash.xxh3_128()
         for piece in pieces:
             checksum.update(piece)
-        size = publish(target.storage, os.path.join(target.data_dir(state.step), name), pieces, target.run)
+        size = publish(
+            target.storage, os.path.join(target.data_dir(state.step), name), pieces, target.run
+        )
         found.append(FileRecord(name, "json", size, checksum.hexdigest()))
     return tuple(found)
 
 
-def publish_iteration(target: SaveTarget, step: int, newest: bool = True, emit: Emit = ignore) -> None:
-    """Renames the committed folder of ``step`` to its final name, and sets the tracker to it if it is the ``newest``. Raises
-    OSError; the next call, or ``finish_tracker``, then completes the rest."""
+def publish_iteration(
+    target: SaveTarget, step: int, newest: bool = True, emit: Emit = ignore
+) -> None:
+    """Renames the committed folder of ``step`` to its final name, and sets the tracker to it if it
+    is the ``newest``. Raises OSError; the next call, or ``finish_tracker``, then completes the
+    rest."""
     storage, root = target.storage, target.root
     name, records = iteration_name(step), os.path.join(root, FOLDER)
     iteration_dir, intent = os.path.join(root, name), os.path.join(records, intent_name(step))
@@ -82,26 +104,45 @@ def publish_iteration(target: SaveTarget, step: int, newest: bool = True, emit: 
         set_tracker(target, step, target.run)
         storage.remove(intent)
         for other in intents(storage.list(records)):
-            if other < step:                        # its removal had failed; the tracker is not late any more
+            # its removal had failed; the tracker is not late any more
+            if other < step:
                 storage.remove(os.path.join(records, intent_name(other)))
 
 
 def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
-    """Frees the name of the iteration folder of ``step``. A folder that this training saved before becomes trash, and so does one
-    that no training can resume from. What is of another training or of mindformers, a copy, cannot be read, or is no folder, is
-    kept under another name, by which it can be loaded."""
+    """Frees the name of the iteration folder of ``step``. A folder that this training saved before
+    becomes trash, and so does one that no training can resume from. What is of another training or
+    of mindformers, a copy, cannot be read, or is no folder, is kept under another name, by which it
+    can be loaded."""
     storage, root, name = target.storage, target.root, iteration_name(step)
     ours, _, _ = scan_records(target, attempts_within(target, name))
     if ours:
-        removable, replaced = ours[0].step == step and ours[0].lineage == target.lineage, ours[0].name
+        removable, replaced = (
+            ours[0].step == step and ours[0].lineage == target.lineage,
+            ours[0].name,
+        )
     else:
         foreign = candidate_without_records(target, name)
-        removable = foreign is not None and foreign.problem is not None and not foreign.problem.is_unreadable
-        replaced = attempt_name(step, run_name(0, runtime.token_hex(4)))        # mindformers has no run ids
-    free = os.path.join(FOLDER, trash_name(replaced)) if removable else f"{name}.kept-{runtime.token_hex(4)}"
+        removable = (
+            foreign is not None
+            and foreign.problem is not None
+            and not foreign.problem.is_unreadable
+        )
+        # mindformers has no run ids
+        replaced = attempt_name(step, run_name(0, runtime.token_hex(4)))
+    free = (
+        os.path.join(FOLDER, trash_name(replaced))
+        if removable
+        else f"{name}.kept-{runtime.token_hex(4)}"
+    )
     storage.rename(os.path.join(root, name), os.path.join(root, free))
     if not removable:
-        emit(Notice(f"{name} in {root} is not of this training, which saves step {step} now: it is kept as {free}"))
+        emit(
+            Notice(
+                f"{name} in {root} is not of this training, which saves step {step} now: it is "
+                f"kept as {free}"
+            )
+        )
 
 
 def set_tracker(directory: CheckpointDir, step: int, tag: str) -> None:
@@ -109,13 +150,18 @@ def set_tracker(directory: CheckpointDir, step: int, tag: str) -> None:
 
 
 def _set_tracker_back(directory: CheckpointDir, step: int, tag: str) -> None:
-    """Sets the tracker, if it names ``step``, which is being replaced, to the newest iteration before it; removes the tracker if
-    there is none."""
+    """Sets the tracker, if it names ``step``, which is being replaced, to the newest iteration
+    before it; removes the tracker if there is none."""
     if tracked(directory) != step:
         return
-    others = [number for name in directory.storage.list(directory.root) if (number := parse_iteration(name)) is not None
-              and number < step
-              and directory.storage.status(directory.path(name)) is not None]         # a listing may show removed folders
+    others = [
+        number
+        for name in directory.storage.list(directory.root)
+        if (number := parse_iteration(name)) is not None
+        and number < step
+        # a listing may show removed folders
+        and directory.storage.status(directory.path(name)) is not None
+    ]
     if others:
         set_tracker(directory, max(others), tag)
     else:
@@ -130,12 +176,19 @@ def finish_tracker(directory: CheckpointDir, candidates: Iterable[Candidate], ta
     if not pending:
         return
     candidates = list(candidates)
-    newest = next((c for c in candidates if c.committed and parse_iteration(c.iteration_dir) is not None), None)
+    newest = next(
+        (c for c in candidates if c.committed and parse_iteration(c.iteration_dir) is not None),
+        None,
+    )
     if newest is not None and newest.step in pending:
         set_tracker(directory, newest.step or 0, tag)
-    seen, there = {c.step for c in candidates if not c.listing_error}, directory.storage.list(directory.root)
+    seen, there = (
+        {c.step for c in candidates if not c.listing_error},
+        directory.storage.list(directory.root),
+    )
     for step in pending:
-        if step in seen or iteration_name(step) not in there:   # else it is not listed now, and may be the newest
+        # else it is not listed now, and may be the newest
+        if step in seen or iteration_name(step) not in there:
             directory.storage.remove(directory.path(FOLDER, intent_name(step)))
 
 
@@ -146,5 +199,5 @@ def _clean_trackers(directory: CheckpointDir, tag: str) -> None:
         path = directory.path(name)
         if path.startswith(head) and path.endswith(tail):
             with suppress(RecordError):
-                if run_sequence(path[len(head):-len(tail)]) < run_sequence(tag):
+                if run_sequence(path[len(head) : -len(tail)]) < run_sequence(tag):
                     directory.storage.remove(path)

@@ -1,18 +1,25 @@
-"""Reads, puts and deletes checkpoints in an object store: the names of the objects, and the order of puts and deletions.
+"""Reads, puts and deletes checkpoints in an object store: the names of the objects, and the order
+of puts and deletions.
 
     {remote_save_url}/checkpoint/
-      run-0002-1f3a9c04.json                              status of the newest run: the step that it is uploading
-      step-0000000015-run-0002-1f3a9c04/                  one attempt: everything that one run saved at one step
-        rank_0/qwen3_rank_0-2_5.safetensors               weights, or qwen3-model-...safetensors, common.json, metadata.json
-        .mindresume/step-0000000015-run-0002-1f3a9c04/    rank_00000.json ..., and put last: manifest.json
+      run-0002-1f3a9c04.json                              status of the newest run: the step that it
+                                                          is uploading
+      step-0000000015-run-0002-1f3a9c04/                  one attempt: everything that one run saved
+                                                          at one step
+        rank_0/qwen3_rank_0-2_5.safetensors               weights, or qwen3-model-...safetensors,
+                                                          common.json, metadata.json
+        .mindresume/step-0000000015-run-0002-1f3a9c04/    rank_00000.json ..., and put last:
+                                                          manifest.json
 
-    put       each rank: weights ─▶ its record      rank 0: objects of all ranks there? ─▶ manifest, which is the commit
+    put       each rank: weights ─▶ its record      rank 0: objects of all ranks there? ─▶ manifest,
+        which is the commit
     delete    manifest ─▶ everything else
 
-Names contain step and run. So no object ever replaces another one (except the status of a run), and objects that a dead run left
-behind have other names than those that are being uploaded. An attempt has the layout of a checkpoint directory: a copy of it is a
-checkpoint, or an iteration folder.
+Names contain step and run. So no object ever replaces another one (except the status of a run), and
+objects that a dead run left behind have other names than those that are being uploaded. An attempt
+has the layout of a checkpoint directory: a copy of it is a checkpoint, or an iteration folder.
 """
+
 from __future__ import annotations
 
 import io
@@ -50,19 +57,24 @@ from mindresume.tensor_files import file_checksum
 from mindresume.typed import is_count, parse_json
 
 _STATUS, _SUFFIX = "run-", ".json"
-_LOST = "lost-"                  # prefix of the object that says that a record will never come
+_LOST = "lost-"  # prefix of the object that says that a record will never come
 
 
 @dataclass(frozen=True)
 class BucketListing:
-    """Holds one listing. ``objects``: {name of an attempt: names of its objects}; ``run_statuses``: runs with a status object."""
+    """Holds one listing. ``objects``: {name of an attempt: names of its objects}; ``run_statuses``:
+    runs with a status object."""
+
     objects: Mapping[str, frozenset[str]]
     run_statuses: tuple[str, ...]
 
     def committed(self) -> list[str]:
         """Returns the names of attempts that have a manifest, newest first: by run, then step."""
-        found = [(run_sequence(run), step, name) for name, step, run in attempts(list(self.objects))
-                 if record_path(name, MANIFEST) in self.objects[name]]
+        found = [
+            (run_sequence(run), step, name)
+            for name, step, run in attempts(list(self.objects))
+            if record_path(name, MANIFEST) in self.objects[name]
+        ]
         return [name for *_, name in sorted(found, reverse=True)]
 
     def runs(self) -> list[str]:
@@ -73,8 +85,9 @@ class BucketListing:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Tells all ranks of a run what to do. ``step``: they upload it now. ``ended``: no upload follows. ``reason``: why; empty:
-    the training has ended."""
+    """Tells all ranks of a run what to do. ``step``: they upload it now. ``ended``: no upload
+    follows. ``reason``: why; empty: the training has ended."""
+
     step: int | None = None
     ended: bool = False
     reason: str = ""
@@ -83,6 +96,7 @@ class RunStatus:
 @dataclass(frozen=True)
 class _RetentionRow:
     """Holds the values of one checkpoint that a retention policy reads."""
+
     step: int
     saved_at: float
     metrics: Mapping[str, float]
@@ -90,13 +104,14 @@ class _RetentionRow:
 
 
 def record_path(attempt: str, name: str) -> str:
-    """Returns the path of a record or manifest of an attempt, relative to the folder to which the paths in it are relative."""
+    """Returns the path of a record or manifest of an attempt, relative to the folder to which the
+    paths in it are relative."""
     return f"{FOLDER}/{attempt}/{name}"
 
 
 def committed_dir(target: SaveTarget, step: int) -> str | None:
-    """Returns the folder to which the paths in the records of a step are relative. Returns None unless this run has committed the
-    step and the folder has its final name."""
+    """Returns the folder to which the paths in the records of a step are relative. Returns None
+    unless this run has committed the step and the folder has its final name."""
     data_dir = os.path.join(target.root, iteration_name(step)) if target.iterations else target.root
     manifest = os.path.join(data_dir, record_path(attempt_name(step, target.run), MANIFEST))
     return data_dir if target.storage.status(manifest) is not None else None
@@ -104,13 +119,16 @@ def committed_dir(target: SaveTarget, step: int) -> str | None:
 
 @dataclass
 class RemoteCheckpoints:
-    """Reads, puts and deletes the checkpoints below ``url``. Every method raises RemoteError if the store fails."""
+    """Reads, puts and deletes the checkpoints below ``url``. Every method raises RemoteError if the
+    store fails."""
+
     store: ObjectStore
     url: str
-    _manifests: dict[str, Manifest] = field(default_factory=dict)       # read already; a manifest never changes
+    # read already; a manifest never changes
+    _manifests: dict[str, Manifest] = field(default_factory=dict)
     _unreadable: set[str] = field(default_factory=set)
 
-    # ---- reading ---------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
     def scan(self) -> BucketListing:
         """Returns the names of all objects, with one listing."""
@@ -118,17 +136,21 @@ class RemoteCheckpoints:
         statuses = []
         for name in self.store.list(self.url):
             attempt, _, path = name.partition("/")
-            if path and parse_attempt(attempt):         # without a path: an object that stands for an empty folder
+            # without a path: an object that stands for an empty folder
+            if path and parse_attempt(attempt):
                 objects.setdefault(attempt, set()).add(path)
             elif attempt.startswith(_STATUS) and attempt.endswith(_SUFFIX):
-                run = attempt[len(_STATUS):-len(_SUFFIX)]
+                run = attempt[len(_STATUS) : -len(_SUFFIX)]
                 with suppress(RecordError):
                     run_sequence(run)
                     statuses.append(run)
-        return BucketListing({attempt: frozenset(paths) for attempt, paths in objects.items()}, tuple(statuses))
+        return BucketListing(
+            {attempt: frozenset(paths) for attempt, paths in objects.items()}, tuple(statuses)
+        )
 
     def manifest(self, attempt: str) -> tuple[Manifest, bytes]:
-        """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged or of another attempt."""
+        """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged or
+        of another attempt."""
         data = self.store.read(self._url(attempt, record_path(attempt, MANIFEST)))
         manifest = Manifest.read(io.BytesIO(data))
         if attempt_name(manifest.state.step, manifest.run) != attempt:
@@ -150,10 +172,11 @@ class RemoteCheckpoints:
     def _url(self, attempt: str, path: str) -> str:
         return f"{self.url}/{attempt}/{path}"
 
-    # ---- runs ------------------------------------------------------------------------------------------------------
+    # ---- runs ------------------------------------------------------------------------------------
 
     def publish_status(self, run: str, status: RunStatus) -> None:
-        """Puts the status of a run, on rank 0. The other ranks, on any node, follow it, and other jobs see the run."""
+        """Puts the status of a run, on rank 0. The other ranks, on any node, follow it, and other
+        jobs see the run."""
         self.store.put(self._status_url(run), json.dumps(asdict(status)).encode())
 
     def read_status(self, run: str) -> RunStatus | None:
@@ -164,21 +187,31 @@ class RemoteCheckpoints:
             value = parse_json(self.store.read(url))
             step, ended, reason = value["step"], value["ended"], value.get("reason", "")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RemoteError(f"{url} is no run status that mindresume wrote: {error}; the next upload replaces it") from error
-        return RunStatus(step if is_count(step) else None, ended is True, reason if isinstance(reason, str) else "")
+            raise RemoteError(
+                f"{url} is no run status that mindresume wrote: {error}; the next upload replaces "
+                "it"
+            ) from error
+        return RunStatus(
+            step if is_count(step) else None,
+            ended is True,
+            reason if isinstance(reason, str) else "",
+        )
 
     def _status_url(self, run: str) -> str:
         return f"{self.url}/{_STATUS}{run}{_SUFFIX}"
 
     def check_not_superseded(self, run: str, listing: BucketListing | None = None) -> None:
-        """Raises SupersededError if there is an object of a later run: this run was taken for dead, or two jobs use the same
-        URL."""
+        """Raises SupersededError if there is an object of a later run: this run was taken for dead,
+        or two jobs use the same URL."""
         latest = next(reversed((listing or self.scan()).runs()), run)
         if (run_sequence(latest), latest) > (run_sequence(run), run):
-            raise SupersededError(f"{self.url} has been taken over by run {latest}; this job, run {run}, uploads nothing more. "
-                                  f"End one of them, or give each job a remote_save_url of its own")
+            raise SupersededError(
+                f"{self.url} has been taken over by run {latest}; this job, run {run}, uploads "
+                "nothing more. "
+                f"End one of them, or give each job a remote_save_url of its own"
+            )
 
-    # ---- putting ---------------------------------------------------------------------------------------------------
+    # ---- putting ---------------------------------------------------------------------------------
 
     @staticmethod
     def has_shard(target: SaveTarget, step: int, data_dir: str) -> bool:
@@ -191,14 +224,17 @@ class RemoteCheckpoints:
         return self.store.size(self._url(attempt, file.path)) == file.size
 
     def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
-        """See ``Place``. Raises CorruptFileError if the file has another checksum than recorded in two of two readings."""
+        """See ``Place``. Raises CorruptFileError if the file has another checksum than recorded in
+        two of two readings."""
         for is_last in (False, True):
             with storage.open(path) as opened:
                 checksum = file_checksum(opened)[0]
             if file.checksum in (None, checksum):
                 break
             if is_last:
-                raise CorruptFileError(path, f"it is not what was saved: checksum {checksum}, recorded {file.checksum}")
+                raise CorruptFileError(
+                    path, f"it is not what was saved: checksum {checksum}, recorded {file.checksum}"
+                )
         self.store.upload(path, self._url(attempt, file.path))
 
     def put_record(self, attempt: str, rank: int, record: bytes) -> None:
@@ -208,12 +244,15 @@ class RemoteCheckpoints:
     def report_lost_shard(self, target: SaveTarget, step: int, reason: str) -> None:
         """Puts an object that tells rank 0 that the shard of this rank will never come."""
         attempt = attempt_name(step, target.run)
-        self.store.put(self._url(attempt, record_path(attempt, f"{_LOST}{record_name(target.rank)}")), reason.encode())
+        self.store.put(
+            self._url(attempt, record_path(attempt, f"{_LOST}{record_name(target.rank)}")),
+            reason.encode(),
+        )
 
     def missing(self, target: SaveTarget, step: int, data_dir: str) -> list[str]:
-        """Returns the names of missing objects that rank 0 needs before it puts the manifest. A rank puts its
-        record after all files in it, so their sizes are not compared again. Raises LostShardError if a rank has reported that its
-        shard is lost."""
+        """Returns the names of missing objects that rank 0 needs before it puts the manifest. A
+        rank puts its record after all files in it, so their sizes are not compared again. Raises
+        LostShardError if a rank has reported that its shard is lost."""
         attempt = attempt_name(step, target.run)
         there = set(self.store.list(f"{self.url}/{attempt}"))
         for rank in range(target.world_size):
@@ -229,29 +268,38 @@ class RemoteCheckpoints:
         return [file.path for file in files if file.path not in there]
 
     def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
-        """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is gone by then: a later run
-        took this one for dead, and removed its incomplete attempt."""
+        """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is
+        gone by then: a later run took this one for dead, and removed its incomplete attempt."""
         attempt = attempt_name(step, target.run)
         manifest, data = self._whole(target, attempt, data_dir)
         path = record_path(attempt, MANIFEST)
         self.store.put(self._url(attempt, path), data)
-        # A later run that removes the attempt looks for the manifest before, and deletes it once more after all other objects.
-        # This run puts the manifest and then looks for the other objects. So one of the two runs sees what the other has done.
+        # A later run that removes the attempt looks for the manifest before, and deletes it once
+        # more after all other objects. This run puts the manifest and then looks for the other
+        # objects. So one of the two runs sees what the other has done.
         gone = self.missing(target, step, data_dir)
         if gone:
             self.store.delete(self._url(attempt, path))
-            raise RemoteError(f"{len(gone)} objects were removed during the upload, the first is {gone[0]}")
+            raise RemoteError(
+                f"{len(gone)} objects were removed during the upload, the first is {gone[0]}"
+            )
         self._manifests[attempt] = manifest
 
     def _whole(self, target: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
-        """Returns the manifest of all ranks, and its bytes. If nodes share no disk, the manifest on the disk of rank 0 names only
-        the ranks of its node. Then the manifest is made from the records of all ranks, which only the store has."""
+        """Returns the manifest of all ranks, and its bytes. If nodes share no disk, the manifest on
+        the disk of rank 0 names only the ranks of its node. Then the manifest is made from the
+        records of all ranks, which only the store has."""
         manifest, data = self.local_manifest(target, attempt, data_dir)
         if not manifest.local_ranks:
             return manifest, data
         if attempt not in self._manifests:
-            self._manifests[attempt] = Manifest.from_records(parallel(
-                target.storage, lambda rank: read_record(io.BytesIO(self.record(attempt, rank))), range(manifest.world_size)))
+            self._manifests[attempt] = Manifest.from_records(
+                parallel(
+                    target.storage,
+                    lambda rank: read_record(io.BytesIO(self.record(attempt, rank))),
+                    range(manifest.world_size),
+                )
+            )
         return self._manifests[attempt], self._manifests[attempt].encode()
 
     @staticmethod
@@ -260,12 +308,13 @@ class RemoteCheckpoints:
         data = read_bytes(target.storage, os.path.join(data_dir, record_path(attempt, MANIFEST)))
         return Manifest.read(io.BytesIO(data)), data
 
-    # ---- deleting --------------------------------------------------------------------------------------------------
+    # ---- deleting --------------------------------------------------------------------------------
 
     def prune(self, policy: Policy, run: str, step: int, emit: Emit = ignore) -> list[int]:
-        """Removes checkpoints that the policy does not keep, and incomplete attempts of earlier runs and of this run before
-        ``step``. Called after ``step`` of ``run`` was committed. The newest checkpoint, the newest healthy one and ``step`` stay
-        in any case. Checkpoints of another training (``removal_plan.py``) stay and do not count.
+        """Removes checkpoints that the policy does not keep, and incomplete attempts of earlier
+        runs and of this run before ``step``. Called after ``step`` of ``run`` was committed. The
+        newest checkpoint, the newest healthy one and ``step`` stay in any case. Checkpoints of
+        another training (``removal_plan.py``) stay and do not count.
 
         Returns:
             The steps of removed checkpoints.
@@ -282,14 +331,30 @@ class RemoteCheckpoints:
             manifest = self._known(name, emit)
             if manifest is not None and (own is None or manifest.lineage == own.lineage):
                 newest_first.append(name)
-                saved.append(_RetentionRow(manifest.state.step, manifest.saved_at, manifest.state.metrics, manifest.state.health))
+                saved.append(
+                    _RetentionRow(
+                        manifest.state.step,
+                        manifest.saved_at,
+                        manifest.state.metrics,
+                        manifest.state.health,
+                    )
+                )
         healthy = next((index for index, one in enumerate(saved) if not one.health), None)
-        going = [index for index in surplus(policy, saved) if index != healthy and newest_first[index] != attempt_name(step, run)]
+        going = [
+            index
+            for index in surplus(policy, saved)
+            if index != healthy and newest_first[index] != attempt_name(step, run)
+        ]
         failures: list[RemoteError] = []
-        removed = [saved[index].step for index in going if self._delete(newest_first[index], seen, failures)]
+        removed = [
+            saved[index].step
+            for index in going
+            if self._delete(newest_first[index], seen, failures)
+        ]
         for name, number, of in attempts(list(seen.objects)):
             if record_path(name, MANIFEST) not in seen.objects[name] and (
-                    run_sequence(of) < run_sequence(run) or of == run and number < step):
+                run_sequence(of) < run_sequence(run) or of == run and number < step
+            ):
                 self._delete(name, seen, failures)
         for other in seen.run_statuses:
             if run_sequence(other) < run_sequence(run):
@@ -297,30 +362,38 @@ class RemoteCheckpoints:
         if removed:
             emit(CheckpointsRemoved(tuple(removed), self.url, str(policy)))
         if failures:
-            raise RemoteError(f"{len(failures)} removals below {self.url} failed, the first: {failures[0]}")
+            raise RemoteError(
+                f"{len(failures)} removals below {self.url} failed, the first: {failures[0]}"
+            )
         return removed
 
     def _known(self, attempt: str, emit: Emit) -> Manifest | None:
-        """Returns the manifest of an attempt; reads it once. Returns None if it cannot be read (damaged, archived, access
-        denied): then the attempt stays and does not count."""
+        """Returns the manifest of an attempt; reads it once. Returns None if it cannot be read
+        (damaged, archived, access denied): then the attempt stays and does not count."""
         if attempt not in self._manifests and attempt not in self._unreadable:
             try:
                 self._manifests[attempt] = self.manifest(attempt)[0]
             except (RecordError, RemoteError) as error:
                 self._unreadable.add(attempt)
-                emit(warning(f"{self.url}/{attempt} stays and does not count, because its manifest cannot be read: {error}"))
+                emit(
+                    warning(
+                        f"{self.url}/{attempt} stays and does not count, because its manifest "
+                        f"cannot be read: {error}"
+                    )
+                )
         return self._manifests.get(attempt)
 
     def _delete(self, attempt: str, seen: BucketListing, failures: list[RemoteError]) -> bool:
-        """Deletes the objects of an attempt. Returns whether all are gone. The manifest of a checkpoint is deleted first: a
-        reader that has begun to download finds that objects are missing, and takes another checkpoint. The manifest of an
-        incomplete attempt is deleted last, because its run may be alive and put it meanwhile."""
+        """Deletes the objects of an attempt. Returns whether all are gone. The manifest of a
+        checkpoint is deleted first: a reader that has begun to download finds that objects are
+        missing, and takes another checkpoint. The manifest of an incomplete attempt is deleted
+        last, because its run may be alive and put it meanwhile."""
         manifest = record_path(attempt, MANIFEST)
         others = sorted(seen.objects[attempt] - {manifest})
         if manifest not in seen.objects[attempt]:
             try:
                 if self.store.size(self._url(attempt, manifest)) is not None:
-                    return False                                    # the listing was out of date
+                    return False  # the listing was out of date
             except RemoteError as error:
                 failures.append(error)
                 return False
@@ -329,8 +402,8 @@ class RemoteCheckpoints:
         return self._try(failures, *(self._url(attempt, name) for name in order))
 
     def _try(self, failures: list[RemoteError], *urls: str) -> bool:
-        """Deletes objects in this order. Stops at the first one that cannot be deleted, and returns False: the next ``prune``
-        tries again."""
+        """Deletes objects in this order. Stops at the first one that cannot be deleted, and returns
+        False: the next ``prune`` tries again."""
         try:
             for url in urls:
                 self.store.delete(url)
@@ -359,16 +432,23 @@ def ranks_of(paths: Iterable[str], manifest: Manifest) -> str:
     return f"rank {listed(sorted(ranks))}" if ranks else "rank 0"
 
 
-def number_runs(directory: CheckpointDir, remote: RemoteCheckpoints | None = None, in_memory: str = "", emit: Emit = ignore
-                ) -> None:
-    """Makes sure that the next run number in ``directory`` is larger than those of all runs in ``remote`` and of the run
-    ``in_memory``, also on an empty disk: leaves a marker with the number of the latest. Rank 0 calls it before it acquires
-    ``directory``. Raises OSError."""
+def number_runs(
+    directory: CheckpointDir,
+    remote: RemoteCheckpoints | None = None,
+    in_memory: str = "",
+    emit: Emit = ignore,
+) -> None:
+    """Makes sure that the next run number in ``directory`` is larger than those of all runs in
+    ``remote`` and of the run ``in_memory``, also on an empty disk: leaves a marker with the number
+    of the latest. Rank 0 calls it before it acquires ``directory``. Raises OSError."""
     if remote is not None:
         try:
             for run in remote.scan().runs()[-1:]:
                 record_run_number(directory, run)
-        except RemoteError as error:                # uploads will fail, or find the later run, and report it
+        except RemoteError as error:
+            # uploads will fail, or find the later run, and report it
             emit(warning(error))
-    if in_memory and run_sequence(in_memory) >= run_sequence(next_run(directory.storage.list(directory.path(FOLDER)))):
+    if in_memory and run_sequence(in_memory) >= run_sequence(
+        next_run(directory.storage.list(directory.path(FOLDER)))
+    ):
         record_run_number(directory, in_memory)

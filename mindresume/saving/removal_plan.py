@@ -1,16 +1,20 @@
 """Decides which checkpoints are removed, and which stay, each with a reason. Reads only.
 
-    made = plan(directory, policy, read_locks(), active=run)            # garbage_collector.carry_out(directory, made) removes
+    # garbage_collector.carry_out(directory, made) removes
+    made = plan(directory, policy, read_locks(), active=run)
 
-Whatever the policy says, some checkpoints stay. A rule yields those, each with a reason that reads well after "kept:". For a new
-reason, write a rule and add it to RULES: every removal (after a commit, by ``mindresume prune``) obeys it. Policies count
-protected checkpoints like others; ``not_counted`` returns those that they do not count. A file that a rule cannot read protects
-every checkpoint that it may be about.
+Whatever the policy says, some checkpoints stay. A rule yields those, each with a reason that reads
+well after "kept:". For a new reason, write a rule and add it to RULES: every removal (after a
+commit, by ``mindresume prune``) obeys it. Policies count protected checkpoints like others;
+``not_counted`` returns those that they do not count. A file that a rule cannot read protects every
+checkpoint that it may be about.
 
-A training is a lineage, which is named after the run that began it. A resume inherits the name, a fresh start has its own. Early
-versions recorded no name, and neither did runs that resumed from their checkpoints: then it is empty, and in one directory all of
-these are one lineage. A resume in another directory uses the run that it resumed from.
+A training is a lineage, which is named after the run that began it. A resume inherits the name, a
+fresh start has its own. Early versions recorded no name, and neither did runs that resumed from
+their checkpoints: then it is empty, and in one directory all of these are one lineage. A resume in
+another directory uses the run that it resumed from.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +44,8 @@ NOTHING_WHOLE = "no checkpoint is whole, so none is removed"
 
 @dataclass(frozen=True)
 class Plan:
-    """Says for each save in one directory whether it is removed. Each group is sorted, newest first.
+    """Says for each save in one directory whether it is removed. Each group is sorted, newest
+    first.
 
     Attributes:
         kept: checkpoints that stay.
@@ -48,8 +53,10 @@ class Plan:
         orphans: saves that never completed and never will, to remove.
         unfinished: incomplete saves that stay, because their run may be alive.
         read_locked: checkpoints that stay only because they are being read.
-        reasons: {``commit_dir``: why}; not by name, because two folders can have records of one name.
+        reasons: {``commit_dir``: why}; not by name, because two folders can have records of one
+            name.
     """
+
     kept: tuple[Candidate, ...] = ()
     to_delete: tuple[Candidate, ...] = ()
     orphans: tuple[Candidate, ...] = ()
@@ -58,48 +65,75 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def plan(directory: CheckpointDir, policy: Policy, held: Mapping[str, str] | None = None, active: str | None = None,
-         ended: Container[str] = (), lineage: str | None = None, manifests: ReadManifests | None = None) -> Plan:
-    """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither counted nor removed.
+def plan(
+    directory: CheckpointDir,
+    policy: Policy,
+    held: Mapping[str, str] | None = None,
+    active: str | None = None,
+    ended: Container[str] = (),
+    lineage: str | None = None,
+    manifests: ReadManifests | None = None,
+) -> Plan:
+    """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither
+    counted nor removed.
 
     Args:
         held: {name of an attempt folder: reader}.
-        active: the run that saves now. Its incomplete saves before its newest commit are orphans, because every rank is past
-            them.
-        ended: the runs that are certainly over (``EndedRuns``). It is asked after the directory was read, so that a run that
-            began meanwhile does not count as over. Incomplete saves of other runs stay, whatever their age.
+        active: the run that saves now. Its incomplete saves before its newest commit are orphans,
+            because every rank is past them.
+        ended: the runs that are certainly over (``EndedRuns``). It is asked after the directory was
+            read, so that a run that began meanwhile does not count as over. Incomplete saves of
+            other runs stay, whatever their age.
         lineage: checkpoints of earlier runs of this training count; None: of any training.
         manifests: those that the caller has read before.
 
     Saves that a rule names are never removed, and some of them do not count. Committed checkpoints
-    newer than the newest whole one are broken: the policy is applied to the others as if the broken ones did not exist, and a
-    broken one is removed only if the policy would not keep it either. Without a whole checkpoint nothing is removed.
+    newer than the newest whole one are broken: the policy is applied to the others as if the broken
+    ones did not exist, and a broken one is removed only if the policy would not keep it either.
+    Without a whole checkpoint nothing is removed.
     """
     found, _, _ = scan_records(directory, manifests=manifests)
     aside = not_counted(found, lineage)
     counted = [c for c in found if c.commit_dir not in aside]
     stays = {**protected(directory, counted), **aside}
     committed = [c for c in counted if c.committed]
-    good = next((index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())), None)
+    good = next(
+        (index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())),
+        None,
+    )
     kept_by, going = _apply_policy(policy, committed, good)
-    # A complete save of a run that is over cannot be committed any more. It counts, but displaces no committed checkpoint.
-    over = {run for run in {c.run for c in found if c.run not in (None, active) and not c.committed} if run in ended}
+    # A complete save of a run that is over cannot be committed any more. It counts, but displaces
+    # no committed checkpoint.
+    over = {
+        run
+        for run in {c.run for c in found if c.run not in (None, active) and not c.committed}
+        if run in ended
+    }
     places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
     for index in surplus(policy, places) if good is not None else ():
         if not places[index].committed:
             going[places[index].commit_dir] = f"not committed, and none of: {policy}"
     newest = max((c.step or 0 for c in committed if c.run == active), default=0)
     for candidate in found:
-        if not candidate.maybe_completed and (candidate.run in over
-                                              or (candidate.run == active and (candidate.step or 0) < newest)):
+        if not candidate.maybe_completed and (
+            candidate.run in over or (candidate.run == active and (candidate.step or 0) < newest)
+        ):
             going[candidate.commit_dir] = "the save never completed"
 
     reasons: dict[str, str] = {}
-    groups: dict[str, list[Candidate]] = {name: [] for name in ("kept", "to_delete", "orphans", "unfinished", "read_locked")}
+    groups: dict[str, list[Candidate]] = {
+        name: [] for name in ("kept", "to_delete", "orphans", "unfinished", "read_locked")
+    }
     for candidate in found:
         commit_dir, who = candidate.commit_dir, (held or {}).get(candidate.name)
         if commit_dir not in going or commit_dir in stays:
-            otherwise = NEWEST if candidate.committed else NOT_COMMITTED if candidate.maybe_completed else NOT_COMPLETE
+            otherwise = (
+                NEWEST
+                if candidate.committed
+                else NOT_COMMITTED
+                if candidate.maybe_completed
+                else NOT_COMPLETE
+            )
             why = ", ".join([*stays.get(commit_dir, ()), *kept_by.get(commit_dir, ())]) or otherwise
             group = "kept" if candidate.maybe_completed else "unfinished"
         elif who is not None:
@@ -111,15 +145,17 @@ def plan(directory: CheckpointDir, policy: Policy, held: Mapping[str, str] | Non
     return Plan(**{name: tuple(rows) for name, rows in groups.items()}, reasons=reasons)
 
 
-def _apply_policy(policy: Policy, committed: Sequence[Candidate], good: int | None
-                  ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) for ``committed``, which is sorted newest first.
-    ``good``: index of the newest whole one."""
+def _apply_policy(
+    policy: Policy, committed: Sequence[Candidate], good: int | None
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) for ``committed``,
+    which is sorted newest first. ``good``: index of the newest whole one."""
     if good is None:
         return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
     kept: dict[str, list[str]] = {}
     going: dict[str, str] = {}
-    # Checkpoints newer than the good one are broken. They are judged among all, the others as if there were no broken ones.
+    # Checkpoints newer than the good one are broken. They are judged among all, the others as if
+    # there were no broken ones.
     for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
         keepers = _keepers(policy, counted)
         gone = set(surplus(policy, counted))
@@ -140,27 +176,41 @@ def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, lis
     return found
 
 
-# ---- what stays whatever the policy says ------------------------------------------------------------------------------
+# ---- what stays whatever the policy says ---------------------------------------------------------
+
 
 def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
-    """Returns the candidates that no policy counts: iteration folders copied or renamed by hand, which no resume selects and a
-    person may need, and checkpoints of another training than ``lineage`` (None: of any)."""
-    aside = {c.commit_dir: [f"{c.iteration_dir} is a copy, or was renamed by hand: it holds step {c.step}"] for c in found
-             if parse_iteration(c.iteration_dir) not in (None, c.step)}
+    """Returns the candidates that no policy counts: iteration folders copied or renamed by hand,
+    which no resume selects and a person may need, and checkpoints of another training than
+    ``lineage`` (None: of any)."""
+    aside = {
+        c.commit_dir: [
+            f"{c.iteration_dir} is a copy, or was renamed by hand: it holds step {c.step}"
+        ]
+        for c in found
+        if parse_iteration(c.iteration_dir) not in (None, c.step)
+    }
     for candidate in others(found, lineage) if lineage is not None else ():
         aside.setdefault(candidate.commit_dir, []).append(ANOTHER_TRAINING)
     return aside
 
 
 def is_whole(directory: CheckpointDir, candidate: Candidate) -> bool:
-    """Returns whether it is committed, its files have the recorded sizes, and no scrub found one of them damaged. Reads no
-    contents."""
-    return candidate.committed and candidate.problem is None and sizes_match(
-        directory, [*candidate.all_files, *candidate.metadata_files]) and known_damage(directory, candidate) is None
+    """Returns whether it is committed, its files have the recorded sizes, and no scrub found one of
+    them damaged. Reads no contents."""
+    return (
+        candidate.committed
+        and candidate.problem is None
+        and sizes_match(directory, [*candidate.all_files, *candidate.metadata_files])
+        and known_damage(directory, candidate) is None
+    )
 
 
-def newest_whole(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields the newest whole one. Where directories of several nodes were merged, also the newest whole one of all ranks."""
+def newest_whole(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the newest whole one. Where directories of several nodes were merged, also the newest
+    whole one of all ranks."""
     candidate = next((c for c in found if is_whole(directory, c)), None)
     if candidate is not None:
         yield candidate, NEWEST_WHOLE
@@ -170,15 +220,20 @@ def newest_whole(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterat
             yield of_all, "the newest one of all ranks"
 
 
-def newest_healthy(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields the newest healthy one, if mindformers' health monitor has marked some as unhealthy: a resume skips those."""
+def newest_healthy(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the newest healthy one, if mindformers' health monitor has marked some as unhealthy: a
+    resume skips those."""
     if any(c.health for c in found if c.committed):
         candidate = next((c for c in found if not c.health and is_whole(directory, c)), None)
         if candidate is not None:
             yield candidate, NEWEST_HEALTHY
 
 
-def named_by_tracker(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+def named_by_tracker(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
     """Yields the one that the tracker names: it may have been set back by hand."""
     step = tracked(directory)
     for candidate in found if step is not None else ():
@@ -186,50 +241,81 @@ def named_by_tracker(directory: CheckpointDir, found: Sequence[Candidate]) -> It
             yield candidate, f"{TRACKER} names it"
 
 
-def named_by_meta(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields the one that ``meta.json`` names, which mindformers without mindresume loads. A job updates it after the commit."""
+def named_by_meta(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the one that ``meta.json`` names, which mindformers without mindresume loads. A job
+    updates it after the commit."""
     committed = [c for c in found if c.committed and c.files and not c.iteration_dir]
     for rank in sorted({min(c.files) for c in committed}):
         folder = folder_name(rank)
         try:
-            path = f"{folder}/{read_json(directory.storage, directory.path(folder, META))['last_ckpt_file']}"
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError, KeyError, TypeError):
-            continue                                            # it names no checkpoint, or cannot be read
+            meta = read_json(directory.storage, directory.path(folder, META))
+            path = f"{folder}/{meta['last_ckpt_file']}"
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            IsADirectoryError,
+            PermissionError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):
+            # it names no checkpoint, or cannot be read
+            continue
         # A name can have been used twice: the newest. The newest of all stays in any case.
-        candidate = next((c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None)
+        candidate = next(
+            (c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None
+        )
         if candidate not in (None, committed[0]):
             yield candidate, f"{folder}/{META} names it"
 
 
-def common_to_all_nodes(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields those that are common to all nodes, or newer. An incomplete save is a checkpoint on no node."""
+def common_to_all_nodes(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields those that are common to all nodes, or newer. An incomplete save is a checkpoint on no
+    node."""
     names = protected_by_peers(directory)
     for candidate in found:
         if candidate.maybe_completed and candidate.name in names:
             yield candidate, names[candidate.name]
 
 
-def with_failed_loads(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
-    """Yields those with failed loads: a suspicion may be wrong, so a person has to check it first."""
+def with_failed_loads(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields those with failed loads: a suspicion may be wrong, so a person has to check it
+    first."""
     rows = load_attempts(directory)
     for candidate in found:
         if rows.get(candidate.name, ()) != ():
             yield candidate, "a job died right after it had loaded it"
 
 
-def not_looked_into(directory: CheckpointDir, found: Sequence[Candidate]) -> Iterator[tuple[Candidate, str]]:
+def not_looked_into(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
     """Yields those that cannot be read: each may be whole and the newest."""
     for candidate in found:
         if candidate.listing_error:
             yield candidate, candidate.listing_error
 
 
-RULES: tuple[Rule, ...] = (newest_whole, newest_healthy, named_by_tracker, named_by_meta, common_to_all_nodes, with_failed_loads,
-                           not_looked_into)
+RULES: tuple[Rule, ...] = (
+    newest_whole,
+    newest_healthy,
+    named_by_tracker,
+    named_by_meta,
+    common_to_all_nodes,
+    with_failed_loads,
+    not_looked_into,
+)
 
 
 def protected(directory: CheckpointDir, found: Sequence[Candidate]) -> Reasons:
-    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be read: then nothing is removed now."""
+    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be read:
+    then nothing is removed now."""
     stays: dict[str, list[str]] = {}
     for rule in RULES:
         for candidate, why in rule(directory, found):
@@ -237,26 +323,31 @@ def protected(directory: CheckpointDir, found: Sequence[Candidate]) -> Reasons:
     return stays
 
 
-# ---- the checkpoints of one training ----------------------------------------------------------------------------------
+# ---- the checkpoints of one training -------------------------------------------------------------
+
 
 def continued(chosen: Candidate | None, run: str, same_folder: bool) -> str:
-    """Returns the lineage of ``run``, which resumes from ``chosen`` (None: a fresh start), in the same directory or in another
-    one. A checkpoint of mindformers has no known lineage."""
+    """Returns the lineage of ``run``, which resumes from ``chosen`` (None: a fresh start), in the
+    same directory or in another one. A checkpoint of mindformers has no known lineage."""
     if chosen is None or chosen.run is None:
         return run
     return chosen.lineage or ("" if same_folder else chosen.run)
 
 
 def with_lineages(found: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
-    """Returns the candidates of one scan, each with its lineage; one with unreadable records with that of its run."""
+    """Returns the candidates of one scan, each with its lineage; one with unreadable records with
+    that of its run."""
     by_run = {candidate.run: candidate.lineage for candidate in found if candidate.lineage}
     return [(candidate, candidate.lineage or by_run.get(candidate.run, "")) for candidate in found]
 
 
 def others(found: Sequence[Candidate], lineage: str) -> list[Candidate]:
     """Returns the candidates of other trainings that may have completed."""
-    return [candidate for candidate, own in with_lineages(found)
-            if candidate.maybe_completed and not candidate.listing_error and own != lineage]
+    return [
+        candidate
+        for candidate, own in with_lineages(found)
+        if candidate.maybe_completed and not candidate.listing_error and own != lineage
+    ]
 
 
 def newest_lineage(found: Sequence[Candidate]) -> str:

@@ -1,4 +1,5 @@
-"""Copies saves to other places: from disk to an object store while the training goes on, from memory to disk after it.
+"""Copies saves to other places: from disk to an object store while the training goes on, from
+memory to disk after it.
 
     uploader = Uploader(Uploads(remote, target, policy)).start()    # policy: on rank 0
     queue = uploader.queue
@@ -7,17 +8,21 @@
     for error in queue.finish(600): ...             # the end of the training
 
     each rank    weights ─▶ its record, to any ``Place``
-    rank 0       newest committed step ─▶ publishes "step 20 now" ─▶ own part ─▶ parts of all there? ─▶ manifest ─▶ retention
-    others       read the step that rank 0 published ─▶ own part of it, or a report that this part is lost
+    rank 0       newest committed step ─▶ publishes "step 20 now" ─▶ own part ─▶ parts of all there?
+        ─▶ manifest ─▶ retention
+    others       read the step that rank 0 published ─▶ own part of it, or a report that this part
+        is lost
 
-One step is uploaded at a time. Rank 0 selects it: if each rank did, ranks of unequal speed would skip different steps, and no
-step would ever be complete. Rank 0 publishes the step as an object, because the store is the one place that all ranks see, also
-if their nodes share no disk. While rank 0 uploads a step, its read lock keeps retention from removing the files.
+One step is uploaded at a time. Rank 0 selects it: if each rank did, ranks of unequal speed would
+skip different steps, and no step would ever be complete. Rank 0 publishes the step as an object,
+because the store is the one place that all ranks see, also if their nodes share no disk. While rank
+0 uploads a step, its read lock keeps retention from removing the files.
 
-If nodes share no disk, each node removes checkpoints by itself. So the exchange in which the nodes learn which checkpoints all of
-them have (``mindresume.coordination.storage_topology``) also schedules the next upload: at that moment each node has the
-checkpoint, and locks it from then on.
+If nodes share no disk, each node removes checkpoints by itself. So the exchange in which the nodes
+learn which checkpoints all of them have (``mindresume.coordination.storage_topology``) also
+schedules the next upload: at that moment each node has the checkpoint, and locks it from then on.
 """
+
 from __future__ import annotations
 
 import errno
@@ -32,8 +37,22 @@ from mindresume import runtime
 from mindresume.coordination.lease import Lease
 from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.errors import CorruptFileError, RemoteError
-from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, UploadsSkipped, ignore, warning
-from mindresume.model.manifest import FileRecord, attempt_name, parse_attempt, read_record, record_name
+from mindresume.events import (
+    Emit,
+    Notice,
+    UploadFailed,
+    UploadFinished,
+    UploadsSkipped,
+    ignore,
+    warning,
+)
+from mindresume.model.manifest import (
+    FileRecord,
+    attempt_name,
+    parse_attempt,
+    read_record,
+    record_name,
+)
 from mindresume.saving.remote_checkpoints import (
     LostShardError,
     RemoteCheckpoints,
@@ -48,30 +67,37 @@ from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes
 
-PAUSE = 2.0                     # seconds between two polls of the store; longer if many ranks poll one object
-AGAIN = 30.0                    # seconds until a failed upload is tried again
-LATE = 60.0                     # seconds for which this host may not list a file of a shared disk yet; then the file is gone
-_PER_SECOND = 32                # polls per second of all ranks together
+# seconds between two polls of the store; longer if many ranks poll one object
+PAUSE = 2.0
+AGAIN = 30.0  # seconds until a failed upload is tried again
+# seconds for which this host may not list a file of a shared disk yet; then the file is gone
+LATE = 60.0
+_PER_SECOND = 32  # polls per second of all ranks together
 
 
 class Place(Protocol):
-    """A place that keeps copies of saves. An attempt is all that one run saved at one step (``attempt_name``). The record of a
-    rank is put after all files that it names, so whoever finds a record finds them."""
+    """A place that keeps copies of saves. An attempt is all that one run saved at one step
+    (``attempt_name``). The record of a rank is put after all files that it names, so whoever finds
+    a record finds them."""
 
     def has_file(self, attempt: str, file: FileRecord) -> bool:
-        """Returns whether the place has this file. Raises SaveError if another one has its name and may not be replaced."""
+        """Returns whether the place has this file. Raises SaveError if another one has its name and
+        may not be replaced."""
 
     def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
-        """Copies ``path`` there as ``file.path``. Raises MindResumeError if its bytes are not those of ``file``: a copy would
-        replace a good checkpoint by a damaged one. Raises OSError if it cannot be read (any more)."""
+        """Copies ``path`` there as ``file.path``. Raises MindResumeError if its bytes are not those
+        of ``file``: a copy would replace a good checkpoint by a damaged one. Raises OSError if it
+        cannot be read (any more)."""
 
     def put_record(self, attempt: str, rank: int, record: bytes) -> None:
         """Publishes the record of one rank."""
 
 
-def copy_files(place: Place, attempt: str, storage: Storage, files: Iterable[tuple[str, FileRecord]]) -> int:
-    """Copies the files that ``place`` lacks; the record follows. Returns their bytes. It may be called again after a death.
-    Raises what ``Place`` does.
+def copy_files(
+    place: Place, attempt: str, storage: Storage, files: Iterable[tuple[str, FileRecord]]
+) -> int:
+    """Copies the files that ``place`` lacks; the record follows. Returns their bytes. It may be
+    called again after a death. Raises what ``Place`` does.
 
     Args:
         files: (where it lies in ``storage``, how the record of the copy names it).
@@ -85,15 +111,22 @@ def copy_files(place: Place, attempt: str, storage: Storage, files: Iterable[tup
 
 
 def upload_part(remote: RemoteCheckpoints, target: SaveTarget, step: int, data_dir: str) -> int:
-    """Uploads what one rank saved (rank 0: the metadata files too). Returns the bytes sent. Raises OSError or RecordError if a
-    file cannot be read from the disk (any more), CorruptFileError if it is not what was saved."""
+    """Uploads what one rank saved (rank 0: the metadata files too). Returns the bytes sent. Raises
+    OSError or RecordError if a file cannot be read from the disk (any more), CorruptFileError if it
+    is not what was saved."""
     attempt = attempt_name(step, target.run)
     path = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
     files = [*read_record(io.BytesIO(read_bytes(target.storage, path)))[0].files]
     if target.rank == 0:
         files += remote.local_manifest(target, attempt, data_dir)[0].metadata_files
-    size = copy_files(remote, attempt, target.storage, [(os.path.join(data_dir, file.path), file) for file in files])
-    remote.put_record(attempt, target.rank, read_bytes(target.storage, path))       # again: the save must still be there
+    size = copy_files(
+        remote,
+        attempt,
+        target.storage,
+        [(os.path.join(data_dir, file.path), file) for file in files],
+    )
+    # again: the save must still be there
+    remote.put_record(attempt, target.rank, read_bytes(target.storage, path))
     return size
 
 
@@ -105,11 +138,15 @@ class Uploads:
         remote: the checkpoints in the object store.
         target: the run, the rank and the checkpoint directory.
         policy: which checkpoints the store keeps; on rank 0.
-        stall_timeout: seconds without progress after which rank 0 gives up a step while objects of other ranks are missing.
-        emit: receives an event for each upload that finished, failed or was skipped, from any thread.
+        stall_timeout: seconds without progress after which rank 0 gives up a step while objects of
+            other ranks are missing.
+        emit: receives an event for each upload that finished, failed or was skipped, from any
+            thread.
         clock, sleep: of the worker thread, in seconds.
-        only_scheduled: nodes share no disk, so rank 0 uploads only the steps that ``UploadQueue.schedule`` names.
+        only_scheduled: nodes share no disk, so rank 0 uploads only the steps that
+            ``UploadQueue.schedule`` names.
     """
+
     remote: RemoteCheckpoints
     target: SaveTarget
     policy: Policy | None = None
@@ -121,7 +158,8 @@ class Uploads:
 
 
 class UploadQueue:
-    """The saves of one rank that are to be uploaded: what the training adds and asks, in any thread. Its ``Uploader`` takes them.
+    """The saves of one rank that are to be uploaded: what the training adds and asks, in any
+    thread. Its ``Uploader`` takes them.
 
     Attributes:
         uploaded: the newest step whose shard this rank has uploaded.
@@ -147,13 +185,15 @@ class UploadQueue:
         self.closing = self.finished = False
         self.stopped: str | None = None
         self.changed = runtime.Condition()
-        self._lock: Lease | None = None                 # on the scheduled checkpoint, on the first rank of each node
-        self._warned = 0                                # the newest step whose upload takes long
+        # on the scheduled checkpoint, on the first rank of each node
+        self._lock: Lease | None = None
+        self._warned = 0  # the newest step whose upload takes long
 
     def enqueue(self, step: int) -> None:
         """Adds a step that this rank has saved."""
         with self.changed:
-            self.pending.append(step)                   # also after the worker stopped: ``finish`` reports what the store lacks
+            # also after the worker stopped: ``finish`` reports what the store lacks
+            self.pending.append(step)
             self.last = max(self.last, step)
             self.changed.notify_all()
 
@@ -163,9 +203,9 @@ class UploadQueue:
             return not (self.scheduled or self.closing or self.stopped is not None)
 
     def schedule(self, name: str) -> None:
-        """Schedules ``name``, the newest checkpoint that all nodes have, as the next upload of rank 0. The first rank of each
-        node locks the checkpoint until the next call. All these ranks call it after the same exchange; rank 0 was ``ready``
-        before that exchange."""
+        """Schedules ``name``, the newest checkpoint that all nodes have, as the next upload of rank
+        0. The first rank of each node locks the checkpoint until the next call. All these ranks
+        call it after the same exchange; rank 0 was ``ready`` before that exchange."""
         target = self.uploads.target
         step, run = parse_attempt(name) or (0, "")
         if run != target.run or target.rank == 0 and step in self.settled:
@@ -174,8 +214,12 @@ class UploadQueue:
             before, self._lock = self._lock, None
             try:
                 self._lock = acquire_read_lock(target, name, target.attempt(step))
-            except OSError as error:                    # without a lock the checkpoint may still stay long enough
-                self.warn(f"step {step} cannot be locked on the disk of rank {target.rank} while it is uploaded: {error}")
+            except OSError as error:
+                # without a lock the checkpoint may still stay long enough
+                self.warn(
+                    f"step {step} cannot be locked on the disk of rank {target.rank} while it is "
+                    f"uploaded: {error}"
+                )
             if before is not None:
                 before.release()
         with self.changed:
@@ -183,29 +227,35 @@ class UploadQueue:
             self.changed.notify_all()
 
     def poll(self) -> list[RemoteError]:
-        """Returns the errors since the last call, and once for each step an error if its upload takes unusually long. Does not
-        wait. There was an event for each of these errors."""
+        """Returns the errors since the last call, and once for each step an error if its upload
+        takes unusually long. Does not wait. There was an event for each of these errors."""
         timeout = self.uploads.stall_timeout
         with self.changed:
             step, since = self.current or (0, 0.0)
             is_slow = step not in (0, self._warned) and self.uploads.clock() - since > timeout
         if is_slow:
             self._warned = step
-            self.warn(f"the upload of step {step} to {self.uploads.remote.url} has taken more than {timeout:.0f} s; "
-                      f"steps saved since then are on this machine only")
+            self.warn(
+                f"the upload of step {step} to {self.uploads.remote.url} has taken more than "
+                f"{timeout:.0f} s; "
+                f"steps saved since then are on this machine only"
+            )
         with self.changed:
             errors, self.errors = self.errors, []
             return errors
 
     def finish(self, timeout: float) -> list[RemoteError]:
-        """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns errors like ``poll``. No
-        save may follow."""
+        """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns
+        errors like ``poll``. No save may follow."""
         target, clock = self.uploads.target, self.uploads.clock
         until = clock() + timeout
         with self.changed:
-            if target.rank == 0:                        # a step that is not committed by now never will be
+            # a step that is not committed by now never will be
+            if target.rank == 0:
                 with suppress(OSError):
-                    self.pending = [step for step in self.pending if committed_dir(target, step) is not None]
+                    self.pending = [
+                        step for step in self.pending if committed_dir(target, step) is not None
+                    ]
                 self.last = max(self.pending, default=self.uploaded)
             self.closing = True
             self.retry_at = 0.0
@@ -214,18 +264,26 @@ class UploadQueue:
                 self.changed.wait(seconds)
         if self._lock is not None:
             self._lock.release()
-        current = self.current                      # the uploader may end it now
+        current = self.current  # the uploader may end it now
         if self.uploaded < self.last:
             late = "" if self.finished or self.stopped else f" after {timeout:.0f} s"
-            state = f"is still uploading step {current[0]}" if current is not None else \
-                "has not uploaded its part" if target.rank else "has not put the manifest"
-            self.warn(f"step {self.last} is not complete in {self.uploads.remote.url}{late}: rank {target.rank} {state}. "
-                      f"A job on an empty disk would resume from an older step")
+            state = (
+                f"is still uploading step {current[0]}"
+                if current is not None
+                else "has not uploaded its part"
+                if target.rank
+                else "has not put the manifest"
+            )
+            self.warn(
+                f"step {self.last} is not complete in {self.uploads.remote.url}{late}: rank "
+                f"{target.rank} {state}. "
+                f"A job on an empty disk would resume from an older step"
+            )
         return self.poll()
 
     def finish_at_exit(self, timeout: float) -> None:
-        """Uploads committed steps when a process ends without ``finish``. A rank other than 0 that uploads nothing at the moment
-        does not wait long, because rank 0 may be gone."""
+        """Uploads committed steps when a process ends without ``finish``. A rank other than 0 that
+        uploads nothing at the moment does not wait long, because rank 0 may be gone."""
         if not self.closing:
             waits = self.uploads.target.rank == 0 or self.current is not None
             self.finish(timeout if waits else min(timeout, AGAIN))
@@ -236,7 +294,7 @@ class UploadQueue:
             self.errors.append(RemoteError(text))
         self.uploads.emit(warning(text))
 
-    # ---- of the uploader ----------------------------------------------------------------------------------------------
+    # ---- of the uploader -------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Records that ``step`` is being uploaded."""
@@ -250,7 +308,8 @@ class UploadQueue:
             self.changed.notify_all()
 
     def done(self, step: int, over: int) -> None:
-        """Records that the shard of ``step`` is uploaded. Saved steps up to ``over`` are not uploaded any more."""
+        """Records that the shard of ``step`` is uploaded. Saved steps up to ``over`` are not
+        uploaded any more."""
         with self.changed:
             self.uploaded = max(step, self.uploaded)
             self.current = None
@@ -259,16 +318,18 @@ class UploadQueue:
 
 
 class Uploader:
-    """Uploads the shards that one rank saves, in a thread. On rank 0 it also commits uploads and prunes the store. ``failed``
-    and ``skipped`` count uploads."""
+    """Uploads the shards that one rank saves, in a thread. On rank 0 it also commits uploads and
+    prunes the store. ``failed`` and ``skipped`` count uploads."""
 
     def __init__(self, uploads: Uploads):
         self.uploads, self.queue = uploads, UploadQueue(uploads)
         self.pause = max(PAUSE, uploads.target.world_size / _PER_SECOND)
         self.failed = self.skipped = 0
-        self._has_status = False                        # rank 0 has published the status of the run; the others: have read it
+        # rank 0 has published the status of the run; the others: have read it
+        self._has_status = False
         self._next_check = 0.0
-        self._absent: tuple[int, float] = (0, 0.0)      # (step whose shard this rank does not see, since when)
+        # (step whose shard this rank does not see, since when)
+        self._absent: tuple[int, float] = (0, 0.0)
 
     def start(self) -> Uploader:
         """Starts the worker thread. Returns this uploader."""
@@ -283,8 +344,8 @@ class Uploader:
                     queue.changed.wait(None if self._is_idle() else self.pause)
 
     def run_once(self) -> bool | None:
-        """Does the work that is due. Returns True if there was some, so that the next call can follow at once; False if there was
-        none; None if this was the last call."""
+        """Does the work that is due. Returns True if there was some, so that the next call can
+        follow at once; False if there was none; None if this was the last call."""
         queue = self.queue
         if queue.stopped is None:
             worked = self.work()
@@ -296,18 +357,24 @@ class Uploader:
     def _is_idle(self) -> bool:
         """Returns whether there is no work until the training calls a method."""
         queue = self.queue
-        return queue.stopped is None and not queue.pending and (self._has_status or self.uploads.target.rank != 0)
+        return (
+            queue.stopped is None
+            and not queue.pending
+            and (self._has_status or self.uploads.target.rank != 0)
+        )
 
     def _end(self) -> bool | None:
-        """Publishes, on rank 0, that no upload follows, and why. If that fails, it is tried again until the training ends.
-        Returns like ``run_once``."""
+        """Publishes, on rank 0, that no upload follows, and why. If that fails, it is tried again
+        until the training ends. Returns like ``run_once``."""
         queue, target = self.queue, self.uploads.target
         if target.rank == 0:
             if self.uploads.clock() < queue.retry_at:
                 return False
             is_published = False
             with self._reporting():
-                self.uploads.remote.publish_status(target.run, RunStatus(None, ended=True, reason=queue.stopped or ""))
+                self.uploads.remote.publish_status(
+                    target.run, RunStatus(None, ended=True, reason=queue.stopped or "")
+                )
                 is_published = True
             if not is_published and not queue.closing:
                 return False
@@ -317,7 +384,8 @@ class Uploader:
         return None
 
     def work(self) -> bool:
-        """Does the work that is due, unless uploads have ended or pause after a failure. Returns whether there was some."""
+        """Does the work that is due, unless uploads have ended or pause after a failure. Returns
+        whether there was some."""
         worked = False
         if self.queue.stopped is None and self.uploads.clock() >= self.queue.retry_at:
             with self._reporting():
@@ -326,19 +394,29 @@ class Uploader:
 
     @contextmanager
     def _reporting(self, pause: float = AGAIN) -> Iterator[None]:
-        """Keeps an error of the block for the training. The uploader then pauses for ``pause`` seconds, unless uploads have ended
-        or the shard is lost."""
+        """Keeps an error of the block for the training. The uploader then pauses for ``pause``
+        seconds, unless uploads have ended or the shard is lost."""
         queue = self.queue
         try:
             yield
-        except Exception as error:      # any error goes to the training; the worker continues
-            step = error.step if isinstance(error, LostShardError) else queue.current[0] if queue.current is not None else None
-            text = str(error) if step is None or isinstance(error, LostShardError) else f"step {step} is not uploaded: {error}"
+        except Exception as error:  # any error goes to the training; the worker continues
+            step = (
+                error.step
+                if isinstance(error, LostShardError)
+                else queue.current[0]
+                if queue.current is not None
+                else None
+            )
+            text = (
+                str(error)
+                if step is None or isinstance(error, LostShardError)
+                else f"step {step} is not uploaded: {error}"
+            )
             with queue.changed:
                 self.failed += 1
                 if isinstance(error, SupersededError):
                     queue.stopped = str(error)
-                elif isinstance(error, LostShardError):         # no pause: a retry would not help
+                elif isinstance(error, LostShardError):  # no pause: a retry would not help
                     queue.settled.add(error.step)
                     queue.pending = [other for other in queue.pending if other != error.step]
                 else:
@@ -348,7 +426,7 @@ class Uploader:
         finally:
             queue.end()
 
-    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+    # ---- rank 0 ----------------------------------------------------------------------------------
 
     def _lead(self) -> bool:
         """Uploads the next step on rank 0, and prunes the store. Returns whether there was one."""
@@ -360,9 +438,19 @@ class Uploader:
             self._has_status = True
         with queue.changed:
             scheduled = queue.scheduled
-            steps = [scheduled] if uploads.only_scheduled and not queue.closing else sorted(queue.pending, reverse=True)
-        step, data_dir = next(((step, data_dir) for step in steps if step and (data_dir := committed_dir(target, step))),
-                              (0, None))
+            steps = (
+                [scheduled]
+                if uploads.only_scheduled and not queue.closing
+                else sorted(queue.pending, reverse=True)
+            )
+        step, data_dir = next(
+            (
+                (step, data_dir)
+                for step in steps
+                if step and (data_dir := committed_dir(target, step))
+            ),
+            (0, None),
+        )
         if data_dir is not None:
             queue.begin(step)
             with self._reporting():
@@ -372,7 +460,8 @@ class Uploader:
         return data_dir is not None
 
     def _upload_whole(self, step: int, data_dir: str) -> None:
-        """Uploads this rank's part of ``step``, waits for those of the others, commits, and prunes the store."""
+        """Uploads this rank's part of ``step``, waits for those of the others, commits, and prunes
+        the store."""
         uploads, queue = self.uploads, self.queue
         remote, target, started = uploads.remote, uploads.target, uploads.clock()
         lock = self._protect(step, data_dir if target.iterations else target.attempt(step))
@@ -382,7 +471,9 @@ class Uploader:
             try:
                 sent = upload_part(remote, target, step, data_dir)
             except FileNotFoundError as error:
-                raise LostShardError(step, f"the part of rank 0 is not on its disk any more: {error.filename}") from error
+                raise LostShardError(
+                    step, f"the part of rank 0 is not on its disk any more: {error.filename}"
+                ) from error
             except CorruptFileError as error:
                 raise LostShardError(step, f"the part of rank 0 is damaged: {error}") from error
             self._wait_for_others(step, data_dir)
@@ -391,7 +482,8 @@ class Uploader:
         finally:
             if lock is not None:
                 lock.release()
-        skipped = tuple(sorted(other for other in queue.pending if other < step))       # ``step`` is uploaded, they will not be
+        # ``step`` is uploaded, they will not be
+        skipped = tuple(sorted(other for other in queue.pending if other < step))
         if skipped:
             self.skipped += len(skipped)
             uploads.emit(UploadsSkipped(skipped, self.skipped))
@@ -401,46 +493,58 @@ class Uploader:
             remote.prune(uploads.policy or KEEP_ALL, target.run, step, uploads.emit)
 
     def _protect(self, step: int, commit_dir: str) -> Lease | None:
-        """Locks a step against removal. None: the disk takes no lock now (it is full, or read-only). It is uploaded all the same:
-        what is removed meanwhile is noticed, because each file is looked for until the manifest is put."""
+        """Locks a step against removal. None: the disk takes no lock now (it is full, or
+        read-only). It is uploaded all the same: what is removed meanwhile is noticed, because each
+        file is looked for until the manifest is put."""
         target = self.uploads.target
         try:
             lock = acquire_read_lock(target, attempt_name(step, target.run), commit_dir)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-                raise                                   # it may pass, and the upload is tried again
-            self.uploads.emit(Notice(f"step {step} is uploaded without a lock against its removal, because the disk takes none: "
-                                     f"{error}"))
+                raise  # it may pass, and the upload is tried again
+            self.uploads.emit(
+                Notice(
+                    f"step {step} is uploaded without a lock against its removal, because the disk "
+                    "takes none: "
+                    f"{error}"
+                )
+            )
             return None
         if lock is None:
             raise LostShardError(step, "it was removed from the disk of rank 0 before its upload")
         return lock
 
     def _wait_for_others(self, step: int, data_dir: str) -> None:
-        """Waits for the objects of the other ranks. Raises RemoteError that names the late ranks, LostShardError if an object
-        will never come."""
+        """Waits for the objects of the other ranks. Raises RemoteError that names the late ranks,
+        LostShardError if an object will never come."""
         uploads = self.uploads
         until, before = uploads.clock() + uploads.stall_timeout, None
         while missing := uploads.remote.missing(uploads.target, step, data_dir):
             if before is not None and len(missing) < before:
                 until = uploads.clock() + uploads.stall_timeout
             if uploads.clock() >= until:
-                manifest = uploads.remote.local_manifest(uploads.target, attempt_name(step, uploads.target.run), data_dir)[0]
-                raise RemoteError(f"{len(missing)} objects of {ranks_of(missing, manifest)} did not come within "
-                                  f"{uploads.stall_timeout:.0f} s, the first is {missing[0]}")
+                manifest = uploads.remote.local_manifest(
+                    uploads.target, attempt_name(step, uploads.target.run), data_dir
+                )[0]
+                raise RemoteError(
+                    f"{len(missing)} objects of {ranks_of(missing, manifest)} did not come within "
+                    f"{uploads.stall_timeout:.0f} s, the first is {missing[0]}"
+                )
             before = len(missing)
             uploads.sleep(self.pause)
 
-    # ---- the other ranks ---------------------------------------------------------------------------------------------
+    # ---- the other ranks -------------------------------------------------------------------------
 
     def _follow(self) -> bool:
-        """Uploads the shard of the step that rank 0 has published. Returns whether there was one."""
+        """Uploads the shard of the step that rank 0 has published. Returns whether there was
+        one."""
         uploads, queue = self.uploads, self.queue
         remote, target = uploads.remote, uploads.target
         if not queue.pending:
             return False
         status = remote.read_status(target.run)
-        if status is None:                              # not published yet, or removed by a later run
+        # not published yet, or removed by a later run
+        if status is None:
             if (self._has_status or queue.closing) and uploads.clock() >= self._next_check:
                 self._next_check = uploads.clock() + AGAIN
                 remote.check_not_superseded(target.run)
@@ -462,28 +566,37 @@ class Uploader:
         started = uploads.clock()
         try:
             sent = upload_part(remote, target, step, data_dir)
-        except FileNotFoundError:                       # rank 0 gave the step up or renamed its folder, or the shard is gone
+        except FileNotFoundError:
+            # rank 0 gave the step up or renamed its folder, or the shard is gone
             queue.end()
             return remote.read_status(target.run) == status and self._report_missing(step)
         except CorruptFileError as error:
             remote.report_lost_shard(target, step, f"is damaged: {error}")
-            raise LostShardError(step, f"the part of rank {target.rank} is damaged: {error}") from error
-        uploads.emit(UploadFinished(step, remote.url, sent, uploads.clock() - started, is_whole=False))
-        # If another node has lost this step, rank 0 may next upload an older one, but none before a step that is complete.
+            raise LostShardError(
+                step, f"the part of rank {target.rank} is damaged: {error}"
+            ) from error
+        uploads.emit(
+            UploadFinished(step, remote.url, sent, uploads.clock() - started, is_whole=False)
+        )
+        # If another node has lost this step, rank 0 may next upload an older one, but none before a
+        # step that is complete.
         queue.done(step, over=queue.uploaded if target.local_ranks else step)
         return True
 
     def _report_missing(self, step: int) -> bool:
-        """Reports to rank 0 that the shard of this rank will never come. A rank sees its files on the disk of its own node at
-        once. On a shared disk it can see late that a folder was renamed, so it waits first. Returns False while it waits; raises
-        LostShardError after the report."""
+        """Reports to rank 0 that the shard of this rank will never come. A rank sees its files on
+        the disk of its own node at once. On a shared disk it can see late that a folder was
+        renamed, so it waits first. Returns False while it waits; raises LostShardError after the
+        report."""
         uploads, queue = self.uploads, self.queue
         unsaved = step > queue.last
         if unsaved and not queue.closing:
             return False
         if self._absent[0] != step:
             self._absent = (step, uploads.clock())
-        if uploads.clock() - self._absent[1] < (0 if unsaved or uploads.target.local_ranks else LATE):
+        if uploads.clock() - self._absent[1] < (
+            0 if unsaved or uploads.target.local_ranks else LATE
+        ):
             return False
         reason = "was not saved" if unsaved else "is not on its disk any more"
         uploads.remote.report_lost_shard(uploads.target, step, reason)

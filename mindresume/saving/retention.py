@@ -1,12 +1,14 @@
 """Defines retention policies: values that decide which committed checkpoints stay.
 
     policy = KeepAny((KeepLast(3), KeepEverySteps(1000), KeepBest("loss", 2)))
-    str(policy)                        # "the last 3, one every 1000 steps, the best 2 by loss (smallest)"
+    str(policy)  # "the last 3, one every 1000 steps, the best 2 by loss (smallest)"
     surplus(policy, newest_first)      # indices of the checkpoints to remove; never 0
 
-A policy counts every committed checkpoint in the directory, those of earlier runs too (mindformers counts only those of its own
-process). The newest one always stays. A policy without a meaning (a count below 1) raises ConfigError.
+A policy counts every committed checkpoint in the directory, those of earlier runs too (mindformers
+counts only those of its own process). The newest one always stays. A policy without a meaning (a
+count below 1) raises ConfigError.
 """
+
 from __future__ import annotations
 
 import math
@@ -19,8 +21,9 @@ from mindresume.settings import RetentionSettings
 
 
 class Saved(Protocol):
-    """The properties of a checkpoint that policies use. ``saved_at``: seconds since 1970. ``metrics``: {name: value} at the
-    save."""
+    """The properties of a checkpoint that policies use. ``saved_at``: seconds since 1970.
+    ``metrics``: {name: value} at the save."""
+
     @property
     def step(self) -> int | None: ...
 
@@ -40,7 +43,8 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Keeps all checkpoints: neither ``keep_checkpoint_max`` nor ``keep_checkpoint_per_n_minutes`` is set."""
+    """Keeps all checkpoints: neither ``keep_checkpoint_max`` nor ``keep_checkpoint_per_n_minutes``
+    is set."""
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         return set(range(len(newest_first)))
@@ -62,6 +66,7 @@ class KeepLast:
     Raises:
         ConfigError: ``count`` is no whole number of at least 1.
     """
+
     count: int
 
     def __post_init__(self) -> None:
@@ -76,9 +81,11 @@ class KeepLast:
 
 @dataclass(frozen=True)
 class KeepPerMinutes:
-    """Keeps the oldest checkpoint, and from there one per interval, as ``keep_checkpoint_per_n_minutes`` does.
+    """Keeps the oldest checkpoint, and from there one per interval, as
+    ``keep_checkpoint_per_n_minutes`` does.
 
-    If the clock was set back, a checkpoint that seems older than the one kept before it stays and begins a new interval.
+    If the clock was set back, a checkpoint that seems older than the one kept before it stays and
+    begins a new interval.
 
     Attributes:
         minutes: Length of the interval in minutes.
@@ -86,17 +93,26 @@ class KeepPerMinutes:
     Raises:
         ConfigError: ``minutes`` is no finite number above 0.
     """
+
     minutes: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.minutes, bool) or not isinstance(self.minutes, (int, float)) or not 0 < self.minutes < math.inf:
-            raise ConfigError(f"retention: the minutes between checkpoints to keep are {self.minutes!r}; expected a number "
-                              f"above 0")
+        if (
+            isinstance(self.minutes, bool)
+            or not isinstance(self.minutes, (int, float))
+            or not 0 < self.minutes < math.inf
+        ):
+            raise ConfigError(
+                f"retention: the minutes between checkpoints to keep are {self.minutes!r}; "
+                "expected a number "
+                f"above 0"
+            )
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         kept: set[int] = set()
         last = None
-        for index, saved in reversed(list(enumerate(newest_first))):      # oldest first: each kept one begins an interval
+        # oldest first: each kept one begins an interval
+        for index, saved in reversed(list(enumerate(newest_first))):
             at = saved.saved_at or 0.0
             if last is None or at < last or at - last >= self.minutes * 60:
                 kept.add(index)
@@ -109,9 +125,9 @@ class KeepPerMinutes:
 
 @dataclass(frozen=True)
 class KeepEverySteps:
-    """Keeps, for every multiple of ``interval``, the first checkpoint at or after it and before the next multiple (in sink mode
-    steps arrive in jumps). If several runs saved that step, keeps the newest. Checkpoints before the first multiple are not
-    kept.
+    """Keeps, for every multiple of ``interval``, the first checkpoint at or after it and before the
+    next multiple (in sink mode steps arrive in jumps). If several runs saved that step, keeps the
+    newest. Checkpoints before the first multiple are not kept.
 
     Attributes:
         interval: Number of steps.
@@ -119,6 +135,7 @@ class KeepEverySteps:
     Raises:
         ConfigError: ``interval`` is no whole number of at least 1.
     """
+
     interval: int
 
     def __post_init__(self) -> None:
@@ -130,7 +147,8 @@ class KeepEverySteps:
             if saved.step is None or saved.step < self.interval:
                 continue
             known = first.setdefault(saved.step // self.interval, index)
-            if saved.step < (newest_first[known].step or 0):              # not on a tie: the newer one was seen first
+            # not on a tie: the newer one was seen first
+            if saved.step < (newest_first[known].step or 0):
                 first[saved.step // self.interval] = index
         return set(first.values())
 
@@ -140,7 +158,8 @@ class KeepEverySteps:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the best checkpoints by a recorded metric; of equal ones the newer. Checkpoints without that metric are not best.
+    """Keeps the best checkpoints by a recorded metric; of equal ones the newer. Checkpoints without
+    that metric are not best.
 
     Attributes:
         metric: "loss", or a name that was given to ``mindresume.plugin.report_metric``.
@@ -148,8 +167,10 @@ class KeepBest:
         mode: "min": small values are better; "max": large ones.
 
     Raises:
-        ConfigError: ``count`` is no whole number of at least 1, ``mode`` is another text, or ``metric`` is empty.
+        ConfigError: ``count`` is no whole number of at least 1, ``mode`` is another text, or
+            ``metric`` is empty.
     """
+
     metric: str
     count: int
     mode: str = "min"
@@ -157,19 +178,31 @@ class KeepBest:
     def __post_init__(self) -> None:
         _at_least_one("the number of best checkpoints to keep", self.count)
         if self.mode not in ("min", "max"):
-            raise ConfigError(f"retention: the mode of the best is {self.mode!r}; choose one of min, max")
+            raise ConfigError(
+                f"retention: the mode of the best is {self.mode!r}; choose one of min, max"
+            )
         if not isinstance(self.metric, str) or not self.metric:
-            raise ConfigError(f"retention: the metric of the best is {self.metric!r}; expected its name, such as loss")
+            raise ConfigError(
+                f"retention: the metric of the best is {self.metric!r}; expected its name, such as "
+                "loss"
+            )
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
         sign = 1 if self.mode == "min" else -1
-        values = [(index, saved.metrics.get(self.metric)) for index, saved in enumerate(newest_first)]
-        ranked = sorted((sign * value, index) for index, value in values if value is not None and not math.isnan(value))
-        return {index for _, index in ranked[:self.count]}
+        values = [
+            (index, saved.metrics.get(self.metric)) for index, saved in enumerate(newest_first)
+        ]
+        ranked = sorted(
+            (sign * value, index)
+            for index, value in values
+            if value is not None and not math.isnan(value)
+        )
+        return {index for _, index in ranked[: self.count]}
 
     def __str__(self) -> str:
-        return (f"the best {self.count} by " if self.count > 1 else "the best one by ") + \
-            f"{self.metric} ({'smallest' if self.mode == 'min' else 'largest'})"
+        return (
+            f"the best {self.count} by " if self.count > 1 else "the best one by "
+        ) + f"{self.metric} ({'smallest' if self.mode == 'min' else 'largest'})"
 
 
 @dataclass(frozen=True)
@@ -182,6 +215,7 @@ class KeepAny:
     Raises:
         ConfigError: There is no policy.
     """
+
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
@@ -206,13 +240,17 @@ def any_of(policies: Sequence[Policy]) -> Policy:
     return policies[0] if len(policies) == 1 else KeepAny(tuple(policies))
 
 
-def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: int | None,
-              keep: RetentionSettings) -> Policy:
-    """Returns the policy of these settings. The first two are those of mindspore's CheckpointConfig: the minutes count only
-    without a maximum, and without both all checkpoints stay. ``keep`` keeps more than those two.
+def policy_of(
+    keep_checkpoint_max: int | None,
+    keep_checkpoint_per_n_minutes: int | None,
+    keep: RetentionSettings,
+) -> Policy:
+    """Returns the policy of these settings. The first two are those of mindspore's
+    CheckpointConfig: the minutes count only without a maximum, and without both all checkpoints
+    stay. ``keep`` keeps more than those two.
 
-    Raises ConfigError if ``keep`` keeps more and both of the first two are not set: then all stay anyway. It does so on every
-    rank.
+    Raises ConfigError if ``keep`` keeps more and both of the first two are not set: then all stay
+    anyway. It does so on every rank.
     """
     if keep_checkpoint_max and keep_checkpoint_max > 0:
         base: Policy = KeepLast(keep_checkpoint_max)
@@ -221,11 +259,21 @@ def policy_of(keep_checkpoint_max: int | None, keep_checkpoint_per_n_minutes: in
     else:
         base = KEEP_ALL
     more: list[Policy] = [KeepEverySteps(keep.keep_every_steps)] if keep.keep_every_steps else []
-    more += [KeepBest(keep.keep_best_metric, keep.keep_best, keep.keep_best_mode)] if keep.keep_best else []
+    more += (
+        [KeepBest(keep.keep_best_metric, keep.keep_best, keep.keep_best_mode)]
+        if keep.keep_best
+        else []
+    )
     if more and base == KEEP_ALL:
-        keys = " and ".join(name for name in ("keep_every_steps", "keep_best") if getattr(keep, name))
-        raise ConfigError(f"mindresume: {keys} is set, but neither keep_checkpoint_max nor keep_checkpoint_per_n_minutes of "
-                          f"CheckpointMonitor: every checkpoint is kept anyway. Set keep_checkpoint_max, or remove {keys}")
+        keys = " and ".join(
+            name for name in ("keep_every_steps", "keep_best") if getattr(keep, name)
+        )
+        raise ConfigError(
+            f"mindresume: {keys} is set, but neither keep_checkpoint_max nor "
+            "keep_checkpoint_per_n_minutes of "
+            "CheckpointMonitor: every checkpoint is kept anyway. Set keep_checkpoint_max, or "
+            f"remove {keys}"
+        )
     return any_of([base, *more])
 
 

@@ -1,9 +1,11 @@
 """Decides which steps of a training are saved to disk, and which failures end the training.
 
-    policy = SavePolicy(options, settings, group, emit)
-    if policy.is_due(20): ...           # the same on all ranks
-    fatal = policy.record(outcome)      # an event; the error of a failed save if it ends the training, as configured
+policy = SavePolicy(options, settings, group, emit)
+if policy.is_due(20): ...           # the same on all ranks
+# an event; the error of a failed save if it ends the training, as configured
+fatal = policy.record(outcome)
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ class SaveOptions:
     Attributes:
         root: the checkpoint directory.
         prefix: of the names of files.
-        every_steps: saves fall on absolute multiples of it. Without it ``every_seconds`` counts; without both only the last step
-            is saved.
+        every_steps: saves fall on absolute multiples of it. Without it ``every_seconds`` counts;
+            without both only the last step is saved.
         async_save: "thread" or "process" saves in the background; True is "thread".
         iterations: Checkpoint 2.0.
         shown: the directory as the log names it.
@@ -34,6 +36,7 @@ class SaveOptions:
         retention: which checkpoints stay.
         since: time (``time.monotonic``) from which ``every_seconds`` counts; None: now.
     """
+
     root: str
     prefix: str
     every_steps: int | None = None
@@ -47,8 +50,9 @@ class SaveOptions:
 
 
 class SavePolicy:
-    """Decides alike on all ranks of ``group`` which steps are due, and records the outcomes of this rank's saves. The settings
-    ``on_save_error`` and ``max_failed_saves`` say which errors end the training.
+    """Decides alike on all ranks of ``group`` which steps are due, and records the outcomes of this
+    rank's saves. The settings ``on_save_error`` and ``max_failed_saves`` say which errors end the
+    training.
 
     Attributes:
         saved: the steps that the saver got, without those that failed.
@@ -66,7 +70,7 @@ class SavePolicy:
         self.begun_at = 0
         self.last_step: int | None = None
         self.stalls: dict[int, float] = {}
-        self._asked_for = 0                         # the step of the last ``is_due``
+        self._asked_for = 0  # the step of the last ``is_due``
         self._last_timed_save = runtime.monotonic() if options.since is None else options.since
 
     def begin(self, step: int) -> None:
@@ -74,8 +78,9 @@ class SavePolicy:
         self.begun_at = self._asked_for = step
 
     def is_due(self, step: int, force: bool = False) -> bool:
-        """Returns whether ``step`` is to be saved; ``force``: unless it is saved already. Called once a step, which in sink mode
-        arrive in jumps. With ``every_seconds`` it is a collective."""
+        """Returns whether ``step`` is to be saved; ``force``: unless it is saved already. Called
+        once a step, which in sink mode arrive in jumps. With ``every_seconds`` it is a
+        collective."""
         before, self._asked_for = (self._asked_for if self._asked_for < step else step - 1), step
         if step in self.saved or force:
             return step not in self.saved
@@ -85,7 +90,7 @@ class SavePolicy:
         if not seconds or seconds <= 0:
             return False
         due = runtime.monotonic() - self._last_timed_save > seconds
-        if self.group.size > 1:                     # clocks differ: rank 0 decides for all
+        if self.group.size > 1:  # clocks differ: rank 0 decides for all
             due = self.group.broadcast(b"1" if due else b"0") == b"1"
         if due:
             self._last_timed_save = runtime.monotonic()
@@ -94,7 +99,11 @@ class SavePolicy:
     def record(self, outcome: Outcome) -> SaveError | None:
         """Records an outcome. Returns its error if that ends the training."""
         if outcome.saved:
-            self.emit(SaveWritten(outcome.step, outcome.size, outcome.seconds, self.stalls.pop(outcome.step, None)))
+            self.emit(
+                SaveWritten(
+                    outcome.step, outcome.size, outcome.seconds, self.stalls.pop(outcome.step, None)
+                )
+            )
         else:
             self.saved.discard(outcome.step)
         if outcome.error is None:
@@ -106,4 +115,7 @@ class SavePolicy:
         """Records a failure. Returns whether it ends the training. ``step``: None if unknown."""
         self.failed_in_a_row += 1
         self.emit(SaveFailed(step, reason, self.failed_in_a_row))
-        return self.settings.on_save_error == "raise" or 0 < self.settings.max_failed_saves <= self.failed_in_a_row
+        return (
+            self.settings.on_save_error == "raise"
+            or 0 < self.settings.max_failed_saves <= self.failed_in_a_row
+        )

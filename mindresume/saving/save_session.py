@@ -1,10 +1,13 @@
-"""Acquires the checkpoint directory for one training: groups that share it, lease, run id, suffix of file names.
+"""Acquires the checkpoint directory for one training: groups that share it, lease, run id, suffix
+of file names.
 
-    session = open_save_session(directory, prefix, group, emit, settings.heartbeat)         # on all ranks together
-    session.begin(resumed)                      # warns of other trainings; nodes without a shared disk keep a common one
-    session.target                              # where to save
-    session.release()
+# on all ranks together
+session = open_save_session(directory, prefix, group, emit, settings.heartbeat)
+session.begin(resumed)  # warns of other trainings; nodes without a shared disk keep a common one
+session.target                              # where to save
+session.release()
 """
+
 from __future__ import annotations
 
 import os
@@ -38,12 +41,14 @@ from mindresume.saving.removal_plan import continued, others
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.operations import read_bytes, remove_stale
 
-_LEASES: dict[str, Lease] = {}          # {directory: lease} of this process, which runs one training at a time
+# {directory: lease} of this process, which runs one training at a time
+_LEASES: dict[str, Lease] = {}
 
 
 class Resumed(Protocol):
-    """A checkpoint from which a training resumes (a ``mindresume.resume.choice.Choice``), the folder that it lies in, and the
-    checkpoint directory of its training, which differ for a tier in memory."""
+    """A checkpoint from which a training resumes (a ``mindresume.resume.choice.Choice``), the
+    folder that it lies in, and the checkpoint directory of its training, which differ for a tier in
+    memory."""
 
     @property
     def chosen(self) -> Candidate | None: ...
@@ -57,8 +62,10 @@ class Resumed(Protocol):
 
 @dataclass
 class SaveSession:
-    """The directory that a training has acquired. ``suffix``: of the names of files, the same on all ranks. ``is_leader``: this
-    rank commits and prunes. ``lease``: on leaders. ``peer_state``: for nodes that share no disk."""
+    """The directory that a training has acquired. ``suffix``: of the names of files, the same on
+    all ranks. ``is_leader``: this rank commits and prunes. ``lease``: on leaders. ``peer_state``:
+    for nodes that share no disk."""
+
     target: SaveTarget
     suffix: int
     shared_groups: SharedGroups
@@ -74,7 +81,7 @@ class SaveSession:
         if self.lease is not None:
             self.lease.release()
 
-    # ---- nodes that share no disk ----------------------------------------------------------------------------------------
+    # ---- nodes that share no disk ----------------------------------------------------------------
 
     def local_state(self) -> Any:
         """Returns what the other nodes are to know of this one."""
@@ -84,12 +91,13 @@ class SaveSession:
         """Acts on ``rows``, the local states of all ranks."""
         try:
             self.peer_state.on_peer_state(rows)
-        except OSError as error:                        # nothing newer than the recorded checkpoint is removed
+        except OSError as error:
+            # nothing newer than the recorded checkpoint is removed
             self.emit(warning(f"{self.target.root}: {error}"))
 
     def begin(self, resumed: Resumed | None) -> None:
-        """Records the loaded checkpoint as the common one of nodes that share no disk, until they have a newer one. ``resumed``:
-        what this training has loaded; None: nothing."""
+        """Records the loaded checkpoint as the common one of nodes that share no disk, until they
+        have a newer one. ``resumed``: what this training has loaded; None: nothing."""
         root = self.target.root
         if self.is_leader:
             self._warn_of_others()
@@ -97,11 +105,17 @@ class SaveSession:
             if self.is_leader:
                 try:
                     clear_common(self.target)
-                except OSError as error:                # then more stays than must; no rank fails alone for that
+                except OSError as error:
+                    # then more stays than must; no rank fails alone for that
                     self.emit(warning(f"{root}: {error}"))
             return
-        self.emit(warning(f"the nodes share no disk at {root}: each keeps what its own ranks save, here rank "
-                          f"{listed(self.target.local_ranks)}, and a resume takes the newest checkpoint that all of them have"))
+        self.emit(
+            warning(
+                f"the nodes share no disk at {root}: each keeps what its own ranks save, here rank "
+                f"{listed(self.target.local_ranks)}, and a resume takes the newest checkpoint that "
+                "all of them have"
+            )
+        )
         chosen = resumed.chosen if resumed is not None and resumed.root == root else None
         try:
             self.peer_state.record(chosen.name if chosen is not None else "")
@@ -109,31 +123,52 @@ class SaveSession:
             self.emit(warning(f"{root}: {error}"))
 
     def _warn_of_others(self) -> None:
-        """Warns of checkpoints of another training in this directory, which retention does not touch."""
+        """Warns of checkpoints of another training in this directory, which retention does not
+        touch."""
         root = self.target.root
         try:
             rows = others(scan_records(self.target)[0], self.target.lineage)
         except OSError as error:
-            self.emit(Notice(f"whether {root} holds checkpoints of another training is not known: {error}"))
+            self.emit(
+                Notice(
+                    f"whether {root} holds checkpoints of another training is not known: {error}"
+                )
+            )
             return
         if rows:
             steps = sorted({candidate.step or 0 for candidate in rows})
-            self.emit(warning(f"{root} holds {counted(len(rows), 'checkpoint')} of another training, step {listed(steps)}, "
-                              f"which this run does not continue. They are not counted and never removed: "
-                              f"mindresume prune --all-trainings removes them; or give each training an output_dir of its own"))
+            self.emit(
+                warning(
+                    f"{root} holds {counted(len(rows), 'checkpoint')} of another training, step "
+                    f"{listed(steps)}, "
+                    f"which this run does not continue. They are not counted and never removed: "
+                    "mindresume prune --all-trainings removes them; or give each training an "
+                    "output_dir of its own"
+                )
+            )
 
 
-def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit: Emit, heartbeat: float,
-                      iterations: bool = False, shared_groups: dict[str, SharedGroups] | None = None, origin: Resumed
-                      | None = None, remote: RemoteCheckpoints | None = None, in_memory: str = "",
-                      leases: dict[str, Lease] | None = None) -> SaveSession:
+def open_save_session(
+    directory: CheckpointDir,
+    prefix: str,
+    group: Group,
+    emit: Emit,
+    heartbeat: float,
+    iterations: bool = False,
+    shared_groups: dict[str, SharedGroups] | None = None,
+    origin: Resumed | None = None,
+    remote: RemoteCheckpoints | None = None,
+    in_memory: str = "",
+    leases: dict[str, Lease] | None = None,
+) -> SaveSession:
     """Acquires ``root``, on all ranks of ``group`` together.
 
     Args:
         prefix: of the names of files.
         heartbeat: seconds between two heartbeats; 0: none.
         iterations: Checkpoint 2.0.
-        shared_groups: {directory: groups of ranks that share it}, as far as known; this call adds what it finds.
+        shared_groups: {directory: groups of ranks that share it}, as far as known; this call adds
+            what it finds.
         origin: the checkpoint whose training goes on, before any conversion; None: a new training.
         remote: the object store, with whose runs the number of this one is compared, too.
         in_memory: the same for the latest run in memory; empty: none.
@@ -149,41 +184,87 @@ def open_save_session(directory: CheckpointDir, prefix: str, group: Group, emit:
     shared = shared_groups[root]
     if shared.is_split and iterations:
         blind = [rank for rank, leader in enumerate(shared.leaders) if leader != shared.leaders[0]]
-        raise ConfigError(f"Checkpoint 2.0 is not supported in non-shared storage environments with multiple hosts: rank "
-                          f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) on a disk that "
-                          f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True")
-    # By all ranks: whether one has a ``remote`` follows from the environment of its node, which can differ.
-    run_on_rank0(group, partial(number_runs, directory, remote, in_memory, emit), Watchdog("numbering the run"))
+        raise ConfigError(
+            "Checkpoint 2.0 is not supported in non-shared storage environments with multiple "
+            "hosts: rank "
+            f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) "
+            "on a disk that "
+            f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True"
+        )
+    # By all ranks: whether one has a ``remote`` follows from the environment of its node, which can
+    # differ.
+    run_on_rank0(
+        group,
+        partial(number_runs, directory, remote, in_memory, emit),
+        Watchdog("numbering the run"),
+    )
     # Without a common run the lease finds the next one.
     common_run = next_common_run(directory, group) if shared.is_split else ""
     holder = replace(holder_of_this_process(SAVING, group.size), run=common_run)
     memory = _LEASES if leases is None else leases
     is_leader = shared.is_leader(group.rank)
-    # Rank 0 may watch the lease of another job for some minutes, which is less than the stall timeout.
-    runs = gather_results(group, partial(_acquire, directory, group, holder, heartbeat, emit, iterations, memory)
-                          if is_leader else _nothing, Watchdog("acquiring the directory"))
-    if shared.is_split:                                    # if they do share it, two of them have now acquired one directory
+    # Rank 0 may watch the lease of another job for some minutes, which is less than the stall
+    # timeout.
+    runs = gather_results(
+        group,
+        partial(_acquire, directory, group, holder, heartbeat, emit, iterations, memory)
+        if is_leader
+        else _nothing,
+        Watchdog("acquiring the directory"),
+    )
+    # if they do share it, two of them have now acquired one directory
+    if shared.is_split:
         gather_results(group, partial(check_not_shared, memory[root]) if is_leader else _nothing)
-    suffixes = gather_results(group, partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations),
-                              Watchdog("looking for unused names"))
+    suffixes = gather_results(
+        group,
+        partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations),
+        Watchdog("looking for unused names"),
+    )
     run, part = runs[0], shared.ranks(group.rank) if shared.is_split else ()
-    lineage = run if origin is None else continued(
-        origin.chosen, run, os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root))      # on all ranks the same choice
-    target = SaveTarget(directory.storage, root, run, group.rank, group.size, iterations, part, lineage)
-    session = SaveSession(target, max(suffixes), shared, memory[root] if is_leader else None,
-                          PeerState(directory, run, shared, group.rank), emit)
+    lineage = (
+        run
+        if origin is None
+        else continued(
+            # on all ranks the same choice
+            origin.chosen,
+            run,
+            os.path.realpath(origin.checkpoint_dir) == os.path.realpath(root),
+        )
+    )
+    target = SaveTarget(
+        directory.storage, root, run, group.rank, group.size, iterations, part, lineage
+    )
+    session = SaveSession(
+        target,
+        max(suffixes),
+        shared,
+        memory[root] if is_leader else None,
+        PeerState(directory, run, shared, group.rank),
+        emit,
+    )
     runtime.at_exit(session.release)
     return session
 
 
-def _acquire(directory: CheckpointDir, group: Group, holder: LeaseHolder, heartbeat: float, emit: Emit, iterations: bool,
-             memory: dict[str, Lease]) -> str:
+def _acquire(
+    directory: CheckpointDir,
+    group: Group,
+    holder: LeaseHolder,
+    heartbeat: float,
+    emit: Emit,
+    iterations: bool,
+    memory: dict[str, Lease],
+) -> str:
     """Acquires the directory, on each leader. Returns the run."""
-    if group.rank != 0:                                     # it is on a disk that rank 0 does not see
+    # it is on a disk that rank 0 does not see
+    if group.rank != 0:
         check_directory(directory)
-    if directory.root in memory:                            # of an earlier training of this process, which is over
+    # of an earlier training of this process, which is over
+    if directory.root in memory:
         memory.pop(directory.root).release()
-    memory[directory.root] = acquire(directory, holder, heartbeat, emit, keep_run_marker=iterations).start()
+    memory[directory.root] = acquire(
+        directory, holder, heartbeat, emit, keep_run_marker=iterations
+    ).start()
     return memory[directory.root].run
 
 
@@ -191,19 +272,32 @@ def _nothing() -> None:
     return None
 
 
-def _unused_suffix(directory: CheckpointDir, prefix: str, rank: int, is_leader: bool, iterations: bool) -> int:
-    """Returns the smallest suffix that no file of this rank uses, and on a leader, that no record uses either: rank folders can
-    have been deleted by hand, and names with records are not used again."""
-    unused = 0 if iterations else free_suffix(directory.storage.list(directory.path(folder_name(rank))), prefix, rank)
-    names = [parse_name(os.path.basename(path)) for path in scan_records(directory)[1]] if is_leader else []
+def _unused_suffix(
+    directory: CheckpointDir, prefix: str, rank: int, is_leader: bool, iterations: bool
+) -> int:
+    """Returns the smallest suffix that no file of this rank uses, and on a leader, that no record
+    uses either: rank folders can have been deleted by hand, and names with records are not used
+    again."""
+    unused = (
+        0
+        if iterations
+        else free_suffix(directory.storage.list(directory.path(folder_name(rank))), prefix, rank)
+    )
+    names = (
+        [parse_name(os.path.basename(path)) for path in scan_records(directory)[1]]
+        if is_leader
+        else []
+    )
     return max([unused, *(name.suffix + 1 for name in names if name and name.prefix == prefix)])
 
 
-# ---- preflight -----------------------------------------------------------------------------------------------------
+# ---- preflight -----------------------------------------------------------------------------------
+
 
 def check_directory(directory: CheckpointDir) -> None:
-    """Tests, before a training begins, whether it can hold checkpoints: runs every operation of a save once, with a small
-    file. Raises SaveError that names the operation that failed or had another effect. Removes old probe files of dead jobs."""
+    """Tests, before a training begins, whether it can hold checkpoints: runs every operation of a
+    save once, with a small file. Raises SaveError that names the operation that failed or had
+    another effect. Removes old probe files of dead jobs."""
     storage, root, folder = directory.storage, directory.root, directory.path(FOLDER)
     first, second = (os.path.join(folder, f"{PROBE}{runtime.token_hex(4)}") for _ in range(2))
     what = "making a folder"
@@ -211,7 +305,8 @@ def check_directory(directory: CheckpointDir) -> None:
         storage.make_folder(folder)
         what = "flushing the folders above"
         storage.sync(root)
-        with suppress(PermissionError):         # not our folder: ``root`` existed before, and its name is durable
+        # not our folder: ``root`` existed before, and its name is durable
+        with suppress(PermissionError):
             storage.sync(os.path.dirname(os.path.abspath(root)))
         what = "writing and flushing a file"
         storage.write(first, [b"one"], 3)
@@ -228,14 +323,19 @@ def check_directory(directory: CheckpointDir) -> None:
         names = set(storage.list(folder))
         _check_listed(root, first, names, True)
         _check_listed(root, second, names, False)
-        remove_stale(storage, [os.path.join(folder, name) for name in names if is_probe(name)], first)
+        remove_stale(
+            storage, [os.path.join(folder, name) for name in names if is_probe(name)], first
+        )
         what = "removing a file"
         storage.remove(first)
         what = "listing the folder again"
         _check_listed(root, first, set(storage.list(folder)), False)
     except OSError as error:
-        raise SaveError(f"{root} cannot hold checkpoints: {what} failed: {error.strerror or error} ({error.filename or folder}). "
-                        f"Give the job an output_dir on a disk that can be written to and has atomic rename") from error
+        raise SaveError(
+            f"{root} cannot hold checkpoints: {what} failed: {error.strerror or error} "
+            f"({error.filename or folder}). "
+            f"Give the job an output_dir on a disk that can be written to and has atomic rename"
+        ) from error
     finally:
         for path in (first, second):
             with suppress(OSError):
@@ -245,10 +345,16 @@ def check_directory(directory: CheckpointDir) -> None:
 def _check_content(directory: CheckpointDir, path: str, content: bytes) -> None:
     data = read_bytes(directory.storage, path, 1 << 10)
     if data != content:
-        raise SaveError(f"{directory.root} cannot hold checkpoints: {path} reads {data!r} after {content!r} was written there")
+        raise SaveError(
+            f"{directory.root} cannot hold checkpoints: {path} reads {data!r} after {content!r} "
+            "was written there"
+        )
 
 
 def _check_listed(root: str, path: str, names: set[str], expected: bool) -> None:
     if (os.path.basename(path) in names) != expected:
-        raise SaveError(f"{root} cannot hold checkpoints: {path} is {'not ' if expected else 'still '}listed after it was "
-                        f"{'made' if expected else 'renamed or removed'}")
+        raise SaveError(
+            f"{root} cannot hold checkpoints: {path} is {'not ' if expected else 'still '}listed "
+            "after it was "
+            f"{'made' if expected else 'renamed or removed'}"
+        )

@@ -1,10 +1,13 @@
-"""Defines what one rank saves at a step, and writes it: its files of weights, then a record of them; weights for inference.
+"""Defines what one rank saves at a step, and writes it: its files of weights, then a record of
+them; weights for inference.
 
     write_shard(target, shard)       # publish the files ─▶ publish the record of what was written
     write_extra_weights(storage, extra, target.run)
 
-A process that dies between two of these operations leaves earlier checkpoints as they were, and files that no record names.
+A process that dies between two of these operations leaves earlier checkpoints as they were, and
+files that no record names.
 """
+
 from __future__ import annotations
 
 import errno
@@ -21,7 +24,13 @@ from mindresume.coordination.lease import fence, half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import CheckpointDir
-from mindresume.formats.iterations import MODEL, OPTIMIZER, WeightFile, iteration_name, parse_iteration
+from mindresume.formats.iterations import (
+    MODEL,
+    OPTIMIZER,
+    WeightFile,
+    iteration_name,
+    parse_iteration,
+)
 from mindresume.formats.rank_folders import FileName, folder_name, label, parse_name
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import (
@@ -40,7 +49,14 @@ from mindresume.model.manifest import (
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import UnknownOutcomeError, publish
-from mindresume.tensor_files import Checksums, checksummed, encode, encode_plan, file_checksum, plan_arrays
+from mindresume.tensor_files import (
+    Checksums,
+    checksummed,
+    encode,
+    encode_plan,
+    file_checksum,
+    plan_arrays,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class SaveTarget(CheckpointDir):
         lineage: the run that began this training (``removal_plan.py``).
         samples_in_common: ``common.json`` may have ``consumed_samples``.
     """
+
     run: str
     rank: int
     world_size: int
@@ -67,12 +84,21 @@ class SaveTarget(CheckpointDir):
         return self.local_ranks or range(self.world_size)
 
     def data_dir(self, step: int) -> str:
-        """Returns the folder to which paths of files are relative. An iteration folder gets its final name after the commit."""
-        return os.path.join(self.root, FOLDER, attempt_name(step, self.run)) if self.iterations else self.root
+        """Returns the folder to which paths of files are relative. An iteration folder gets its
+        final name after the commit."""
+        return (
+            os.path.join(self.root, FOLDER, attempt_name(step, self.run))
+            if self.iterations
+            else self.root
+        )
 
     def data_dirs(self, step: int) -> list[str]:
-        """Returns all possible ``data_dir``: of an iteration folder the hidden one and the final one."""
-        return [self.data_dir(step), *([os.path.join(self.root, iteration_name(step))] if self.iterations else [])]
+        """Returns all possible ``data_dir``: of an iteration folder the hidden one and the final
+        one."""
+        return [
+            self.data_dir(step),
+            *([os.path.join(self.root, iteration_name(step))] if self.iterations else []),
+        ]
 
     def attempt(self, step: int) -> str:
         """Returns the folder of records."""
@@ -81,8 +107,9 @@ class SaveTarget(CheckpointDir):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a shard. ``path``: relative to ``data_dir``. ``tensors``: in the order of the network. ``metadata``: written
-    to the header in addition to our label."""
+    """One file of a shard. ``path``: relative to ``data_dir``. ``tensors``: in the order of the
+    network. ``metadata``: written to the header in addition to our label."""
+
     path: str
     format: str
     tensors: Mapping[str, np.ndarray]
@@ -91,8 +118,9 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Shard:
-    """The state that one rank saves at one step. ``layouts``: (layout, global shape) of the sharded tensors. ``deduplicated``:
-    tensors that several ranks hold are written by one of them only."""
+    """The state that one rank saves at one step. ``layouts``: (layout, global shape) of the sharded
+    tensors. ``deduplicated``: tensors that several ranks hold are written by one of them only."""
+
     files: tuple[ShardFile, ...]
     state: TrainingState
     layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] = field(default_factory=dict)
@@ -100,30 +128,58 @@ class Shard:
     deduplicated: bool = False
 
 
-def rank_shard(name: FileName, state: TrainingState, tensors: Mapping[str, np.ndarray],
-               layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
-               random: Mapping[str, object] | None = None, metadata: Mapping[str, str] | None = None) -> Shard:
+def rank_shard(
+    name: FileName,
+    state: TrainingState,
+    tensors: Mapping[str, np.ndarray],
+    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
+    random: Mapping[str, object] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Shard:
     """Returns a shard of Checkpoint 1.0: one file in the folder of the rank."""
     file = ShardFile(f"{folder_name(name.rank)}/{name}", name.format, tensors, metadata or {})
-    return Shard((file,), state, layouts or {}, random or {}, file.metadata.get("remove_redundancy") == "True")
+    return Shard(
+        (file,),
+        state,
+        layouts or {},
+        random or {},
+        file.metadata.get("remove_redundancy") == "True",
+    )
 
 
-def iteration_shard(prefix: str | None, target: SaveTarget, state: TrainingState, model: Mapping[str, np.ndarray],
-                    optimizer: Mapping[str, np.ndarray] | None,
-                    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
-                    random: Mapping[str, object] | None = None, deduplicated: bool = False) -> Shard:
-    """Returns a shard of Checkpoint 2.0: a file of ``model`` and, unless None, one of ``optimizer``. A rank writes an empty file
-    too, so that the number in the names is the number of ranks."""
+def iteration_shard(
+    prefix: str | None,
+    target: SaveTarget,
+    state: TrainingState,
+    model: Mapping[str, np.ndarray],
+    optimizer: Mapping[str, np.ndarray] | None,
+    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
+    random: Mapping[str, object] | None = None,
+    deduplicated: bool = False,
+) -> Shard:
+    """Returns a shard of Checkpoint 2.0: a file of ``model`` and, unless None, one of
+    ``optimizer``. A rank writes an empty file too, so that the number in the names is the number of
+    ranks."""
     metadata = {"format": "ms", "remove_redundancy": str(deduplicated)}
-    files = [ShardFile(str(WeightFile(prefix, kind, target.rank, target.world_size)), "safetensors", tensors, metadata)
-             for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer)) if tensors is not None]
+    files = [
+        ShardFile(
+            str(WeightFile(prefix, kind, target.rank, target.world_size)),
+            "safetensors",
+            tensors,
+            metadata,
+        )
+        for kind, tensors in ((MODEL, model), (OPTIMIZER, optimizer))
+        if tensors is not None
+    ]
     return Shard(tuple(files), state, layouts or {}, random or {}, deduplicated)
 
 
 @dataclass(frozen=True)
 class ExtraWeights:
-    """Weights for inference: ``checkpoint_network`` and ``checkpoint_trainable``. They have no records, and no resume uses them.
-    ``kind``: "network" or "trainable_params", part of the name. ``keep``: how many stay in ``folder``; 0: all."""
+    """Weights for inference: ``checkpoint_network`` and ``checkpoint_trainable``. They have no
+    records, and no resume uses them. ``kind``: "network" or "trainable_params", part of the name.
+    ``keep``: how many stay in ``folder``; 0: all."""
+
     folder: str
     name: str
     kind: str
@@ -136,6 +192,7 @@ class ExtraWeights:
 @dataclass(frozen=True)
 class Save:
     """Everything that one rank writes at one step."""
+
     shard: Shard
     extras: tuple[ExtraWeights, ...] = ()
 
@@ -151,12 +208,15 @@ class Save:
 
 
 class StepState:
-    """The state of a training at the end of a step, as the trainer offers it to what saves. ``step``: counted from the beginning
-    of the training, over all resumes. A subclass defines at least ``collect``."""
+    """The state of a training at the end of a step, as the trainer offers it to what saves.
+    ``step``: counted from the beginning of the training, over all resumes. A subclass defines at
+    least ``collect``."""
+
     step: int
 
     def collect(self) -> Save:
-        """Returns everything that this rank writes. All ranks call it, because it can be a collective."""
+        """Returns everything that this rank writes. All ranks call it, because it can be a
+        collective."""
         raise NotImplementedError
 
     def collect_local(self) -> Shard:
@@ -168,15 +228,18 @@ class StepState:
         return False
 
     def save(self, manager: Any) -> None:
-        """Saves the step to disk: collects it and gives it to ``manager.save`` (``CheckpointManager``). All ranks call it, also
-        one that has saved the step, for which ``save`` does nothing."""
+        """Saves the step to disk: collects it and gives it to ``manager.save``
+        (``CheckpointManager``). All ranks call it, also one that has saved the step, for which
+        ``save`` does nothing."""
         manager.save(self.collect())
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a save. ``saved``: this rank's shard is written, recorded and durable; ``error`` may still name a file of
-    extra weights. ``size``: bytes of the shard. ``seconds``: of writing."""
+    """The outcome of a save. ``saved``: this rank's shard is written, recorded and durable;
+    ``error`` may still name a file of extra weights. ``size``: bytes of the shard. ``seconds``: of
+    writing."""
+
     step: int
     saved: bool
     error: SaveError | None = None
@@ -184,25 +247,31 @@ class Outcome:
     seconds: float = 0.0
 
 
-_RECORD_ROOM = 64 << 10         # bytes for the small files that follow the weights
+_RECORD_ROOM = 64 << 10  # bytes for the small files that follow the weights
 
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A shard whose record exists. ``durability_error``: an error after the rename of the record: until the commit a power
-    loss may undo the rename."""
+    """A shard whose record exists. ``durability_error``: an error after the rename of the record:
+    until the commit a power loss may undo the rename."""
+
     record: Record
     durability_error: SaveError | None = None
 
 
-def write_shard(target: SaveTarget, shard: Shard, saved_at: float | None = None, progress: ProgressReporter | None = None
-                ) -> WrittenShard:
-    """Writes this rank's files and its record, unless this run has written them already. ``saved_at``: see ``Record``; None: the
-    time at which the files are written.
+def write_shard(
+    target: SaveTarget,
+    shard: Shard,
+    saved_at: float | None = None,
+    progress: ProgressReporter | None = None,
+) -> WrittenShard:
+    """Writes this rank's files and its record, unless this run has written them already.
+    ``saved_at``: see ``Record``; None: the time at which the files are written.
 
-    An error before the rename of the record leaves nothing, or files without a record. After the rename nothing that the record
-    names is removed, whatever the error: rank 0 may have seen the record, committed the step and removed older ones. The disk
-    then tells whether this rank has saved. The same step may be tried again after any error.
+    An error before the rename of the record leaves nothing, or files without a record. After the
+    rename nothing that the record names is removed, whatever the error: rank 0 may have seen the
+    record, committed the step and removed older ones. The disk then tells whether this rank has
+    saved. The same step may be tried again after any error.
 
     Raises:
         SaveError: names what failed.
@@ -217,20 +286,29 @@ def write_shard(target: SaveTarget, shard: Shard, saved_at: float | None = None,
         fence(target, target.run)
         written_to = [data_dir]
         if target.iterations and iteration_name(step) in target.storage.list(target.root):
-            written_to.append(target.path(iteration_name(step)))    # listed first: NFS caches that a name looked up was absent
+            # listed first: NFS caches that a name looked up was absent
+            written_to.append(target.path(iteration_name(step)))
         before = _read_own_record(target, step, written_to)
         if before is not None:
             return WrittenShard(before[0])
-        files = [replace(file, metadata={**file.metadata, **label(target.run, step)}) for file in shard.files]
+        files = [
+            replace(file, metadata={**file.metadata, **label(target.run, step)})
+            for file in shard.files
+        ]
         plans = [plan_arrays(file.format, file.tensors, file.metadata) for file in files]
         there = {path for path in paths if target.storage.status(path) is not None}
-        needed = sum(plan.size for path, plan in zip(paths, plans, strict=True) if path not in there)
+        needed = sum(
+            plan.size for path, plan in zip(paths, plans, strict=True) if path not in there
+        )
         room = target.storage.free_space(target.root)
         if room < needed + _RECORD_ROOM:
             raise OutOfSpaceError(
-                f"step {step} was not saved on rank {target.rank}: its file needs {needed / 2**20:.1f} MiB, {target.root} has "
-                f"room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved before are untouched; free some "
-                f"space, or keep fewer (keep_checkpoint_max, mindresume prune)")
+                f"step {step} was not saved on rank {target.rank}: its file needs "
+                f"{needed / 2**20:.1f} MiB, {target.root} has "
+                f"room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved "
+                "before are untouched; free some "
+                f"space, or keep fewer (keep_checkpoint_max, mindresume prune)"
+            )
         progress = progress or ProgressReporter.silent()
         progress.expect(needed)
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, paths)]):
@@ -245,90 +323,148 @@ def write_shard(target: SaveTarget, shard: Shard, saved_at: float | None = None,
                     pieces = checksummed(encode_plan(plan, file.tensors), into, progress)
                     written = publish(target.storage, where, pieces, target.run, plan.size)
                     if written != plan.size:
-                        raise OSError(errno.EIO, f"wrote {written} bytes, expected {plan.size}", where)
+                        raise OSError(
+                            errno.EIO, f"wrote {written} bytes, expected {plan.size}", where
+                        )
                 rows.append(FileRecord(file.path, file.format, plan.size, into.file))
-            record = Record(target.run, target.rank, target.world_size, shard.state,
-                            runtime.timestamp() if saved_at is None else saved_at, tuple(rows), shard.deduplicated,
-                            target.lineage, target.local_ranks)
+            record = Record(
+                target.run,
+                target.rank,
+                target.world_size,
+                shard.state,
+                runtime.timestamp() if saved_at is None else saved_at,
+                tuple(rows),
+                shard.deduplicated,
+                target.lineage,
+                target.local_ranks,
+            )
             where = os.path.join(attempt, record_name(target.rank))
             try:
-                publish(target.storage, where, [record.encode(details_of_shard(shard, sums))], target.run)
+                publish(
+                    target.storage,
+                    where,
+                    [record.encode(details_of_shard(shard, sums))],
+                    target.run,
+                )
             except UnknownOutcomeError as error:
                 return _resolve_unconfirmed(target, step, error)
-        except OSError:                     # no record names these files: they fill the disk and block a retry
-            with suppress(OSError):         # the first error is the one to report
+        except OSError:
+            # no record names these files: they fill the disk and block a retry
+            with suppress(OSError):  # the first error is the one to report
                 for path in made:
                     target.storage.remove(path)
             raise
-    except (OSError, ValueError) as error:      # ValueError: a dtype or name that the format cannot hold
-        reason, where = getattr(error, "strerror", None) or error, getattr(error, "filename", None) or where
-        raise _error_type(error)(f"step {step} was not saved on rank {target.rank}: {reason} ({where}). The checkpoints saved "
-                                 f"before are untouched") from error
+    except (OSError, ValueError) as error:
+        # ValueError: a dtype or name that the format cannot hold
+        reason, where = (
+            getattr(error, "strerror", None) or error,
+            getattr(error, "filename", None) or where,
+        )
+        raise _error_type(error)(
+            f"step {step} was not saved on rank {target.rank}: {reason} ({where}). The checkpoints "
+            "saved "
+            f"before are untouched"
+        ) from error
     return WrittenShard(record)
 
 
 def _error_type(error: Exception) -> type[SaveError]:
-    return OutOfSpaceError if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else SaveError
+    return (
+        OutOfSpaceError
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        else SaveError
+    )
 
 
 def _resolve_unconfirmed(target: SaveTarget, step: int, error: UnknownOutcomeError) -> WrittenShard:
-    """Returns the shard as it is on disk after an error at or after the rename of its record. Raises SaveError if it cannot be
-    read."""
+    """Returns the shard as it is on disk after an error at or after the rename of its record.
+    Raises SaveError if it cannot be read."""
     try:
         found = _read_own_record(target, step, target.data_dirs(step))
     except OSError:
         found = None
     if found is None:
-        raise _error_type(error)(f"step {step} may not be saved on rank {target.rank}: {error.strerror} ({error.filename}), and "
-                                 f"its record cannot be read now. Nothing was removed: it counts if the record turns out to be "
-                                 f"there") from error
+        raise _error_type(error)(
+            f"step {step} may not be saved on rank {target.rank}: {error.strerror} "
+            f"({error.filename}), and "
+            "its record cannot be read now. Nothing was removed: it counts if the record turns "
+            "out to be "
+            f"there"
+        ) from error
     record, committed = found
-    if committed:                               # with the manifest rank 0 has flushed the folder of records
+    # with the manifest rank 0 has flushed the folder of records
+    if committed:
         return WrittenShard(record)
-    return WrittenShard(record, SaveError(
-        f"step {step} may not stay saved on rank {target.rank}: its record is there, but a loss of power could undo that: "
-        f"{error.strerror} ({error.filename}). Nothing was removed: it counts if all ranks have recorded it"))
+    return WrittenShard(
+        record,
+        SaveError(
+            f"step {step} may not stay saved on rank {target.rank}: its record is there, but a "
+            "loss of power could undo that: "
+            f"{error.strerror} ({error.filename}). Nothing was removed: it counts if all ranks "
+            "have recorded it"
+        ),
+    )
 
 
-def _read_own_record(target: SaveTarget, step: int, data_dirs: Sequence[str]) -> tuple[Record, bool] | None:
-    """Returns (record of this rank and run, whether rank 0 has committed the step) if the files have the recorded sizes. Looks at
-    both names of an iteration folder, which may be renamed at any moment. Raises OSError if it cannot be known."""
+def _read_own_record(
+    target: SaveTarget, step: int, data_dirs: Sequence[str]
+) -> tuple[Record, bool] | None:
+    """Returns (record of this rank and run, whether rank 0 has committed the step) if the files
+    have the recorded sizes. Looks at both names of an iteration folder, which may be renamed at any
+    moment. Raises OSError if it cannot be known."""
     for data_dir in data_dirs:
         try:
-            with target.storage.open(os.path.join(data_dir, FOLDER, attempt_name(step, target.run),
-                                                  record_name(target.rank))) as file:
+            with target.storage.open(
+                os.path.join(
+                    data_dir, FOLDER, attempt_name(step, target.run), record_name(target.rank)
+                )
+            ) as file:
                 record, _ = read_record(file)
         except (FileNotFoundError, RecordError):
             continue
         found = [target.storage.status(os.path.join(data_dir, row.path)) for row in record.files]
-        if all(status is not None and status.size == row.size for row, status in zip(record.files, found, strict=True)):
+        if all(
+            status is not None and status.size == row.size
+            for row, status in zip(record.files, found, strict=True)
+        ):
             return record, is_committed(target, step)
     return None
 
 
 def is_committed(target: SaveTarget, step: int) -> bool:
     """Returns whether this run has committed ``step``. Raises OSError."""
-    return any(target.storage.status(os.path.join(data_dir, FOLDER, attempt_name(step, target.run), MANIFEST)) is not None
-               for data_dir in target.data_dirs(step))
+    return any(
+        target.storage.status(
+            os.path.join(data_dir, FOLDER, attempt_name(step, target.run), MANIFEST)
+        )
+        is not None
+        for data_dir in target.data_dirs(step)
+    )
 
 
-def _check_same(storage: Storage, path: str, pieces: Iterable[tuple[str | None, memoryview]], into: Checksums) -> None:
-    """Checks that ``path`` has the content ``pieces``, which would be written, and computes its checksums. An earlier attempt of
-    this run wrote it; its record may exist without being visible yet, so the file is not touched. Raises SaveError if the content
-    differs."""
+def _check_same(
+    storage: Storage, path: str, pieces: Iterable[tuple[str | None, memoryview]], into: Checksums
+) -> None:
+    """Checks that ``path`` has the content ``pieces``, which would be written, and computes its
+    checksums. An earlier attempt of this run wrote it; its record may exist without being visible
+    yet, so the file is not touched. Raises SaveError if the content differs."""
     for _ in checksummed(pieces, into):
         pass
     with storage.open(path) as opened:
         found = file_checksum(opened)
     if found != (into.file, into.size):
-        raise SaveError(f"{path} exists already, with other content; a file of a checkpoint is never overwritten. If another "
-                        f"job is writing into this folder, give each job a folder of its own")
+        raise SaveError(
+            f"{path} exists already, with other content; a file of a checkpoint is never "
+            "overwritten. If another "
+            f"job is writing into this folder, give each job a folder of its own"
+        )
     storage.sync(os.path.dirname(path))
 
 
 def mark_emergency(target: SaveTarget, step: int) -> None:
-    """Marks the save of ``step`` as an emergency save: ranks were lost, and the shards of the others may be all of it. Each rank
-    that is left does so before it writes, unless the step is committed. Raises OSError."""
+    """Marks the save of ``step`` as an emergency save: ranks were lost, and the shards of the
+    others may be all of it. Each rank that is left does so before it writes, unless the step is
+    committed. Raises OSError."""
     if is_committed(target, step):
         return
     attempt = target.attempt(step)
@@ -342,17 +478,24 @@ def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
     for index, file in enumerate(shard.files):
         for name, array in file.tensors.items():
             layout, global_shape = shard.layouts.get(name, (None, None))
-            rows[name] = TensorRecord("str" if array.dtype.kind == "U" else str(array.dtype), tuple(array.shape),
-                                      sums[index].tensors[name], layout, global_shape, index)
+            rows[name] = TensorRecord(
+                "str" if array.dtype.kind == "U" else str(array.dtype),
+                tuple(array.shape),
+                sums[index].tensors[name],
+                layout,
+                global_shape,
+                index,
+            )
     return Details(rows, shard.random)
 
 
 def clean_own_folder(target: SaveTarget) -> list[str]:
-    """Removes the temporary files of earlier runs and of repairs from this rank's folder; the first rank, from the iteration
-    folders, too. Returns their names. Those runs are dead: the launch of this run has ended them. A repair that still goes on
-    fails, and can be tried again.
+    """Removes the temporary files of earlier runs and of repairs from this rank's folder; the first
+    rank, from the iteration folders, too. Returns their names. Those runs are dead: the launch of
+    this run has ended them. A repair that still goes on fails, and can be tried again.
 
-    Flushes ``root``: a rank folder counts as durable, but its maker may have died right after ``mkdir``.
+    Flushes ``root``: a rank folder counts as durable, but its maker may have died right after
+        ``mkdir``.
     """
     storage, root = target.storage, target.root
     if storage.status(root) is not None:
@@ -361,7 +504,8 @@ def clean_own_folder(target: SaveTarget) -> list[str]:
     if target.iterations and target.rank == target.ranks[0]:
         folders += [name for name in storage.list(root) if parse_iteration(name) is not None]
     removed = []
-    for folder in folders:                              # one after the other: the own one is cleaned whatever the others are
+    # one after the other: the own one is cleaned whatever the others are
+    for folder in folders:
         for name, run in half_written(storage.list(target.path(folder))):
             if run_sequence(run) < run_sequence(target.run):
                 storage.remove(target.path(folder, name))
@@ -369,23 +513,40 @@ def clean_own_folder(target: SaveTarget) -> list[str]:
     return removed
 
 
-# ---- weights for inference --------------------------------------------------------------------------------------------
+# ---- weights for inference -----------------------------------------------------------------------
+
 
 def write_extra_weights(storage: Storage, extra: ExtraWeights, tag: str) -> None:
-    """Publishes the file, then removes the oldest beyond ``keep``. Raises SaveError that names the file."""
+    """Publishes the file, then removes the oldest beyond ``keep``. Raises SaveError that names the
+    file."""
     path = os.path.join(extra.folder, extra.name)
     try:
         storage.make_folder(extra.folder)
-        publish(storage, path, (piece for _, piece in encode(extra.format, extra.tensors, extra.metadata)), tag)
-        ours = [(position, entry) for entry in storage.list(extra.folder) if f"-{extra.kind}-" in entry
-                and (position := _position(entry, extra))]
-        for _, entry in sorted(ours)[:-extra.keep] if extra.keep else []:
+        publish(
+            storage,
+            path,
+            (piece for _, piece in encode(extra.format, extra.tensors, extra.metadata)),
+            tag,
+        )
+        ours = [
+            (position, entry)
+            for entry in storage.list(extra.folder)
+            if f"-{extra.kind}-" in entry and (position := _position(entry, extra))
+        ]
+        for _, entry in sorted(ours)[: -extra.keep] if extra.keep else []:
             storage.remove(os.path.join(extra.folder, entry))
     except (OSError, ValueError) as error:
-        raise SaveError(f"{path} was not written: {getattr(error, 'strerror', None) or error}") from error
+        raise SaveError(
+            f"{path} was not written: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _position(entry: str, extra: ExtraWeights) -> tuple[int, int, int] | None:
-    """Returns (suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another name."""
+    """Returns (suffix, epoch, step) of ``{stem}-{kind}-{epoch}_{step}.{fmt}``, None for another
+    name."""
     parsed = parse_name(entry.replace(f"-{extra.kind}-", "-", 1))
-    return (parsed.suffix, parsed.epoch, parsed.step) if parsed and parsed.format == extra.format else None
+    return (
+        (parsed.suffix, parsed.epoch, parsed.step)
+        if parsed and parsed.format == extra.format
+        else None
+    )

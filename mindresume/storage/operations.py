@@ -1,5 +1,6 @@
-"""Functions that work on any ``Storage``: parallel calls, small files, atomic publishing, removal of a folder tree and of stale
-files."""
+"""Functions that work on any ``Storage``: parallel calls, small files, atomic publishing, removal
+of a folder tree and of stale files."""
+
 from __future__ import annotations
 
 import errno
@@ -16,15 +17,17 @@ from mindresume.typed import parse_json
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_TICK = 0.2                     # seconds between two questions whether to go on waiting
+_TICK = 0.2  # seconds between two questions whether to go on waiting
 
 
-def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def parallel(
+    storage: Storage, function: Callable[[Item], Result], items: Iterable[Item]
+) -> list[Result]:
     """Returns ``[function(item) for item in items]``, computed by up to ``storage.width`` threads.
 
-    Raises the first error; items that no thread has started by then are skipped. The calling thread works too, and does
-    everything if no other thread can be started: at the end of the interpreter, where a pool would accept no work, or at the
-    limit of processes.
+    Raises the first error; items that no thread has started by then are skipped. The calling thread
+    works too, and does everything if no other thread can be started: at the end of the interpreter,
+    where a pool would accept no work, or at the limit of processes.
     """
     rows = list(items)
     if len(rows) < 2:
@@ -42,12 +45,14 @@ def parallel(storage: Storage, function: Callable[[Item], Result], items: Iterab
         try:
             raise work.errors[min(work.errors)]
         finally:
-            work.errors.clear()                 # breaks the cycle error - traceback - frame, which would keep files open
+            # breaks the cycle error - traceback - frame, which would keep files open
+            work.errors.clear()
     return [work.results[number] for number in range(len(rows))]
 
 
 class _Work(Generic[Item, Result]):
-    """Items that several threads take one after the other. ``results``, ``errors``: by the number of the item."""
+    """Items that several threads take one after the other. ``results``, ``errors``: by the number
+    of the item."""
 
     def __init__(self, function: Callable[[Item], Result], items: list[Item]):
         self.function, self.items = function, items
@@ -64,7 +69,8 @@ class _Work(Generic[Item, Result]):
                 return
             try:
                 self.results[number] = self.function(self.items[number])
-            except BaseException as error:      # also ^C in the calling thread: the others finish their current item
+            except BaseException as error:
+                # also ^C in the calling thread: the others finish their current item
                 self.errors[number] = error
 
 
@@ -73,31 +79,50 @@ class Hurry(Protocol):
         """Returns whether nothing is waited for any more. Asked several times a second."""
 
 
-def call_within(seconds: float, default: Result, work: Callable[..., Result], *arguments: Any, hurry: Hurry | None = None
-                ) -> Result:
-    """Returns ``work(*arguments)``, which uses a disk that can hang for ever; ``default`` if that takes longer than ``seconds``,
-    if ``hurry`` says so, or if no thread can be started. ``work`` goes on in its thread. It must not raise."""
+def call_within(
+    seconds: float,
+    default: Result,
+    work: Callable[..., Result],
+    *arguments: Any,
+    hurry: Hurry | None = None,
+) -> Result:
+    """Returns ``work(*arguments)``, which uses a disk that can hang for ever; ``default`` if that
+    takes longer than ``seconds``, if ``hurry`` says so, or if no thread can be started. ``work``
+    goes on in its thread. It must not raise."""
     results: list[Result] = []
-    thread = runtime.Thread(target=_append_result, args=(results, work, arguments), name="mindresume-bounded", daemon=True)
+    thread = runtime.Thread(
+        target=_append_result,
+        args=(results, work, arguments),
+        name="mindresume-bounded",
+        daemon=True,
+    )
     until = runtime.monotonic() + seconds
-    with suppress(RuntimeError):                # the limit of threads is reached
+    with suppress(RuntimeError):  # the limit of threads is reached
         thread.start()
         thread.join(seconds if hurry is None else _TICK)
-        while hurry is not None and thread.is_alive() and not hurry.is_hurried() and runtime.monotonic() < until:
+        while (
+            hurry is not None
+            and thread.is_alive()
+            and not hurry.is_hurried()
+            and runtime.monotonic() < until
+        ):
             thread.join(_TICK)
     return results[0] if results else default
 
 
-def _append_result(results: list[Result], work: Callable[..., Result], arguments: tuple[Any, ...]) -> None:
+def _append_result(
+    results: list[Result], work: Callable[..., Result], arguments: tuple[Any, ...]
+) -> None:
     results.append(work(*arguments))
 
 
-MAX_SMALL_FILE = 256 << 20      # bytes of any file other than weights; a record has at most half of that
+# bytes of any file other than weights; a record has at most half of that
+MAX_SMALL_FILE = 256 << 20
 
 
 def read_bytes(storage: Storage, path: str, limit: int = MAX_SMALL_FILE) -> bytes:
-    """Returns the content of a small file. Raises OSError (EFBIG) if it has more than ``limit`` bytes: a sparse file of any size
-    takes no space on disk."""
+    """Returns the content of a small file. Raises OSError (EFBIG) if it has more than ``limit``
+    bytes: a sparse file of any size takes no space on disk."""
     with storage.open(path) as file:
         found = file.read(limit + 1)
     if len(found) > limit:
@@ -106,21 +131,25 @@ def read_bytes(storage: Storage, path: str, limit: int = MAX_SMALL_FILE) -> byte
 
 
 def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
-    """Returns the JSON document in a small file. Raises OSError like ``read_bytes`` and ValueError like ``parse_json``."""
+    """Returns the JSON document in a small file. Raises OSError like ``read_bytes`` and ValueError
+    like ``parse_json``."""
     return parse_json(read_bytes(storage, path, limit))
 
 
-# ---- published files: a reader sees the final name with all its bytes, or does not see it -------------------------------
+# ---- published files: a reader sees the final name with all its bytes, or does not see it --------
 
 TEMPORARY = ".mindresume-tmp"
 
 
 class UnknownOutcomeError(OSError):
-    """The rename of a published file was attempted and its outcome is unknown: other processes may see the file although an error
-    was reported. NFS can report an operation that took effect as failed."""
+    """The rename of a published file was attempted and its outcome is unknown: other processes may
+    see the file although an error was reported. NFS can report an operation that took effect as
+    failed."""
 
 
-def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0) -> int:
+def publish(
+    storage: Storage, path: str, pieces: Iterable[bytes | memoryview], tag: str, size: int = 0
+) -> int:
     """Writes ``path`` atomically: temporary file, flush, rename, sync of the folder.
 
     Args:
@@ -141,7 +170,7 @@ def publish(storage: Storage, path: str, pieces: Iterable[bytes | memoryview], t
     try:
         size = storage.write(temporary, pieces, size)
     except OSError:
-        with suppress(OSError):                 # the first error is the one to report
+        with suppress(OSError):  # the first error is the one to report
             storage.remove(temporary)
         raise
     try:
@@ -162,14 +191,15 @@ def _unknown_outcome(error: OSError, path: str) -> UnknownOutcomeError:
 
 
 def temporary_name(path: str, tag: str) -> str:
-    """Returns a hidden name that contains ``tag``, in the folder of ``path``: a rename must not cross devices."""
+    """Returns a hidden name that contains ``tag``, in the folder of ``path``: a rename must not
+    cross devices."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{tag}{TEMPORARY}")
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the message of an error. For an OSError: path and reason, without the error number, and with the final name of a
-    file instead of its temporary one."""
+    """Returns the message of an error. For an OSError: path and reason, without the error number,
+    and with the final name of a file instead of its temporary one."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error) or type(error).__name__
     if error.filename is None:
@@ -181,21 +211,27 @@ def error_text(error: BaseException) -> str:
 
 
 def publish_json(storage: Storage, path: str, value: Any, tag: str) -> int:
-    """Publishes a JSON document in one compact line, keys in the given order. Returns and raises like ``publish``."""
+    """Publishes a JSON document in one compact line, keys in the given order. Returns and raises
+    like ``publish``."""
     return publish(storage, path, [json.dumps(value, separators=(",", ":")).encode()], tag)
 
 
-# ---- links and removal ------------------------------------------------------------------------------------------------
+# ---- links and removal ---------------------------------------------------------------------------
+
 
 def leads_through_a_link(storage: Storage, root: str, path: str) -> bool:
-    """Returns whether a folder between ``root`` and ``path``, or ``path`` itself, is a symbolic link."""
+    """Returns whether a folder between ``root`` and ``path``, or ``path`` itself, is a symbolic
+    link."""
     parts = os.path.relpath(path, root).split("/")
-    found = [storage.status(os.path.join(root, *parts[:count])) for count in range(1, len(parts) + 1)]
+    found = [
+        storage.status(os.path.join(root, *parts[:count])) for count in range(1, len(parts) + 1)
+    ]
     return any(status is not None and status.is_link for status in found)
 
 
 def remove_tree(storage: Storage, folder: str) -> None:
-    """Removes a folder and everything in it, subfolders first. Removes symbolic links without following them."""
+    """Removes a folder and everything in it, subfolders first. Removes symbolic links without
+    following them."""
     paths = [os.path.join(folder, name) for name in storage.list(folder)]
     files = []
     for path, found in zip(paths, parallel(storage, storage.status, paths), strict=True):
@@ -207,13 +243,14 @@ def remove_tree(storage: Storage, folder: str) -> None:
     storage.remove(folder)
 
 
-STALE_SECONDS = 3600.0          # no process needs such a file for longer
+STALE_SECONDS = 3600.0  # no process needs such a file for longer
 
 
 def remove_stale(storage: Storage, paths: Iterable[str], fresh: str) -> None:
-    """Removes small temporary files of processes that died: each of ``paths`` that is more than ``STALE_SECONDS`` older than
-    ``fresh``, a file that was just written. Their names hold no run that could be checked for its end, so their age decides.
-    Compares times of the file system only, as clocks of hosts differ. Raises no error: the next job tries again."""
+    """Removes small temporary files of processes that died: each of ``paths`` that is more than
+    ``STALE_SECONDS`` older than ``fresh``, a file that was just written. Their names hold no run
+    that could be checked for its end, so their age decides. Compares times of the file system only,
+    as clocks of hosts differ. Raises no error: the next job tries again."""
     others = [path for path in paths if path != fresh]
     with suppress(OSError):
         now = storage.status(fresh) if others else None
@@ -223,7 +260,7 @@ def remove_stale(storage: Storage, paths: Iterable[str], fresh: str) -> None:
 
 
 def _remove_older(storage: Storage, oldest: float, path: str) -> None:
-    with suppress(OSError):                     # a file that cannot be removed does no harm
+    with suppress(OSError):  # a file that cannot be removed does no harm
         found = storage.status(path)
         if found is not None and not found.is_folder and found.mtime < oldest:
             storage.remove(path)

@@ -1,4 +1,6 @@
-"""Implements ``Storage`` for a local disk or a shared POSIX file system (NFS, Lustre, GPFS, ...)."""
+"""Implements ``Storage`` for a local disk or a shared POSIX file system (NFS, Lustre, GPFS,
+...)."""
+
 from __future__ import annotations
 
 import ctypes
@@ -14,7 +16,9 @@ from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 class PosixStorage:
     """Implements ``Storage`` with the calls of the operating system."""
-    width = 32                      # the records of 8,192 ranks need 25,000 operations; at 2 ms each, 32 at a time take 1.5 s
+
+    # the records of 8,192 ranks need 25,000 operations; at 2 ms each, 32 at a time take 1.5 s
+    width = 32
 
     def list(self, folder: str) -> list[str]:
         try:
@@ -30,14 +34,20 @@ class PosixStorage:
                 return None
             raise
         folder = stat.S_ISDIR(found.st_mode)
-        return Status(found.st_size, found.st_mtime, folder, folder and os.path.islink(path), found.st_ctime,
-                      f"{found.st_dev}/{found.st_ino}")
+        return Status(
+            found.st_size,
+            found.st_mtime,
+            folder,
+            folder and os.path.islink(path),
+            found.st_ctime,
+            f"{found.st_dev}/{found.st_ino}",
+        )
 
     def open(self, path: str) -> BinaryIO:
-        """Implements ``Storage.open``. Raises OSError for a pipe, whose open would block until somebody writes into it, and for a
-        device, which may never end."""
+        """Implements ``Storage.open``. Raises OSError for a pipe, whose open would block until
+        somebody writes into it, and for a device, which may never end."""
         try:
-            file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))    # noqa: SIM115
+            file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
         except OSError as error:
             if error.errno in _ABSENT:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
@@ -60,8 +70,9 @@ class PosixStorage:
                         begun = written
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:                  # also KeyboardInterrupt: a half-written file must not stay
-            with suppress(OSError):            # the first error is the one to report
+        except BaseException:
+            # also KeyboardInterrupt: a half-written file must not stay
+            with suppress(OSError):  # the first error is the one to report
                 os.remove(path)
             raise
         return written
@@ -80,7 +91,7 @@ class PosixStorage:
     def copy_owner(self, source: str, path: str) -> None:
         with suppress(OSError):
             found = os.stat(source)
-            os.chmod(path, found.st_mode & 0o666)       # of a folder without the right to enter it
+            os.chmod(path, found.st_mode & 0o666)  # of a folder without the right to enter it
             os.chown(path, found.st_uid, found.st_gid)
 
     def sync(self, folder: str) -> None:
@@ -99,7 +110,11 @@ class PosixStorage:
         except OSError as error:
             if error.errno in _ABSENT:
                 return
-            if not isinstance(error, (IsADirectoryError, PermissionError)) or not os.path.isdir(path) or os.path.islink(path):
+            if (
+                not isinstance(error, (IsADirectoryError, PermissionError))
+                or not os.path.isdir(path)
+                or os.path.islink(path)
+            ):
                 raise
             try:
                 os.rmdir(path)
@@ -116,7 +131,8 @@ class PosixStorage:
             try:
                 self.sync(os.path.dirname(folder) or ".")
             except OSError:
-                with suppress(OSError):         # a later call would take an existing folder for durable
+                # a later call would take an existing folder for durable
+                with suppress(OSError):
                     os.rmdir(folder)
                 raise
 
@@ -127,7 +143,8 @@ class PosixStorage:
             found = os.statvfs(folder or ".")
         except OSError:
             return UNKNOWN_SPACE
-        if not (found.f_blocks and found.f_frsize):         # FUSE file systems without statfs report zeros
+        # FUSE file systems without statfs report zeros
+        if not (found.f_blocks and found.f_frsize):
             return UNKNOWN_SPACE
         return found.f_bavail * found.f_frsize
 
@@ -150,7 +167,8 @@ class _PosixFile:
         while data:
             done = os.pwrite(self._handle, data, position)
             position, data = position + done, data[done:]
-        if position - self._begun >= _FLUSH_EVERY:      # a race between two threads only repeats the hint
+        # a race between two threads only repeats the hint
+        if position - self._begun >= _FLUSH_EVERY:
             begun, self._begun = self._begun, position
             _begin_flush(self._handle, begun, position)
 
@@ -173,30 +191,42 @@ class _PosixFile:
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_OF_AN_IMAGE = ("this folder cannot be renamed: it comes from the image of the container (overlayfs), or a file system is "
-                "mounted there; keep checkpoints and outputs on a mounted volume, or copy the folder and remove it")
-# no such file: a file or a link to itself stands where a folder should, or the name is too long for any file
+_OF_AN_IMAGE = (
+    "this folder cannot be renamed: it comes from the image of the container (overlayfs), or a "
+    "file system is "
+    "mounted there; keep checkpoints and outputs on a mounted volume, or copy the folder and "
+    "remove it"
+)
+# no such file: a file or a link to itself stands where a folder should, or the name is too long for
+# any file
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-_FALLOC_FL_KEEP_SIZE = 1        # linux/falloc.h: reserves blocks; the file grows as it is written
-_CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)         # anything else: it cannot reserve, which is no answer
+_FALLOC_FL_KEEP_SIZE = 1  # linux/falloc.h: reserves blocks; the file grows as it is written
+# anything else: it cannot reserve, which is no answer
+_CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _reserve(handle: int, path: str, size: int) -> None:
-    """Reserves blocks for ``size`` bytes, so that a full disk or an exhausted quota is an error before anything is written.
-    posix_fallocate will not do: it writes into every block where the file system cannot reserve (NFS before 4.2)."""
-    if hasattr(_LIBC, "fallocate") and _LIBC.fallocate(handle, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size)):
+    """Reserves blocks for ``size`` bytes, so that a full disk or an exhausted quota is an error
+    before anything is written. posix_fallocate will not do: it writes into every block where the
+    file system cannot reserve (NFS before 4.2)."""
+    if hasattr(_LIBC, "fallocate") and _LIBC.fallocate(
+        handle, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size)
+    ):
         code = ctypes.get_errno()
         if code in _CANNOT_HOLD:
             raise OSError(code, os.strerror(code), path)
 
 
-_FLUSH_EVERY = 32 << 20         # bytes
-_SYNC_FILE_RANGE_WRITE = 2      # linux/fs.h
+_FLUSH_EVERY = 32 << 20  # bytes
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
 
 def _begin_flush(handle: int, start: int, end: int) -> None:
-    """Starts writing these bytes back while the next ones are hashed, so that the final fsync has little left to do. Only a hint,
-    and it does not wait: the kernel keeps an error of the device for that fsync, which reports it."""
+    """Starts writing these bytes back while the next ones are hashed, so that the final fsync has
+    little left to do. Only a hint, and it does not wait: the kernel keeps an error of the device
+    for that fsync, which reports it."""
     if hasattr(_LIBC, "sync_file_range"):
-        _LIBC.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE)
+        _LIBC.sync_file_range(
+            handle, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE
+        )

@@ -1,4 +1,5 @@
-"""Keeps files that were read completely in memory, so that verifying and loading a checkpoint read the shared disk only once.
+"""Keeps files that were read completely in memory, so that verifying and loading a checkpoint read
+the shared disk only once.
 
     storage = ReadCache(PosixStorage(), budget)
     file_checksum(storage.open(path))       # reads the disk
@@ -6,13 +7,14 @@
     storage.freeze()                        # from now on nothing is added
     storage.clear()
 
-A file is kept if one handle read it from the first byte to the last, and the byte budget and the limit of open files allow it. It
-lies in an anonymous file of the kernel (``memfd_create``): any code that reads files can read it, and its memory counts as memory
-of this process.
+A file is kept if one handle read it from the first byte to the last, and the byte budget and the
+limit of open files allow it. It lies in an anonymous file of the kernel (``memfd_create``): any
+code that reads files can read it, and its memory counts as memory of this process.
 
-A caller that has read the parts of a file into arrays can keep these instead (``keep_parts``); a load takes each of them once
-(``take_part``), without a copy.
+A caller that has read the parts of a file into arrays can keep these instead (``keep_parts``); a
+load takes each of them once (``take_part``), without a copy.
 """
+
 from __future__ import annotations
 
 import os
@@ -28,12 +30,14 @@ from mindresume.storage.interface import Storage
 
 
 class ReadCache:
-    """Adds a cache of whole files to a ``Storage``; every operation except ``open`` is that of ``inner``. Threads may share it.
+    """Adds a cache of whole files to a ``Storage``; every operation except ``open`` is that of
+    ``inner``. Threads may share it.
 
     Args:
         inner: the storage to read from.
         budget: bytes that may be kept.
-        max_files: files that may be kept; each needs an open file handle of the process. None: a quarter of its limit.
+        max_files: files that may be kept; each needs an open file handle of the process. None: a
+            quarter of its limit.
     """
 
     def __init__(self, inner: Storage, budget: int, max_files: int | None = None):
@@ -41,9 +45,10 @@ class ReadCache:
         self.max_files = _default_max_files() if max_files is None else max_files
         self._handles = 0
         self._lock = runtime.Lock()
-        self._reserved = 0                          # bytes, including files that are still being read
-        self._kept: dict[str, tuple[int, int]] = {}             # path: (handle, size)
-        self._parts: dict[str, dict[Hashable, Any]] = {}        # by path
+        # bytes, including files that are still being read
+        self._reserved = 0
+        self._kept: dict[str, tuple[int, int]] = {}  # path: (handle, size)
+        self._parts: dict[str, dict[Hashable, Any]] = {}  # by path
         self._size_of_parts = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +61,8 @@ class ReadCache:
             return sum(size for _, size in self._kept.values())
 
     def keeps(self, path: str) -> bool:
-        """Returns whether the file or its parts are kept, so that reading it costs no access to the disk."""
+        """Returns whether the file or its parts are kept, so that reading it costs no access to the
+        disk."""
         with self._lock:
             return path in self._kept or path in self._parts
 
@@ -67,32 +73,36 @@ class ReadCache:
             return self.budget - self._reserved
 
     def keep_parts(self, path: str, parts: Mapping[Hashable, Any], size: int) -> None:
-        """Keeps what was read of a file. ``size``: of all parts, in bytes; the caller has compared it with ``left``."""
+        """Keeps what was read of a file. ``size``: of all parts, in bytes; the caller has compared
+        it with ``left``."""
         with self._lock:
             self._reserved += size
             self._size_of_parts += size
             self._parts.setdefault(path, {}).update(parts)
 
     def take_part(self, path: str, key: Hashable) -> Any | None:
-        """Returns a kept part and forgets it: the caller may change it. None if it is not kept (any more)."""
+        """Returns a kept part and forgets it: the caller may change it. None if it is not kept (any
+        more)."""
         with self._lock:
             return self._parts.get(path, {}).pop(key, None)
 
     def open(self, path: str) -> BinaryIO:
         with self._lock:
             if path in self._kept:
-                return open(f"/proc/self/fd/{self._kept[path][0]}", "rb")       # noqa: SIM115  at a position of its own
+                return open(f"/proc/self/fd/{self._kept[path][0]}", "rb")  # noqa: SIM115  at a position of its own
         file = self.inner.open(path)
-        return _RecordingFile(self, path, file)          # type: ignore[return-value]  # has what readers call
+        return _RecordingFile(self, path, file)  # type: ignore[return-value]  # has what readers call
 
     def freeze(self) -> None:
-        """Adds no more files and keeps those it has. A caller that loads files reads each for the last time."""
+        """Adds no more files and keeps those it has. A caller that loads files reads each for the
+        last time."""
         with self._lock:
             self.budget = 0
 
     def clear(self) -> None:
-        """Releases the memory and drops all kept files and parts. Truncates files before closing them: a process that was forked
-        meanwhile, such as a data set worker, has them open too and would keep the memory."""
+        """Releases the memory and drops all kept files and parts. Truncates files before closing
+        them: a process that was forked meanwhile, such as a data set worker, has them open too and
+        would keep the memory."""
         with self._lock:
             kept, self._kept = self._kept, {}
             self._parts.clear()
@@ -105,8 +115,9 @@ class ReadCache:
             os.close(handle)
 
     def reserve(self, size: int) -> int | None:
-        """Reserves ``size`` bytes and returns the handle of an anonymous file for them. Returns None if the budget or the
-        limit of files does not allow it, or the kernel cannot create the file."""
+        """Reserves ``size`` bytes and returns the handle of an anonymous file for them. Returns
+        None if the budget or the limit of files does not allow it, or the kernel cannot create the
+        file."""
         with self._lock:
             if not 0 < size <= self.budget - self._reserved or self._handles >= self.max_files:
                 return None
@@ -114,7 +125,7 @@ class ReadCache:
             self._handles += 1
         try:
             return os.memfd_create("mindresume-kept", os.MFD_CLOEXEC)
-        except (OSError, AttributeError):           # no memfd_create here
+        except (OSError, AttributeError):  # no memfd_create here
             self.release(None, size)
             return None
 
@@ -127,7 +138,8 @@ class ReadCache:
             os.close(handle)
 
     def add(self, path: str, handle: int, size: int) -> None:
-        """Keeps a file that was read completely; releases it if another thread kept the same file first."""
+        """Keeps a file that was read completely; releases it if another thread kept the same file
+        first."""
         with self._lock:
             if path not in self._kept:
                 self._kept[path] = handle, size
@@ -160,13 +172,19 @@ class WrappedFile:
     def __enter__(self) -> WrappedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class _RecordingFile(WrappedFile):
-    """Reads a file and copies its bytes into the cache, as long as they are read without a gap from the start. What other methods
-    than ``read`` and ``readinto`` read, also through the file handle, is not copied, so the file is not kept."""
+    """Reads a file and copies its bytes into the cache, as long as they are read without a gap from
+    the start. What other methods than ``read`` and ``readinto`` read, also through the file handle,
+    is not copied, so the file is not kept."""
 
     def __init__(self, files: ReadCache, path: str, file: BinaryIO):
         super().__init__(file)
@@ -184,7 +202,7 @@ class _RecordingFile(WrappedFile):
 
     def readinto(self, buffer: bytearray | memoryview) -> int:
         start = self._file.tell()
-        count: int = self._file.readinto(buffer)    # type: ignore[attr-defined]  # BinaryIO lacks it
+        count: int = self._file.readinto(buffer)  # type: ignore[attr-defined]  # BinaryIO lacks it
         self._record(start, memoryview(buffer).cast("B")[:count])
         return count
 
@@ -201,7 +219,8 @@ class _RecordingFile(WrappedFile):
             while len(view):
                 done = os.pwrite(self._copy, view, start)
                 start, view = start + done, view[done:]
-        except OSError:                             # no memory: the file will be read from disk again
+        except OSError:
+            # no memory: the file will be read from disk again
             self._discard()
             return
         self._recorded = max(self._recorded, start)

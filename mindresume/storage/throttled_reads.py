@@ -2,12 +2,14 @@
 
     storage = ThrottledReads(PosixStorage(), 50e6)
     Verifier(storage, root, candidate).verify(rank)     # any code that reads: 50 MB/s
-    storage.cached                                      # bytes of ``read`` that the cache of the kernel may have answered
+    storage.cached  # bytes of ``read`` that the cache of the kernel may have answered
 
-Before a file is read the kernel is asked to drop it from its cache (posix_fadvise), and each piece again after it was read: the
-bytes come from the device, and the cache stays with the training. What a cache behind the kernel answers (of an NFS server, of a
-RAID controller or the device) cannot be known, and pages that a process has mapped or locked stay.
+Before a file is read the kernel is asked to drop it from its cache (posix_fadvise), and each piece
+again after it was read: the bytes come from the device, and the cache stays with the training. What
+a cache behind the kernel answers (of an NFS server, of a RAID controller or the device) cannot be
+known, and pages that a process has mapped or locked stay.
 """
+
 from __future__ import annotations
 
 import math
@@ -20,13 +22,14 @@ from mindresume import runtime
 from mindresume.storage.interface import Status, Storage
 from mindresume.storage.read_cache import WrappedFile
 
-PIECE = 1 << 20                 # bytes of one read, so that the rate is even
-BURST = 0.25                    # seconds of the rate that may be read at once after a pause
-SAMPLES = 16                    # pages of a file that are probed in the cache
+PIECE = 1 << 20  # bytes of one read, so that the rate is even
+BURST = 0.25  # seconds of the rate that may be read at once after a pause
+SAMPLES = 16  # pages of a file that are probed in the cache
 
 
 class ThrottledReads:
-    """Adds a limit of the rate to a ``Storage``; other operations than reading are those of ``inner``.
+    """Adds a limit of the rate to a ``Storage``; other operations than reading are those of
+    ``inner``.
 
     Args:
         rate: bytes a second; 0 or infinite: no limit.
@@ -36,16 +39,23 @@ class ThrottledReads:
         absent: paths that did not exist when they were looked for.
     """
 
-    def __init__(self, inner: Storage, rate: float = 0.0, clock: Callable[[], float] = runtime.monotonic,
-                 wait: Callable[[float], object] = runtime.sleep):
+    def __init__(
+        self,
+        inner: Storage,
+        rate: float = 0.0,
+        clock: Callable[[], float] = runtime.monotonic,
+        wait: Callable[[float], object] = runtime.sleep,
+    ):
         self.inner, self.rate = inner, rate if rate > 0 else math.inf
         self._clock, self._wait = clock, wait
-        self._allowed, self._at = self.rate * BURST, clock()         # bytes that may be read at once; when that was counted
+        # bytes that may be read at once; when that was counted
+        self._allowed, self._at = self.rate * BURST, clock()
         self.cached = self.read = 0
         self.absent: set[str] = set()
 
     def admit(self, count: int) -> None:
-        """Waits until ``count`` bytes may be read. More than a burst is read at once, and then waited for."""
+        """Waits until ``count`` bytes may be read. More than a burst is read at once, and then
+        waited for."""
         if self.rate == math.inf:
             return
         now = self._clock()
@@ -69,7 +79,7 @@ class ThrottledReads:
         except FileNotFoundError:
             self.absent.add(path)
             raise
-        return _ThrottledFile(self, file)               # type: ignore[return-value]  # has what readers call
+        return _ThrottledFile(self, file)  # type: ignore[return-value]  # has what readers call
 
 
 class _ThrottledFile(WrappedFile):
@@ -79,16 +89,17 @@ class _ThrottledFile(WrappedFile):
         super().__init__(file)
         self._owner = owner
         self._handle: int | None = None
-        with suppress(OSError, AttributeError, ValueError):     # a file in memory has no handle
+        with suppress(OSError, AttributeError, ValueError):  # a file in memory has no handle
             self._handle = file.fileno()
         self._drop(0, 0)
-        self._cached = _share_in_cache(self._handle)        # of what is read: a file can be opened several times
+        # of what is read: a file can be opened several times
+        self._cached = _share_in_cache(self._handle)
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[:PIECE]
         self._owner.admit(len(view))
         start = self._file.tell()
-        found: int = self._file.readinto(view) or 0             # type: ignore[attr-defined]  # BinaryIO lacks it
+        found: int = self._file.readinto(view) or 0  # type: ignore[attr-defined]  # BinaryIO lacks it
         self._count(found)
         self._drop(start, found)
         return found
@@ -114,13 +125,14 @@ class _ThrottledFile(WrappedFile):
 
     def _drop(self, start: int, count: int) -> None:
         if self._handle is not None:
-            with suppress(OSError, AttributeError):             # a file system without caches, or without posix_fadvise
+            # a file system without caches, or without posix_fadvise
+            with suppress(OSError, AttributeError):
                 os.posix_fadvise(self._handle, start, count, os.POSIX_FADV_DONTNEED)
 
 
 def _share_in_cache(handle: int | None) -> float:
-    """Returns an estimate of the share of a file that the kernel still has in its cache, by some of its pages; 0 where it does
-    not tell (RWF_NOWAIT)."""
+    """Returns an estimate of the share of a file that the kernel still has in its cache, by some of
+    its pages; 0 where it does not tell (RWF_NOWAIT)."""
     flag = getattr(os, "RWF_NOWAIT", None)
     if handle is None or flag is None:
         return 0.0

@@ -1,21 +1,28 @@
 """What a start leaves for people: its events, and the logs of its ranks.
 
-Events are passed on to what can block, each in a thread of its own: who watches a job waits for nobody.
+Events are passed on to what can block, each in a thread of its own: who watches a job waits for
+nobody.
 
     emit.add(BackgroundHandler(handler))        # a terminal or a pipe whose reader stops
-    emit.add(EventRecorder(emit))               # the event file beside those of the ranks, on a disk that can hang
+    # the event file beside those of the ranks, on a disk that can hang
+    emit.add(EventRecorder(emit))
 
-    {output}/mindresume_events/20261123T052200.250-supervisor_0-4711.jsonl          number of the node, process id
+    {output}/mindresume_events/20261123T052200.250-supervisor_0-4711.jsonl          number of the
+                                                                                    node, process id
 
-The output folder is known only when a rank has told it by its heartbeat. Until then events are kept in memory.
+The output folder is known only when a rank has told it by its heartbeat. Until then events are kept
+in memory.
 
-    output/msrun_log/worker_3.log ─▶ output/msrun_log/earlier/20261123T152001-node_0-start_1/worker_3.log
+    output/msrun_log/worker_3.log ─▶
+        output/msrun_log/earlier/20261123T152001-node_0-start_1/worker_3.log
 
-Logs are read for people, never for a decision. msrun writes those of each start over those of the one before. Only files with a
-name of msrun to which a rank or the scheduler of that start printed are moved, and what the launcher writes beside them: of
-another command it is not known what is a log, what is appended to, and what belongs to somebody else. A file is renamed, so a
-process that still writes it goes on in the same file, and a full disk needs no space for a copy.
+Logs are read for people, never for a decision. msrun writes those of each start over those of the
+one before. Only files with a name of msrun to which a rank or the scheduler of that start printed
+are moved, and what the launcher writes beside them: of another command it is not known what is a
+log, what is appended to, and what belongs to somebody else. A file is renamed, so a process that
+still writes it goes on in the same file, and a full disk needs no space for a copy.
 """
+
 from __future__ import annotations
 
 import os
@@ -29,15 +36,17 @@ from mindresume.events import Event, warning
 from mindresume.events.emitter import Emitter, Handler
 from mindresume.events.event_file import FOLDER, SupervisorEventFile
 
-KEPT = 1000                     # events that wait for a handler, or for the folder; while more do, the oldest are dropped
-PATIENCE = 10.0                 # seconds for which a handler, or the disk of a log, which can hang, is waited for
-_PATIENCE = 30.0                # the same for the event file
+# events that wait for a handler, or for the folder; while more do, the oldest are dropped
+KEPT = 1000
+# seconds for which a handler, or the disk of a log, which can hang, is waited for
+PATIENCE = 10.0
+_PATIENCE = 30.0  # the same for the event file
 
 
 class BackgroundHandler:
-    """Passes events on to ``handler`` in a thread. ``handle`` never waits and never fails: while the handler hangs, or no thread
-    can be started (the limit of threads), the newest events are kept, and tried with the next one. A handler that failed gets no
-    more events.
+    """Passes events on to ``handler`` in a thread. ``handle`` never waits and never fails: while
+    the handler hangs, or no thread can be started (the limit of threads), the newest events are
+    kept, and tried with the next one. A handler that failed gets no more events.
 
     Args:
         emit: receives a warning if the handler fails.
@@ -61,7 +70,8 @@ class BackgroundHandler:
         """Starts the thread, or wakes it."""
         if self._thread is None:
             thread = runtime.Thread(target=self._work, name="mindresume-events", daemon=True)
-            with suppress(RuntimeError):                # the limit of threads: the next event tries again
+            # the limit of threads: the next event tries again
+            with suppress(RuntimeError):
                 thread.start()
                 self._thread = thread
         self._changed.notify_all()
@@ -78,12 +88,17 @@ class BackgroundHandler:
                 return
             try:
                 self._handler.handle(*row)
-            except Exception as error:                  # as the emitter does with a handler that fails
+            except Exception as error:
+                # as the emitter does with a handler that fails
                 with self._changed:
                     self._is_off = True
                     self._waiting.clear()
                 if self._emit is not None:
-                    self._emit(warning(f"the event file of the supervisor is not written any more: {error}"))
+                    self._emit(
+                        warning(
+                            f"the event file of the supervisor is not written any more: {error}"
+                        )
+                    )
 
     def close(self) -> None:
         with self._changed:
@@ -94,7 +109,8 @@ class BackgroundHandler:
 
 
 class EventRecorder:
-    """Writes events into the event file. ``emit``: receives a warning if that fails. ``node``: number of this node."""
+    """Writes events into the event file. ``emit``: receives a warning if that fails. ``node``:
+    number of this node."""
 
     def __init__(self, emit: Emitter, node: int = 0):
         self.emit, self.node = emit, node
@@ -103,17 +119,21 @@ class EventRecorder:
         self._kept: deque[tuple[Event, float]] = deque(maxlen=KEPT)
 
     def open(self, folder: str) -> None:
-        """Sets the output folder. Only the first call has an effect, so that one file has all events."""
+        """Sets the output folder. Only the first call has an effect, so that one file has all
+        events."""
         if self._file is None:
-            self._folder = os.path.abspath(folder)          # paths in events are read in other folders
-            self._file = BackgroundHandler(SupervisorEventFile(self._folder, self.node, emit=self.emit), self.emit, _PATIENCE)
+            # paths in events are read in other folders
+            self._folder = os.path.abspath(folder)
+            self._file = BackgroundHandler(
+                SupervisorEventFile(self._folder, self.node, emit=self.emit), self.emit, _PATIENCE
+            )
             for event, time_s in self._kept:
                 self._file.handle(event, time_s)
             self._kept.clear()
 
     def evidence(self) -> str | None:
-        """Returns the prefix of the paths of files beside the event file; None: the folder is not known, or cannot be made. Its
-        disk can hang."""
+        """Returns the prefix of the paths of files beside the event file; None: the folder is not
+        known, or cannot be made. Its disk can hang."""
         if self._file is None:
             return None
         folder = os.path.join(self._folder, FOLDER)
@@ -134,24 +154,33 @@ class EventRecorder:
             self._file.close()
 
 
-# ---- logs ------------------------------------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 
-TAIL_BYTES = 1 << 18            # of the end of a log
+TAIL_BYTES = 1 << 18  # of the end of a log
 MAX_LINES = 12
-_MAX_CHARACTERS = 2000          # of a line: messages end with what to do
-_ERROR = re.compile(r"error|exception|traceback|critical|fatal|abort|killed|out of memory|oom|refused|failed|signal \d", re.I)
-_NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b(?! ignored in).*")       # the last line of a traceback
-# Lines of tracebacks, and of the call stacks that MindSpore appends to a message: rulers, headings, frames.
-_NOISE = re.compile(r"^\s*(File \"|~*\^+|[\W_]+$|- (C\+\+ Call Stack|The Traceback of Net)|# \d+ In file "
-                    r"|[\w/.]+\.(cc|cpp|h):\d+ )")
+_MAX_CHARACTERS = 2000  # of a line: messages end with what to do
+_ERROR = re.compile(
+    r"error|exception|traceback|critical|fatal|abort|killed|out of "
+    r"memory|oom|refused|failed|signal \d",
+    re.I,
+)
+# the last line of a traceback
+_NAMED = re.compile(r"^\s*[\w.]*(Error|Exception|Interrupt|Exit)\b(?! ignored in).*")
+# Lines of tracebacks, and of the call stacks that MindSpore appends to a message: rulers, headings,
+# frames.
+_NOISE = re.compile(
+    r"^\s*(File \"|~*\^+|[\W_]+$|- (C\+\+ Call Stack|The Traceback of Net)|# \d+ In file "
+    r"|[\w/.]+\.(cc|cpp|h):\d+ )"
+)
 EARLIER = "earlier"
-_LAUNCHER = "msrun_stderr.log"          # of scripts/msrun_launcher.sh
+_LAUNCHER = "msrun_stderr.log"  # of scripts/msrun_launcher.sh
 _LOG = re.compile(r"(?:.*_)?worker_\d+\.log|scheduler\.log")
 _START = re.compile(r"\d{8}T\d{6}-node_(\d+)-start_\d+")
 
 
 def excerpt(path: str) -> tuple[str, ...]:
-    """Returns up to MAX_LINES lines of the end of a log that look like its error; empty if it has none or cannot be read."""
+    """Returns up to MAX_LINES lines of the end of a log that look like its error; empty if it has
+    none or cannot be read."""
     return error_lines(tail(path).splitlines())
 
 
@@ -166,28 +195,47 @@ def tail(path: str) -> str:
 
 
 def error_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """Returns the last lines that look like an error: of a traceback its last lines, else those with a word for an error."""
+    """Returns the last lines that look like an error: of a traceback its last lines, else those
+    with a word for an error."""
     named = [index for index, line in enumerate(lines) if _NAMED.match(line)]
     if named:
-        begin = max((index for index, line in enumerate(lines[:named[-1]]) if line.startswith("Traceback")), default=named[-1])
-        after = _told(lines[named[-1]:])[:MAX_LINES]
-        before = _told(lines[max(begin, named[-1] - MAX_LINES):named[-1]])
-        found = [*before[:MAX_LINES - len(after)], *after]
+        begin = max(
+            (
+                index
+                for index, line in enumerate(lines[: named[-1]])
+                if line.startswith("Traceback")
+            ),
+            default=named[-1],
+        )
+        after = _told(lines[named[-1] :])[:MAX_LINES]
+        before = _told(lines[max(begin, named[-1] - MAX_LINES) : named[-1]])
+        found = [*before[: MAX_LINES - len(after)], *after]
     else:
-        found = [line for line in lines if _ERROR.search(line) and not _NOISE.match(line)][-MAX_LINES:]
+        found = [line for line in lines if _ERROR.search(line) and not _NOISE.match(line)][
+            -MAX_LINES:
+        ]
     return tuple(line.rstrip()[:_MAX_CHARACTERS] for line in found)
 
 
 def _told(lines: Sequence[str]) -> list[str]:
     """Returns the lines without code and frames."""
-    return [line for line in lines if line.strip() and not _NOISE.match(line)
-            and (not line[:1].isspace() or _ERROR.search(line) or _NAMED.match(line))]
+    return [
+        line
+        for line in lines
+        if line.strip()
+        and not _NOISE.match(line)
+        and (not line[:1].isspace() or _ERROR.search(line) or _NAMED.match(line))
+    ]
 
 
-# ---- the logs of earlier starts -----------------------------------------------------------------------------------------
+# ---- the logs of earlier starts ------------------------------------------------------------------
 
-def keep_logs(paths: Iterable[str], node: int, start: int, started: float, kept: int, is_alone: bool = True) -> tuple[str, ...]:
-    """Moves the logs of a start out of the way of the next one, and removes those of the oldest starts of this node.
+
+def keep_logs(
+    paths: Iterable[str], node: int, start: int, started: float, kept: int, is_alone: bool = True
+) -> tuple[str, ...]:
+    """Moves the logs of a start out of the way of the next one, and removes those of the oldest
+    starts of this node.
 
     Args:
         paths: files to which the processes of that start printed.
@@ -210,12 +258,13 @@ def keep_logs(paths: Iterable[str], node: int, start: int, started: float, kept:
         if is_alone and os.path.isfile(os.path.join(folder, _LAUNCHER)):
             names.append(_LAUNCHER)
         earlier = os.path.join(folder, EARLIER)
-        target = os.path.join(earlier, f"{runtime.strftime('%Y%m%dT%H%M%S', runtime.gmtime(started))}-node_{node}-start_{start}")
+        second = runtime.strftime("%Y%m%dT%H%M%S", runtime.gmtime(started))
+        target = os.path.join(earlier, f"{second}-node_{node}-start_{start}")
         os.makedirs(target, exist_ok=True)
         for name in names:
             try:
                 os.rename(os.path.join(folder, name), os.path.join(target, name))
-            except OSError as error:                # the others are moved all the same
+            except OSError as error:  # the others are moved all the same
                 failure = error
         targets.append(target)
         _remove_oldest(earlier, node, kept)
@@ -225,8 +274,13 @@ def keep_logs(paths: Iterable[str], node: int, start: int, started: float, kept:
 
 
 def _remove_oldest(earlier: str, node: int, kept: int) -> None:
-    """Removes the logs of all but the newest ``kept`` starts of a node; files of others stay, and so do their folders."""
-    mine = sorted(name for name in os.listdir(earlier) if (match := _START.fullmatch(name)) and int(match[1]) == node)
+    """Removes the logs of all but the newest ``kept`` starts of a node; files of others stay, and
+    so do their folders."""
+    mine = sorted(
+        name
+        for name in os.listdir(earlier)
+        if (match := _START.fullmatch(name)) and int(match[1]) == node
+    )
     for name in mine[:-kept]:
         folder = os.path.join(earlier, name)
         with suppress(OSError):

@@ -1,9 +1,11 @@
-"""Decides from heartbeats whether a job hangs, and writes the stacks of its ranks. The silence of a log decides nothing: a long
-compilation is silent too.
+"""Decides from heartbeats whether a job hangs, and writes the stacks of its ranks. The silence of a
+log decides nothing: a long compilation is silent too.
 
-py-spy sees every thread of a process without its help, so it is preferred. Else the rank writes the stacks itself: it has
-registered a signal handler in C (``mindformers.heartbeat``), which runs also while a thread holds the interpreter lock.
+py-spy sees every thread of a process without its help, so it is preferred. Else the rank writes the
+stacks itself: it has registered a signal handler in C (``mindformers.heartbeat``), which runs also
+while a thread holds the interpreter lock.
 """
+
 from __future__ import annotations
 
 import os
@@ -40,9 +42,9 @@ from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.events.recovery_phases import Moments, Phase, phases_of
 from mindresume.supervisor.members import send
 
-_TIMEOUT = 10.0                 # seconds for py-spy and one rank
-_SETTLED = 0.3                  # seconds without growth after which a file of stacks is complete
-_WAIT = 5.0                     # seconds for all ranks to write their stacks
+_TIMEOUT = 10.0  # seconds for py-spy and one rank
+_SETTLED = 0.3  # seconds without growth after which a file of stacks is complete
+_WAIT = 5.0  # seconds for all ranks to write their stacks
 
 
 class Heartbeats:
@@ -57,10 +59,15 @@ class Heartbeats:
         self.folder = folder
         self.known: dict[int, Heartbeat] = {}
         self.readable: set[int] = set()
-        self._namespace = process_namespace()               # in another one a process has another number
+        # in another one a process has another number
+        self._namespace = process_namespace()
 
     def refresh(self) -> None:
-        beats = {beat.pid: beat for beat in read_heartbeats(self.folder) if beat.namespace == self._namespace}
+        beats = {
+            beat.pid: beat
+            for beat in read_heartbeats(self.folder)
+            if beat.namespace == self._namespace
+        }
         self.readable = set(beats)
         self.known.update(beats)
 
@@ -72,7 +79,8 @@ class Heartbeats:
         return self.known.get(pid)
 
     def newest_steps(self) -> tuple[int, int, int]:
-        """Returns the greatest step that a rank has resumed, finished and committed; NONE: none is known."""
+        """Returns the greatest step that a rank has resumed, finished and committed; NONE: none is
+        known."""
         rows = [(beat.resumed, beat.step, beat.saves.committed) for beat in self.known.values()]
         resumed, finished, committed = map(max, zip((NONE,) * 3, *rows, strict=True))
         return resumed, finished, committed
@@ -84,44 +92,59 @@ class Heartbeats:
 
     @property
     def is_preempted(self) -> bool:
-        """Returns whether the ranks were asked to stop, and have saved. A signal of an unknown sender is no request: it may come
-        from a failure, and who stops a job signals the supervisor, too."""
+        """Returns whether the ranks were asked to stop, and have saved. A signal of an unknown
+        sender is no request: it may come from a failure, and who stops a job signals the
+        supervisor, too."""
         return any(beat.outcome == PREEMPTED and not beat.unasked for beat in self.known.values())
 
     @property
     def has_finished(self) -> bool:
-        """Returns whether all ranks have finished the training, and the last save that they began is complete."""
+        """Returns whether all ranks have finished the training, and the last save that they began
+        is complete."""
         return bool(self.known) and all(
-            beat.phase == ENDED and beat.outcome in (FINISHED, NOTHING_TO_TRAIN)
-            and (beat.rank != 0 or beat.saves.committed >= beat.saves.begun) for beat in self.known.values())
+            beat.phase == ENDED
+            and beat.outcome in (FINISHED, NOTHING_TO_TRAIN)
+            and (beat.rank != 0 or beat.saves.committed >= beat.saves.begun)
+            for beat in self.known.values()
+        )
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Holds the limits in seconds; 0: no limit. ``step``: without a finished step, once the first step is done. ``start``: from
-    the start of the command to the end of the first step of every rank, for the end of the training (last save, uploads), and for
-    the end of a process whose training has failed."""
+    """Holds the limits in seconds; 0: no limit. ``step``: without a finished step, once the first
+    step is done. ``start``: from the start of the command to the end of the first step of every
+    rank, for the end of the training (last save, uploads), and for the end of a process whose
+    training has failed."""
+
     step: float = 1800.0
     start: float = 7200.0
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Describes ranks without progress. ``ranks``: their heartbeats, those that are behind the others first. ``seconds``: without
-    progress. ``limit``: the name of the option."""
+    """Describes ranks without progress. ``ranks``: their heartbeats, those that are behind the
+    others first. ``seconds``: without progress. ``limit``: the name of the option."""
+
     ranks: tuple[Heartbeat, ...]
     seconds: float
     limit: str
 
 
-def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limits: HangLimits,
-              clock: AwakeClock | None = None) -> Hang | None:
-    """Returns the ranks that exceed their limit, None if none does. ``started``: when the command was started. Both times are
-    those of ``time.monotonic``; ``clock`` tells how much of the time between them counts, None: all of it."""
+def find_hang(
+    heartbeats: Sequence[Heartbeat],
+    started: float,
+    now: float,
+    limits: HangLimits,
+    clock: AwakeClock | None = None,
+) -> Hang | None:
+    """Returns the ranks that exceed their limit, None if none does. ``started``: when the command
+    was started. Both times are those of ``time.monotonic``; ``clock`` tells how much of the time
+    between them counts, None: all of it."""
     stuck: list[tuple[float, Heartbeat, str]] = []
     for heartbeat in heartbeats:
         if heartbeat.phase == INFERENCE or heartbeat.phase == ENDED and heartbeat.outcome != FAILED:
-            continue                                # a script can go on after its training for as long as it likes
+            # a script can go on after its training for as long as it likes
+            continue
         if heartbeat.phase in (TRAINING, SAVING):
             since, limit, name = heartbeat.times.progressed, limits.step, "--hang-timeout"
         else:
@@ -132,30 +155,44 @@ def find_hang(heartbeats: Sequence[Heartbeat], started: float, now: float, limit
             stuck.append((seconds, heartbeat, name))
     if not stuck:
         return None
-    ranks = sorted((heartbeat for _, heartbeat, _ in stuck), key=lambda it: (it.step, PHASES.index(it.phase), it.rank))
+    ranks = sorted(
+        (heartbeat for _, heartbeat, _ in stuck),
+        key=lambda it: (it.step, PHASES.index(it.phase), it.rank),
+    )
     seconds, _, name = max(stuck, key=lambda row: row[0])
     return Hang(tuple(ranks), seconds, name)
 
 
 def startup_phases(heartbeat: Heartbeat, started: float) -> tuple[Phase, ...]:
-    """Returns the phases from the start of the command to the end of the first step, those of the report.
+    """Returns the phases from the start of the command to the end of the first step, those of the
+    report.
 
     Args:
-        heartbeat: of a rank that has trained. A graph that is compiled before the load belongs to "build", as in the report.
+        heartbeat: of a rank that has trained. A graph that is compiled before the load belongs to
+            "build", as in the report.
         started: when the command was started, in seconds since 1970.
     """
     entered, spent = heartbeat.times.entered, heartbeat.times.spent
     process = start_time(heartbeat.ticks)
     moments = Moments(
-        started, started, None if process is None else max(process, started),       # ticks are hundredths of a second
-        entered.get(JOINING), entered.get(SELECTING), entered.get(BUILDING), entered.get(LOADING),
+        # ticks are hundredths of a second
+        started,
+        started,
+        None if process is None else max(process, started),
+        entered.get(JOINING),
+        entered.get(SELECTING),
+        entered.get(BUILDING),
+        entered.get(LOADING),
         entered[LOADING] + spent[LOADING] if LOADING in entered and LOADING in spent else None,
-        entered.get(FIRST_STEP) if COMPILING in spent else None)
-    stepped = min(entered[phase] for phase in (SAVING, TRAINING) if phase in entered)       # the first step may be saved
+        entered.get(FIRST_STEP) if COMPILING in spent else None,
+    )
+    # the first step may be saved
+    stepped = min(entered[phase] for phase in (SAVING, TRAINING) if phase in entered)
     return phases_of(started, moments, max(stepped, started))
 
 
-# ---- stacks -------------------------------------------------------------------------------------------------------------
+# ---- stacks --------------------------------------------------------------------------------------
+
 
 def write_stacks(heartbeats: Sequence[Heartbeat], source: str, target: str) -> tuple[str, ...]:
     """Writes the stacks of the ranks into files.
@@ -174,7 +211,9 @@ def write_stacks(heartbeats: Sequence[Heartbeat], source: str, target: str) -> t
         if tool is not None and _dump(tool, heartbeat.pid, path):
             paths.append(path)
         elif heartbeat.signal:
-            asked.append((heartbeat, os.path.join(source, f"process_{heartbeat.pid}{STACKS}"), path))
+            asked.append(
+                (heartbeat, os.path.join(source, f"process_{heartbeat.pid}{STACKS}"), path)
+            )
             send(heartbeat.pid, heartbeat.signal)
     _wait_until_written([written for _, written, _ in asked])
     for _, written, path in asked:
@@ -186,31 +225,48 @@ def write_stacks(heartbeats: Sequence[Heartbeat], source: str, target: str) -> t
 
 
 def without_stacks(heartbeats: Sequence[Heartbeat], paths: Sequence[str]) -> str:
-    """Returns the ranks of which ``write_stacks`` has no file, each with the reason as far as it is known; empty: none."""
-    states = {b"T": "it is stopped", b"t": "a debugger has stopped it", b"D": "it waits in the kernel"}
+    """Returns the ranks of which ``write_stacks`` has no file, each with the reason as far as it is
+    known; empty: none."""
+    states = {
+        b"T": "it is stopped",
+        b"t": "a debugger has stopped it",
+        b"D": "it waits in the kernel",
+    }
     found = []
     for heartbeat in heartbeats:
         if not any(path.endswith(f"-rank_{heartbeat.rank}-{heartbeat.pid}.txt") for path in paths):
             fields = stat_fields(heartbeat.pid)
-            why = states.get(fields[0], "it did not answer, and py-spy is not installed or may not trace it") if fields else \
-                "it cannot be looked at"
+            why = (
+                states.get(
+                    fields[0], "it did not answer, and py-spy is not installed or may not trace it"
+                )
+                if fields
+                else "it cannot be looked at"
+            )
             found.append(f"rank {max(heartbeat.rank, 0)} (process {heartbeat.pid}): {why}")
     return "; ".join(found)
 
 
 def _dump(tool: str, pid: int, path: str) -> bool:
-    """Lets py-spy write the stacks of a process. Returns False if it cannot, for example without permission to trace."""
+    """Lets py-spy write the stacks of a process. Returns False if it cannot, for example without
+    permission to trace."""
     try:
         with open(path, "wb") as file:
-            done = subprocess.run([tool, "dump", "--pid", str(pid)], stdout=file, stderr=subprocess.DEVNULL, timeout=_TIMEOUT,
-                                  check=False)
+            done = subprocess.run(
+                [tool, "dump", "--pid", str(pid)],
+                stdout=file,
+                stderr=subprocess.DEVNULL,
+                timeout=_TIMEOUT,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
 
 
 def _wait_until_written(paths: Sequence[str]) -> None:
-    """Waits until all files have content and none has grown for a moment. A process in state D writes none."""
+    """Waits until all files have content and none has grown for a moment. A process in state D
+    writes none."""
     until, sizes, since = runtime.monotonic() + _WAIT, [-1] * len(paths), runtime.monotonic()
     while paths and runtime.monotonic() < until:
         now = [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]

@@ -3,10 +3,13 @@
     job = Job(Command(["msrun", ...], os.environ), number, folder, settings, emit)
     job.start()
     end = job.watch(observer)                   # EXITED, DIED, HUNG, or what ``observer`` wants
-    outcome, left = job.end(end, observer)      # nothing of it is left but the processes ``left``, which do not end
+    # nothing of it is left but the processes ``left``, which do not end
+    outcome, left = job.end(end, observer)
 
-``folder`` receives the heartbeats of the ranks of this start alone, so none of an earlier start can be taken for one of this.
+``folder`` receives the heartbeats of the ranks of this start alone, so none of an earlier start can
+be taken for one of this.
 """
+
 from __future__ import annotations
 
 import errno
@@ -36,9 +39,25 @@ from mindresume.events import (
 )
 from mindresume.storage.operations import call_within
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, excerpt, tail
-from mindresume.supervisor.hang import HangLimits, Heartbeats, find_hang, startup_phases, without_stacks, write_stacks
+from mindresume.supervisor.hang import (
+    HangLimits,
+    Heartbeats,
+    find_hang,
+    startup_phases,
+    without_stacks,
+    write_stacks,
+)
 from mindresume.supervisor.job_end import Ending, EndTimes, first_lost_step, may_finish
-from mindresume.supervisor.members import RANK, SCHEDULER, WRITER, Ended, Member, Members, end_with_parent, shell_status
+from mindresume.supervisor.members import (
+    RANK,
+    SCHEDULER,
+    WRITER,
+    Ended,
+    Member,
+    Members,
+    end_with_parent,
+    shell_status,
+)
 from mindresume.supervisor.restart_policy import (
     DIED,
     EXITED,
@@ -51,18 +70,32 @@ from mindresume.supervisor.restart_policy import (
     StartOutcome,
 )
 
-_STACKS = 30.0                          # seconds for the stacks of all ranks
-_JOINING = 300.0                        # seconds for a first heartbeat after a launcher that returns at once
-_MOMENT = 1.0                           # seconds for the command to start; if its disk hangs, the watch begins without
-_MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ETXTBSY)
-TICK = 0.2                              # seconds between two looks; the end of a process is noticed at once
-_UNKNOWN_END = 3.0                      # seconds for the launcher to say how a rank ended whose status is not known
+_STACKS = 30.0  # seconds for the stacks of all ranks
+# seconds for a first heartbeat after a launcher that returns at once
+_JOINING = 300.0
+# seconds for the command to start; if its disk hangs, the watch begins without
+_MOMENT = 1.0
+_MOMENTARY = (
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETXTBSY,
+)
+# seconds between two looks; the end of a process is noticed at once
+TICK = 0.2
+# seconds for the launcher to say how a rank ended whose status is not known
+_UNKNOWN_END = 3.0
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Holds the seconds of one start, as the options of ``mindresume run`` have them. ``kill_after``: between SIGTERM and SIGKILL
-    after a failure; ``leave``: the same after a signal to this process, in which the ranks save."""
+    """Holds the seconds of one start, as the options of ``mindresume run`` have them.
+    ``kill_after``: between SIGTERM and SIGKILL after a failure; ``leave``: the same after a signal
+    to this process, in which the ranks save."""
+
     limits: HangLimits = HangLimits()
     kill_after: float = 1.0
     save: float = 20.0
@@ -81,8 +114,9 @@ class Observer(Protocol):
 
 
 class Command:
-    """Starts a command in a session of its own, so that Ctrl-C reaches this process alone. In a thread, because the disk of the
-    command can hang; it lasts until ``close``, because the kernel ends the command when the thread ends that has started it.
+    """Starts a command in a session of its own, so that Ctrl-C reaches this process alone. In a
+    thread, because the disk of the command can hang; it lasts until ``close``, because the kernel
+    ends the command when the thread ends that has started it.
 
     Args:
         to_stderr: it prints to standard error alone.
@@ -91,7 +125,9 @@ class Command:
         error: why it cannot be started.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], to_stderr: bool = False):
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], to_stderr: bool = False
+    ):
         self.words, self.environment, self.to_stderr = words, environment, to_stderr
         self.pid = 0
         self.error: OSError | None = None
@@ -100,20 +136,27 @@ class Command:
 
     def start(self, heartbeats: str) -> None:
         """Starts it. ``heartbeats``: folder for those of its ranks."""
-        thread = runtime.Thread(target=self._start, args=(os.getpid(), heartbeats), name="mindresume-start", daemon=True)
+        thread = runtime.Thread(
+            target=self._start, args=(os.getpid(), heartbeats), name="mindresume-start", daemon=True
+        )
         try:
             thread.start()
-        except RuntimeError as error:                       # the limit of threads
+        except RuntimeError as error:  # the limit of threads
             self.error = OSError(errno.EAGAIN, str(error))
         else:
             self._is_tried.wait(_MOMENT)
 
     def _start(self, parent: int, heartbeats: str) -> None:
         try:
-            process = subprocess.Popen(self.words, env={**self.environment, rank_heartbeat.VARIABLE: heartbeats},
-                                       stdin=subprocess.DEVNULL, start_new_session=True,
-                                       stdout=2 if self.to_stderr else None, preexec_fn=lambda: end_with_parent(parent))
-            process.returncode = 0              # ``Members.wait`` reaps it
+            process = subprocess.Popen(
+                self.words,
+                env={**self.environment, rank_heartbeat.VARIABLE: heartbeats},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                stdout=2 if self.to_stderr else None,
+                preexec_fn=lambda: end_with_parent(parent),
+            )
+            process.returncode = 0  # ``Members.wait`` reaps it
             self.pid = process.pid
         except OSError as error:
             self.error = error
@@ -136,17 +179,34 @@ class Job:
         recorder: has the folder for files with stacks; None: none are written.
     """
 
-    def __init__(self, command: Command, number: int, folder: str, settings: JobSettings, emit: Emit,
-                 ignored: Collection[int] = (), recorder: EventRecorder | None = None):
-        self.command, self.number, self.settings, self.emit, self.recorder = command, number, settings, emit, recorder
+    def __init__(
+        self,
+        command: Command,
+        number: int,
+        folder: str,
+        settings: JobSettings,
+        emit: Emit,
+        ignored: Collection[int] = (),
+        recorder: EventRecorder | None = None,
+    ):
+        self.command, self.number, self.settings, self.emit, self.recorder = (
+            command,
+            number,
+            settings,
+            emit,
+            recorder,
+        )
         self.members = Members(ignored)
         self.heartbeats = Heartbeats(folder)
-        self._statuses: dict[int, int | None] = {}          # by process, of those that have ended: the command ends before
-        self._said: set[str] = set()                        # its number is known, or after; what is said or done once
+        # by process, of those that have ended: the command ends before
+        self._statuses: dict[int, int | None] = {}
+        # its number is known, or after; what is said or done once
+        self._said: set[str] = set()
         self._had_ranks = False
         self._clock = AwakeClock()
         self._began = self._started = 0.0
-        self._unknown: tuple[float, Ended] | None = None    # a rank whose end is not understood yet, and since when
+        # a rank whose end is not understood yet, and since when
+        self._unknown: tuple[float, Ended] | None = None
 
     def start(self) -> None:
         """Starts the command. If that fails, ``watch`` returns why."""
@@ -160,13 +220,14 @@ class Job:
 
     @property
     def _status(self) -> int | None:
-        """Returns the exit status of the command, as of a shell; None: it runs, or has not been started yet."""
+        """Returns the exit status of the command, as of a shell; None: it runs, or has not been
+        started yet."""
         if not self.command.pid or self.command.pid not in self._statuses:
             return None
         status = self._statuses[self.command.pid]
         return 1 if status is None else shell_status(status)
 
-    # ---- watch --------------------------------------------------------------------------------------------------------
+    # ---- watch -----------------------------------------------------------------------------------
 
     def watch(self, observer: Observer) -> JobEnd:
         """Returns why this start ends, at the moment when it is known."""
@@ -181,7 +242,8 @@ class Job:
             for ended in self.members.wait(TICK):
                 if end := self._taken(ended):
                     return end
-            if self._status is not None and self._is_first("end"):          # a rank can have begun, or ended, with the command
+            # a rank can have begun, or ended, with the command
+            if self._status is not None and self._is_first("end"):
                 self.refresh()
                 continue
             if end := observer.observe(self) or self._over() or self._hang():
@@ -194,13 +256,16 @@ class Job:
         self._had_ranks = self._had_ranks or bool(self.heartbeats.known or self.members.alive(RANK))
 
     def _taken(self, ended: Ended) -> JobEnd | None:
-        """Takes the end of a process. Returns the end of the job if it is a rank that had not finished, or the scheduler while a
-        rank still trains: MindSpore's ranks lose each other without it, and would take 20 s until each sends itself SIGTERM."""
+        """Takes the end of a process. Returns the end of the job if it is a rank that had not
+        finished, or the scheduler while a rank still trains: MindSpore's ranks lose each other
+        without it, and would take 20 s until each sends itself SIGTERM."""
         self._statuses.setdefault(ended.member.pid, ended.status)
         ended = self._as_rank(ended)
         if ended.member.role == SCHEDULER:
             beats = [self.heartbeats.of(member.pid) for member in self.members.alive(RANK)]
-            is_training = any(beat is not None and beat.phase not in (ENDING, ENDED) for beat in beats)
+            is_training = any(
+                beat is not None and beat.phase not in (ENDING, ENDED) for beat in beats
+            )
             return self._died(ended) if is_training else None
         if ended.member.role != RANK or self._ended_well(ended):
             return None
@@ -210,48 +275,95 @@ class Job:
         return self._died(ended)
 
     def _as_rank(self, ended: Ended) -> Ended:
-        """Returns the end as that of a rank if a heartbeat proves it: one can end before its role was read from the process
-        table."""
+        """Returns the end as that of a rank if a heartbeat proves it: one can end before its role
+        was read from the process table."""
         member, beat = ended.member, self.heartbeats.of(ended.member.pid)
         if member.role == RANK or beat is None or beat.ticks != member.process.ticks:
             return ended
-        return replace(ended, member=replace(member, role=RANK, rank=beat.rank if beat.rank >= 0 else None))
+        return replace(
+            ended, member=replace(member, role=RANK, rank=beat.rank if beat.rank >= 0 else None)
+        )
 
     def _ended_well(self, ended: Ended) -> bool:
-        """Returns whether a rank has ended as it should. A status of 143 is that of ranks that were asked to stop and saved."""
+        """Returns whether a rank has ended as it should. A status of 143 is that of ranks that were
+        asked to stop and saved."""
         beat = self.heartbeats.of(ended.member.pid)
         if ended.status is None:
             return beat is not None and beat.phase == ENDED and beat.outcome != FAILED
-        return ended.status == 0 or ended.status == TERMINATED and beat is not None and beat.outcome == PREEMPTED
+        return (
+            ended.status == 0
+            or ended.status == TERMINATED
+            and beat is not None
+            and beat.outcome == PREEMPTED
+        )
 
     def _died(self, ended: Ended) -> JobEnd:
         member, beat = ended.member, self.heartbeats.of(ended.member.pid)
-        noticed, path = runtime.monotonic(), call_within(PATIENCE, "", self.members.log_file, member)
+        noticed, path = (
+            runtime.monotonic(),
+            call_within(PATIENCE, "", self.members.log_file, member),
+        )
         log = call_within(PATIENCE, (), excerpt, path) if path else ()
         status = ended.status
         if status is None and path:
-            status = call_within(PATIENCE, None, _status_in_message, os.path.dirname(path), member.pid)
+            status = call_within(
+                PATIENCE, None, _status_in_message, os.path.dirname(path), member.pid
+            )
         phase, step = (beat.phase, beat.step) if beat else ("", NONE)
-        self.emit(RankDied(self.number, runtime.gethostname(), member.pid, member.rank, status, phase, _known(step), log))
+        self.emit(
+            RankDied(
+                self.number,
+                runtime.gethostname(),
+                member.pid,
+                member.rank,
+                status,
+                phase,
+                _known(step),
+                log,
+            )
+        )
         who = "the scheduler of msrun" if member.role == SCHEDULER else _name(member.rank)
-        return JobEnd(DIED, 1 if status is None else shell_status(status), f"{who} {end_text(status)}", False, member.rank, phase,
-                      noticed, log)
+        return JobEnd(
+            DIED,
+            1 if status is None else shell_status(status),
+            f"{who} {end_text(status)}",
+            False,
+            member.rank,
+            phase,
+            noticed,
+            log,
+        )
 
     def _over(self) -> JobEnd | None:
-        """Returns the end of the job if the command and all ranks have ended, or a rank has ended and nobody says how."""
+        """Returns the end of the job if the command and all ranks have ended, or a rank has ended
+        and nobody says how."""
         ranks, status = self.members.alive(RANK), self._status
         since, unknown = self._unknown or (0.0, None)
         if unknown is not None and ranks and runtime.monotonic() - since > _UNKNOWN_END:
             return self._died(unknown)
-        # A launcher can return at once: processes are left that may become ranks. A job without ranks ends.
-        is_joining = not self._had_ranks and bool(self.members.alive()) and runtime.monotonic() - self._began < _JOINING
+        # A launcher can return at once: processes are left that may become ranks. A job without
+        # ranks ends.
+        is_joining = (
+            not self._had_ranks
+            and bool(self.members.alive())
+            and runtime.monotonic() - self._began < _JOINING
+        )
         if status is None or status == 0 and (ranks or is_joining):
             return None
         beats = self.heartbeats.known.values()
-        unasked = ", its ranks after SIGTERM of an unknown sender" if any(beat.unasked for beat in beats) else ""
+        unasked = (
+            ", its ranks after SIGTERM of an unknown sender"
+            if any(beat.unasked for beat in beats)
+            else ""
+        )
         cause = f"the command ended with status {status}{unasked}"
         if unknown is None:
-            return JobEnd(EXITED, status, cause, rank=next((beat.rank for beat in beats if beat.outcome == FAILED), None))
+            return JobEnd(
+                EXITED,
+                status,
+                cause,
+                rank=next((beat.rank for beat in beats if beat.outcome == FAILED), None),
+            )
         log = call_within(PATIENCE, (), excerpt, unknown.member.log)
         return JobEnd(EXITED, status, cause, rank=unknown.member.rank, log=log)
 
@@ -259,85 +371,155 @@ class Job:
         known = [beat for beat in self._beats_of_ranks() if beat is not None]
         alive = [beat for beat in known if beat.pid in self.heartbeats.readable]
         if len(alive) < len(known) and self._is_first("heartbeats removed"):
-            self.emit(warning(f"heartbeats in {self.heartbeats.folder} were removed while their ranks run, so a hang of these "
-                              f"ranks is not noticed. systemd does that when a user logs out: set RemoveIPC=no, or loginctl "
-                              f"enable-linger"))
+            self.emit(
+                warning(
+                    f"heartbeats in {self.heartbeats.folder} were removed while their ranks run, "
+                    "so a hang of these "
+                    "ranks is not noticed. systemd does that when a user logs out: set "
+                    "RemoveIPC=no, or loginctl "
+                    f"enable-linger"
+                )
+            )
         hang = find_hang(alive, self._began, runtime.monotonic(), self.settings.limits, self._clock)
         if hang is None:
             return None
         noticed, first = runtime.monotonic(), hang.ranks[0]
 
-        paths = call_within(_STACKS, (), self._write_stacks, alive)     # py-spy, and a disk that can hang
+        # py-spy, and a disk that can hang
+        paths = call_within(_STACKS, (), self._write_stacks, alive)
         if paths is not None and (absent := without_stacks(alive, paths)):
             self.emit(warning(f"no stacks of {absent}"))
-        self.emit(HangDetected(self.number, runtime.gethostname(), tuple(max(it.rank, 0) for it in hang.ranks), hang.seconds,
-                               first.phase, _known(first.step), paths or ()))
-        cause = (f"{_name(first.rank)} made no progress for {hang.seconds:.0f} s while {first.phase} ({hang.limit})"
-                 + (f", stacks: {paths[0]} ..." if paths else ""))
+        self.emit(
+            HangDetected(
+                self.number,
+                runtime.gethostname(),
+                tuple(max(it.rank, 0) for it in hang.ranks),
+                hang.seconds,
+                first.phase,
+                _known(first.step),
+                paths or (),
+            )
+        )
+        cause = (
+            f"{_name(first.rank)} made no progress for {hang.seconds:.0f} s while {first.phase} "
+            f"({hang.limit})" + (f", stacks: {paths[0]} ..." if paths else "")
+        )
         return JobEnd(HUNG, HANG_STATUS, cause, False, first.rank, first.phase, noticed)
 
     def _write_stacks(self, ranks: Sequence[rank_heartbeat.Heartbeat]) -> tuple[str, ...] | None:
         """Returns the files with stacks; None: there is no place for them."""
         target = self.recorder.evidence() if self.recorder is not None else None
-        return None if target is None else write_stacks(ranks, self.heartbeats.folder, f"{target}-start_{self.number}")
+        return (
+            None
+            if target is None
+            else write_stacks(ranks, self.heartbeats.folder, f"{target}-start_{self.number}")
+        )
 
     def _beats_of_ranks(self) -> list[rank_heartbeat.Heartbeat | None]:
         """Returns the last heartbeat of each rank that runs; None for one without."""
         return [self.heartbeats.known.get(member.pid) for member in self.members.alive(RANK)]
 
     def _measure_startup(self) -> None:
-        """Emits how long each part of the start took, once every rank has finished its first step."""
+        """Emits how long each part of the start took, once every rank has finished its first
+        step."""
         ranks = self._beats_of_ranks()
-        if not ranks or not all(it is not None and it.has_trained for it in ranks) or not self._is_first("measured"):
+        if (
+            not ranks
+            or not all(it is not None and it.has_trained for it in ranks)
+            or not self._is_first("measured")
+        ):
             return
         slowest = max(ranks, key=lambda it: it.times.entered[rank_heartbeat.TRAINING])
         phases = startup_phases(slowest, self._started)
-        self.emit(StartupMeasured(self.number, max(slowest.rank, 0), tuple(phase.name for phase in phases),
-                                  tuple(phase.seconds for phase in phases), _known(slowest.resumed)))
+        self.emit(
+            StartupMeasured(
+                self.number,
+                max(slowest.rank, 0),
+                tuple(phase.name for phase in phases),
+                tuple(phase.seconds for phase in phases),
+                _known(slowest.resumed),
+            )
+        )
 
-    # ---- end ----------------------------------------------------------------------------------------------------------
+    # ---- end -------------------------------------------------------------------------------------
 
     def end(self, end: JobEnd, observer: Observer) -> tuple[StartOutcome, tuple[int, ...]]:
-        """Ends everything that is left. Returns the outcome, and the processes that do not end even after SIGKILL."""
+        """Ends everything that is left. Returns the outcome, and the processes that do not end even
+        after SIGKILL."""
         self.refresh()
         left: tuple[int, ...] = ()
-        if end.kind != EXITED or end.status or self._is_finishing(observer):        # daemons of a job that finished stay
+        # daemons of a job that finished stay
+        if end.kind != EXITED or end.status or self._is_finishing(observer):
             settings = self.settings
-            times = EndTimes(settings.leave if end.leave else settings.kill_after, settings.save, settings.stuck, not end.leave)
+            times = EndTimes(
+                settings.leave if end.leave else settings.kill_after,
+                settings.save,
+                settings.stuck,
+                not end.leave,
+            )
             left = Ending(self, end.kind, times, observer).run()
             self.refresh()
         beats = self.heartbeats
         resumed, last, committed = beats.newest_steps()
-        outcome = StartOutcome(self.number, self._started, runtime.monotonic() - self._began, end, runtime.gethostname(),
-                               beats.is_preempted and end.kind == EXITED, bool(beats.known),
-                               beats.has_finished and end.kind in (EXITED, DIED) and end.status != 0, resumed, last, committed)
-        self.emit(JobEnded(self.number, end.status, end.cause, outcome.seconds, runtime.monotonic() - end.noticed,
-                           _known(resumed), _known(last), _known(committed), left))
+        outcome = StartOutcome(
+            self.number,
+            self._started,
+            runtime.monotonic() - self._began,
+            end,
+            runtime.gethostname(),
+            beats.is_preempted and end.kind == EXITED,
+            bool(beats.known),
+            beats.has_finished and end.kind in (EXITED, DIED) and end.status != 0,
+            resumed,
+            last,
+            committed,
+        )
+        self.emit(
+            JobEnded(
+                self.number,
+                end.status,
+                end.cause,
+                outcome.seconds,
+                runtime.monotonic() - end.noticed,
+                _known(resumed),
+                _known(last),
+                _known(committed),
+                left,
+            )
+        )
         self.command.close()
         self.members.close()
         shutil.rmtree(beats.folder, ignore_errors=True)
         return outcome, left
 
     def _is_finishing(self, observer: Observer) -> bool:
-        """Waits until the scheduler and what writes checkpoints have ended by themselves. Returns whether one has not."""
+        """Waits until the scheduler and what writes checkpoints have ended by themselves. Returns
+        whether one has not."""
         until = runtime.monotonic() + self.settings.leave
-        while (left := self.members.alive(RANK, SCHEDULER, WRITER)) and runtime.monotonic() < until and not observer.is_hurried():
+        while (
+            (left := self.members.alive(RANK, SCHEDULER, WRITER))
+            and runtime.monotonic() < until
+            and not observer.is_hurried()
+        ):
             self.members.wait(TICK)
             self.refresh(now=False)
         return bool(left)
 
     def is_saving(self, member: Member, kind: str) -> bool:
-        """Returns whether a rank writes a checkpoint that can still become complete. ``kind``: of the end of the job."""
+        """Returns whether a rank writes a checkpoint that can still become complete. ``kind``: of
+        the end of the job."""
         known, alive = self.heartbeats.known, {other.pid for other in self.members.alive(RANK)}
         lost = first_lost_step(beat for pid, beat in known.items() if pid not in alive)
         return member.pid in known and may_finish(known[member.pid], lost, kind)
 
 
 def _status_in_message(folder: str, pid: int) -> int | None:
-    """Returns the exit status of a worker from msrun's message, which scripts/msrun_launcher.sh writes into a file; None if there
-    is none."""
-    found = re.findall(rf"Worker process {pid} exit with exception\. Error code: (-?\d{{1,9}})\.",
-                       tail(os.path.join(folder, "msrun_stderr.log")))
+    """Returns the exit status of a worker from msrun's message, which scripts/msrun_launcher.sh
+    writes into a file; None if there is none."""
+    found = re.findall(
+        rf"Worker process {pid} exit with exception\. Error code: (-?\d{{1,9}})\.",
+        tail(os.path.join(folder, "msrun_stderr.log")),
+    )
     return int(found[-1]) if found else None
 
 

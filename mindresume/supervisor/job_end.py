@@ -1,29 +1,35 @@
 """Ends every process of a job, with deadlines, also of one whose supervisor was killed itself.
 
-    1. The processes that started the ranks (msrun, the launcher) are stopped: msrun would kill all ranks as soon as one ends.
-    2. SIGTERM to the ranks and what they have started; SIGKILL ``grace`` seconds later. A rank that saves has ``save`` seconds
-       before that, because SIGTERM ends a process at once that does not handle it.
-    3. SIGTERM to the scheduler, which the ranks need until they end, and to all others; those of 1 go on, so that scripts clean
-       up. SIGKILL after ``_CLEANUP`` seconds.
+    1. The processes that started the ranks (msrun, the launcher) are stopped: msrun would kill all
+      ranks as soon as one ends.
+    2. SIGTERM to the ranks and what they have started; SIGKILL ``grace`` seconds later. A rank that
+       saves has ``save`` seconds before that, because SIGTERM ends a process at once that does not
+       handle it.
+    3. SIGTERM to the scheduler, which the ranks need until they end, and to all others; those of 1
+       go on, so that scripts clean up. SIGKILL after ``_CLEANUP`` seconds.
     4. Processes that write checkpoints may finish: ``save`` seconds.
 
-Without a known rank, 2 is for every process. All are gone when the kernel says so of each of them. A process that does not end
-even after SIGKILL, because it waits in the kernel for a device or a disk (state D), is left behind after ``stuck`` seconds and
-named.
+Without a known rank, 2 is for every process. All are gone when the kernel says so of each of them.
+A process that does not end even after SIGKILL, because it waits in the kernel for a device or a
+disk (state D), is left behind after ``stuck`` seconds and named.
 
-Who may finish a save is decided from heartbeats: the ranks whose save can still become complete. A save is complete once *every*
-rank has published its record; nobody commits for a rank that has not. So a rank that dies before it has written a step takes that
-step, and every later one, with it: the others do not finish them. Whether rank 0 has committed does not matter: the next start
-commits what is complete.
+Who may finish a save is decided from heartbeats: the ranks whose save can still become complete. A
+save is complete once *every* rank has published its record; nobody commits for a rank that has not.
+So a rank that dies before it has written a step takes that step, and every later one, with it: the
+others do not finish them. Whether rank 0 has committed does not matter: the next start commits what
+is complete.
 
-Two savers need no time here. A process that writes for a rank (``async_save: process``) outlives it and is a member of the job of
-its own. A save of the tier in memory is not waited for: its checksums take less than ``--kill-after`` unless it is very large,
-and if it is lost, the next start takes the slot before, which all ranks have whole; with a save at every step some rank is nearly
-always at it, and each failure would wait.
+Two savers need no time here. A process that writes for a rank (``async_save: process``) outlives it
+and is a member of the job of its own. A save of the tier in memory is not waited for: its checksums
+take less than ``--kill-after`` unless it is very large, and if it is lost, the next start takes the
+slot before, which all ranks have whole; with a save at every step some rank is nearly always at it,
+and each failure would wait.
 
-A supervisor cannot prevent that it is killed. The kernel then sends SIGTERM to the command that it had started, so the launcher
-ends the job. What is still there when the same command is supervised again is found by a mark in its environment (*orphans*).
+A supervisor cannot prevent that it is killed. The kernel then sends SIGTERM to the command that it
+had started, so the launcher ends the job. What is still there when the same command is supervised
+again is found by a mark in its environment (*orphans*).
 """
+
 from __future__ import annotations
 
 import fcntl
@@ -58,14 +64,16 @@ from mindresume.supervisor.members import (
 )
 from mindresume.supervisor.restart_policy import DIED, PEER, STOPPED
 
-_CLEANUP = 1.0                  # seconds for launchers and scripts after the ranks
+_CLEANUP = 1.0  # seconds for launchers and scripts after the ranks
 _POLL = 0.05
 
 
 @dataclass(frozen=True)
 class EndTimes:
-    """Holds seconds. ``grace``: between SIGTERM and SIGKILL. ``save``: for a rank or a process that is saving. ``stuck``: after
-    SIGKILL. ``save_first``: a rank that saves gets SIGTERM after its save; else at once, because the signal makes it save."""
+    """Holds seconds. ``grace``: between SIGTERM and SIGKILL. ``save``: for a rank or a process that
+    is saving. ``stuck``: after SIGKILL. ``save_first``: a rank that saves gets SIGTERM after its
+    save; else at once, because the signal makes it save."""
+
     grace: float
     save: float
     stuck: float = 60.0
@@ -74,6 +82,7 @@ class EndTimes:
 
 class EndingJob(Protocol):
     """The job that is ended."""
+
     members: Members
 
     def refresh(self) -> None:
@@ -84,14 +93,20 @@ class EndingJob(Protocol):
 
 
 class Ending:
-    """Ends all members of a job; kills them at once in a hurry, such as after a second Ctrl-C. ``kind``: of the end of the
-    job."""
+    """Ends all members of a job; kills them at once in a hurry, such as after a second Ctrl-C.
+    ``kind``: of the end of the job."""
 
     def __init__(self, job: EndingJob, kind: str, times: EndTimes, observer: Hurry):
-        self.job, self.members, self.kind, self.times, self.observer = job, job.members, kind, times, observer
+        self.job, self.members, self.kind, self.times, self.observer = (
+            job,
+            job.members,
+            kind,
+            times,
+            observer,
+        )
         self.left: set[int] = set()
-        self._asked: dict[int, float] = {}          # {process: when it received SIGTERM}
-        self._killed: dict[int, float] = {}         # {process: when it received SIGKILL first}
+        self._asked: dict[int, float] = {}  # {process: when it received SIGTERM}
+        self._killed: dict[int, float] = {}  # {process: when it received SIGKILL first}
 
     def run(self) -> tuple[int, ...]:
         """Returns the numbers of those left behind, once all others have ended."""
@@ -108,11 +123,12 @@ class Ending:
         self._asked.update(dict.fromkeys(launchers, runtime.monotonic()))
         self._end((RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
         self._end((WRITER,), self.times.grace, self.times.save)
-        self._end((), 0.0, 0.0)                     # whatever came meanwhile
+        self._end((), 0.0, 0.0)  # whatever came meanwhile
         return tuple(sorted(self.left))
 
     def _alive(self, roles: Sequence[str], below_ranks: bool) -> list[Member]:
-        """Returns the members with one of ``roles``, of all roles without. ``below_ranks``: the ranks and what they started."""
+        """Returns the members with one of ``roles``, of all roles without. ``below_ranks``: the
+        ranks and what they started."""
         alive = [member for member in self.members.alive(*roles) if member.pid not in self.left]
         if not below_ranks:
             return alive
@@ -120,7 +136,9 @@ class Ending:
         below = set(ranks).union(*map(self.members.below, ranks))
         return [member for member in alive if member.pid in below]
 
-    def _end(self, roles: Sequence[str], grace: float, save: float, below_ranks: bool = False) -> None:
+    def _end(
+        self, roles: Sequence[str], grace: float, save: float, below_ranks: bool = False
+    ) -> None:
         """Ends these members, until there are none."""
         began = runtime.monotonic()
         while left := self._alive(roles, below_ranks):
@@ -131,7 +149,8 @@ class Ending:
                 if may_ask and member.pid not in self._asked and member.role != WRITER:
                     self._asked[member.pid] = now
                     send(member.pid, signal.SIGTERM)
-                if not is_saving:                               # it can have been asked late, after its save
+                # it can have been asked late, after its save
+                if not is_saving:
                     is_late = now - max(began, self._asked.get(member.pid, began)) >= grace
                 if is_late or self.observer.is_hurried():
                     send(member.pid, signal.SIGKILL)
@@ -141,12 +160,20 @@ class Ending:
             self.job.refresh()
 
     def _saving(self, left: list[Member]) -> set[int]:
-        """Returns the processes that may finish a save: writers, ranks, and what these ranks have started."""
-        ranks = [member.pid for member in left if member.role == RANK and self.job.is_saving(member, self.kind)]
-        return {member.pid for member in left if member.role == WRITER}.union(ranks, *map(self.members.below, ranks))
+        """Returns the processes that may finish a save: writers, ranks, and what these ranks have
+        started."""
+        ranks = [
+            member.pid
+            for member in left
+            if member.role == RANK and self.job.is_saving(member, self.kind)
+        ]
+        return {member.pid for member in left if member.role == WRITER}.union(
+            ranks, *map(self.members.below, ranks)
+        )
 
 
-# ---- saves that may finish ----------------------------------------------------------------------------------------------
+# ---- saves that may finish -----------------------------------------------------------------------
+
 
 def open_saves(beat: Heartbeat) -> list[int]:
     """Returns the steps that the threads of a rank are writing, oldest first."""
@@ -155,7 +182,8 @@ def open_saves(beat: Heartbeat) -> list[int]:
 
 
 def first_lost_step(dead: Iterable[Heartbeat]) -> int | None:
-    """Returns the first step that can never be complete, because one of the ranks ``dead`` has not written it; None: none."""
+    """Returns the first step that can never be complete, because one of the ranks ``dead`` has not
+    written it; None: none."""
     return min((step for beat in dead for step in open_saves(beat)), default=None)
 
 
@@ -164,7 +192,8 @@ def may_finish(beat: Heartbeat, lost: int | None, kind: str) -> bool:
 
     Args:
         lost: as ``first_lost_step``.
-        kind: of the end of the start. The training thread of a job that hangs is not waited for: it can be the one that hangs.
+        kind: of the end of the start. The training thread of a job that hangs is not waited for: it
+            can be the one that hangs.
     """
     if beat.saves.writing and (lost is None or beat.saves.writing < lost):
         return True
@@ -173,17 +202,21 @@ def may_finish(beat: Heartbeat, lost: int | None, kind: str) -> bool:
     return beat.phase in (SAVING, ENDING) and (lost is None or beat.saves.begun < lost)
 
 
-# ---- orphans ---------------------------------------------------------------------------------------------------------
+# ---- orphans -------------------------------------------------------------------------------------
 
-MARK = "MINDRESUME_SUPERVISOR"          # environment of every process of a job: which supervisor, and key of the job
-JOB_MARK = "MSRUN_LAUNCHER_JOB"        # see scripts/msrun_launcher.sh
+# environment of every process of a job: which supervisor, and key of the job
+MARK = "MINDRESUME_SUPERVISOR"
+JOB_MARK = "MSRUN_LAUNCHER_JOB"  # see scripts/msrun_launcher.sh
 _MEMORY, _PREFIX = "/dev/shm", "mindresume-supervisor"
-_ATTEMPTS = 5                           # to make a folder and lock it; a file system without locks gets one without
+# to make a folder and lock it; a file system without locks gets one without
+_ATTEMPTS = 5
 
 
 def job_key(command: Sequence[str]) -> str:
     """Returns a key of a command in the current folder: the same job has it again."""
-    return hashlib.sha256("\0".join([os.getcwd(), *command]).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return hashlib.sha256(
+        "\0".join([os.getcwd(), *command]).encode("utf-8", "surrogateescape")
+    ).hexdigest()[:16]
 
 
 def marks(command: Sequence[str]) -> dict[str, str]:
@@ -193,23 +226,33 @@ def marks(command: Sequence[str]) -> dict[str, str]:
 
 
 def find_orphans(command: Sequence[str]) -> list[Process]:
-    """Returns the processes of this command whose supervisor is gone. A host sees the processes of its containers, but their
-    supervisors have other numbers there, so that those are never orphans of the host."""
+    """Returns the processes of this command whose supervisor is gone. A host sees the processes of
+    its containers, but their supervisors have other numbers there, so that those are never orphans
+    of the host."""
     suffix, found, table = f".{process_namespace()}.{job_key(command)}", [], all_processes()
-    mine = {os.getpid(), *ancestors([os.getpid()], table, 0)}          # started by what that supervisor had started
+    # started by what that supervisor had started
+    mine = {os.getpid(), *ancestors([os.getpid()], table, 0)}
     for process in table.values():
         if process.pid in mine:
             continue
         mark = environment_of(process.pid).get(MARK, "")
         pid, _, ticks = mark.removesuffix(suffix).partition(".")
-        if mark.endswith(suffix) and pid.isdigit() and ticks.isdigit() and is_running(int(pid), int(ticks)) is False:
+        if (
+            mark.endswith(suffix)
+            and pid.isdigit()
+            and ticks.isdigit()
+            and is_running(int(pid), int(ticks)) is False
+        ):
             found.append(process)
     return found
 
 
-def end_orphans(orphans: Sequence[Process], times: EndTimes, signals: Sequence[int]) -> tuple[int, ...]:
-    """Ends processes: SIGTERM, and SIGKILL after ``times.grace`` seconds; one that writes a checkpoint may finish. At the first
-    of ``signals`` that this process gets, SIGKILL to all. Returns those that do not end."""
+def end_orphans(
+    orphans: Sequence[Process], times: EndTimes, signals: Sequence[int]
+) -> tuple[int, ...]:
+    """Ends processes: SIGTERM, and SIGKILL after ``times.grace`` seconds; one that writes a
+    checkpoint may finish. At the first of ``signals`` that this process gets, SIGKILL to all.
+    Returns those that do not end."""
     began, asked = runtime.monotonic(), set()
     writers = {process.pid for process in orphans if WRITER_MARK in environment_of(process.pid)}
     while left := [process for process in orphans if _is_there(process)]:
@@ -233,11 +276,11 @@ def _is_there(process: Process) -> bool:
 
 
 def make_folder() -> str:
-    """Makes the folder of this supervisor, in memory if possible, and removes those of supervisors that are gone. Raises
-    OSError.
+    """Makes the folder of this supervisor, in memory if possible, and removes those of supervisors
+    that are gone. Raises OSError.
 
-    A supervisor locks its folder until it ends: containers can share the memory, and then the number of a process does not tell
-    whether it runs.
+    A supervisor locks its folder until it ends: containers can share the memory, and then the
+    number of a process does not tell whether it runs.
     """
     base = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
     mine = f"{_PREFIX}-{os.getuid()}-"
@@ -256,16 +299,18 @@ def make_folder() -> str:
         elif os.path.isdir(folder):
             _locks.append(lock)
             return folder
-        else:                                   # another supervisor has removed it before it was locked
+        else:
+            # another supervisor has removed it before it was locked
             os.close(lock)
     return tempfile.mkdtemp(prefix=prefix, dir=base)
 
 
-_locks: list[int] = []          # descriptors of this process's folders, open until it ends
+_locks: list[int] = []  # descriptors of this process's folders, open until it ends
 
 
 def _locked(folder: str) -> int | None:
-    """Returns a descriptor that locks ``folder``; None if another process has locked it, or it cannot be opened."""
+    """Returns a descriptor that locks ``folder``; None if another process has locked it, or it
+    cannot be opened."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

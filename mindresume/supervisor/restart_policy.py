@@ -1,19 +1,26 @@
 """Decides what follows the end of a job: a pure function of the policy and of all starts so far.
 
-A start makes *progress* if it leaves a later checkpoint than all starts before it: one that it committed, or one that it resumed
-from. Steps that no checkpoint holds are lost again, so they are none. ``max_restarts`` counts restarts in a row without progress;
-a job that fails every hour and saves every ten minutes is started again for ever, one that dies at the same step is not.
+A start makes *progress* if it leaves a later checkpoint than all starts before it: one that it
+committed, or one that it resumed from. Steps that no checkpoint holds are lost again, so they are
+none. ``max_restarts`` counts restarts in a row without progress; a job that fails every hour and
+saves every ten minutes is started again for ever, one that dies at the same step is not.
 
     status 0                                  ─▶ exit
-    all ranks have finished the training       ─▶ exit with the status: another start would find nothing to train
-    stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to end
-    status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way; but restart if no rank began
-                                                  and an earlier start had one: the script or interpreter is away for now
+    all ranks have finished the training       ─▶ exit with the status: another start would find
+        nothing to train
+    stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to
+        end
+    status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way;
+        but restart if no rank began
+                                                  and an earlier start had one: the script or
+                                                      interpreter is away for now
     the command cannot be started              ─▶ the same
     status 65: a callback loads other weights  ─▶ exit: the same
     progress                                   ─▶ restart at once
-    no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after ``max_restarts`` of them give up
+    no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after
+        ``max_restarts`` of them give up
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,15 +30,21 @@ from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED, NONE
 from mindresume.formatting import shown
 
-EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"     # kinds of ends of a start
+# kinds of ends of a start
+EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"
 NOT_STARTED = "not started"
-EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"                               # what follows
+EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"  # what follows
 WRONG_USE, ALTERED_WEIGHTS, HANG_STATUS, INTERRUPTED, TERMINATED = 2, 65, 124, 130, 143
-MAX_DELAY = 60.0                        # seconds
-_FINAL = {0: "it finished", WRONG_USE: "status 2 means a wrong argument or setting: another start would fail in the same way",
-          ALTERED_WEIGHTS: "status 65 means that a callback or another loader has put other weights into the network than the "
-                           "loaded ones: another start would fail in the same way",
-          INTERRUPTED: "it was interrupted"}
+MAX_DELAY = 60.0  # seconds
+_FINAL = {
+    0: "it finished",
+    WRONG_USE: "status 2 means a wrong argument or setting: another start would fail in the same "
+    "way",
+    ALTERED_WEIGHTS: "status 65 means that a callback or another loader has put other weights into "
+    "the network than the "
+    "loaded ones: another start would fail in the same way",
+    INTERRUPTED: "it was interrupted",
+}
 
 
 @dataclass(frozen=True)
@@ -39,17 +52,19 @@ class JobEnd:
     """Says why a start ends.
 
     Attributes:
-        kind: EXITED (the command ended), DIED (a rank ended badly), HUNG, STOPPED (this supervisor got a signal), PEER (another
-            node ended it), NOT_STARTED (there was no process).
+        kind: EXITED (the command ended), DIED (a rank ended badly), HUNG, STOPPED (this supervisor
+            got a signal), PEER (another node ended it), NOT_STARTED (there was no process).
         status: exit status, as of a shell.
         cause: for people.
         leave: the ranks may save before they end.
-        is_last: another node ended the job: nothing is started any more, and ``status`` is that of the job.
+        is_last: another node ended the job: nothing is started any more, and ``status`` is that of
+            the job.
         rank: the rank that ended it; None: none, or not known.
         phase: of that rank; empty: not known.
         noticed: ``time.monotonic``.
         log: the last lines of that rank's log that look like its error.
     """
+
     kind: str
     status: int
     cause: str
@@ -72,12 +87,14 @@ class StartOutcome:
         host: of the rank that ended it.
         is_preempted: the ranks were asked to stop, saved and stopped.
         has_begun: a rank has got as far as a heartbeat.
-        has_finished: all ranks finished the training and saved, before the command or a rank ended badly.
+        has_finished: all ranks finished the training and saved, before the command or a rank ended
+            badly.
         resumed: step that it continued after; NONE: from the beginning, or not known.
         last_step: the last finished step of any rank; NONE: none, or not known.
         committed: the newest step that it committed; NONE: none, or not known.
         log_folders: where the logs of this start are, if the next one would have overwritten them.
     """
+
     number: int
     started: float
     seconds: float
@@ -99,15 +116,18 @@ class StartOutcome:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Holds the limits. ``max_restarts``: restarts in a row without progress; 0: the job is never started again."""
+    """Holds the limits. ``max_restarts``: restarts in a row without progress; 0: the job is never
+    started again."""
+
     max_restarts: int = 5
     max_delay: float = MAX_DELAY
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Says what follows. ``status``: of the supervisor, unless it restarts. ``delay``: seconds before the restart. ``reason``:
-    for people. ``fruitless``: starts in a row without progress."""
+    """Says what follows. ``status``: of the supervisor, unless it restarts. ``delay``: seconds
+    before the restart. ``reason``: for people. ``fruitless``: starts in a row without progress."""
+
     action: str
     status: int
     delay: float = 0.0
@@ -128,8 +148,11 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
 def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
     """Returns what follows the last of ``starts``, at least one."""
     last, end, fruitless = starts[-1], starts[-1].end, fruitless_starts(starts)
-    # Status 2, although the same command has worked before: its script or interpreter cannot be read now.
-    is_away = end.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
+    # Status 2, although the same command has worked before: its script or interpreter cannot be
+    # read now.
+    is_away = (
+        end.status == WRONG_USE and not last.has_begun and any(start.has_begun for start in starts)
+    )
     final = None
     if end.kind == STOPPED:
         final = end.cause
@@ -139,8 +162,14 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
         final = f"all ranks have finished the training; {end.cause}"
     elif end.kind == NOT_STARTED and end.status == WRONG_USE and not is_away:
         final = end.cause
-    elif end.kind in (EXITED, DIED) and not is_away and (
-            end.status != ALTERED_WEIGHTS or last.has_begun):             # any program can end with 65
+    elif (
+        end.kind in (EXITED, DIED)
+        and not is_away
+        and (
+            # any program can end with 65
+            end.status != ALTERED_WEIGHTS or last.has_begun
+        )
+    ):
         final = _FINAL.get(end.status)
     if final is not None:
         return Decision(EXIT, end.status, reason=final, fruitless=fruitless)
@@ -148,24 +177,37 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
     if not policy.max_restarts:
         return Decision(EXIT, status, reason="--max-restarts 0", fruitless=fruitless)
     if fruitless > policy.max_restarts:
-        reason = f"{fruitless} starts in a row made no progress: none left a later checkpoint than the starts before it"
+        reason = (
+            f"{fruitless} starts in a row made no progress: none left a later checkpoint "
+            "than the starts before it"
+        )
         return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
     delay = min(policy.max_delay, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
     return Decision(RESTART, status, delay, end.cause, fruitless)
 
 
-# ---- the page of a job that is given up ---------------------------------------------------------------------------------
+# ---- the page of a job that is given up ----------------------------------------------------------
 
-SHOWN = 20                      # starts on a page: a job that makes progress is started again thousands of times
-_WIDTH = 300                    # characters of a line of a log, except of the last start: the page is one event
+# starts on a page: a job that makes progress is started again thousands of times
+SHOWN = 20
+# characters of a line of a log, except of the last start: the page is one event
+_WIDTH = 300
 
 
 def failure_page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns what each start did and died of, in lines. Lines of logs are escaped, because they can hold anything."""
-    lines = [f"{len(starts) - SHOWN} earlier starts are left out; the event file has them"] if len(starts) > SHOWN else []
+    """Returns what each start did and died of, in lines. Lines of logs are escaped, because they
+    can hold anything."""
+    lines = (
+        [f"{len(starts) - SHOWN} earlier starts are left out; the event file has them"]
+        if len(starts) > SHOWN
+        else []
+    )
     for start in starts[-SHOWN:]:
         when = runtime.strftime("%Y-%m-%d %H:%M:%S", runtime.localtime(start.started))
-        lines += [f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}", f"    {_death(start)}"]
+        lines += [
+            f"start {start.number}, {when}, {start.seconds:.0f} s: {_work(start)}",
+            f"    {_death(start)}",
+        ]
         width = None if start is starts[-1] else _WIDTH
         lines += [f"      | {shown(line)[:width]}" for line in start.end.log]
         lines += [f"    logs: {shown(folder)}" for folder in start.log_folders]
@@ -176,7 +218,11 @@ def _work(start: StartOutcome) -> str:
     began = "from the beginning" if start.resumed == NONE else f"resumed after step {start.resumed}"
     if start.last_step == NONE:
         return f"{began if start.resumed != NONE else 'nothing was resumed'}, no step was finished"
-    saved = "no checkpoint" if start.committed <= start.resumed else f"checkpoints up to step {start.committed}"
+    saved = (
+        "no checkpoint"
+        if start.committed <= start.resumed
+        else f"checkpoints up to step {start.committed}"
+    )
     return f"{began}, last step {start.last_step}, {saved}"
 
 

@@ -1,9 +1,12 @@
 """Supervises one node's part of a job over all its starts.
 
-    orphans of a killed supervisor ─▶ (all nodes agree) ─▶ start ─▶ watch ─▶ end ─▶ decide ─▶ exit, or wait and start again
+    orphans of a killed supervisor ─▶ (all nodes agree) ─▶ start ─▶ watch ─▶ end ─▶ decide ─▶ exit,
+        or wait and start again
 
-With several nodes the leader decides; the others end their part, and wait for the next start or for the leader's end.
+With several nodes the leader decides; the others end their part, and wait for the next start or for
+the leader's end.
 """
+
 from __future__ import annotations
 
 import os
@@ -54,9 +57,11 @@ from mindresume.supervisor.restart_policy import (
     failure_page,
 )
 
-_FLUSHING = 1800.0              # seconds for which the end waits until memory is written to disk, which can hang
-_SILENT = 120.0                 # seconds after which a job without heartbeats is reported
-_LEAVING = 30.0                 # seconds for which the last state is tried to be published: without it the others wait in vain
+# seconds for which the end waits until memory is written to disk, which can hang
+_FLUSHING = 1800.0
+_SILENT = 120.0  # seconds after which a job without heartbeats is reported
+# seconds for which the last state is tried to be published: without it the others wait in vain
+_LEAVING = 30.0
 _SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -70,6 +75,7 @@ class SupervisorSettings:
         local_workers: ranks of one node, for the placeholder {workers}.
         keep_logs: starts whose logs are kept; 0: the next start overwrites them.
     """
+
     policy: RestartPolicy = RestartPolicy()
     job: JobSettings = JobSettings()
     events: str = ""
@@ -94,12 +100,20 @@ class Supervisor:
     Args:
         emit: has the handlers that print; the event file is added.
         nodes: coordinates this node with the others; None: there is one node.
-        flush: writes what only memory has to disk. Called after the last start if the job has failed, with the output folder of
-            the training and what says that it is to stop at once. Returns what it did.
+        flush: writes what only memory has to disk. Called after the last start if the job has
+            failed, with the output folder of the training and what says that it is to stop at once.
+            Returns what it did.
     """
 
-    def __init__(self, command: Sequence[str], settings: SupervisorSettings, emit: Emitter, nodes: Rendezvous | None = None,
-                 environment: Mapping[str, str] | None = None, flush: Flush | None = None):
+    def __init__(
+        self,
+        command: Sequence[str],
+        settings: SupervisorSettings,
+        emit: Emitter,
+        nodes: Rendezvous | None = None,
+        environment: Mapping[str, str] | None = None,
+        flush: Flush | None = None,
+    ):
         self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
         self.flush = flush
         self.environment = dict(os.environ if environment is None else environment)
@@ -107,17 +121,21 @@ class Supervisor:
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals = _Signals()
         self._folder = ""
-        self._logs: set[str] = set()                    # of the last start
-        self._left: set[int] = set()                    # processes that did not end after SIGKILL
-        self._peer_end: JobEnd | None = None            # why another node ends the running start
-        self._output = ""                               # folder of the training; empty: not known
-        self._silent_after: float | None = None         # when a start without heartbeats is reported; None: it is
+        self._logs: set[str] = set()  # of the last start
+        self._left: set[int] = set()  # processes that did not end after SIGKILL
+        self._peer_end: JobEnd | None = None  # why another node ends the running start
+        self._output = ""  # folder of the training; empty: not known
+        # when a start without heartbeats is reported; None: it is
+        self._silent_after: float | None = None
 
     def run(self) -> int:
-        """Supervises until the end. Returns the exit status. Raises OSError if there is no place for heartbeats."""
+        """Supervises until the end. Returns the exit status. Raises OSError if there is no place
+        for heartbeats."""
         before = {number: runtime.signal(number, self._on_signal) for number in _SIGNALS}
-        before[signal.SIGCHLD] = runtime.signal(signal.SIGCHLD, signal.SIG_DFL)      # ignored, the kernel keeps no exit status
-        before[signal.SIGHUP] = runtime.signal(signal.SIGHUP, signal.SIG_IGN)        # closing the terminal does not end the job
+        # ignored, the kernel keeps no exit status
+        before[signal.SIGCHLD] = runtime.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # closing the terminal does not end the job
+        before[signal.SIGHUP] = runtime.signal(signal.SIGHUP, signal.SIG_IGN)
         self.emit.add(self._recorder)
         if self.settings.events:
             self._recorder.open(self.settings.events)
@@ -131,30 +149,55 @@ class Supervisor:
 
     def _run(self) -> int:
         node, nodes = (self.nodes.node, self.nodes.nodes) if self.nodes else (0, 1)
-        self.emit(SupervisorStarted(runtime.gethostname(), os.getpid(), mindresume.__version__, self.command, node, nodes))
+        self.emit(
+            SupervisorStarted(
+                runtime.gethostname(),
+                os.getpid(),
+                mindresume.__version__,
+                self.command,
+                node,
+                nodes,
+            )
+        )
         if not become_subreaper():
-            self.emit(warning("this system has no subreaper (prctl): processes whose parent dies cannot be found"))
+            self.emit(
+                warning(
+                    "this system has no subreaper (prctl): processes whose parent dies cannot be "
+                    "found"
+                )
+            )
         self._end_orphans()
         self._folder = job_end.make_folder()
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
-            done = call_within(_FLUSHING, None, self.flush, self._output, self._signals, hurry=self._signals)
+            done = call_within(
+                _FLUSHING, None, self.flush, self._output, self._signals, hurry=self._signals
+            )
             if done is not None:
                 self.emit(done)
         if decision.action == GIVE_UP:
-            self.emit(GaveUp(decision.status, decision.reason, len(self.starts), failure_page(self.starts)))
+            self.emit(
+                GaveUp(
+                    decision.status, decision.reason, len(self.starts), failure_page(self.starts)
+                )
+            )
         self.emit(SupervisorEnded(decision.status, decision.reason, len(self.starts)))
         return decision.status
 
-    # ---- starts -------------------------------------------------------------------------------------------------------
+    # ---- starts ----------------------------------------------------------------------------------
 
     def supervise(self) -> Decision:
-        """Starts the command again and again. Returns the last decision, which the other nodes know too."""
+        """Starts the command again and again. Returns the last decision, which the other nodes know
+        too."""
         decision = self._supervise()
         if self.nodes is not None:
             self.nodes.leave(decision.status, decision.reason)
             until = runtime.monotonic() + _LEAVING
-            while not self.nodes.states.is_published and runtime.monotonic() < until and not self._signals.is_hurried():
+            while (
+                not self.nodes.states.is_published
+                and runtime.monotonic() < until
+                and not self._signals.is_hurried()
+            ):
                 runtime.sleep(TICK)
                 self.nodes.states.publish_if_due()
         return decision
@@ -169,7 +212,7 @@ class Supervisor:
             if self._peer_end is not None and self._peer_end.is_last:
                 return Decision(EXIT, self._peer_end.status, reason=self._peer_end.cause)
             if members is not None and not members.is_leader and outcome.end.kind != STOPPED:
-                continue                                    # the leader decides
+                continue  # the leader decides
             decision = decide(self.settings.policy, self.starts)
             if decision.action != RESTART:
                 return decision
@@ -177,7 +220,8 @@ class Supervisor:
                 return self._stopped()
 
     def _agree(self) -> Membership | Decision | None:
-        """Waits until the nodes start together. Returns who does, None if there is one node, or a decision to end."""
+        """Waits until the nodes start together. Returns who does, None if there is one node, or a
+        decision to end."""
         if self.nodes is None:
             return None
         began = runtime.monotonic()
@@ -185,10 +229,16 @@ class Supervisor:
             found = self.nodes.agree()
             if isinstance(found, Membership):
                 missing = tuple(sorted(set(range(self.nodes.nodes)) - set(found.nodes)))
-                self.emit(NodesJoined(found.generation, found.nodes, runtime.monotonic() - began, missing))
+                self.emit(
+                    NodesJoined(found.generation, found.nodes, runtime.monotonic() - began, missing)
+                )
                 return found
             if found is not None:
-                return Decision(GIVE_UP if self.starts and found.status else EXIT, found.status, reason=found.cause)
+                return Decision(
+                    GIVE_UP if self.starts and found.status else EXIT,
+                    found.status,
+                    reason=found.cause,
+                )
             runtime.sleep(TICK)
         return self._stopped()
 
@@ -198,12 +248,15 @@ class Supervisor:
         self._peer_end, number = None, len(self.starts) + 1
         try:
             job = self.make_job(fill_in(self.command, members, self.settings.local_workers), number)
-        except OSError as error:                        # no place for heartbeats, or the limit of open files
+        except OSError as error:
+            # no place for heartbeats, or the limit of open files
             cause = f"the start cannot be prepared: {error}"
             if self.nodes is not None:
                 self.nodes.fail(1, cause, NOT_STARTED)
             self.emit(warning(cause))
-            return StartOutcome(number, runtime.time(), 0.0, JobEnd(NOT_STARTED, 1, cause), runtime.gethostname())
+            return StartOutcome(
+                number, runtime.time(), 0.0, JobEnd(NOT_STARTED, 1, cause), runtime.gethostname()
+            )
         job.start()
         self._silent_after = runtime.monotonic() + _SILENT
         end = job.watch(self)
@@ -219,22 +272,36 @@ class Supervisor:
 
     def make_job(self, command: Sequence[str], number: int) -> Job:
         """Returns a start of the command. Raises OSError."""
-        if not os.path.isdir(self._folder):             # somebody has cleaned up, for example systemd when a user logged out
+        # somebody has cleaned up, for example systemd when a user logged out
+        if not os.path.isdir(self._folder):
             self._folder = job_end.make_folder()
         folder = os.path.join(self._folder, f"start_{number}")
         os.mkdir(folder)
         existing = {*descendants(os.getpid(), all_processes()), *self._left}
-        ended_by_us = {rank_heartbeat.ENDED_BY_US: "1"} if self.starts and self.starts[-1].end.kind in (DIED, HUNG, PEER) else {}
+        ended_by_us = (
+            {rank_heartbeat.ENDED_BY_US: "1"}
+            if self.starts and self.starts[-1].end.kind in (DIED, HUNG, PEER)
+            else {}
+        )
         environment = {**self.environment, **job_end.marks(self.command), **ended_by_us}
-        return Job(Command(command, environment, self.settings.to_stderr), number, folder, self.settings.job, self.emit, existing,
-                   self._recorder)
+        return Job(
+            Command(command, environment, self.settings.to_stderr),
+            number,
+            folder,
+            self.settings.job,
+            self.emit,
+            existing,
+            self._recorder,
+        )
 
     def _report_to_nodes(self, job: Job, end: JobEnd) -> JobEnd | None:
-        """Tells the other nodes how this part ends, before what is left of it is ended. Waits for them if it has finished.
-        Returns what they ended with, None if that does not matter."""
+        """Tells the other nodes how this part ends, before what is left of it is ended. Waits for
+        them if it has finished. Returns what they ended with, None if that does not matter."""
         if end.kind == STOPPED:
             self.nodes.leave(end.status, end.cause, end.kind)
-        elif not job.heartbeats.has_finished and (end.kind != EXITED or end.status and not job.heartbeats.is_preempted):
+        elif not job.heartbeats.has_finished and (
+            end.kind != EXITED or end.status and not job.heartbeats.is_preempted
+        ):
             self.nodes.fail(end.status, end.cause, end.kind)
         else:
             while not self._signals:
@@ -248,14 +315,25 @@ class Supervisor:
         """Returns why a job is to end that runs. Called often."""
         if job.heartbeats.output:
             self._recorder.open(job.heartbeats.output)
-        if self._silent_after is not None and runtime.monotonic() > self._silent_after and not job.heartbeats.known and \
-                job.members.alive(RANK):
+        if (
+            self._silent_after is not None
+            and runtime.monotonic() > self._silent_after
+            and not job.heartbeats.known
+            and job.members.alive(RANK)
+        ):
             self._silent_after = None
-            self.emit(Notice("the ranks write no heartbeats, because mindresume is not installed in them: only their exits are "
-                             "watched"))
+            self.emit(
+                Notice(
+                    "the ranks write no heartbeats, because mindresume is not installed in them: "
+                    "only their exits are "
+                    "watched"
+                )
+            )
         if self._signals:
             number = self._signals[0]
-            return JobEnd(STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True)
+            return JobEnd(
+                STOPPED, _SIGNALS[number], f"{signal.Signals(number).name} was received", True
+            )
         self._peer_end = self.nodes.check() if self.nodes is not None else None
         return self._peer_end
 
@@ -265,11 +343,13 @@ class Supervisor:
             self.nodes.states.publish_if_due()
         return self._signals.is_hurried()
 
-    # ---- between two starts -----------------------------------------------------------------------------------------------
+    # ---- between two starts ----------------------------------------------------------------------
 
     def _wait(self, decision: Decision) -> bool:
         """Waits before the next start. Returns False if a signal came."""
-        self.emit(JobRestarted(len(self.starts) + 1, decision.delay, decision.reason, decision.fruitless))
+        self.emit(
+            JobRestarted(len(self.starts) + 1, decision.delay, decision.reason, decision.fruitless)
+        )
         until = runtime.monotonic() + decision.delay
         while not self._signals and runtime.monotonic() < until:
             self.is_hurried()
@@ -281,7 +361,12 @@ class Supervisor:
         if not self.starts:
             return
         last = self.starts[-1]
-        folders = call_within(PATIENCE, TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"), self._move_logs, last)
+        folders = call_within(
+            PATIENCE,
+            TimeoutError(f"their disk did not answer in {PATIENCE:.0f} s"),
+            self._move_logs,
+            last,
+        )
         if isinstance(folders, OSError):
             self.emit(warning(f"the logs of start {last.number} are not kept: {folders}"))
         elif folders:
@@ -291,7 +376,14 @@ class Supervisor:
     def _move_logs(self, last: StartOutcome) -> tuple[str, ...] | OSError:
         node = self.nodes.node if self.nodes else 0
         try:
-            return keep_logs(self._logs, node, last.number, last.started, self.settings.keep_logs, self.nodes is None)
+            return keep_logs(
+                self._logs,
+                node,
+                last.number,
+                last.started,
+                self.settings.keep_logs,
+                self.nodes is None,
+            )
         except OSError as error:
             return error
 
@@ -301,9 +393,16 @@ class Supervisor:
         if found:
             job = self.settings.job
             self.emit(OrphansEnded(tuple(process.pid for process in found)))
-            left = job_end.end_orphans(found, EndTimes(job.leave, job.leave, job.stuck), self._signals)
+            left = job_end.end_orphans(
+                found, EndTimes(job.leave, job.leave, job.stuck), self._signals
+            )
             if left:
-                self.emit(warning(f"processes {', '.join(map(str, left))} do not end after SIGKILL and are left behind"))
+                self.emit(
+                    warning(
+                        f"processes {', '.join(map(str, left))} do not end after SIGKILL and are "
+                        "left behind"
+                    )
+                )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -312,12 +411,19 @@ class Supervisor:
         return Decision(EXIT, _SIGNALS[self._signals[0]], reason="a signal came between two starts")
 
 
-def fill_in(command: Sequence[str], members: Membership | None, local_workers: int) -> tuple[str, ...]:
-    """Returns the command with the numbers of a start in place of {nodes}, {node_rank}, {workers} and {master_addr}."""
+def fill_in(
+    command: Sequence[str], members: Membership | None, local_workers: int
+) -> tuple[str, ...]:
+    """Returns the command with the numbers of a start in place of {nodes}, {node_rank}, {workers}
+    and {master_addr}."""
     if members is None:
         return tuple(command)
-    values = {"{nodes}": len(members.nodes), "{node_rank}": members.index, "{master_addr}": members.address,
-              "{workers}": local_workers * len(members.nodes)}
+    values = {
+        "{nodes}": len(members.nodes),
+        "{node_rank}": members.index,
+        "{master_addr}": members.address,
+        "{workers}": local_workers * len(members.nodes),
+    }
     filled = []
     for word in command:
         for name, value in values.items():

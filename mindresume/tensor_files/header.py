@@ -1,4 +1,5 @@
 """Code shared by both file formats: file headers, checks of single tensors, and exact reading."""
+
 from __future__ import annotations
 
 import math
@@ -13,17 +14,40 @@ import numpy as np
 from mindresume.errors import CorruptFileError
 from mindresume.typed import MAX_KEYS, MAX_VALUES, parse_json
 
-CHUNK = 4 << 20             # bytes: fits the CPU cache, and is large enough for one system call per piece
-MAX_HEADER = 100_000_000    # bytes of JSON; the limit of the safetensors library
-MAX_DIMENSIONS = 32         # numpy's limit
+# bytes: fits the CPU cache, and is large enough for one system call per piece
+CHUNK = 4 << 20
+MAX_HEADER = 100_000_000  # bytes of JSON; the limit of the safetensors library
+MAX_DIMENSIONS = 32  # numpy's limit
 
-DTYPES: Mapping[str, np.dtype] = {dtype.name: dtype for dtype in map(np.dtype, (
-    np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16,
-    np.uint8, np.bool_, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))}
+DTYPES: Mapping[str, np.dtype] = {
+    dtype.name: dtype
+    for dtype in map(
+        np.dtype,
+        (
+            np.float64,
+            np.float32,
+            np.float16,
+            np.int64,
+            np.int32,
+            np.int16,
+            np.int8,
+            np.uint64,
+            np.uint32,
+            np.uint16,
+            np.uint8,
+            np.bool_,
+            ml_dtypes.bfloat16,
+            ml_dtypes.float8_e4m3fn,
+            ml_dtypes.float8_e5m2,
+        ),
+    )
+}
 
 
 class TensorEntry(NamedTuple):
-    """The position of one tensor in a file. ``ranges``: (absolute offset, bytes) in order; more than one only in a ckpt."""
+    """The position of one tensor in a file. ``ranges``: (absolute offset, bytes) in order; more
+    than one only in a ckpt."""
+
     dtype: str
     shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
@@ -34,16 +58,18 @@ class TensorEntry(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """Describes a tensor to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt; ``nbytes`` are 4 for each
-    character)."""
+    """Describes a tensor to be written. ``dtype``: a numpy name, or ``str`` (only in a ckpt;
+    ``nbytes`` are 4 for each character)."""
+
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
 
 
 class FilePart(NamedTuple):
-    """The content of a new file at ``offset``: the literal bytes ``data`` if ``name`` is None, else ``count`` bytes of that
-    tensor from its byte ``start``."""
+    """The content of a new file at ``offset``: the literal bytes ``data`` if ``name`` is None, else
+    ``count`` bytes of that tensor from its byte ``start``."""
+
     offset: int
     name: str | None
     data: bytes
@@ -54,13 +80,15 @@ class FilePart(NamedTuple):
 @dataclass(frozen=True)
 class FilePlan:
     """The layout of a new file of ``size`` bytes: its parts in order, without gaps."""
+
     format: str
     size: int
     parts: tuple[FilePart, ...]
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """Returns {name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order of the file."""
+        """Returns {name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order
+        of the file."""
         found: dict[str, list[tuple[int, int, int]]] = {}
         for part in self.parts:
             if part.name is not None:
@@ -70,54 +98,72 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a file header. ``size``: bytes of the whole file; ``tensors``: in the order of the file."""
+    """The content of a file header. ``size``: bytes of the whole file; ``tensors``: in the order of
+    the file."""
+
     format: str
     size: int
     metadata: Mapping[str, str]
     tensors: Mapping[str, TensorEntry]
 
 
-def checked_entry(path: str, name: str, dtype: str, shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]
-                  ) -> TensorEntry:
-    """Makes the entry of a tensor. Raises CorruptFileError unless numpy can hold the shape, and the ranges have as many bytes as
-    shape and dtype need."""
+def checked_entry(
+    path: str, name: str, dtype: str, shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]
+) -> TensorEntry:
+    """Makes the entry of a tensor. Raises CorruptFileError unless numpy can hold the shape, and the
+    ranges have as many bytes as shape and dtype need."""
     entry, itemsize = TensorEntry(dtype, shape, tuple(ranges)), DTYPES[dtype].itemsize
     # numpy refuses (0, 2**62) too, so the factors other than 0 must fit by themselves
     if len(shape) > MAX_DIMENSIONS or math.prod(size for size in shape if size) * itemsize >= 2**63:
-        raise CorruptFileError(path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name)
+        raise CorruptFileError(
+            path, f"tensor {name} has an impossible shape {shape}"[:400], tensor=name
+        )
     expected = math.prod(shape) * itemsize
     found = sum(count for _, count in entry.ranges)
     if found != expected:
-        raise CorruptFileError(path, f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has {found}",
-                               tensor=name)
+        raise CorruptFileError(
+            path,
+            f"tensor {name}: {dtype} of shape {shape} needs {expected} bytes, the file has {found}",
+            tensor=name,
+        )
     return entry
 
 
 def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
-    """Describes an array. Raises ValueError for a big-endian array, whose bytes are not those of a file."""
+    """Describes an array. Raises ValueError for a big-endian array, whose bytes are not those of a
+    file."""
     if array.dtype.kind == "U" and array.shape == ():
         text = array.item()
-        text.encode()                       # a lone surrogate is an error now, not when the file is read
+        # a lone surrogate is an error now, not when the file is read
+        text.encode()
         return TensorSpec("str", (), 4 * max(len(text), 1))
     if array.dtype.str.startswith(">"):
-        raise ValueError(f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
-                         f"array.astype(array.dtype.newbyteorder('<'))")
+        raise ValueError(
+            f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
+            f"array.astype(array.dtype.newbyteorder('<'))"
+        )
     return TensorSpec(_dtype_name(array.dtype), tuple(array.shape), array.nbytes)
 
 
 @cache
 def _dtype_name(dtype: np.dtype) -> str:
-    # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same bytes
+    # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same
+    # bytes
     return dtype.name if dtype.name in DTYPES else str(dtype)
 
 
-def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES, keys: int = MAX_KEYS) -> dict[str, Any]:
-    """Parses the JSON object in ``data``. Raises CorruptFileError if it is not one, repeats a key at any depth, or has more than
-    ``values`` values or ``keys`` keys. ``what``: names it in the error."""
+def parse_object(
+    data: bytes, path: str, what: str, values: int = MAX_VALUES, keys: int = MAX_KEYS
+) -> dict[str, Any]:
+    """Parses the JSON object in ``data``. Raises CorruptFileError if it is not one, repeats a key
+    at any depth, or has more than ``values`` values or ``keys`` keys. ``what``: names it in the
+    error."""
     try:
         value = parse_json(data, values, keys=keys)
     except ValueError as error:
-        raise CorruptFileError(path, f"{what} is not JSON that can be read: {error}"[:400]) from error
+        raise CorruptFileError(
+            path, f"{what} is not JSON that can be read: {error}"[:400]
+        ) from error
     if not isinstance(value, dict):
         raise CorruptFileError(path, f"{what} is {type(value).__name__}, expected a JSON object")
     return value
@@ -126,29 +172,34 @@ def parse_object(data: bytes, path: str, what: str, values: int = MAX_VALUES, ke
 def tensor_bytes(array: np.ndarray) -> memoryview:
     """Returns the bytes in C order: a view if the array is contiguous, else of a copy."""
     if array.dtype.kind == "U":
-        array = np.array(array.item(), "<U")            # the dtype may be longer than the text
-    # not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes do not support the buffer protocol
+        array = np.array(array.item(), "<U")  # the dtype may be longer than the text
+    # not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes do not support the
+    # buffer protocol
     return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
 
 
 def chunks(data: memoryview) -> Iterator[memoryview]:
-    """Yields pieces of at most CHUNK bytes; one empty piece of no data, so that a checksum is computed for every tensor."""
+    """Yields pieces of at most CHUNK bytes; one empty piece of no data, so that a checksum is
+    computed for every tensor."""
     for start in range(0, max(len(data), 1), CHUNK):
-        yield data[start:start + CHUNK]
+        yield data[start : start + CHUNK]
 
 
 def read_ranges(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:
-    """Reads the ranges one after the other into ``out``, which has as many bytes. Raises CorruptFileError if the file ends
-    first."""
+    """Reads the ranges one after the other into ``out``, which has as many bytes. Raises
+    CorruptFileError if the file ends first."""
     done = 0
     for start, count in ranges:
         file.seek(start)
         end = done + count
         while done < end:
-            found = file.readinto(out[done:end])    # one call returns at most 2 GiB
+            found = file.readinto(out[done:end])  # one call returns at most 2 GiB
             if not found:
-                raise CorruptFileError(file_name(file), f"the file ends at byte {file.tell()}, expected bytes "
-                                                      f"{start} to {start + count}: truncated while it was read")
+                raise CorruptFileError(
+                    file_name(file),
+                    f"the file ends at byte {file.tell()}, expected bytes "
+                    f"{start} to {start + count}: truncated while it was read",
+                )
             done += found
 
 

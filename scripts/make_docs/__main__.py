@@ -1,4 +1,6 @@
-"""Rewrites the pages whose generated part is not what its source says now, and prints their names."""
+"""Rewrites the pages whose generated part is not what its source says now, and prints their
+names."""
+
 from __future__ import annotations
 
 from scripts.make_docs.pages import DOCS, PAGES, made

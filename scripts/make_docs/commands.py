@@ -1,8 +1,10 @@
-"""Makes the part of docs/command_reference.md: each command with its usage, help, arguments and options.
+"""Makes the part of docs/command_reference.md: each command with its usage, help, arguments and
+options.
 
-The text comes from the functions that implement the commands: their docstrings, and the ``typer.Argument`` or ``typer.Option``
-of each parameter.
+The text comes from the functions that implement the commands: their docstrings, and the
+``typer.Argument`` or ``typer.Option`` of each parameter.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -19,11 +21,14 @@ from typer.models import ArgumentInfo, OptionInfo
 from mindresume import cli
 
 SOURCE = "mindresume/cli"
-_CODE = re.compile(r"""`[^`]*`                                             # code already
+_CODE = re.compile(
+    r"""`[^`]*`                                             # code already
                    | (?<![\w/])--[a-z][a-z-]*                              # an option
                    | [a-z]+(?:_[a-z]+)+:\ (?:True|False|[A-Z]+\b)          # a line of YAML
-                   | [\w./{}*=@~-]*[_*{}=](?:[\w./{}*=@~,-]*[\w{}*=])?    # a name, a path with a pattern, key=value
-                   """, re.VERBOSE)
+                   | [\w./{}*=@~-]*[_*{}=](?:[\w./{}*=@~,-]*[\w{}*=])?    # a name, a pattern, key=value
+                   """,  # noqa: E501
+    re.VERBOSE,
+)
 _PAGE = re.compile(r"docs/(\w+\.md)")
 _EXAMPLE = re.compile(r"\[bold\](.*?)\[/bold\][ ]*(.*)", re.DOTALL)
 
@@ -31,6 +36,7 @@ _EXAMPLE = re.compile(r"\[bold\](.*?)\[/bold\][ ]*(.*)", re.DOTALL)
 @dataclass(frozen=True)
 class Parameter:
     """Describes one argument or option. ``names``: "--step N", or "DIR" for an argument."""
+
     names: str
     default: str
     help: str
@@ -58,14 +64,18 @@ def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def parameters(function: Callable[..., Any]) -> list[Parameter]:
-    """Returns the arguments and options of a command, in the order of its help. Raises TypeError for one without help."""
+    """Returns the arguments and options of a command, in the order of its help. Raises TypeError
+    for one without help."""
     found = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         hint = parameter.annotation
         if hint is Context:
-            continue                                                     # typer itself passes it
+            continue  # typer itself passes it
         if get_origin(hint) is not Annotated:
-            raise TypeError(f"{function.__name__}: {name} is {hint}, expected Annotated[..., typer.Argument or typer.Option]")
+            raise TypeError(
+                f"{function.__name__}: {name} is {hint}, expected Annotated[..., typer.Argument or "
+                "typer.Option]"
+            )
         kind, info = get_args(hint)[:2]
         if not info.hidden:
             found.append(_parameter(name, kind, info, parameter.default))
@@ -78,22 +88,54 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: A
         many = "..." if get_origin(kind) is list else ""
         names = f"{metavar}{many}" if default is inspect.Parameter.empty else f"[{metavar}{many}]"
     else:
-        declared = [text for text in (info.default, *(info.param_decls or ())) if isinstance(text, str) and text[:1] == "-"]
+        declared = [
+            text
+            for text in (info.default, *(info.param_decls or ()))
+            if isinstance(text, str) and text[:1] == "-"
+        ]
         names = f"{', '.join(declared or ['--' + name.replace('_', '-')])} {metavar}".strip()
     text = info.help or ""
-    is_told = "efault: " in text or default is None or default is False or default == "" or default is inspect.Parameter.empty
+    is_told = (
+        "efault: " in text
+        or default is None
+        or default is False
+        or default == ""
+        or default is inspect.Parameter.empty
+    )
     shown = "" if is_told else f"{default:g}" if isinstance(default, float) else str(default)
-    return Parameter(names, shown, text, getattr(info, "rich_help_panel", None) or "", isinstance(info, OptionInfo))
+    return Parameter(
+        names,
+        shown,
+        text,
+        getattr(info, "rich_help_panel", None) or "",
+        isinstance(info, OptionInfo),
+    )
 
 
 def _section(name: str, function: Callable[..., Any]) -> str:
     found = parameters(function)
     arguments = [parameter for parameter in found if not parameter.is_option]
-    usage = " ".join(["mindresume", name, "[OPTIONS]", *(parameter.names for parameter in arguments)])
-    blocks = [f"## `mindresume {name}`", f"```text\n{usage}\n```", *_help(inspect.getdoc(function) or "")]
+    usage = " ".join(
+        ["mindresume", name, "[OPTIONS]", *(parameter.names for parameter in arguments)]
+    )
+    blocks = [
+        f"## `mindresume {name}`",
+        f"```text\n{usage}\n```",
+        *_help(inspect.getdoc(function) or ""),
+    ]
     if arguments:
-        blocks.append("\n".join(["| argument | meaning |", "|---|---|",
-                                 *(f"| {_name(parameter.names)} | {_cell(parameter.help)} |" for parameter in arguments)]))
+        blocks.append(
+            "\n".join(
+                [
+                    "| argument | meaning |",
+                    "|---|---|",
+                    *(
+                        f"| {_name(parameter.names)} | {_cell(parameter.help)} |"
+                        for parameter in arguments
+                    ),
+                ]
+            )
+        )
     options = [parameter for parameter in found if parameter.is_option]
     for panel in dict.fromkeys(parameter.panel for parameter in options):
         rows = [f"| {_cell(panel) or 'option'} | default | meaning |", "|---|---|---|"]
@@ -106,7 +148,8 @@ def _section(name: str, function: Callable[..., Any]) -> str:
 
 
 def _help(text: str) -> Iterator[str]:
-    """Yields the paragraphs of a docstring as Markdown: examples as one block of code, the exit statuses as a paragraph."""
+    """Yields the paragraphs of a docstring as Markdown: examples as one block of code, the exit
+    statuses as a paragraph."""
     examples: list[str] = []
     for paragraph in text.split("\n\n"):
         example = _EXAMPLE.fullmatch(paragraph)
@@ -127,14 +170,15 @@ def _help(text: str) -> Iterator[str]:
 
 
 def _markdown(text: str) -> str:
-    """Returns ``text`` with names, options and patterns as code, so that Markdown does not interpret them; and with links to
-    the pages that it names."""
+    """Returns ``text`` with names, options and patterns as code, so that Markdown does not
+    interpret them; and with links to the pages that it names."""
     marked = _CODE.sub(lambda found: found[0] if found[0][0] == "`" else f"`{found[0]}`", text)
     return _PAGE.sub(r"[\1](\1)", marked)
 
 
 def _name(text: str) -> str:
-    """Returns ``text`` as code in a cell. Within backticks GitHub and mkdocs read an escaped bar in different ways."""
+    """Returns ``text`` as code in a cell. Within backticks GitHub and mkdocs read an escaped bar in
+    different ways."""
     return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 

@@ -1,4 +1,5 @@
 """Finds and replaces the generated part of a page."""
+
 from __future__ import annotations
 
 END = "<!-- end of the generated part -->"
@@ -10,8 +11,8 @@ def begin(source: str) -> str:
 
 
 def with_part(page: str, source: str, part: str) -> str:
-    """Returns ``page`` with ``part`` as the part that is made from ``source``. Raises ValueError if the page has no marks for
-    it."""
+    """Returns ``page`` with ``part`` as the part that is made from ``source``. Raises ValueError if
+    the page has no marks for it."""
     before, mark, rest = page.partition(begin(source))
     _, end, after = rest.partition(END)
     if not mark or not end:

@@ -1,4 +1,6 @@
-"""Makes the part of docs/messages.md: the texts of every error, and the reasons for which a checkpoint is not taken."""
+"""Makes the part of docs/messages.md: the texts of every error, and the reasons for which a
+checkpoint is not taken."""
+
 from __future__ import annotations
 
 from functools import cache
@@ -6,7 +8,7 @@ from functools import cache
 from scripts.make_docs.templates import REFUSAL, Message, Source, messages
 
 SOURCE = "the raise statements in mindresume/"
-INTERNAL = {                    # {exception that no user meets: why it is not on the page}
+INTERNAL = {  # {exception that no user meets: why it is not on the page}
     "_Gone": "the checkpoint is opened again, or a MissingCheckpointError is raised",
     "_NoCopyError": "becomes a note of the scrub",
     "UnknownOutcomeError": "an OSError inside a save, which looks what became of its file",
@@ -14,7 +16,7 @@ INTERNAL = {                    # {exception that no user meets: why it is not o
     "Killed": "a process of a drill that was killed on purpose",
     "Hang": "a verdict of the drill",
 }
-ROOMS = {                       # {part of the package: when it raises, in English and Chinese}
+ROOMS = {  # {part of the package: when it raises, in English and Chinese}
     "settings": ("the settings of `mindresume:`", "配置段 `mindresume:`"),
     "launch": ("arguments of run_mindformer.py", "run_mindformer.py 的参数"),
     "mindformers": ("in the training", "训练中"),
@@ -34,7 +36,10 @@ ROOMS = {                       # {part of the package: when it raises, in Engli
     "supervisor": ("`mindresume run`", "`mindresume run`"),
     "fault_injection": ("`mindresume drill`", "`mindresume drill`"),
 }
-TITLES = {"en": ("Texts of `{}`", "Reasons why a checkpoint is not taken"), "zh": ("`{}` 的文本", "不选用某份 checkpoint 的原因")}
+TITLES = {
+    "en": ("Texts of `{}`", "Reasons why a checkpoint is not taken"),
+    "zh": ("`{}` 的文本", "不选用某份 checkpoint 的原因"),
+}
 
 
 @cache
@@ -51,9 +56,16 @@ def part(language: str) -> str:
     for error in [*sorted({message.error for message in rows} - {REFUSAL}), REFUSAL]:
         blocks.append(f"### {of_refusals if error == REFUSAL else of_error.format(error)}")
         for room, labels in ROOMS.items():
-            lines = [_code(message.template) for message in rows if (message.error, message.room) == (error, room)]
+            lines = [
+                _code(message.template)
+                for message in rows
+                if (message.error, message.room) == (error, room)
+            ]
             if lines:
-                blocks += [f"{labels[language == 'zh']}{'：' if language == 'zh' else ':'}", "\n".join(lines)]
+                blocks += [
+                    f"{labels[language == 'zh']}{'：' if language == 'zh' else ':'}",
+                    "\n".join(lines),
+                ]
     return "\n\n".join(blocks)
 
 

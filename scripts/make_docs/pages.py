@@ -1,4 +1,5 @@
 """Lists the pages with a generated part."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,7 +8,7 @@ from scripts.make_docs import commands, messages, settings
 from scripts.make_docs.marks import with_part
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {                       # {page: (source that its mark names, maker of the part)}
+PAGES = {  # {page: (source that its mark names, maker of the part)}
     "settings.md": (settings.SOURCE, lambda: settings.part("en")),
     "settings.zh.md": (settings.SOURCE, lambda: settings.part("zh")),
     "command_reference.md": (commands.SOURCE, commands.part),

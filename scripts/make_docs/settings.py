@@ -1,4 +1,6 @@
-"""Makes the part of docs/settings.md: a YAML block with all defaults, and one table for each section."""
+"""Makes the part of docs/settings.md: a YAML block with all defaults, and one table for each
+section."""
+
 from __future__ import annotations
 
 import json
@@ -12,10 +14,18 @@ from mindresume.settings import Settings, settings_of, variable_of
 SOURCE = "mindresume/settings.py"
 CHINESE = json.loads(Path(__file__).with_name("settings.zh.json").read_text(encoding="utf-8"))
 TEXTS = {
-    "en": {"heads": ("setting", "default", "unit or choices", "meaning", "environment variable"), "section": "section, below",
-           "defaults": "All settings with their defaults:", "title": "The section"},
-    "zh": {"heads": ("配置项", "默认值", "单位或可选值", "含义", "环境变量"), "section": "一段配置，见下",
-           "defaults": "全部配置项及其默认值：", "title": "配置段"},
+    "en": {
+        "heads": ("setting", "default", "unit or choices", "meaning", "environment variable"),
+        "section": "section, below",
+        "defaults": "All settings with their defaults:",
+        "title": "The section",
+    },
+    "zh": {
+        "heads": ("配置项", "默认值", "单位或可选值", "含义", "环境变量"),
+        "section": "一段配置，见下",
+        "defaults": "全部配置项及其默认值：",
+        "title": "配置段",
+    },
 }
 
 
@@ -39,8 +49,13 @@ def sections() -> Iterator[tuple[str, type]]:
 
 
 def meaning(name: str, field: Field[Any], language: str) -> str:
-    """Returns the meaning of a setting; KeyError: it has no translation. ``name``: its keys with dots between them."""
-    return field.metadata["meaning"] if language == "en" else CHINESE["meanings"][name.partition(".")[2]]
+    """Returns the meaning of a setting; KeyError: it has no translation. ``name``: its keys with
+    dots between them."""
+    return (
+        field.metadata["meaning"]
+        if language == "en"
+        else CHINESE["meanings"][name.partition(".")[2]]
+    )
 
 
 def _yaml(kind: type, depth: int) -> Iterator[str]:
@@ -62,9 +77,13 @@ def _table(section: str, kind: type, language: str) -> str:
     for field in settings_of(kind):
         name = f"{section}.{field.name}"
         is_section = is_dataclass(field.default)
-        cells = (f"`{field.name}`", TEXTS[language]["section"] if is_section else f"`{_default(field)}`",
-                 "" if is_section else _unit(field, language), meaning(name, field, language).replace("|", "\\|"),
-                 "" if is_section else f"`{variable_of(name)}`")
+        cells = (
+            f"`{field.name}`",
+            TEXTS[language]["section"] if is_section else f"`{_default(field)}`",
+            "" if is_section else _unit(field, language),
+            meaning(name, field, language).replace("|", "\\|"),
+            "" if is_section else f"`{variable_of(name)}`",
+        )
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

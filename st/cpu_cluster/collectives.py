@@ -1,22 +1,27 @@
-"""Collectives that the CPU communication library (mccl) lacks, made of those that it has, or of files.
+"""Collectives that the CPU communication library (mccl) lacks, made of those that it has, or of
+files.
 
-What: mccl has AllReduce(sum) on any group, AllGather on the world group, and Broadcast. Tensor and optimizer
-parallelism also need
+What: mccl has AllReduce(sum) on any group, AllGather on the world group, and Broadcast. Tensor and
+optimizer parallelism also need
 
-* ReduceScatter (the gradient of the AllGather of optimizer parallelism): here AllReduce, then the own slice is kept
-* AllGather on a sub-group: here a Custom primitive that exchanges the pieces through files in /dev/shm. It has to be
-  one primitive because the front end inserts it as one. Works on one host. A graph knows it by a number, which is the same in
-  every process, so that a graph out of MindSpore's compile cache finds it.
+* ReduceScatter (the gradient of the AllGather of optimizer parallelism): here AllReduce, then the
+  own slice is kept
+* AllGather on a sub-group: here a Custom primitive that exchanges the pieces through files in
+  /dev/shm. It has to be one primitive because the front end inserts it as one. Works on one host. A
+  graph knows it by a number, which is the same in every process, so that a graph out of MindSpore's
+  compile cache finds it.
 
 The barrier and collectives of Python objects are in ``object_collectives``.
 
-Why: without them dp2tp2, the smallest layout in which data and tensor parallelism meet, does not run. Slices and
-copies are exact; sums run in the order of mccl's AllReduce. AlltoAll, Send and Receive stay missing: no expert and no
-pipeline parallelism.
+Why: without them dp2tp2, the smallest layout in which data and tensor parallelism meet, does not
+run. Slices and copies are exact; sums run in the order of mccl's AllReduce. AlltoAll, Send and
+Receive stay missing: no expert and no pipeline parallelism.
 
-Environment: ``CPU_CLUSTER_SHM`` folder for the pieces (``launch`` makes and removes it; under msrun see
-``exchange_folder``), ``CPU_CLUSTER_GATHER_TIMEOUT`` seconds until an AllGather gives up on a rank (120).
+Environment: ``CPU_CLUSTER_SHM`` folder for the pieces (``launch`` makes and removes it; under msrun
+see ``exchange_folder``), ``CPU_CLUSTER_GATHER_TIMEOUT`` seconds until an AllGather gives up on a
+rank (120).
 """
+
 import os
 import time
 import zlib
@@ -30,7 +35,7 @@ from mindspore.ops.operations._pyfunc_registry import CustomPyFuncRegistry
 from . import exchange_folder, layouts, semi_auto
 
 WORLD_GROUP = "mccl_world_group"
-_MOST = 1000                 # AllGathers of one group in a graph
+_MOST = 1000  # AllGathers of one group in a graph
 
 
 class _ReduceScatter(nn.Cell):
@@ -51,10 +56,11 @@ class _ReduceScatter(nn.Cell):
 
 
 class _SharedMemoryGather:
-    """AllGather of one group through files: every rank publishes its piece, then reads those of the others.
+    """AllGather of one group through files: every rank publishes its piece, then reads those of the
+    others.
 
-    ``instance`` distinguishes the operators of a group; all ranks compile the same graph, so they count alike.
-    Raises TimeoutError if the piece of another rank does not come.
+    ``instance`` distinguishes the operators of a group; all ranks compile the same graph, so they
+    count alike. Raises TimeoutError if the piece of another rank does not come.
     """
 
     def __init__(self, group, instance):
@@ -72,7 +78,8 @@ class _SharedMemoryGather:
             f.write(np.ascontiguousarray(x).tobytes())
         os.rename(own + ".part", own)
         pieces = [self._read(f"{self.stem}.{call}.{r}", x) for r in range(self.size)]
-        if call >= 1:              # the others are in this call, so they have read the pieces before it
+        # the others are in this call, so they have read the pieces before it
+        if call >= 1:
             os.remove(f"{self.stem}.{call - 1}.{self.rank}")
         return np.concatenate(pieces)
 
@@ -80,8 +87,10 @@ class _SharedMemoryGather:
         started = time.monotonic()
         while not os.path.exists(path):
             if time.monotonic() - started > self.timeout:
-                raise TimeoutError(f"cpu_cluster: {path} did not come within {self.timeout} s: that rank has died "
-                                   "or is stuck; see its log")
+                raise TimeoutError(
+                    f"cpu_cluster: {path} did not come within {self.timeout} s: that rank has died "
+                    "or is stuck; see its log"
+                )
             time.sleep(0.0002)
         with open(path, "rb") as f:
             return np.frombuffer(f.read(), like.dtype).reshape(like.shape)
@@ -98,8 +107,14 @@ def _all_gather(group, instance):
 
     def bprop(x, out, dout):
         return (scatter(dout),)
-    op = ops.Custom(all_gather, lambda shape: [shape[0] * size] + list(shape[1:]), lambda dtype: dtype,
-                    func_type="pyfunc", bprop=bprop)
+
+    op = ops.Custom(
+        all_gather,
+        lambda shape: [shape[0] * size] + list(shape[1:]),
+        lambda dtype: dtype,
+        func_type="pyfunc",
+        bprop=bprop,
+    )
     op.group, op.rank_size = group, size
     CustomPyFuncRegistry.instance().register(_number(group, instance), all_gather)
     op.add_prim_attr("fn_id", _number(group, instance))
@@ -111,17 +126,25 @@ def _number(group, instance):
 
 
 def _find_of_cached_graphs():
-    """Creates the operators that a graph from the compile cache asks for: no process has created them. MindSpore has created the
-    groups of that graph, through ``semi_auto``."""
+    """Creates the operators that a graph from the compile cache asks for: no process has created
+    them. MindSpore has created the groups of that graph, through ``semi_auto``."""
     original = CustomPyFuncRegistry.get
 
     def get(self, number):
         if number not in self._func_dict:
-            found = next(((group, instance) for group in semi_auto.CREATED_GROUPS for instance in range(1, _MOST)
-                          if _number(group, instance) == number), None)
+            found = next(
+                (
+                    (group, instance)
+                    for group in semi_auto.CREATED_GROUPS
+                    for instance in range(1, _MOST)
+                    if _number(group, instance) == number
+                ),
+                None,
+            )
             if found:
                 self.register(number, _SharedMemoryGather(*found))
         return original(self, number)
+
     CustomPyFuncRegistry.get = get
 
 
@@ -129,6 +152,7 @@ def install() -> None:
     """Needs the communication to be initialised: group sizes are read."""
     import mindspore.parallel._utils as parallel_utils
     from mindspore.ops._grad_experimental import grad_comm_ops
+
     grad_comm_ops.ReduceScatter = _ReduceScatter
     original = parallel_utils._get_python_op
     keep_alive, instances = [], {}
@@ -143,16 +167,19 @@ def install() -> None:
             keep_alive.append(op)
             return op
         return original(op_name, op_path, instance_name, arglist)
+
     parallel_utils._get_python_op = _get_python_op
 
 
 def install_when_connected() -> None:
     """Runs ``install`` right after mindformers has initialised the communication."""
     from mindformers.core.context.parallel import ParallelOperator
+
     original = ParallelOperator.init_communication
 
     def init_communication(self):
         result = original(self)
         install()
         return result
+
     ParallelOperator.init_communication = init_communication

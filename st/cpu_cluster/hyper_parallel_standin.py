@@ -1,10 +1,12 @@
 """A stand-in for the package ``hyper_parallel``, where it is not installed.
 
-What: a finder for ``import`` that answers ``hyper_parallel`` and every module below it. Each name exists; a name that is not in
-``MEANINGS`` is a class whose objects do nothing. Why: mindformers 2.0.0 cannot be imported without the package, the PyNative
-trainer of every release cannot build a model without it, and the package is not on PyPI.
+What: a finder for ``import`` that answers ``hyper_parallel`` and every module below it. Each name
+exists; a name that is not in ``MEANINGS`` is a class whose objects do nothing. Why: mindformers
+2.0.0 cannot be imported without the package, the PyNative trainer of every release cannot build a
+model without it, and the package is not on PyPI.
 
-The contract is what mindformers needs where nothing is sharded (one process, or data parallel with replicated parameters):
+The contract is what mindformers needs where nothing is sharded (one process, or data parallel with
+replicated parameters):
 
 | name | here |
 |---|---|
@@ -13,8 +15,10 @@ The contract is what mindformers needs where nothing is sharded (one process, or
 | ``enable_mindspore_backward_compat`` | ``pynative.backward``, entered into ``MEANINGS`` by ``pynative`` |
 | ``get_global_layout``, ``get_current_layout`` | ``pynative.data_parallel``, entered by it in a job of several processes |
 
-What it cannot show: ``fully_shard``, ``distribute_tensor``, device meshes, pipeline stages, fused operators.
-"""
+What it cannot show: ``fully_shard``, ``distribute_tensor``, device meshes, pipeline stages, fused
+operators.
+"""  # noqa: E501
+
 from __future__ import annotations
 
 import contextlib
@@ -36,7 +40,8 @@ class DTensor:
 
 
 class SkipDTensorDispatch(contextlib.ContextDecorator):
-    """A context in which operators take the local part of a DTensor; without DTensors nothing changes."""
+    """A context in which operators take the local part of a DTensor; without DTensors nothing
+    changes."""
 
     def __enter__(self) -> SkipDTensorDispatch:
         return self
@@ -75,7 +80,9 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname == PACKAGE or fullname.startswith(PACKAGE + "."):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
@@ -90,7 +97,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def is_required(requirements: Iterable[str] | None = None) -> bool:
-    """Returns whether the installed mindformers declares that it depends on the package. False for 1.8.0 and 1.9.0.
+    """Returns whether the installed mindformers declares that it depends on the package. False for
+    1.8.0 and 1.9.0.
 
     ``requirements``: what it declares; None: as its metadata say.
     """
@@ -99,11 +107,14 @@ def is_required(requirements: Iterable[str] | None = None) -> bool:
             requirements = importlib.metadata.requires("mindformers") or ()
         except importlib.metadata.PackageNotFoundError:
             return False
-    return any(re.match(r"hyper[-_.]parallel(?![-_.\w])", text, re.IGNORECASE) for text in requirements)
+    return any(
+        re.match(r"hyper[-_.]parallel(?![-_.\w])", text, re.IGNORECASE) for text in requirements
+    )
 
 
 def install() -> bool:
-    """Installs the finder before ``import mindformers``. Returns False, and changes nothing, if the package is there."""
+    """Installs the finder before ``import mindformers``. Returns False, and changes nothing, if the
+    package is there."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return True
     if find_spec(PACKAGE) is not None:

@@ -1,8 +1,9 @@
-"""Operators on the way of a mindformers language model that have no CPU kernel, replaced by equal arithmetic.
+"""Operators on the way of a mindformers language model that have no CPU kernel, replaced by equal
+arithmetic.
 
-What: each operator below is exchanged for one that computes the same from operators the CPU has. Why: without them the
-model compiles, and then no kernel is found. All keep their ``shard`` strategies, so layouts and strategy files are
-those of a device.
+What: each operator below is exchanged for one that computes the same from operators the CPU has.
+Why: without them the model compiles, and then no kernel is found. All keep their ``shard``
+strategies, so layouts and strategy files are those of a device.
 
 | missing on CPU | replaced by |
 |---|---|
@@ -15,8 +16,10 @@ those of a device.
 | AllReduce(max) in the vocabulary-parallel softmax | the max is left out: logits of a tiny model are small |
 | SplitWithSize (MindSpore < 2.8, that is mindformers 1.8.0) | Slice |
 
-Since the overflow check is gone, the loss scale never changes: overflow cannot be tested on this cluster.
-"""
+Since the overflow check is gone, the loss scale never changes: overflow cannot be tested on this
+cluster.
+"""  # noqa: E501
+
 import math
 import sys
 
@@ -75,6 +78,7 @@ class SplitWithSize(nn.Cell):
             strategy = in_strategy[0]
             if not isinstance(strategy, tuple):
                 from mindformers.parallel_core.training_graph.device_matrix import layout
+
                 strategy = layout.to_tuple_strategy(strategy)
             self.slice.shard((tuple(strategy),))
         return self
@@ -86,16 +90,28 @@ class SplitWithSize(nn.Cell):
 class CpuCoreAttention(nn.Cell):
     """Stands in for mindformers' FlashAttention, with its constructor.
 
-    query, key, value: [S, B, N, D]; result: [S, B, N * D]. Needs ``use_flash_attention: False`` and as many key/value
-    heads as heads (mindformers' own ``_repeat_kv`` does not fit [S, B, N, D], so no grouped-query attention).
+    query, key, value: [S, B, N, D]; result: [S, B, N * D]. Needs ``use_flash_attention: False`` and
+    as many key/value heads as heads (mindformers' own ``_repeat_kv`` does not fit [S, B, N, D], so
+    no grouped-query attention).
     """
 
-    def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, attention_dropout=None,
-                 softmax_scale=None, cp_comm_type=None):
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type=None,
+        attention_type=None,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+    ):
         super().__init__()
-        head_dim = (config.qk_head_dim + config.qk_pos_emb_head_dim) if config.multi_latent_attention \
+        head_dim = (
+            (config.qk_head_dim + config.qk_pos_emb_head_dim)
+            if config.multi_latent_attention
             else config.kv_channels
-        self.scale = 1. / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        )
+        self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
         self.tq, self.tk, self.tv, self.to = (P.Transpose() for _ in range(4))
         self.qk = P.BatchMatMul(transpose_b=True)
         self.pv = P.BatchMatMul()
@@ -113,9 +129,21 @@ class CpuCoreAttention(nn.Cell):
             self.softmax.shard(((dp, tp, 1, 1),))
             self.to.shard(((dp, tp, 1, 1),))
 
-    def construct(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                  packed_seq_params=None, alibi_mask=None, prefix=None, padding_mask=None,
-                  actual_seq_qlen=None, actual_seq_kvlen=None):
+    def construct(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        alibi_mask=None,
+        prefix=None,
+        padding_mask=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
         q = self.tq(query, (1, 2, 0, 3))
         k = self.tk(key, (1, 2, 0, 3))
         v = self.tv(value, (1, 2, 0, 3))
@@ -124,12 +152,14 @@ class CpuCoreAttention(nn.Cell):
             s = self.add(s, self.mmul(self.cast(attention_mask, s.dtype), -10000.0))
         p = self.softmax(self.cast(s, mstype.float32))
         o = self.pv(self.cast(p, v.dtype), v)
-        o = self.to(o, (2, 0, 1, 3))          # [S, B, N, D]
+        o = self.to(o, (2, 0, 1, 3))  # [S, B, N, D]
         sq, b, n, d = self.shape(o)
         return self.reshape(o, (sq, b, n * d))
 
 
-def _embedding(ids, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
+def _embedding(
+    ids, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False
+):
     return P.Gather()(weight, ids, 0)
 
 
@@ -173,31 +203,37 @@ def _with_numbers(init):
     def build(self, *args, **kwargs):
         init(self, *args, **kwargs)
         self.drawn_from = (int(self.seed.asnumpy()), int(self.offset.asnumpy()))
+
     return build
 
 
 def install() -> None:
     """Call after ``import mindformers`` and before a model is built."""
     import mindformers.core.loss.loss as legacy_loss
-    import mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding as rope
+    import mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding as rope  # noqa: E501
     import mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs as gpt_specs
     import mindformers.parallel_core.training_graph.loss_func as mcore_loss
     import mindformers.parallel_core.training_graph.transformer.dropout as dropout
     import mindformers.parallel_core.training_graph.transformer.norm as norm
     from mindspore.nn.wrap.loss_scale import TrainOneStepWithLossScaleCell
 
-    dropout.Dropout.__init__, dropout.Dropout.construct = _with_numbers(dropout.Dropout.__init__), _dropout
-    norm.FusedRMSNorm = norm.RMSNorm          # FusedNorm.__new__ looks the name up when called
+    dropout.Dropout.__init__, dropout.Dropout.construct = (
+        _with_numbers(dropout.Dropout.__init__),
+        _dropout,
+    )
+    norm.FusedRMSNorm = norm.RMSNorm  # FusedNorm.__new__ looks the name up when called
     rope.Outer = Outer
     gpt_specs.FlashAttention = CpuCoreAttention
     mint.nn.functional.embedding = _embedding
-    # MindSpore takes every target but GPU and Ascend 910B for Ascend 910A and would emit NPUGetFloatStatusV2.
+    # MindSpore takes every target but GPU and Ascend 910B for Ascend 910A and would emit
+    # NPUGetFloatStatusV2.
     TrainOneStepWithLossScaleCell.get_overflow_status = _get_overflow_status
     TrainOneStepWithLossScaleCell.start_overflow_check = _start_overflow_check
     mcore_loss._LogSoftmax.construct = _log_softmax_mcore
     legacy_loss._LogSoftmax.construct = _log_softmax_legacy
     if not capabilities.has_split_with_size():
         import mindspore.ops.auto_generate as auto_generate
+
         replace_in_mindformers("SplitWithSize", auto_generate.SplitWithSize, SplitWithSize)
         auto_generate.SplitWithSize = SplitWithSize
 

@@ -1,20 +1,25 @@
-"""Starts N workers and a scheduler on this host, as msrun does, and can kill them at a chosen moment.
+"""Starts N workers and a scheduler on this host, as msrun does, and can kill them at a chosen
+moment.
 
-    launch.py [options] N [--] COMMAND...      e.g.  launch.py 4 -- python st/cpu_cluster/run.py program.py args...
+    launch.py [options] N [--] COMMAND...      e.g.  launch.py 4 -- python st/cpu_cluster/run.py
+    program.py args...
 
 --port P          of the scheduler; default: a free one >= 18000
 --logs DIR        worker_R.log, scheduler.log (default ./msrun_log, emptied first)
 --timeout S       kill everything after S seconds (exit code 124)
---kill WHO@WHEN   SIGKILL; WHO = a rank or "all"; WHEN = t:SECONDS since start, log:REGEX once the rank's log (all:
-                  rank 0's) matches, file:GLOB once a file matches. May be given several times. Example:
-                  --kill 2@file:output/*/rank_2/*-1_5.*
+--kill WHO@WHEN   SIGKILL; WHO = a rank or "all"; WHEN = t:SECONDS since start, log:REGEX once the
+                  rank's log (all:
+                  rank 0's) matches, file:GLOB once a file matches. May be given several times.
+                  Example: --kill 2@file:output/*/rank_2/*-1_5.*
 --keep            do not kill the others when one worker fails: see what they do by themselves
 
-What and why: system tests need crashes at chosen moments, exit codes of every rank and a firm time limit, which msrun
-does not offer; also nothing waits for the scheduler at the end. For a kill at an exact step set ``CPU_CLUSTER_KILL``
-(``recorder``). Exit code: 0, or that of the first failing worker (128 + signal number if it was killed). The last line
-printed is one JSON object: {"rc", "codes", "pids", "wall_s", "cpu_s", "peak_mb"}; peak_mb is of the largest process.
+What and why: system tests need crashes at chosen moments, exit codes of every rank and a firm time
+limit, which msrun does not offer; also nothing waits for the scheduler at the end. For a kill at an
+exact step set ``CPU_CLUSTER_KILL`` (``recorder``). Exit code: 0, or that of the first failing
+worker (128 + signal number if it was killed). The last line printed is one JSON object: {"rc",
+"codes", "pids", "wall_s", "cpu_s", "peak_mb"}; peak_mb is of the largest process.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +40,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 if __package__:
     from .run import SCHEDULER, die_with_parent
-else:                                                   # started as a file: its own folder is on the path
+else:
+    # started as a file: its own folder is on the path
     from run import SCHEDULER, die_with_parent
 
 _calls = itertools.count()
@@ -43,21 +49,22 @@ SCHEDULER_COMMAND = (sys.executable, "-c", SCHEDULER)
 
 
 def free_port(first: int = 18000) -> int:
-    """A free TCP port of this host from ``first`` on, another one at each call: the job binds it later. Raises OSError if none
-    is free."""
+    """A free TCP port of this host from ``first`` on, another one at each call: the job binds it
+    later. Raises OSError if none is free."""
     for _ in range(8000):
         port = first + (os.getpid() * 131 + next(_calls)) % 8000
         with socket.socket() as s:
             try:
                 s.bind(("127.0.0.1", port))
                 return port
-            except OSError:                             # taken
+            except OSError:  # taken
                 continue
     raise OSError(f"no free port in {first}..{first + 7999}")
 
 
 def remove_abandoned(shared_memory: str = "/dev/shm") -> None:
-    """Removes the exchange folders of jobs whose launcher was killed; the number in the name is its process id."""
+    """Removes the exchange folders of jobs whose launcher was killed; the number in the name is its
+    process id."""
     for folder in glob.glob(f"{shared_memory}/cpu_cluster-*-*"):
         owner = os.path.basename(folder).split("-")[1]
         if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
@@ -72,7 +79,11 @@ class Kill:
         self.kind, _, argument = when.partition(":")
         self.rank, self.done = (int(who) if who.isdigit() else None), False
         try:
-            if self.kind not in ("t", "log", "file") or not argument or not (who == "all" or who.isdigit()):
+            if (
+                self.kind not in ("t", "log", "file")
+                or not argument
+                or not (who == "all" or who.isdigit())
+            ):
                 raise ValueError(text)
             self.argument = {"t": float, "log": re.compile, "file": str}[self.kind](argument)
         except (ValueError, re.error) as error:
@@ -80,7 +91,8 @@ class Kill:
             raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}") from error
 
     def due(self, seconds: float, logs: str) -> bool:
-        """Returns whether its moment has come. ``seconds`` since the start; ``logs``: the folder of worker_R.log."""
+        """Returns whether its moment has come. ``seconds`` since the start; ``logs``: the folder of
+        worker_R.log."""
         if self.kind == "t":
             return seconds >= self.argument
         if self.kind == "file":
@@ -101,9 +113,16 @@ class Job:
     ``codes()`` has the exit code of each rank, ``log(rank)`` what it printed.
     """
 
-    def __init__(self, n: int, command: Sequence[str], logs: str | None = None, port: int | None = None,
-                 env: Mapping[str, str] | None = None, cwd: str | None = None,
-                 scheduler: Sequence[str] = SCHEDULER_COMMAND):
+    def __init__(
+        self,
+        n: int,
+        command: Sequence[str],
+        logs: str | None = None,
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        scheduler: Sequence[str] = SCHEDULER_COMMAND,
+    ):
         """
         Args:
             n: number of workers.
@@ -119,15 +138,24 @@ class Job:
         os.makedirs(self.logs)
         self.cwd, self.started, self.workers, self.scheduler = cwd, time.monotonic(), [], None
         remove_abandoned()
-        self.exchange = tempfile.mkdtemp(prefix=f"cpu_cluster-{os.getpid()}-", dir="/dev/shm")     # see collectives.py
-        base = dict(os.environ, **(env or {}), MS_WORKER_NUM=str(n), MS_SCHED_HOST="127.0.0.1",
-                    MS_SCHED_PORT=str(port or free_port()), CPU_CLUSTER_SHM=self.exchange)
-        base.setdefault("MS_TOPO_TIMEOUT", "60")        # seconds in which all workers must join
+        # see collectives.py
+        self.exchange = tempfile.mkdtemp(prefix=f"cpu_cluster-{os.getpid()}-", dir="/dev/shm")
+        base = dict(
+            os.environ,
+            **(env or {}),
+            MS_WORKER_NUM=str(n),
+            MS_SCHED_HOST="127.0.0.1",
+            MS_SCHED_PORT=str(port or free_port()),
+            CPU_CLUSTER_SHM=self.exchange,
+        )
+        base.setdefault("MS_TOPO_TIMEOUT", "60")  # seconds in which all workers must join
         try:
             self.scheduler = self._start(scheduler, "scheduler", dict(base, MS_ROLE="MS_SCHED"))
             for rank in range(n):
                 number = str(rank)
-                of_rank = dict(base, MS_ROLE="MS_WORKER", MS_NODE_ID=number, RANK_ID=number, DEVICE_ID=number)
+                of_rank = dict(
+                    base, MS_ROLE="MS_WORKER", MS_NODE_ID=number, RANK_ID=number, DEVICE_ID=number
+                )
                 self.workers.append(self._start(command, f"worker_{rank}", of_rank))
         except OSError:
             self.close()
@@ -135,8 +163,14 @@ class Job:
 
     def _start(self, command, name, env):
         with open(f"{self.logs}/{name}.log", "w", encoding="utf-8") as log:
-            return subprocess.Popen(command, env=env, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT,
-                                    preexec_fn=die_with_parent)
+            return subprocess.Popen(
+                command,
+                env=env,
+                cwd=self.cwd,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
 
     def __enter__(self) -> Job:
         return self
@@ -165,12 +199,18 @@ class Job:
             process.wait()
         shutil.rmtree(self.exchange, ignore_errors=True)
 
-    def wait(self, timeout: float | None = None, kills: Iterable[Kill] = (), keep: bool = False,
-             poll: float = 0.05) -> int:
-        """Until all workers ended, or one failed (not with ``keep``), or the time is over; then ends the rest.
+    def wait(
+        self,
+        timeout: float | None = None,
+        kills: Iterable[Kill] = (),
+        keep: bool = False,
+        poll: float = 0.05,
+    ) -> int:
+        """Until all workers ended, or one failed (not with ``keep``), or the time is over; then
+        ends the rest.
 
-        Returns the exit code: 0; that of the first failing worker (128 + signal number if it was killed); 124 if the
-        time was over.
+        Returns the exit code: 0; that of the first failing worker (128 + signal number if it was
+        killed); 124 if the time was over.
         """
         first_bad, timed_out = None, False
         try:
@@ -187,7 +227,11 @@ class Job:
                     if not kill.done and kill.due(seconds, self.logs):
                         kill.done = True
                         self.kill(kill.rank)
-                        print(f"killed {'all' if kill.rank is None else kill.rank} after {seconds:.1f} s", flush=True)
+                        print(
+                            f"killed {'all' if kill.rank is None else kill.rank} after "
+                            f"{seconds:.1f} s",
+                            flush=True,
+                        )
                 time.sleep(poll)
         finally:
             self.close()
@@ -198,7 +242,9 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int)
     parser.add_argument("--logs", default="msrun_log")
     parser.add_argument("--timeout", type=float)
@@ -210,13 +256,24 @@ def main() -> None:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("no command given")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))       # the workers end with this process
+    # the workers end with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with Job(args.n, command, args.logs, args.port) as job:
         rc = job.wait(args.timeout, args.kill, args.keep)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(json.dumps({"rc": rc, "codes": job.codes(), "pids": [w.pid for w in job.workers],
-                      "wall_s": round(time.monotonic() - job.started, 1),
-                      "cpu_s": round(used.ru_utime + used.ru_stime, 1), "peak_mb": used.ru_maxrss // 1024}), flush=True)
+    print(
+        json.dumps(
+            {
+                "rc": rc,
+                "codes": job.codes(),
+                "pids": [w.pid for w in job.workers],
+                "wall_s": round(time.monotonic() - job.started, 1),
+                "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+                "peak_mb": used.ru_maxrss // 1024,
+            }
+        ),
+        flush=True,
+    )
     sys.exit(rc)
 
 

@@ -1,12 +1,15 @@
-"""Completes what the front end forgets because of the emulated AllGather: the layout of optimizer-sharded weights.
+"""Completes what the front end forgets because of the emulated AllGather: the layout of
+optimizer-sharded weights.
 
-What: where a weight X is missing from a strategy file or from the strategy metadata although its moment ``adam_m.X``
-is there, the layout of ``adam_m.X`` is copied to X. Why: the front end finds the layout of a weight by walking from
-the operator that uses it back through the AllGather of optimizer parallelism, and does not walk through the primitive
-that stands for it here (``collectives``). With a real AllGather a weight always has the layout of its moments. The
-dtype is copied too, which is right for float32 weights only. Nothing is done in jobs without an emulated AllGather. No
-checkpoint code is touched.
+What: where a weight X is missing from a strategy file or from the strategy metadata although its
+moment ``adam_m.X`` is there, the layout of ``adam_m.X`` is copied to X. Why: the front end finds
+the layout of a weight by walking from the operator that uses it back through the AllGather of
+optimizer parallelism, and does not walk through the primitive that stands for it here
+(``collectives``). With a real AllGather a weight always has the layout of its moments. The dtype is
+copied too, which is right for float32 weights only. Nothing is done in jobs without an emulated
+AllGather. No checkpoint code is touched.
 """
+
 import os
 from collections.abc import Callable
 
@@ -18,17 +21,20 @@ MOMENT = "adam_m."
 def complete_names(table: dict[str, object]) -> None:
     """Adds X to ``table`` for every ``adam_m.X`` without X."""
     for name in [n for n in table if n.startswith(MOMENT)]:
-        table.setdefault(name[len(MOMENT):], table[name])
+        table.setdefault(name[len(MOMENT) :], table[name])
 
 
 def complete_strategy_file(path: str) -> list[str]:
     """Rewrites one strategy file (protobuf), atomically. Returns the names added."""
     from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
+
     strategies = ParallelStrategyMap()
     with open(path, "rb") as f:
         strategies.ParseFromString(f.read())
     items = {item.param_name: item for item in strategies.parallel_layout_item}
-    added = [n[len(MOMENT):] for n in items if n.startswith(MOMENT) and n[len(MOMENT):] not in items]
+    added = [
+        n[len(MOMENT) :] for n in items if n.startswith(MOMENT) and n[len(MOMENT) :] not in items
+    ]
     for weight in added:
         item = strategies.parallel_layout_item.add()
         item.CopyFrom(items[MOMENT + weight])
@@ -42,6 +48,7 @@ def complete_strategy_file(path: str) -> list[str]:
 
 def _strategy_file():
     from mindspore import get_auto_parallel_context
+
     for key in ("strategy_ckpt_save_file", "strategy_ckpt_config"):
         try:
             value = get_auto_parallel_context(key)
@@ -65,6 +72,7 @@ def install(is_needed: Callable[[], bool]) -> None:
             if path:
                 complete_strategy_file(path)
         return result
+
     executor.compile = compile_and_complete
 
     try:
@@ -82,4 +90,5 @@ def _completed(get_layouts, is_needed):
             for table in ranks.values():
                 complete_names(table)
         return ranks
+
     return get_completed_layouts

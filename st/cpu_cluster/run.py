@@ -4,19 +4,21 @@
     python st/cpu_cluster/run.py -m package args...
     msrun --worker_num=4 --local_worker_num=4 --join=True ... st/cpu_cluster/run.py program.py args...
 
-On a real device (``CPU_CLUSTER_DEVICE=Ascend``) nothing is patched and only the recorder is added, so that the same system
-tests can compare the steps there.
+On a real device (``CPU_CLUSTER_DEVICE=Ascend``) nothing is patched and only the recorder is added,
+so that the same system tests can compare the steps there.
 
-What: the program sees its own ``sys.argv`` and ``sys.path[0]``, as if Python had started it; the working directory may
-be any. Why: the programs under test must stay as users run them on Ascend.
+What: the program sees its own ``sys.argv`` and ``sys.path[0]``, as if Python had started it; the
+working directory may be any. Why: the programs under test must stay as users run them on Ascend.
 
-``CPU_CLUSTER_NODES=2``: of the ranks the first half works in the folder node_0 of the working directory, the others in node_1, as
-nodes do that share no disk.
+``CPU_CLUSTER_NODES=2``: of the ranks the first half works in the folder node_0 of the working
+directory, the others in node_1, as nodes do that share no disk.
 
-msrun starts the same command line once more as the scheduler of the job. That process does not run the program: it
-joins the communication and waits. It ends soon after the last worker of the job, so a worker that fails before the
-cluster is complete does not leave msrun waiting until its time-out: after ``CPU_CLUSTER_AFTER_LAST`` seconds (3).
-"""
+msrun starts the same command line once more as the scheduler of the job. That process does not run
+the program: it joins the communication and waits. It ends soon after the last worker of the job, so
+a worker that fails before the cluster is complete does not leave msrun waiting until its time-out:
+after ``CPU_CLUSTER_AFTER_LAST`` seconds (3).
+"""  # noqa: E501
+
 import ctypes
 import os
 import runpy
@@ -28,43 +30,50 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-SCHEDULER = "import mindspore as ms; ms.set_device('CPU'); from mindspore.communication import init; init()"
+SCHEDULER = (
+    "import mindspore as ms; ms.set_device('CPU'); from mindspore.communication import init; init()"
+)
 _LIBC = ctypes.CDLL(None)
 
 
 def die_with_parent() -> None:
-    """Runs in a child, before exec: it gets SIGKILL when the thread that started it ends, so that no process is ever left."""
-    _LIBC.prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG
+    """Runs in a child, before exec: it gets SIGKILL when the thread that started it ends, so that
+    no process is ever left."""
+    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def workers_alive(port: str) -> bool:
-    """Returns whether a worker of the job with that scheduler port runs on this host. It reads the environment of processes, so
-    zombies do not count."""
+    """Returns whether a worker of the job with that scheduler port runs on this host. It reads the
+    environment of processes, so zombies do not count."""
     for pid in os.listdir("/proc"):
         if not pid.isdigit():
             continue
         try:
             with open(f"/proc/{pid}/environ", "rb") as f:
                 environment = f.read().split(b"\0")
-        except OSError:                       # it has ended, or belongs to another user
+        except OSError:  # it has ended, or belongs to another user
             continue
         if b"MS_ROLE=MS_WORKER" in environment and f"MS_SCHED_PORT={port}".encode() in environment:
             return True
     return False
 
 
-def join_as_scheduler(first_worker: float = 60., after_last: float = 3., poll: float = .5) -> int:
+def join_as_scheduler(
+    first_worker: float = 60.0, after_last: float = 3.0, poll: float = 0.5
+) -> int:
     """Serves as the scheduler until its job is over; returns the exit code.
 
-    MindSpore's scheduler holds the interpreter lock while it waits, so it gets a process of its own.
+    MindSpore's scheduler holds the interpreter lock while it waits, so it gets a process of its
+    own.
 
     Args:
         first_worker: seconds until the first worker must run.
-        after_last: seconds that the scheduler has to end by itself after the last worker. Then it is ended, with exit
-            code 0: whether the job failed is for the workers to say.
+        after_last: seconds that the scheduler has to end by itself after the last worker. Then it
+            is ended, with exit code 0: whether the job failed is for the workers to say.
         poll: seconds between looks.
     """
     from st import cpu_cluster
+
     port, started, last_seen = os.environ.get("MS_SCHED_PORT", ""), time.monotonic(), None
     scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], preexec_fn=die_with_parent)
     try:
@@ -72,7 +81,9 @@ def join_as_scheduler(first_worker: float = 60., after_last: float = 3., poll: f
             time.sleep(poll)
             if workers_alive(port):
                 last_seen = time.monotonic()
-            elif time.monotonic() > (started + first_worker if last_seen is None else last_seen + after_last):
+            elif time.monotonic() > (
+                started + first_worker if last_seen is None else last_seen + after_last
+            ):
                 return 0
         return scheduler.returncode if scheduler.returncode >= 0 else 128 - scheduler.returncode
     finally:
@@ -86,9 +97,10 @@ def on_cpu() -> bool:
 
 
 def record_events_of_every_rank() -> None:
-    """Lets this rank write its event file from the first event on, as rank 0 does; else it would write one only if it fails. The
-    system tests compare what all ranks selected."""
+    """Lets this rank write its event file from the first event on, as rank 0 does; else it would
+    write one only if it fails. The system tests compare what all ranks selected."""
     from mindresume.events import event_file
+
     event_file._is_failure = lambda event: True
 
 
@@ -96,6 +108,7 @@ def run_program(arguments: list[str]) -> None:
     """``arguments``: program.py or -m package, then its own arguments."""
     from st import cpu_cluster
     from st.cpu_cluster import pynative
+
     if on_cpu():
         cpu_cluster.before_mindformers()
         cpu_cluster.after_mindformers()
@@ -103,6 +116,7 @@ def run_program(arguments: list[str]) -> None:
         pynative.observe()
     else:
         from st.cpu_cluster import model_build
+
         model_build.install_recorders()
     if os.environ.get("RANK_ID", "0") != "0":
         record_events_of_every_rank()
@@ -119,15 +133,20 @@ def run_program(arguments: list[str]) -> None:
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] == "-m" and len(sys.argv) < 3:
         sys.exit(__doc__)
-    # The own folder must not be searched: its modules (kernels, launch, ...) would hide others of these names.
+    # The own folder must not be searched: its modules (kernels, launch, ...) would hide others of
+    # these names.
     sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != HERE] + [ROOT]
     if os.environ.get("MS_ROLE") == "MS_SCHED" and on_cpu():
         sys.exit(join_as_scheduler(after_last=float(os.environ.get("CPU_CLUSTER_AFTER_LAST", "3"))))
     if os.environ.get("MS_WORKER_NUM") and on_cpu():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")       # several processes share the cores; the losses are the same
+        # several processes share the cores; the losses are the same
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.argv[1] != "-m" and not os.path.isfile(sys.argv[1]):
         sys.exit(f"run.py: no program {sys.argv[1]!r} in {os.getcwd()}")
-    nodes, ranks = int(os.environ.get("CPU_CLUSTER_NODES", "1")), int(os.environ.get("MS_WORKER_NUM", "1"))
+    nodes, ranks = (
+        int(os.environ.get("CPU_CLUSTER_NODES", "1")),
+        int(os.environ.get("MS_WORKER_NUM", "1")),
+    )
     if nodes > 1:
         node = f"node_{int(os.environ['RANK_ID']) * nodes // ranks}"
         os.makedirs(node, exist_ok=True)

@@ -1,16 +1,21 @@
 """Lets MindSpore's semi-auto parallel front end run on the CPU backend.
 
-What: two changes in the memory of this process. Why: the front end cuts the weights and writes the strategy files, so
-a test of checkpoints of several ranks needs the real one, and it refuses every target but Ascend and GPU.
+What: two changes in the memory of this process. Why: the front end cuts the weights and writes the
+strategy files, so a test of checkpoints of several ranks needs the real one, and it refuses every
+target but Ascend and GPU.
 
-1. ``libmindspore_frontend.so`` compares the device target with "Ascend" / "GPU" (world group name and others) and
-   throws "Invalid backend: CPU". Its constants are private file mappings, so writing through /proc/self/mem changes
-   this process' copy only: "GPU" -> "CPU", "nccl" -> "mccl", "nccl_world_group" -> "mccl_world_group".
-2. No ``mindspore::CommManager`` is registered for "CPU" (the default one claims rank 0 of 2048 and creates no groups).
-   One is registered whose virtual table is made with ctypes and which answers from ``mindspore.communication``.
+1. ``libmindspore_frontend.so`` compares the device target with "Ascend" / "GPU" (world group name
+   and others) and throws "Invalid backend: CPU". Its constants are private file mappings, so
+   writing through /proc/self/mem changes this process' copy only: "GPU" -> "CPU",
+   "nccl" -> "mccl", "nccl_world_group" -> "mccl_world_group".
+2. No ``mindspore::CommManager`` is registered for "CPU" (the default one claims rank 0 of 2048 and
+   creates no groups). One is registered whose virtual table is made with ctypes and which answers
+   from ``mindspore.communication``.
 
-Linux, x86-64, the glibc wheels of MindSpore. ``install()`` after ``import mindspore``, before the first compile.
+Linux, x86-64, the glibc wheels of MindSpore. ``install()`` after ``import mindspore``, before the
+first compile.
 """
+
 import ctypes
 import glob
 import os
@@ -18,11 +23,13 @@ import re
 import traceback
 
 _KEEP_ALIVE = []
-CREATED_GROUPS = {}          # {group name: [world ranks]}, filled by the front end
+CREATED_GROUPS = {}  # {group name: [world ranks]}, filled by the front end
 
-_REPLACEMENTS = ((b"\0GPU\0", b"\0CPU\0"),
-                 (b"\0nccl_world_group\0", b"\0mccl_world_group\0"),
-                 (b"\0nccl\0", b"\0mccl\0"))
+_REPLACEMENTS = (
+    (b"\0GPU\0", b"\0CPU\0"),
+    (b"\0nccl_world_group\0", b"\0mccl_world_group\0"),
+    (b"\0nccl\0", b"\0mccl\0"),
+)
 
 
 def patch_constants(library: str = "libmindspore_frontend.so") -> dict[str, int]:
@@ -49,7 +56,8 @@ def patch_constants(library: str = "libmindspore_frontend.so") -> dict[str, int]
 
 
 def _cow_string(text):
-    """An old-ABI (copy-on-write) libstdc++ std::string: {length, capacity, reference count}, then the characters."""
+    """An old-ABI (copy-on-write) libstdc++ std::string: {length, capacity, reference count}, then
+    the characters."""
     raw = text.encode()
     buffer = ctypes.create_string_buffer(24 + len(raw) + 1)
     ctypes.memmove(buffer, (ctypes.c_uint64 * 2)(len(raw), len(raw)), 16)
@@ -66,21 +74,30 @@ def _text(pointer):
 
 def _rank_and_size():
     from mindspore.communication import get_group_size, get_rank
+
     return get_rank(), get_group_size()
 
 
 def _create_group(_this, group, ranks):
     try:
         name = _text(group)
-        begin, end = ctypes.c_uint64.from_address(ranks).value, ctypes.c_uint64.from_address(ranks + 8).value
-        rank_list = list((ctypes.c_uint32 * ((end - begin) // 4)).from_address(begin)) if end > begin else []
+        begin, end = (
+            ctypes.c_uint64.from_address(ranks).value,
+            ctypes.c_uint64.from_address(ranks + 8).value,
+        )
+        rank_list = (
+            list((ctypes.c_uint32 * ((end - begin) // 4)).from_address(begin))
+            if end > begin
+            else []
+        )
         if name not in CREATED_GROUPS:
             CREATED_GROUPS[name] = rank_list
             from mindspore.communication import create_group, get_rank
+
             if get_rank() in rank_list:
                 create_group(name, rank_list)
         return True
-    except Exception:            # must not cross into C++; the front end reports the False
+    except Exception:  # must not cross into C++; the front end reports the False
         traceback.print_exc()
         return False
 
@@ -101,19 +118,25 @@ def _group_size(_this, group, out):
 
 
 def register_comm_manager() -> bool:
-    """Registers the CommManager of change 2; True if accepted. Raises RuntimeError if the symbol is absent."""
+    """Registers the CommManager of change 2; True if accepted. Raises RuntimeError if the symbol is
+    absent."""
     import mindspore
+
     symbol = "_ZN9mindspore11CommManager8RegisterERKSsRKSt10shared_ptrIS0_E"
     register = None
-    for path in sorted(glob.glob(os.path.join(os.path.dirname(mindspore.__file__), "lib", "libmindspore_*.so"))):
+    for path in sorted(
+        glob.glob(os.path.join(os.path.dirname(mindspore.__file__), "lib", "libmindspore_*.so"))
+    ):
         try:
             register = getattr(ctypes.CDLL(path), symbol)
             break
         except (OSError, AttributeError):
             continue
     if register is None:
-        raise RuntimeError(f"mindspore {mindspore.__version__}: no symbol {symbol} in its libraries; "
-                           "semi-auto parallel on CPU is not possible with this release")
+        raise RuntimeError(
+            f"mindspore {mindspore.__version__}: no symbol {symbol} in its libraries; "
+            "semi-auto parallel on CPU is not possible with this release"
+        )
     ptr, flag = ctypes.c_void_p, ctypes.c_bool
     destructor = ctypes.CFUNCTYPE(None, ptr)(lambda this: None)
     create = ctypes.CFUNCTYPE(flag, ptr, ptr, ptr)(_create_group)
@@ -121,11 +144,13 @@ def register_comm_manager() -> bool:
     group_rank = ctypes.CFUNCTYPE(flag, ptr, ptr, ptr)(_group_rank)
     group_size = ctypes.CFUNCTYPE(flag, ptr, ptr, ptr)(_group_size)
     rank = ctypes.CFUNCTYPE(ctypes.c_uint32, ptr)(lambda this: _rank_and_size()[0])
-    # order of the header: ~CommManager (2 slots), CreateGroupSync, DestroyGroup, GetRankID, GetRankSize, GetRank
+    # order of the header: ~CommManager (2 slots), CreateGroupSync, DestroyGroup, GetRankID,
+    # GetRankSize, GetRank
     functions = (destructor, destructor, create, destroy, group_rank, group_size, rank)
     table = (ptr * 9)(0, 0, *[ctypes.cast(f, ptr).value for f in functions])
     instance = (ptr * 4)(ctypes.addressof(table) + 16, _cow_string("mccl").value, 0, 0)
-    shared = (ptr * 2)(ctypes.addressof(instance), 0)            # a shared_ptr without control block
+    # a shared_ptr without control block
+    shared = (ptr * 2)(ctypes.addressof(instance), 0)
     _KEEP_ALIVE.extend([*functions, table, instance, shared])
     register.argtypes, register.restype = [ptr, ptr], flag
     key = _cow_string("CPU")
@@ -135,4 +160,5 @@ def register_comm_manager() -> bool:
 def install() -> tuple[dict[str, int], bool]:
     """Returns (number of constants changed, CommManager registered)."""
     import mindspore  # noqa: F401  its libraries must be mapped
+
     return patch_constants(), register_comm_manager()

@@ -1,7 +1,9 @@
-"""run_mindformer.py that kills itself whenever its network was loaded with the weights of one step. For st/test_recovery.py.
+"""run_mindformer.py that kills itself whenever its network was loaded with the weights of one step.
+For st/test_recovery.py.
 
-    CRASH_AFTER_LOAD=15          dies right after loading step 15
+CRASH_AFTER_LOAD=15          dies right after loading step 15
 """
+
 from __future__ import annotations
 
 import os
@@ -14,10 +16,17 @@ CRASH = "CRASH_AFTER_LOAD"
 
 
 def main() -> None:
-    """Trains; the first step after that of the environment compiles the network, and its first computation kills the process."""
+    """Trains; the first step after that of the environment compiles the network, and its first
+    computation kills the process."""
     import mindspore as ms
     from mindspore.graph.api import _CellGraphExecutor
-    train, compute, fatal, armed = ms.Model._train, _CellGraphExecutor.__call__, int(os.environ[CRASH]), []
+
+    train, compute, fatal, armed = (
+        ms.Model._train,
+        _CellGraphExecutor.__call__,
+        int(os.environ[CRASH]),
+        [],
+    )
 
     def arm_and_train(self, *args, **kwargs):
         counters = {parameter.name: parameter for parameter in self._train_network.get_parameters()}
@@ -28,10 +37,12 @@ def main() -> None:
         if armed and armed[-1]:
             os.kill(os.getpid(), signal.SIGKILL)
         return compute(self, *args, **kwargs)
+
     ms.Model._train, _CellGraphExecutor.__call__ = arm_and_train, die_or_compute
     runpy.run_path(os.path.join(sys.path[0], "run_mindformer.py"), run_name="__main__")
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])              # the repository, as run_mindformer.py has it
+    # the repository, as run_mindformer.py has it
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     sys.exit(main())

@@ -1,7 +1,8 @@
 """run_mindformer.py whose data set is batched by two processes. For st/test_supervisor.py.
 
-    data_worker_4711         in the working directory, once for each of these processes
+data_worker_4711         in the working directory, once for each of these processes
 """
+
 from __future__ import annotations
 
 import os
@@ -18,15 +19,26 @@ def note_worker(*columns):
 
 def main() -> None:
     from mindspore.dataset.engine.datasets import Dataset
+
     batch = Dataset.batch
 
     def in_processes(self, *args, **named):
-        return batch(self, *args, **{**named, "per_batch_map": note_worker, "python_multiprocessing": True,
-                                     "num_parallel_workers": 2})
+        return batch(
+            self,
+            *args,
+            **{
+                **named,
+                "per_batch_map": note_worker,
+                "python_multiprocessing": True,
+                "num_parallel_workers": 2,
+            },
+        )
+
     Dataset.batch = in_processes
     runpy.run_path(os.path.join(sys.path[0], "run_mindformer.py"), run_name="__main__")
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])              # the repository, as run_mindformer.py has it
+    # the repository, as run_mindformer.py has it
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     sys.exit(main())

@@ -1,8 +1,10 @@
-"""A start script of the PyNative trainer with a callback of the user: pynative_counting.py --config FILE.
+"""A start script of the PyNative trainer with a callback of the user: pynative_counting.py --config
+FILE.
 
-The callback keeps numbers in ``TrainerState``. It counts where a step begins, because mindformers saves before it calls the
-callbacks of users at a step's end.
+The callback keeps numbers in ``TrainerState``. It counts where a step begins, because mindformers
+saves before it calls the callbacks of users at a step's end.
 """
+
 import argparse
 
 parser = argparse.ArgumentParser()

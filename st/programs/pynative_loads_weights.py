@@ -1,4 +1,6 @@
-"""A start script of the PyNative trainer with a callback that loads weights of its own, behind all others, before each step."""
+"""A start script of the PyNative trainer with a callback that loads weights of its own, behind all
+others, before each step."""
+
 import argparse
 
 import numpy as np

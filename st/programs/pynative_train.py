@@ -1,4 +1,6 @@
-"""A start script of the PyNative trainer as a user has it, with nothing of ours in it: pynative_train.py --config FILE."""
+"""A start script of the PyNative trainer as a user has it, with nothing of ours in it:
+pynative_train.py --config FILE."""
+
 import argparse
 
 parser = argparse.ArgumentParser()

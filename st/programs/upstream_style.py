@@ -1,4 +1,5 @@
 """A start script as a user of MindSpore Transformers has it, with nothing of ours in it."""
+
 import argparse
 import os
 import sys

@@ -1,4 +1,5 @@
 """A folder of checkpoints through the API: list, select, verify."""
+
 import json
 import os
 import shutil
@@ -24,7 +25,9 @@ def saved(request, tmp_path):
         iteration_folders.foreign(root)
     else:
         for step in (10, 15):
-            save(root, step, world=2) if request.param == "mindresume" else write_foreign(root, step, world=2)
+            save(root, step, world=2) if request.param == "mindresume" else write_foreign(
+                root, step, world=2
+            )
     return root
 
 
@@ -35,7 +38,8 @@ def plain(result):
     return value
 
 
-# ---- listing ---------------------------------------------------------------------------------------------------------
+# ---- listing -------------------------------------------------------------------------------------
+
 
 def test_steps(saved):
     catalog = mindresume.open(saved)
@@ -53,11 +57,33 @@ def test_a_missing_step_is_an_error(saved):
 def test_the_listing(saved):
     listing = mindresume.open(saved).list()
     newest, older = listing
-    assert len(listing) == 2 and (newest.step, older.step) == (15, 10) and newest.usable and newest.state == "complete"
+    assert (
+        len(listing) == 2
+        and (newest.step, older.step) == (15, 10)
+        and newest.usable
+        and newest.state == "complete"
+    )
     assert newest.size_bytes == sum(os.path.getsize(path) for path in newest.files) > 0
     row = plain(listing)["checkpoints"][0]
-    assert set(row) == {"step", "epoch", "state", "problem", "warnings", "format", "iteration_dir", "origin", "run_id",
-                        "committed", "world_size", "missing_ranks", "local_ranks", "saved_at", "size_bytes", "files", "usable"}
+    assert set(row) == {
+        "step",
+        "epoch",
+        "state",
+        "problem",
+        "warnings",
+        "format",
+        "iteration_dir",
+        "origin",
+        "run_id",
+        "committed",
+        "world_size",
+        "missing_ranks",
+        "local_ranks",
+        "saved_at",
+        "size_bytes",
+        "files",
+        "usable",
+    }
 
 
 def test_incomplete_and_damaged_saves_are_listed_but_are_no_steps(tmp_path):
@@ -70,7 +96,8 @@ def test_incomplete_and_damaged_saves_are_listed_but_are_no_steps(tmp_path):
     assert catalog.steps() == (5,) and catalog.latest().step == 5
     problem = catalog.list().checkpoints[1].problem
     assert (problem.step, problem.file, problem.rank) == (10, str(path_of(tmp_path, 10, 1)), 1)
-    assert catalog[10].info.problem == problem                           # it can be looked at all the same
+    # it can be looked at all the same
+    assert catalog[10].info.problem == problem
 
 
 def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
@@ -91,20 +118,34 @@ def test_merged_weights(tmp_path):
 
 def test_a_single_file_can_be_opened(tmp_path):
     import numpy as np
-    path = put(tmp_path / "one.safetensors", {"w": np.zeros((2, 3), np.float16), "step_num": np.array(7, np.int64)})
+
+    path = put(
+        tmp_path / "one.safetensors",
+        {"w": np.zeros((2, 3), np.float16), "step_num": np.array(7, np.int64)},
+    )
     catalog = mindresume.open(path)
-    assert catalog.steps() == (7,) and catalog[7].read("w").shape == (2, 3) and catalog.select().chosen.step == 7
+    assert (
+        catalog.steps() == (7,)
+        and catalog[7].read("w").shape == (2, 3)
+        and catalog.select().chosen.step == 7
+    )
 
 
-# ---- paths that are none ---------------------------------------------------------------------------------------------
+# ---- paths that are none -------------------------------------------------------------------------
+
 
 def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         mindresume.open(tmp_path / "missing")
     catalog = mindresume.open(tmp_path / "missing", missing_ok=True)
-    assert catalog.steps() == () and catalog.latest() is None and list(catalog.list()) == [] and catalog.select().fresh
+    assert (
+        catalog.steps() == ()
+        and catalog.latest() is None
+        and list(catalog.list()) == []
+        and catalog.select().fresh
+    )
     save(tmp_path / "missing", 5)
-    assert catalog.steps() == (5,)                                      # it lists again each time
+    assert catalog.steps() == (5,)  # it lists again each time
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path):
@@ -119,12 +160,14 @@ def test_a_folder_without_checkpoints_is_an_error(tmp_path):
 
 def test_a_file_of_another_kind_is_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
-    for ask in (Catalog.list, Catalog.steps, Catalog.select):               # a CollectiveError of "rank 0" it was
+    # a CollectiveError of "rank 0" it was
+    for ask in (Catalog.list, Catalog.steps, Catalog.select):
         with pytest.raises(ConfigError, match="notes.txt is no checkpoint"):
             ask(mindresume.open(tmp_path / "notes.txt"))
 
 
-# ---- select ----------------------------------------------------------------------------------------------------------
+# ---- select --------------------------------------------------------------------------------------
+
 
 def test_select_returns_the_newest(saved):
     found = mindresume.open(saved).select()
@@ -137,13 +180,19 @@ def test_files_that_are_refused_are_named_by_their_path(tmp_path):
     save(tmp_path / "output" / "checkpoint", 5, world=2)
     os.truncate(path_of(tmp_path / "output" / "checkpoint", 5, 1), 7)
     found = mindresume.open(tmp_path).select()
-    assert found.error and os.path.exists(found.refused[0].file) and found.root == str(tmp_path / "output" / "checkpoint")
+    assert (
+        found.error
+        and os.path.exists(found.refused[0].file)
+        and found.root == str(tmp_path / "output" / "checkpoint")
+    )
 
 
 def test_select_for_another_number_of_ranks(tmp_path):
     save(tmp_path, 5, world=4)
     found = mindresume.open(tmp_path).select(world_size=8)
-    assert found.chosen is None and [refused.step for refused in found.refused] == [5] and found.error
+    assert (
+        found.chosen is None and [refused.step for refused in found.refused] == [5] and found.error
+    )
     assert mindresume.open(tmp_path, world_size=8).select().chosen is None
     assert mindresume.open(tmp_path, world_size=8).select(world_size=4).chosen.step == 5
 
@@ -158,7 +207,8 @@ def test_select_of_damaged_merged_weights(tmp_path):
     assert report.damaged and report.problems[0].tensors
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
+
 
 def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
     for step in (5, 10):
@@ -174,8 +224,13 @@ def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
 
         def advance(self, count):
             pass
+
     report = mindresume.open(tmp_path).verify(progress=Remover())
-    assert not report.damaged and report.removed_steps == (5,) and [row.step for row in report.checkpoints] == [10]
+    assert (
+        not report.damaged
+        and report.removed_steps == (5,)
+        and [row.step for row in report.checkpoints] == [10]
+    )
 
 
 def test_progress_is_reported(tmp_path):
@@ -184,6 +239,7 @@ def test_progress_is_reported(tmp_path):
 
     class Progress:
         expect, advance = staticmethod(expected.append), staticmethod(done.append)
+
     mindresume.open(tmp_path).verify(progress=Progress())
     assert sum(expected) == sum(done) > 0
 
@@ -195,12 +251,22 @@ def test_nothing_is_changed(saved, call):
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
 
 
-# ---- files that cannot be read now -----------------------------------------------------------------------------------
+# ---- files that cannot be read now ---------------------------------------------------------------
 
-@pytest.mark.parametrize("iterations, name, at", [
-    (False, "rank_1-", "open"), (False, "rank_1-", "status"), (False, "rank_00001.json", "open"),
-    (False, "manifest.json", "open"), (True, "common.json", "open"), (True, "metadata.json", "open"),
-    (True, "manifest.json", "open"), (True, "model-0000001", "open")])
+
+@pytest.mark.parametrize(
+    "iterations, name, at",
+    [
+        (False, "rank_1-", "open"),
+        (False, "rank_1-", "status"),
+        (False, "rank_00001.json", "open"),
+        (False, "manifest.json", "open"),
+        (True, "common.json", "open"),
+        (True, "metadata.json", "open"),
+        (True, "manifest.json", "open"),
+        (True, "model-0000001", "open"),
+    ],
+)
 def test_what_cannot_be_read_now_is_not_damaged(tmp_path, iterations, name, at):
     (iteration_folders.save if iterations else save)(tmp_path, 5)
     (found,) = Catalog(failing(name, at), str(tmp_path)).verify().checkpoints
@@ -209,10 +275,15 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path, iterations, name, at):
     assert (report.damaged, report.unreadable) == (False, False)
 
 
-@pytest.mark.parametrize("iterations, name", [(False, "rank_00001.json"), (True, "common.json"), (True, "metadata.json")])
+@pytest.mark.parametrize(
+    "iterations, name", [(False, "rank_00001.json"), (True, "common.json"), (True, "metadata.json")]
+)
 def test_what_is_missing_is_damaged(tmp_path, iterations, name):
     (iteration_folders.save if iterations else save)(tmp_path, 5)
     (path,) = tmp_path.glob(f"**/{name}")
     path.unlink()
     report = mindresume.open(tmp_path).verify()
-    assert report.checkpoints[0].state == "damaged" and (report.damaged, report.unreadable) == (True, False)
+    assert report.checkpoints[0].state == "damaged" and (report.damaged, report.unreadable) == (
+        True,
+        False,
+    )

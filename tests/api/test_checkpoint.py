@@ -1,4 +1,6 @@
-"""One saved step through the API: its state, its tensors, regions of them, and how long it is held."""
+"""One saved step through the API: its state, its tensors, regions of them, and how long it is
+held."""
+
 import errno
 import gc
 import os
@@ -10,15 +12,30 @@ import iteration_folders
 import numpy as np
 import pytest
 from rank_folders import RECORDS, damage, leases, save, tensors_of, write_foreign
-from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded
+from reshard.plans import (
+    COUNTERS,
+    STEP,
+    Plan,
+    Spec,
+    complete,
+    foreign,
+    put,
+    random_tensors,
+    recorded,
+)
 from storages import failing
 
 import mindresume
 from mindresume.api.catalog import Catalog
 from mindresume.errors import CorruptFileError, MissingCheckpointError, StrategyError
 
-MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "layers.0.weight": Spec((8, 12), 1, 0),
-         "layers.1.weight": Spec((8, 12), 1, 1), "norm.weight": Spec((8,), None, "last"), "layers.1.none": Spec((8, 0), 0, 1)}
+MODEL = {
+    "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
+    "layers.0.weight": Spec((8, 12), 1, 0),
+    "layers.1.weight": Spec((8, 12), 1, 1),
+    "norm.weight": Spec((8,), None, "last"),
+    "layers.1.none": Spec((8, 0), 0, 1),
+}
 TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
 
@@ -38,20 +55,37 @@ def saved(request, tmp_path):
 
 
 def same(found, wanted):
-    return (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())
+    return (found.dtype, found.shape, found.tobytes()) == (
+        wanted.dtype,
+        wanted.shape,
+        wanted.tobytes(),
+    )
 
 
 def test_every_tensor_in_its_global_shape(saved):
     with mindresume.open(saved)[STEP] as checkpoint:
         assert {name: (row.shape, row.dtype) for name, row in checkpoint.tensors.items()} == {
-            name: (array.shape, array.dtype.name) for name, array in {**TENSORS, **COUNTERS}.items()}
-        assert all(same(checkpoint.read(name), array) for name, array in {**TENSORS, **COUNTERS}.items())
+            name: (array.shape, array.dtype.name) for name, array in {**TENSORS, **COUNTERS}.items()
+        }
+        assert all(
+            same(checkpoint.read(name), array) for name, array in {**TENSORS, **COUNTERS}.items()
+        )
         assert checkpoint.tensors["layers.0.weight"].size_bytes == TENSORS["layers.0.weight"].nbytes
 
 
-@pytest.mark.parametrize("region", [
-    (slice(0, 8), slice(None)), (slice(3, 5), slice(1, 11)), (slice(-2, None),), (), (slice(4, 4), slice(None)),
-    (slice(None), slice(5, 6)), (slice(5, 2),), (slice(0, 100),)])
+@pytest.mark.parametrize(
+    "region",
+    [
+        (slice(0, 8), slice(None)),
+        (slice(3, 5), slice(1, 11)),
+        (slice(-2, None),),
+        (),
+        (slice(4, 4), slice(None)),
+        (slice(None), slice(5, 6)),
+        (slice(5, 2),),
+        (slice(0, 100),),
+    ],
+)
 def test_a_region_is_what_indexing_gives(saved, region):
     checkpoint = mindresume.open(saved)[STEP]
     assert same(checkpoint.read("layers.1.weight", region), TENSORS["layers.1.weight"][region])
@@ -66,7 +100,10 @@ def test_every_rank_of_another_plan_finds_its_part(tmp_path, source, target):
     with mindresume.open(tmp_path)[STEP] as checkpoint:
         for rank in range(plan.world_size):
             for name, region in plan.regions(rank).items():
-                assert same(checkpoint.read(name, tuple(slice(*part) for part in region)), plan.shard(TENSORS, rank)[name])
+                assert same(
+                    checkpoint.read(name, tuple(slice(*part) for part in region)),
+                    plan.shard(TENSORS, rank)[name],
+                )
 
 
 def test_only_the_region_is_read(tmp_path, monkeypatch):
@@ -85,7 +122,10 @@ def test_an_invalid_region_is_an_error(saved, region):
 
 
 def test_a_missing_tensor_is_an_error(saved):
-    with mindresume.open(saved)[STEP] as checkpoint, pytest.raises(KeyError, match="layers.9.weight"):
+    with (
+        mindresume.open(saved)[STEP] as checkpoint,
+        pytest.raises(KeyError, match="layers.9.weight"),
+    ):
         checkpoint.read("layers.9.weight")
 
 
@@ -101,7 +141,9 @@ def test_the_state_of_iteration_folders(tmp_path):
     checkpoint = mindresume.open(tmp_path / "ours")[10]
     assert checkpoint.state.step == 10 and checkpoint.info.iteration_dir == "iteration_00000010"
     assert checkpoint.tensors["embedding.weight"].shape == (8, 4)
-    wanted = np.concatenate([iteration_folders.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)])
+    wanted = np.concatenate(
+        [iteration_folders.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)]
+    )
     assert same(checkpoint.read("embedding.weight"), wanted)
     checkpoint.release()
 
@@ -109,7 +151,11 @@ def test_the_state_of_iteration_folders(tmp_path):
 def test_weights_alone_have_no_state(tmp_path):
     put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
     checkpoint = mindresume.open(tmp_path / "one.ckpt").latest()
-    assert checkpoint.step is None and checkpoint.state is None and checkpoint.read("w").dtype == np.float16
+    assert (
+        checkpoint.step is None
+        and checkpoint.state is None
+        and checkpoint.read("w").dtype == np.float16
+    )
 
 
 def test_a_damaged_byte_is_found_while_it_is_read(tmp_path):
@@ -126,11 +172,14 @@ def test_layouts_come_from_a_strategy(tmp_path):
     foreign(tmp_path / "other" / "checkpoint", PLAN, TENSORS)
     with pytest.raises(StrategyError):
         mindresume.open(tmp_path / "other" / "checkpoint")[STEP].read("norm.weight")
-    found = mindresume.open(tmp_path / "other" / "checkpoint", strategy=PLAN.write(tmp_path / "given"))[STEP]
+    found = mindresume.open(
+        tmp_path / "other" / "checkpoint", strategy=PLAN.write(tmp_path / "given")
+    )[STEP]
     assert found.tensors["layers.0.weight"].layout == PLAN.stages[0]["layers.0.weight"]
 
 
-# ---- the hold --------------------------------------------------------------------------------------------------------
+# ---- the hold ------------------------------------------------------------------------------------
+
 
 def prune_all_but_the_newest(root):
     return [row.step for row in mindresume.prune(root, policy=mindresume.KeepLast(1)).removed]
@@ -151,7 +200,8 @@ def test_the_read_lock_lasts_from_the_first_read_until_deletion(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=2, replicas=1)
     checkpoint = mindresume.open(tmp_path)[5]
-    assert checkpoint.state.step == 5 and leases(tmp_path) == []                # nothing but its listing was read
+    # nothing but its listing was read
+    assert checkpoint.state.step == 5 and leases(tmp_path) == []
     checkpoint.read("layer.bias")
     assert len(leases(tmp_path)) == 1
     del checkpoint
@@ -161,9 +211,14 @@ def test_the_read_lock_lasts_from_the_first_read_until_deletion(tmp_path):
 
 def test_the_read_lock_is_released_when_the_process_ends(tmp_path):
     save(tmp_path, 5, world=2, replicas=1)
-    code = ("import mindresume, pathlib, sys; checkpoint = mindresume.open(sys.argv[1])[5]; checkpoint.read('layer.bias'); "
-            "print(len(list(pathlib.Path(sys.argv[1]).glob('*/claim-*'))))")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    code = (
+        "import mindresume, pathlib, sys; checkpoint = mindresume.open(sys.argv[1])[5]; "
+        "checkpoint.read('layer.bias'); "
+        "print(len(list(pathlib.Path(sys.argv[1]).glob('*/claim-*'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "1\n" and leases(tmp_path) == []
 
 
@@ -174,7 +229,7 @@ def test_a_catalog_releases_all_locks(tmp_path):
         found = [catalog[5], catalog[10]]
         assert all(checkpoint.tensors for checkpoint in found) and len(leases(tmp_path)) == 2
     assert leases(tmp_path) == [] and not any(checkpoint.is_held for checkpoint in found)
-    assert found[0].read("layer.bias").shape == (5,) and found[0].is_held       # held again
+    assert found[0].read("layer.bias").shape == (5,) and found[0].is_held  # held again
     found[0].release()
 
 
@@ -190,7 +245,11 @@ def test_nothing_is_written_without_a_read_lock(tmp_path):
 def test_checkpoints_of_mindformers_are_not_locked(tmp_path):
     write_foreign(tmp_path, 5, world=1)
     with mindresume.open(tmp_path)[5] as checkpoint:
-        assert checkpoint.read("layer.bias").shape == (5,) and not checkpoint.is_held and not (tmp_path / RECORDS).exists()
+        assert (
+            checkpoint.read("layer.bias").shape == (5,)
+            and not checkpoint.is_held
+            and not (tmp_path / RECORDS).exists()
+        )
 
 
 def test_a_read_only_folder_is_read_without_a_lock(tmp_path):

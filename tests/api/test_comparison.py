@@ -1,4 +1,6 @@
-"""Comparing two checkpoints: against plain Python element by element, and across layouts and formats."""
+"""Comparing two checkpoints: against plain Python element by element, and across layouts and
+formats."""
+
 import math
 import os
 import tempfile
@@ -26,10 +28,13 @@ def dtype_of(name):
 
 def differences(folder, a, b):
     """Returns what differs between two files with these tensors."""
-    return mindresume.compare(put(folder / "a.safetensors", a), put(folder / "b.safetensors", b)).differences
+    return mindresume.compare(
+        put(folder / "a.safetensors", a), put(folder / "b.safetensors", b)
+    ).differences
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
+
 
 def reference(a, b):
     """(count, bits only, absolute, relative, first index), one element after the other."""
@@ -47,20 +52,25 @@ def reference(a, b):
             continue
         distance = abs(x - y)
         distance = math.inf if distance != distance else distance
-        ratio = float(distance) / float(max(abs(x), abs(y))) if math.isfinite(distance) else math.inf
+        ratio = (
+            float(distance) / float(max(abs(x), abs(y))) if math.isfinite(distance) else math.inf
+        )
         absolute, relative = max(absolute, distance), max(relative, ratio)
     return count, bits_only, absolute, relative, first
 
 
 @st.composite
 def pairs(draw):
-    """Draws two arrays of one dtype and shape: random bits and special values, with some differences."""
+    """Draws two arrays of one dtype and shape: random bits and special values, with some
+    differences."""
     dtype = dtype_of(draw(st.sampled_from(DTYPES)))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     both = []
     for _ in range(2):
-        bits = random.integers(0, 2 if dtype.name == "bool" else 256, math.prod(shape) * dtype.itemsize, np.uint8)
+        bits = random.integers(
+            0, 2 if dtype.name == "bool" else 256, math.prod(shape) * dtype.itemsize, np.uint8
+        )
         array = bits.view(dtype).reshape(shape).copy()
         if dtype.kind not in "iub" and draw(st.booleans()):
             with np.errstate(all="ignore"):
@@ -82,20 +92,38 @@ def test_values_against_plain_python(both, portion):
     count, bits_only, absolute, relative, first = reference(a, b)
     assert len(found) == (count > 0)
     for it in found:
-        assert (it.name, it.kind, it.differing, it.bits_only, it.first_index) == ("w", "values", count, bits_only, first)
-        assert it.largest_absolute == absolute and type(it.largest_absolute) is (int if a.dtype.kind in "iub" else float)
+        assert (it.name, it.kind, it.differing, it.bits_only, it.first_index) == (
+            "w",
+            "values",
+            count,
+            bits_only,
+            first,
+        )
+        assert it.largest_absolute == absolute and type(it.largest_absolute) is (
+            int if a.dtype.kind in "iub" else float
+        )
         assert it.largest_relative == pytest.approx(relative, rel=1e-12)
-        assert [np.array(value, a.dtype).tobytes() for value in it.first_values if value == value] == [
-            side[first].tobytes() for side in (a, b) if side[first] == side[first]]
+        assert [
+            np.array(value, a.dtype).tobytes() for value in it.first_values if value == value
+        ] == [side[first].tobytes() for side in (a, b) if side[first] == side[first]]
 
 
-@pytest.mark.parametrize("dtype, a, b, absolute, relative", [
-    ("int64", -2**63, 2**63 - 1, 2**64 - 1, 2.0), ("uint64", 0, 2**64 - 1, 2**64 - 1, 1.0),
-    ("int64", 2**62, 2**62 + 1, 1, 2**-62), ("int8", -128, 127, 255, 255 / 128),
-    ("bool", False, True, 1, 1.0), ("float64", 1.0, 3.0, 2.0, 2 / 3),
-    ("bfloat16", 1.0, 1.0078125, 0.0078125, 0.0078125 / 1.0078125), ("float32", math.nan, 0.0, math.inf, math.inf),
-    ("float16", math.inf, 1.0, math.inf, math.inf), ("float32", math.inf, -math.inf, math.inf, math.inf),
-    ("float32", 0.0, -0.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    "dtype, a, b, absolute, relative",
+    [
+        ("int64", -(2**63), 2**63 - 1, 2**64 - 1, 2.0),
+        ("uint64", 0, 2**64 - 1, 2**64 - 1, 1.0),
+        ("int64", 2**62, 2**62 + 1, 1, 2**-62),
+        ("int8", -128, 127, 255, 255 / 128),
+        ("bool", False, True, 1, 1.0),
+        ("float64", 1.0, 3.0, 2.0, 2 / 3),
+        ("bfloat16", 1.0, 1.0078125, 0.0078125, 0.0078125 / 1.0078125),
+        ("float32", math.nan, 0.0, math.inf, math.inf),
+        ("float16", math.inf, 1.0, math.inf, math.inf),
+        ("float32", math.inf, -math.inf, math.inf, math.inf),
+        ("float32", 0.0, -0.0, 0.0, 0.0),
+    ],
+)
 def test_extreme_values(tmp_path, dtype, a, b, absolute, relative):
     a, b = (np.array([0, value], dtype_of(dtype)) for value in (a, b))
     (it,) = differences(tmp_path, {"w": a}, {"w": b})
@@ -104,39 +132,69 @@ def test_extreme_values(tmp_path, dtype, a, b, absolute, relative):
 
 
 def test_equal_nan_is_equal_and_another_nan_differs_in_bits_only(tmp_path):
-    bits = np.array([0x7fc00000, 0x7fc00001, 0x7f800001, 0], np.uint32)            # quiet, with a payload, signalling
-    a, other = ({"w": array.view(np.float32)} for array in (bits, bits ^ np.array([0, 2, 2, 1 << 31], np.uint32)))
+    # quiet, with a payload, signalling
+    bits = np.array([0x7FC00000, 0x7FC00001, 0x7F800001, 0], np.uint32)
+    a, other = (
+        {"w": array.view(np.float32)}
+        for array in (bits, bits ^ np.array([0, 2, 2, 1 << 31], np.uint32))
+    )
     assert differences(tmp_path, a, a) == ()
     (it,) = differences(tmp_path, a, other)
-    assert (it.differing, it.bits_only, it.largest_absolute, it.largest_relative, it.first_index) == (3, 3, 0.0, 0.0, (1,))
+    assert (
+        it.differing,
+        it.bits_only,
+        it.largest_absolute,
+        it.largest_relative,
+        it.first_index,
+    ) == (3, 3, 0.0, 0.0, (1,))
     assert it.within(0) and not it.within(None)
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
+
 
 def written(root, kind, text, fmt="safetensors"):
     """Writes a checkpoint under a plan, with its strategy beside it. Returns its path."""
     if kind == "consolidated":
         return complete(root, TENSORS)
     plan = Plan.parse(text, MODEL)
-    (foreign if "foreign" in kind else recorded)(root / "checkpoint", plan, TENSORS, fmt, dedup="dedup" in kind)
+    (foreign if "foreign" in kind else recorded)(
+        root / "checkpoint", plan, TENSORS, fmt, dedup="dedup" in kind
+    )
     plan.write(root / "strategy")
     return root / "checkpoint"
 
 
-@pytest.mark.parametrize("one, other", [
-    (("foreign", "dp2tp2pp2opt2", "ckpt"), ("recorded", "tp4")), (("recorded dedup", "dp2tp2axes10"), ("consolidated", "")),
-    (("foreign dedup", "dp4opt4"), ("recorded", "pp4", "ckpt")), (("consolidated", ""), ("recorded", "tp8"))])
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (("foreign", "dp2tp2pp2opt2", "ckpt"), ("recorded", "tp4")),
+        (("recorded dedup", "dp2tp2axes10"), ("consolidated", "")),
+        (("foreign dedup", "dp4opt4"), ("recorded", "pp4", "ckpt")),
+        (("consolidated", ""), ("recorded", "tp8")),
+    ],
+)
 def test_the_same_tensors_in_other_layouts_and_formats_are_equal(tmp_path, one, other):
     a, b = written(tmp_path / "a", *one), written(tmp_path / "b", *other)
     with leaves_nothing(tmp_path):
         found = mindresume.compare(*(mindresume.open(path, hold=False).latest() for path in (a, b)))
     total = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
-    assert found.equal and (found.compared, found.size_bytes) == (len(TENSORS) + len(COUNTERS), total)
+    assert found.equal and (found.compared, found.size_bytes) == (
+        len(TENSORS) + len(COUNTERS),
+        total,
+    )
 
 
-@pytest.mark.parametrize("name, rank, byte", [("layers.0.proj.weight", 3, 17), ("layers.2.experts.weight", 6, 0),
-                                              ("embedding.weight", 1, 63), ("layers.0.qkv.weight", 2, 100), ("loss_scale", 0, 0)])
+@pytest.mark.parametrize(
+    "name, rank, byte",
+    [
+        ("layers.0.proj.weight", 3, 17),
+        ("layers.2.experts.weight", 6, 0),
+        ("embedding.weight", 1, 63),
+        ("layers.0.qkv.weight", 2, 100),
+        ("loss_scale", 0, 0),
+    ],
+)
 def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
     plan, a = Plan.parse("dp2tp2pp2", MODEL), tmp_path / "a" / "checkpoint"
     flipped = {key: array.copy() for key, array in {**TENSORS, **COUNTERS}.items()}
@@ -158,9 +216,12 @@ def test_one_flipped_bit_is_found_with_its_index(tmp_path, name, rank, byte):
 def test_a_truncated_file_is_an_error(tmp_path):
     a, b = written(tmp_path / "a", "recorded", "tp2"), written(tmp_path / "b", "consolidated", "")
     held = mindresume.open(a)[STEP]
-    assert held.tensors                                     # headers are read by now
+    assert held.tensors  # headers are read by now
     path = path_of(a, STEP, 1)
     os.truncate(path, path.stat().st_size - 700)
-    with leaves_nothing(tmp_path / "b"), pytest.raises(CorruptFileError, match="the file ends at byte"):
+    with (
+        leaves_nothing(tmp_path / "b"),
+        pytest.raises(CorruptFileError, match="the file ends at byte"),
+    ):
         mindresume.compare(held, b)
     held.release()

@@ -1,4 +1,6 @@
-"""What a conversion writes is a checkpoint, bit for bit; into which folders it writes, and into which it does not."""
+"""What a conversion writes is a checkpoint, bit for bit; into which folders it writes, and into
+which it does not."""
+
 import errno
 import fcntl
 import json
@@ -9,7 +11,17 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import MANIFEST, RECORDS, flip_bit, folder_contents, leaves_nothing, path_of, state_of, tensors_at, tensors_in
+from rank_folders import (
+    MANIFEST,
+    RECORDS,
+    flip_bit,
+    folder_contents,
+    leaves_nothing,
+    path_of,
+    state_of,
+    tensors_at,
+    tensors_in,
+)
 from reshard.plans import (
     ALL,
     COUNTERS,
@@ -44,33 +56,49 @@ def root(tmp_path_factory):
 @pytest.fixture
 def convert(tmp_path_factory):
     """Converts to a plan of the reference, given as a strategy."""
+
     def run(source, target, plan="dp2", fmt=None, model=TINY, **options):
         to = Plan.parse(plan, model).write(tmp_path_factory.mktemp("to"))
         return mindresume.convert(source, target, to=to, format=fmt, engine="direct", **options)
+
     return run
 
 
 def bits(tensors):
-    return {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in tensors.items()}
+    return {
+        name: (array.dtype.name, array.shape, array.tobytes()) for name, array in tensors.items()
+    }
 
 
 def stamps(folder):
     return {path: (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in folder.rglob("*")}
 
 
-# ---- the target ------------------------------------------------------------------------------------------------------
+# ---- the target ----------------------------------------------------------------------------------
 
-OTHERS = {"plan": {"to": "tp=2"}, "format": {"to": "dp=2", "format": "ckpt"}, "one rank": {"to": "dp=1"}, "merged": {},
-          "kind": {"hf_index": True}, "parts": {"part_size_bytes": 64}, "drop": {"drop": ("embedding*",)}}
+OTHERS = {
+    "plan": {"to": "tp=2"},
+    "format": {"to": "dp=2", "format": "ckpt"},
+    "one rank": {"to": "dp=1"},
+    "merged": {},
+    "kind": {"hf_index": True},
+    "parts": {"part_size_bytes": 64},
+    "drop": {"drop": ("embedding*",)},
+}
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_conversion_into_the_same_folder_is_refused(tmp_path, root, convert, what):
     (mindresume.merge if what in ("kind", "parts", "drop") else convert)(root, tmp_path / "new")
     before = stamps(tmp_path)
-    with pytest.raises(ConfigError, match=r"new is not empty: it was converted from .*checkpoint, step 15, 2 ranks; .* Nothing "
-                                          r"was changed"):
-        (mindresume.convert if "to" in OTHERS[what] else mindresume.merge)(root, tmp_path / "new", **OTHERS[what])
+    with pytest.raises(
+        ConfigError,
+        match=r"new is not empty: it was converted from .*checkpoint, step 15, 2 ranks; .* Nothing "
+        r"was changed",
+    ):
+        (mindresume.convert if "to" in OTHERS[what] else mindresume.merge)(
+            root, tmp_path / "new", **OTHERS[what]
+        )
     assert stamps(tmp_path) == before
 
 
@@ -84,19 +112,26 @@ def test_the_same_records_are_the_same_conversion_and_other_bytes_are_not(tmp_pa
 
 
 def test_another_strategy_of_the_source_is_another_conversion(tmp_path, convert):
-    """Files of mindformers do not contain the cut dimension: the result with a wrong strategy differs from the right one and must
-    not be reused for it."""
+    """Files of mindformers do not contain the cut dimension: the result with a wrong strategy
+    differs from the right one and must not be reused for it."""
     model = {"w": Spec((4, 4), 0, "first")}
     tensors = random_tensors(model)
-    strategies = {"wrong": Plan.parse("tp2", {"w": Spec((4, 4), 1, "first")}), "right": Plan.parse("tp2", model)}
+    strategies = {
+        "wrong": Plan.parse("tp2", {"w": Spec((4, 4), 1, "first")}),
+        "right": Plan.parse("tp2", model),
+    }
     foreign(tmp_path / "from", strategies["right"], tensors)
     for name, plan in strategies.items():
         given = plan.write(tmp_path / name)
         if name == "right":
             with pytest.raises(ConfigError, match="is not empty: it was converted from"):
-                convert(tmp_path / "from", tmp_path / "new of wrong", "dp1", model=model, strategy=given)
+                convert(
+                    tmp_path / "from", tmp_path / "new of wrong", "dp1", model=model, strategy=given
+                )
         convert(tmp_path / "from", tmp_path / f"new of {name}", "dp1", model=model, strategy=given)
-        assert (tensors_of_rank(tmp_path / f"new of {name}", 0)["w"].tobytes() == tensors["w"].tobytes()) is (name == "right")
+        assert (
+            tensors_of_rank(tmp_path / f"new of {name}", 0)["w"].tobytes() == tensors["w"].tobytes()
+        ) is (name == "right")
 
 
 @pytest.mark.parametrize("content", ["notes.txt", ".hidden", "conversion.json", "rank_0/"])
@@ -105,7 +140,10 @@ def test_a_target_with_something_in_it_is_refused(tmp_path, root, content, conve
     path.parent.mkdir()
     path.mkdir() if content.endswith("/") else path.write_text("precious")
     before = stamps(tmp_path)
-    with pytest.raises(ConfigError, match="new is not empty; give a folder that does not exist. Nothing was changed"):
+    with pytest.raises(
+        ConfigError,
+        match="new is not empty; give a folder that does not exist. Nothing was changed",
+    ):
         convert(root, tmp_path / "new")
     assert stamps(tmp_path) == before
 
@@ -115,7 +153,10 @@ def test_a_target_that_was_damaged_later_is_refused(tmp_path, root, spoil, conve
     convert(root, tmp_path / "new")
     path = tmp_path / "new" / "rank_1" / "net_rank_1-2_5.safetensors"
     path.unlink() if spoil == "is gone" else os.truncate(path, 7)
-    with pytest.raises(ConfigError, match=rf"its file rank_1/net_rank_1-2_5.safetensors {spoil}.*; remove the folder"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"its file rank_1/net_rank_1-2_5.safetensors {spoil}.*; remove the folder",
+    ):
         convert(root, tmp_path / "new")
 
 
@@ -124,14 +165,26 @@ def test_a_target_in_the_source_is_refused(tmp_path, convert):
     recorded(source, Plan.parse("tp2", TINY), TENSORS)
     (tmp_path / "link").symlink_to(source)
     before = folder_contents(source)
-    for target in (source / "new", source / "rank_0" / "new", tmp_path / "link" / "new", source / "rank_7", source / "a" / "b"):
-        with pytest.raises(ConfigError, match=r"lies in .*checkpoint, the source, into which nothing is written"):
+    for target in (
+        source / "new",
+        source / "rank_0" / "new",
+        tmp_path / "link" / "new",
+        source / "rank_7",
+        source / "a" / "b",
+    ):
+        with pytest.raises(
+            ConfigError, match=r"lies in .*checkpoint, the source, into which nothing is written"
+        ):
             convert(source, target)
     for target in (source, source / "rank_0", tmp_path / "link"):
         with pytest.raises(ConfigError, match="is not empty|lies in"):
             convert(source, target)
-    assert folder_contents(source) == before and sorted(os.listdir(tmp_path)) == ["checkpoint", "link"]
-    convert(source, tmp_path / "checkpoint2")               # a name that begins alike is another folder
+    assert folder_contents(source) == before and sorted(os.listdir(tmp_path)) == [
+        "checkpoint",
+        "link",
+    ]
+    # a name that begins alike is another folder
+    convert(source, tmp_path / "checkpoint2")
 
 
 def test_a_target_beside_a_single_file(tmp_path, convert):
@@ -140,14 +193,19 @@ def test_a_target_beside_a_single_file(tmp_path, convert):
     assert mindresume.open(tmp_path / "new").steps() == (STEP,)
 
 
-@pytest.mark.parametrize("target", ["new", "new/", "./new", "deep/er/new", "deep/../new", "empty", "empty/"])
+@pytest.mark.parametrize(
+    "target", ["new", "new/", "./new", "deep/er/new", "deep/../new", "empty", "empty/"]
+)
 def test_ways_to_name_a_target(tmp_path, root, monkeypatch, target, convert):
     monkeypatch.chdir(tmp_path)
     os.mkdir("empty")
     os.mkdir("deep") if ".." in target else None
     convert(root, target)
     check_slices(tmp_path / target, Plan.parse("dp2", TINY), TENSORS)
-    assert not [*tmp_path.rglob(".new*"), *tmp_path.rglob(".empty*")] and convert(root, target).seconds is None
+    assert (
+        not [*tmp_path.rglob(".new*"), *tmp_path.rglob(".empty*")]
+        and convert(root, target).seconds is None
+    )
 
 
 @pytest.mark.parametrize("target", ["link", "dangling", "."])
@@ -167,12 +225,14 @@ def test_a_target_that_no_folder_can_be_renamed_to(tmp_path, root, monkeypatch, 
 def test_a_file_system_without_locks(tmp_path, root, monkeypatch, convert):
     def no_locks(handle, operation):
         raise OSError(errno.ENOLCK, "No locks available")
+
     monkeypatch.setattr(fcntl, "flock", no_locks)
     assert "[Errno 37] No locks available" in convert(root, tmp_path / "new").notes[0]
     check_slices(tmp_path / "new", Plan.parse("dp2", TINY), TENSORS)
 
 
-# ---- the target is a checkpoint --------------------------------------------------------------------------------------
+# ---- the target is a checkpoint ------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_the_target_is_a_checkpoint(tmp_path, fmt, convert):
@@ -183,15 +243,25 @@ def test_the_target_is_a_checkpoint(tmp_path, fmt, convert):
     found = mindresume.open(new).select(world_size=8)
     assert found.refused == found.notes == () and found.verified
     info = found.chosen.info
-    assert (info.step, info.world_size, info.format, info.committed, info.warnings) == (STEP, 8, fmt, True, ())
+    assert (info.step, info.world_size, info.format, info.committed, info.warnings) == (
+        STEP,
+        8,
+        fmt,
+        True,
+        (),
+    )
     assert found.chosen.state == state_of(STEP) and info.run_id.startswith("0001-")
     assert sorted(os.listdir(new / RECORDS / f"step-{STEP:010d}-run-{info.run_id}")) == sorted(
-        [MANIFEST, *(f"rank_{rank:05d}.json" for rank in range(8))])
+        [MANIFEST, *(f"rank_{rank:05d}.json" for rank in range(8))]
+    )
     layouts = {name: row.layout for name, row in found.chosen.tensors.items() if row.layout}
     assert layouts == plan.stages[0] | plan.stages[1]
     assert all(found.chosen.tensors[name].shape == ALL[name].shape for name in layouts)
     assert json.loads((new / "rank_0" / "meta.json").read_text()) == {
-        "last_epoch": 2, "last_step": 5, "last_ckpt_file": f"net_rank_0-2_5.{fmt}"}
+        "last_epoch": 2,
+        "last_step": 5,
+        "last_ckpt_file": f"net_rank_0-2_5.{fmt}",
+    }
     assert all((new / f"rank_{rank}" / f"net_rank_{rank}-2_5.{fmt}").exists() for rank in range(8))
     assert not list(tmp_path.rglob("*tmp*")) and not (new / ".lock").exists()
 
@@ -200,44 +270,88 @@ PAIRS = """
     tp2>tp4 tp4>tp2 tp4>tp1 tp8>tp1 tp1>tp8 dp8>dp4 dp8opt8>dp4opt4 dp8opt-1>dp4opt-1 dp4opt4>dp8opt2 dp4opt4>dp4 dp4>dp4opt4
     pp2>pp1 pp1>pp2 pp4>pp2 tp2pp2>tp2 tp2pp2>tp4 tp2>tp2pp2 tp2pp4>tp2pp2 dp2tp2pp2>tp4pp2 dp2tp2pp2opt2>dp4opt4
     dp2tp2pp2opt2>tp8 dp1>dp2tp4 tp8>dp2tp2pp2opt2 dp2tp4opt2>dp4tp2opt2 dp2tp2opt-1>tp4 dp2tp2axes10>tp2 tp2>dp2tp2axes01
-    dp2tp2axes10>dp2tp2axes01""".split()                # noqa: SIM905  one list, easy to read
-KINDS = [(source, given, made) for given, made in (("safetensors", "safetensors"), ("ckpt", "safetensors"), ("ckpt", "ckpt"),
-                                                   ("safetensors", "ckpt"))
-         for source in ("foreign", "recorded", "foreign dedup", "recorded dedup", "recorded and strategy")
-         if (source, given) != ("foreign dedup", "ckpt")]             # mindformers refuses to write that
-CASES = [(*pair.split(">"), *KINDS[number % len(KINDS)], 1 + number // 4 % 4) for number, pair in enumerate(PAIRS)]
+    dp2tp2axes10>dp2tp2axes01""".split()  # noqa: E501, SIM905
+KINDS = [
+    (source, given, made)
+    for given, made in (
+        ("safetensors", "safetensors"),
+        ("ckpt", "safetensors"),
+        ("ckpt", "ckpt"),
+        ("safetensors", "ckpt"),
+    )
+    for source in (
+        "foreign",
+        "recorded",
+        "foreign dedup",
+        "recorded dedup",
+        "recorded and strategy",
+    )
+    # mindformers refuses to write that
+    if (source, given) != ("foreign dedup", "ckpt")
+]
+CASES = [
+    (*pair.split(">"), *KINDS[number % len(KINDS)], 1 + number // 4 % 4)
+    for number, pair in enumerate(PAIRS)
+]
 
 
 def written(root, plan, tensors, kind="recorded", fmt="safetensors"):
     """Writes a checkpoint, with its strategy beside it if that is needed. Returns its path."""
-    (foreign if "foreign" in kind else recorded)(root / "checkpoint", plan, tensors, fmt, dedup="dedup" in kind)
+    (foreign if "foreign" in kind else recorded)(
+        root / "checkpoint", plan, tensors, fmt, dedup="dedup" in kind
+    )
     if "foreign" in kind or "strategy" in kind:
         plan.write(root / "strategy")
     return root / "checkpoint"
 
 
 @pytest.mark.parametrize("given, wanted, kind, source_format, target_format, workers", CASES)
-def test_any_plan_becomes_any_other(tmp_path, convert, given, wanted, kind, source_format, target_format, workers):
+def test_any_plan_becomes_any_other(
+    tmp_path, convert, given, wanted, kind, source_format, target_format, workers
+):
     plan = Plan.parse(wanted)
     source = written(tmp_path / "a", Plan.parse(given), ALL, kind, source_format)
     with leaves_nothing(source, tmp_path / "b"):
         checkpoint = mindresume.open(source, hold=False).latest()
-        found = convert(checkpoint, tmp_path / "b", wanted, target_format, model=MODEL, workers=workers)
+        found = convert(
+            checkpoint, tmp_path / "b", wanted, target_format, model=MODEL, workers=workers
+        )
     check_slices(tmp_path / "b", plan, ALL)
-    assert [row.state for row in mindresume.open(tmp_path / "b").verify().checkpoints] == ["verified"]
-    assert found.bytes_written == sum(array.nbytes for rank in range(plan.world_size)
-                                      for array in (*plan.shard(ALL, rank).values(), *COUNTERS.values()))
-    assert found.bytes_read == found.bytes_to_read and found.bytes_verified == (found.bytes_read if "recorded" in kind else 0)
+    assert [row.state for row in mindresume.open(tmp_path / "b").verify().checkpoints] == [
+        "verified"
+    ]
+    assert found.bytes_written == sum(
+        array.nbytes
+        for rank in range(plan.world_size)
+        for array in (*plan.shard(ALL, rank).values(), *COUNTERS.values())
+    )
+    assert found.bytes_read == found.bytes_to_read and found.bytes_verified == (
+        found.bytes_read if "recorded" in kind else 0
+    )
 
 
-SMALL = {"scale": Spec((), None, 0), "one": Spec((1,), None, 0, "bfloat16"), "bool": Spec((), None, 1, "bool"),
-         "wide": Spec((), None, 1, "int64"), "byte": Spec((1, 1), None, 0, "int8"), "none": Spec((0,), None, 1),
-         "no rows": Spec((0, 4), 1, 0, "bfloat16"), "no columns": Spec((8, 0), 0, 1, "float16"), "weight": Spec((8, 4), 0, 0),
-         "after": Spec((8, 4), 1, 1), "aa": Spec((4, 0, 2), None, 0, "int8"), "zz": Spec((0,), None, 0, "int8")}
+SMALL = {
+    "scale": Spec((), None, 0),
+    "one": Spec((1,), None, 0, "bfloat16"),
+    "bool": Spec((), None, 1, "bool"),
+    "wide": Spec((), None, 1, "int64"),
+    "byte": Spec((1, 1), None, 0, "int8"),
+    "none": Spec((0,), None, 1),
+    "no rows": Spec((0, 4), 1, 0, "bfloat16"),
+    "no columns": Spec((8, 0), 0, 1, "float16"),
+    "weight": Spec((8, 4), 0, 0),
+    "after": Spec((8, 4), 1, 1),
+    "aa": Spec((4, 0, 2), None, 0, "int8"),
+    "zz": Spec((0,), None, 0, "int8"),
+}
 
 
-@pytest.mark.parametrize("given, wanted", [("tp2", "dp2"), ("dp2opt2", "tp4"), ("pp2", "tp1"), ("tp1", "dp2tp2pp2opt2")])
-@pytest.mark.parametrize("source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")])
+@pytest.mark.parametrize(
+    "given, wanted", [("tp2", "dp2"), ("dp2opt2", "tp4"), ("pp2", "tp1"), ("tp1", "dp2tp2pp2opt2")]
+)
+@pytest.mark.parametrize(
+    "source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")]
+)
 def test_numbers_and_empty_tensors(tmp_path, convert, given, wanted, source_format, target_format):
     tensors = random_tensors(SMALL)
     recorded(tmp_path / "a", Plan.parse(given, SMALL), tensors, source_format)
@@ -245,35 +359,52 @@ def test_numbers_and_empty_tensors(tmp_path, convert, given, wanted, source_form
     check_slices(tmp_path / "b", Plan.parse(wanted, SMALL), tensors)
 
 
-@pytest.mark.parametrize("source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")])
+@pytest.mark.parametrize(
+    "source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_all_bit_patterns_of_two_bytes(tmp_path, convert, source_format, target_format, dtype):
     model = {"w": Spec((128, 512), 1, 0, dtype)}
-    tensors = {"w": np.arange(1 << 16, dtype=np.uint16).view(getattr(ml_dtypes, dtype, dtype)).reshape(128, 512)}
-    source = written(tmp_path / "a", Plan.parse("dp2tp2axes10", model), tensors, "foreign", source_format)
+    tensors = {
+        "w": np.arange(1 << 16, dtype=np.uint16)
+        .view(getattr(ml_dtypes, dtype, dtype))
+        .reshape(128, 512)
+    }
+    source = written(
+        tmp_path / "a", Plan.parse("dp2tp2axes10", model), tensors, "foreign", source_format
+    )
     convert(source, tmp_path / "b", "dp4opt4", target_format, model=model)
     check_slices(tmp_path / "b", Plan.parse("dp4opt4", model), tensors)
 
 
 def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path, convert):
     source = written(tmp_path / "a", Plan.parse("dp2tp2"), ALL)
-    for rank in (2, 3):                 # of ranks 0 and 1
+    for rank in (2, 3):  # of ranks 0 and 1
         flip_bit(path_of(source, STEP, rank), -2)
     convert(source, tmp_path / "b", "tp4", model=MODEL)
     check_slices(tmp_path / "b", Plan.parse("tp4"), ALL)
 
 
 @pytest.mark.parametrize("write", [foreign, recorded])
-@pytest.mark.parametrize("chain", ["tp4 dp2tp2pp2opt2 dp4opt4", "dp4opt-1 tp2pp2 dp8", "dp2tp2axes10 pp4 tp8opt1"])
+@pytest.mark.parametrize(
+    "chain", ["tp4 dp2tp2pp2opt2 dp4opt4", "dp4opt-1 tp2pp2 dp8", "dp2tp2axes10 pp4 tp8opt1"]
+)
 def test_a_chain_of_conversions_returns_to_the_same_bits(tmp_path, write, chain):
     """Only the first conversion finds a strategy beside it."""
     plans = [Plan.parse(text) for text in chain.split()]
     write(tmp_path / "0" / "checkpoint", plans[0], ALL)
     if write is foreign:
         plans[0].write(tmp_path / "0" / "strategy")
-    for number, (plan, fmt) in enumerate(zip([*plans[1:], plans[0]], ["ckpt", "safetensors", "safetensors"], strict=True), 1):
-        mindresume.convert(tmp_path / str(number - 1) / "checkpoint", tmp_path / str(number) / "checkpoint", format=fmt,
-                           to=plan.write(tmp_path / f"to {number}"), engine="direct")
+    for number, (plan, fmt) in enumerate(
+        zip([*plans[1:], plans[0]], ["ckpt", "safetensors", "safetensors"], strict=True), 1
+    ):
+        mindresume.convert(
+            tmp_path / str(number - 1) / "checkpoint",
+            tmp_path / str(number) / "checkpoint",
+            format=fmt,
+            to=plan.write(tmp_path / f"to {number}"),
+            engine="direct",
+        )
         check_slices(tmp_path / str(number) / "checkpoint", plan, ALL)
     assert mindresume.open(tmp_path / "3").latest().state.step == STEP
 
@@ -282,29 +413,44 @@ def test_names_and_formats_of_foreign_sources(tmp_path, convert):
     """mindformers' names with a suffix of the run: the same name, without it."""
     plan = Plan.parse("tp2", TINY)
     for rank in range(2):
-        put(tmp_path / "a" / f"rank_{rank}" / f"llama_rank_{rank}_1-12_2.ckpt",
-            shard_file(plan, TENSORS, rank, extra={**COUNTERS, "step_num": np.array(112, np.int64)}))
+        put(
+            tmp_path / "a" / f"rank_{rank}" / f"llama_rank_{rank}_1-12_2.ckpt",
+            shard_file(
+                plan, TENSORS, rank, extra={**COUNTERS, "step_num": np.array(112, np.int64)}
+            ),
+        )
     convert(tmp_path / "a", tmp_path / "b", "dp2", "ckpt", strategy=plan.write(tmp_path / "of a"))
     assert sorted(path.name for path in (tmp_path / "b").glob("rank_*/*.ckpt")) == [
-        "llama_rank_0-12_2.ckpt", "llama_rank_1-12_2.ckpt"]
+        "llama_rank_0-12_2.ckpt",
+        "llama_rank_1-12_2.ckpt",
+    ]
     state = mindresume.open(tmp_path / "b").latest().state
     assert (state.step, state.steps_per_epoch, state.epoch, state.step_in_epoch) == (112, 10, 12, 2)
-    assert json.loads((tmp_path / "b" / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == "llama_rank_0-12_2.ckpt"
+    assert (
+        json.loads((tmp_path / "b" / "rank_0" / "meta.json").read_text())["last_ckpt_file"]
+        == "llama_rank_0-12_2.ckpt"
+    )
     convert(tmp_path / "b", tmp_path / "c", "tp2", "safetensors")
     assert (tmp_path / "c" / "rank_0" / "llama_rank_0-12_2.safetensors").exists()
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_other_names(tmp_path, fmt, convert):
-    """Files of MindSpore's transform are called ``checkpoint_<rank>``; with counters they get the name of a training."""
+    """Files of MindSpore's transform are called ``checkpoint_<rank>``; with counters they get the
+    name of a training."""
     plan = Plan.parse("tp2", TINY)
     for extra, name in ((COUNTERS, "checkpoint_rank_1-"), ({}, f"checkpoint_1.{fmt}")):
         folder = tmp_path / str(len(extra))
         for rank in range(2):
-            put(folder / "a" / f"rank_{rank}" / f"checkpoint_{rank}.{fmt}", shard_file(plan, TENSORS, rank, extra=extra))
+            put(
+                folder / "a" / f"rank_{rank}" / f"checkpoint_{rank}.{fmt}",
+                shard_file(plan, TENSORS, rank, extra=extra),
+            )
         plan.write(folder / "strategy")
         convert(folder / "a", folder / "b", "dp2", fmt)
-        made, = [path.name for path in (folder / "b" / "rank_1").iterdir() if path.name != "meta.json"]
+        (made,) = [
+            path.name for path in (folder / "b" / "rank_1").iterdir() if path.name != "meta.json"
+        ]
         assert made.startswith(name) and made.endswith(fmt)
         check_slices(folder / "b", Plan.parse("dp2", TINY), TENSORS, extra)
 
@@ -315,14 +461,26 @@ def test_weights_without_step_num_are_converted_and_have_no_records(tmp_path, fm
     Plan.parse("tp2pp2").write(tmp_path / "run" / "strategy")
     convert(tmp_path / "run" / "checkpoint", tmp_path / "b", "dp2tp2", fmt, model=MODEL)
     check_slices(tmp_path / "b", Plan.parse("dp2tp2"), ALL, {})
-    assert sorted(os.listdir(tmp_path / "b")) == ["conversion.json", "rank_0", "rank_1", "rank_2", "rank_3"]
+    assert sorted(os.listdir(tmp_path / "b")) == [
+        "conversion.json",
+        "rank_0",
+        "rank_1",
+        "rank_2",
+        "rank_3",
+    ]
     assert not list(tmp_path.glob("b/*/meta.json"))
-    row, = mindresume.open(tmp_path / "b").list()
+    (row,) = mindresume.open(tmp_path / "b").list()
     assert row.step is None and "weights only" in row.problem.reason
 
 
-@pytest.mark.parametrize("start, fmt, options", [("dp2tp2pp2opt2", "safetensors", {}), ("dp2tp2pp2opt2", "ckpt", {}),
-                                                 ("dp4", "safetensors", {"dedup": True})])
+@pytest.mark.parametrize(
+    "start, fmt, options",
+    [
+        ("dp2tp2pp2opt2", "safetensors", {}),
+        ("dp2tp2pp2opt2", "ckpt", {}),
+        ("dp4", "safetensors", {"dedup": True}),
+    ],
+)
 def test_one_rank_and_back(tmp_path, start, fmt, options, convert):
     """Redundant tensors that mindformers left out are restored."""
     recorded(tmp_path / "a", Plan.parse(start), ALL, **options)
@@ -342,7 +500,8 @@ def test_lost_files_of_the_target_are_replaced_by_replicas(tmp_path, convert):
     check_slices(tmp_path / "c", Plan.parse("tp4"), ALL)
 
 
-# ---- consolidated weights ------------------------------------------------------------------------------------------------
+# ---- consolidated weights ------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("write", [recorded, foreign])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -356,7 +515,12 @@ def test_merged_weights_are_read_back_and_cut_again(tmp_path, write, fmt, conver
     assert len(list(merged.glob("part*.safetensors"))) > 2
     assert set(tensors_in(merged / "hyper_param.safetensors")) == {*COUNTERS, "layers.1.none"}
     state = mindresume.open(merged).latest().state
-    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (STEP, STEP, 8, 1.0)
+    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (
+        STEP,
+        STEP,
+        8,
+        1.0,
+    )
     convert(merged, tmp_path / "again", "tp4", fmt, model=MODEL)
     check_slices(tmp_path / "again", Plan.parse("tp4"), ALL)
     assert int(tensors_of_rank(tmp_path / "again", 0)["epoch_num"]) == 2
@@ -367,7 +531,9 @@ def test_a_damaged_list_of_merged_weights_is_refused(tmp_path, root):
     mindresume.merge(root, tmp_path / "merged")
     flip_bit(tmp_path / "merged" / "conversion.json")
     report = mindresume.open(tmp_path / "merged").verify()
-    assert re.match("it cannot be read, and nothing else says .* remove it", report.problems[0].reason)
+    assert re.match(
+        "it cannot be read, and nothing else says .* remove it", report.problems[0].reason
+    )
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (8, 0)])
@@ -384,8 +550,11 @@ def test_sizes_of_parts(tmp_path, part_bytes):
     recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
     mindresume.merge(tmp_path / "a", tmp_path / "merged", part_size_bytes=part_bytes)
     parts = [list(tensors_in(path)) for path in (tmp_path / "merged").glob("part*.safetensors")]
-    assert all(len(names) == 1 or sum(ALL[name].nbytes for name in names) <= part_bytes for names in parts)
-    assert len(parts) == {1: len(ALL) - 1, 1 << 20: 1}.get(part_bytes, len(parts))      # the empty one needs no part of its own
+    assert all(
+        len(names) == 1 or sum(ALL[name].nbytes for name in names) <= part_bytes for names in parts
+    )
+    # the empty one needs no part of its own
+    assert len(parts) == {1: len(ALL) - 1, 1 << 20: 1}.get(part_bytes, len(parts))
 
 
 def test_the_safetensors_library_reads_the_parts(tmp_path):
@@ -401,6 +570,8 @@ def test_the_safetensors_library_reads_the_parts(tmp_path):
 
 def test_nothing_is_left_to_write(tmp_path, root):
     for drop, hf_index in (("*", False), ("*.weight", True)):
-        with pytest.raises(ConfigError, match=r"checkpoint: of 7 tensors none is left to be written after \*"):
+        with pytest.raises(
+            ConfigError, match=r"checkpoint: of 7 tensors none is left to be written after \*"
+        ):
             mindresume.merge(root, tmp_path / "merged", drop=(drop,), hf_index=hf_index)
     assert os.listdir(tmp_path) == []

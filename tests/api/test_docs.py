@@ -1,4 +1,5 @@
 """docs/api.md: its examples run and give the printed results, and it names the whole API."""
+
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +17,9 @@ def checked(block):
     lines = []
     for line in block.splitlines():
         found = EXPECTED.match(line)
-        lines.append(f"{found[1]}check({found[2]!r}, ({found[2]}), {found[3]!r})" if found else line)
+        lines.append(
+            f"{found[1]}check({found[2]!r}, ({found[2]}), {found[3]!r})" if found else line
+        )
     return "\n".join(lines)
 
 
@@ -28,6 +31,7 @@ def test_the_examples_run(training, monkeypatch, capsys):
     def check(code, value, text):
         checks.append(code)
         assert repr(value) == text, code
+
     names = {"check": check}
     for block in blocks:
         exec(compile(checked(block), str(PAGE), "exec"), names)
@@ -42,12 +46,30 @@ def test_every_name_of_the_api_is_on_the_page():
 
 
 def test_every_key_is_on_the_page():
-    rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (`.*`.*) \|$", PAGE.read_text(encoding="utf-8"), re.M))
-    results = [mindresume.Listing, mindresume.CheckpointInfo, mindresume.Problem, mindresume.Selection, ComparedCheckpoint,
-               mindresume.VerificationReport, mindresume.CheckpointVerification, mindresume.Inspection, mindresume.TensorInfo,
-               mindresume.TensorSlice, mindresume.ConversionResult, mindresume.Comparison, mindresume.TensorDifference,
-               mindresume.PruneResult, PrunedCheckpoint, mindresume.Advice, mindresume.TierAdvice,
-               mindresume.ScrubReport, mindresume.ScrubbedCheckpoint]
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| .*? \| (`.*`.*) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    )
+    results = [
+        mindresume.Listing,
+        mindresume.CheckpointInfo,
+        mindresume.Problem,
+        mindresume.Selection,
+        ComparedCheckpoint,
+        mindresume.VerificationReport,
+        mindresume.CheckpointVerification,
+        mindresume.Inspection,
+        mindresume.TensorInfo,
+        mindresume.TensorSlice,
+        mindresume.ConversionResult,
+        mindresume.Comparison,
+        mindresume.TensorDifference,
+        mindresume.PruneResult,
+        PrunedCheckpoint,
+        mindresume.Advice,
+        mindresume.TierAdvice,
+        mindresume.ScrubReport,
+        mindresume.ScrubbedCheckpoint,
+    ]
     for result in results:
         keys = set(re.findall(r"`(\w+)`", rows[result.__name__]))
         assert {field.name for field in fields(result)} <= keys, result

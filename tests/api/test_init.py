@@ -1,4 +1,5 @@
 """``import mindresume``: light, and every name of the API is found when it is used."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,22 @@ def test_the_import_is_light():
 
 
 def test_the_help_is_light():
-    code = "import sys; sys.argv = ['mindresume', '--help']; from mindresume import cli\ntry: cli.main()\nexcept SystemExit: pass"
+    code = (
+        "import sys; sys.argv = ['mindresume', '--help']; from mindresume import cli\ntry: "
+        "cli.main()\nexcept SystemExit: pass"
+    )
     found = loaded(code)
-    assert "mindresume.cli.ls" in found and not found & {*FRAMEWORKS, "numpy", "ml_dtypes", "safetensors"}
-    assert not {name for name in found if name.startswith(("mindresume.reshard", "mindresume.resume", "mindresume.formats"))}
+    assert "mindresume.cli.ls" in found and not found & {
+        *FRAMEWORKS,
+        "numpy",
+        "ml_dtypes",
+        "safetensors",
+    }
+    assert not {
+        name
+        for name in found
+        if name.startswith(("mindresume.reshard", "mindresume.resume", "mindresume.formats"))
+    }
 
 
 def test_the_api_needs_no_framework():
@@ -41,21 +54,30 @@ def test_names():
     assert all(getattr(mindresume, name) is not None for name in mindresume.__all__)
     assert set(mindresume.__all__) <= set(dir(mindresume)) and mindresume.open is mindresume.open
     with pytest.raises(AttributeError, match="nothing"):
-        mindresume.nothing                                                      # noqa: B018
+        mindresume.nothing  # noqa: B018
 
 
 def test_the_table_is_what_type_checkers_see():
     """The names are written three times: for type checkers, for the first use, for ``import *``."""
     import ast
+
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {alias.name: node.module.removeprefix("mindresume.") for node in block.body for alias in node.names}
+    typed = {
+        alias.name: node.module.removeprefix("mindresume.")
+        for node in block.body
+        for alias in node.names
+    }
     assert typed == mindresume._MODULE_OF and sorted(typed) == sorted(mindresume.__all__)
     assert (PACKAGE / "py.typed").exists()
 
 
 def test_only_the_command_line_and_the_report_import_the_api():
-    """The API is above all other packages but the command line, and the report, whose advice is a result of the API."""
-    found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")
-             if "mindresume.api" in path.read_text(encoding="utf-8")}
+    """The API is above all other packages but the command line, and the report, whose advice is a
+    result of the API."""
+    found = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        if "mindresume.api" in path.read_text(encoding="utf-8")
+    }
     assert found == {"api", "cli", "report", "__init__.py"}

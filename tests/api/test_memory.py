@@ -1,4 +1,5 @@
 """What memory of this node has: in the catalog, on the command line, and written to disk."""
+
 import json
 import shutil
 from dataclasses import replace
@@ -19,25 +20,37 @@ def test_the_catalog_shows_and_selects_what_memory_has(root, tier):
     save(root, 5, world=2)
     Training(tier, 2, world=2).steps(9).stop()
     catalog = mindresume.open(root)
-    assert [row.step for row in catalog.list()] == [5] and [row.step for row in catalog.list().memory] == [8, 6]
+    assert [row.step for row in catalog.list()] == [5] and [
+        row.step for row in catalog.list().memory
+    ] == [8, 6]
     assert all(row.usable and row.state == "complete" for row in catalog.list().memory)
     found = catalog.select()
     assert (found.chosen.info.step, found.source, found.root) == (8, "memory", str(tier))
     assert json.loads(json.dumps(found.to_json()))["source"] == "memory"
     report = catalog.verify()
-    assert [row.step for row in report.checkpoints] == [5] and [row.state for row in report.memory] == ["verified"] * 2
+    assert [row.step for row in report.checkpoints] == [5] and [
+        row.state for row in report.memory
+    ] == ["verified"] * 2
     flip_bit(newest_file(tier))
-    assert [row.state for row in catalog.verify().memory] == ["damaged", "verified"] and not catalog.verify().damaged
+    assert [row.state for row in catalog.verify().memory] == [
+        "damaged",
+        "verified",
+    ] and not catalog.verify().damaged
     before = folder_contents(tier)
     found = catalog.select()
     assert (found.chosen.info.step, found.source) == (6, "memory") and found.refused[0].step == 8
     assert folder_contents(tier) == before
     shutil.rmtree(tier)
-    assert (catalog.select().chosen.info.step, catalog.select().source, catalog.list().memory) == (5, "disk", ())
+    assert (catalog.select().chosen.info.step, catalog.select().source, catalog.list().memory) == (
+        5,
+        "disk",
+        (),
+    )
 
 
 def chosen(root):
-    """Returns what a job takes without the tier: the step, whether it is committed, whether its bytes were verified."""
+    """Returns what a job takes without the tier: the step, whether it is committed, whether its
+    bytes were verified."""
     choice = choose(root)
     return choice.chosen.step, choice.chosen.committed, choice.bytes_verified
 
@@ -97,7 +110,6 @@ def test_a_killed_job_whose_lease_is_of_another_node_is_over(root, tier):
     assert flush(root).committed and chosen(root)[0] == 8
 
 
-
 def save_part(tier, ranks, steps):
     """Makes the tier of a node that has two of four ranks."""
     job = Training(tier, 2, world=2)
@@ -107,12 +119,14 @@ def save_part(tier, ranks, steps):
 
 
 @pytest.mark.parametrize("first", ["longer", "shorter"])
-def test_nodes_that_died_at_different_moments_write_the_save_that_both_have(root, tier, tmp_path, first):
+def test_nodes_that_died_at_different_moments_write_the_save_that_both_have(
+    root, tier, tmp_path, first
+):
     nodes = {name: tmp_path / name for name in ("longer", "shorter")}
     for folder in nodes.values():
         shutil.copytree(tier, folder)
-    save_part(nodes["longer"], (0, 1), 9)                       # 8 and 6
-    save_part(nodes["shorter"], (2, 3), 7)                      # 6 and 4
+    save_part(nodes["longer"], (0, 1), 9)  # 8 and 6
+    save_part(nodes["shorter"], (2, 3), 7)  # 6 and 4
     found = []
     for name in sorted(nodes, key=lambda name: name != first):
         shutil.rmtree(tier)

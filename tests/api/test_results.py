@@ -1,4 +1,5 @@
 """Results as JSON."""
+
 import json
 from dataclasses import FrozenInstanceError, dataclass
 
@@ -16,7 +17,10 @@ class Sample(Result):
 
 def test_keys_are_the_names_of_the_fields():
     found = Sample((1, (2, None)), Sample(({"a": (True,)},)))
-    assert found.to_json() == {"rows": [1, [2, None]], "inner": {"rows": [{"a": [True]}], "inner": None}}
+    assert found.to_json() == {
+        "rows": [1, [2, None]],
+        "inner": {"rows": [{"a": [True]}], "inner": None},
+    }
 
 
 def test_numbers_that_json_does_not_have_are_texts():

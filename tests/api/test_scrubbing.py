@@ -1,9 +1,19 @@
 """The scrub: every flipped bit is found and no other, and repairs are byte for byte."""
+
 import random
 
 import iteration_folders
 import pytest
-from rank_folders import damage, flip_bit, folder_contents, path_of, records_of, save, start_of, tensors_in
+from rank_folders import (
+    damage,
+    flip_bit,
+    folder_contents,
+    path_of,
+    records_of,
+    save,
+    start_of,
+    tensors_in,
+)
 
 import mindresume
 
@@ -18,7 +28,11 @@ def states(root, **options):
 
 
 def without_results(root):
-    return {path: content for path, content in folder_contents(root).items() if path.name != "scrub.json"}
+    return {
+        path: content
+        for path, content in folder_contents(root).items()
+        if path.name != "scrub.json"
+    }
 
 
 def test_200_flipped_bits_are_found_by_file_and_tensor_and_nothing_else(tmp_path):
@@ -34,7 +48,9 @@ def test_200_flipped_bits_are_found_by_file_and_tensor_and_nothing_else(tmp_path
         at = draw.randrange(len(content))
         content[at] ^= 1 << draw.randrange(8)
         path.write_bytes(content)
-        flips[str(path)] = tuple(name for name, start in starts.items() if start <= at < start + held[name].nbytes)
+        flips[str(path)] = tuple(
+            name for name, start in starts.items() if start <= at < start + held[name].nbytes
+        )
     found = scrubbed(tmp_path)
     damaged = {problem.file: problem.tensors for row in found.values() for problem in row.damaged}
     assert set(damaged) == set(flips)
@@ -66,7 +82,7 @@ def test_a_damaged_record_is_found(tmp_path):
 
 def test_incomplete_saves_and_those_of_mindformers_are_left_out(tmp_path):
     iteration_folders.save(tmp_path, 5)
-    iteration_folders.write_rank(tmp_path, 10, 0)               # rank 1 is still writing
+    iteration_folders.write_rank(tmp_path, 10, 0)  # rank 1 is still writing
     assert states(tmp_path) == {5: "intact", 10: "skipped"}
     other = tmp_path / "other"
     iteration_folders.foreign(other)
@@ -82,9 +98,14 @@ def test_flipped_bits_are_repaired_byte_for_byte(tmp_path, fmt):
         path = path_of(tmp_path, step, draw.randrange(4), fmt=fmt)
         flip_bit(path, draw.randrange(path.stat().st_size))
     found = scrubbed(tmp_path, repair=True)
-    assert {row.state for row in found.values()} == {"repaired"} and without_results(tmp_path) == before
+    assert {row.state for row in found.values()} == {"repaired"} and without_results(
+        tmp_path
+    ) == before
     assert all(not row.damaged and len(row.repaired) == 1 for row in found.values())
-    assert set(states(tmp_path).values()) == {"intact"} and mindresume.open(tmp_path).select().chosen.step == 10
+    assert (
+        set(states(tmp_path).values()) == {"intact"}
+        and mindresume.open(tmp_path).select().chosen.step == 10
+    )
 
 
 def test_lost_and_truncated_files_are_repaired(tmp_path):
@@ -93,7 +114,11 @@ def test_lost_and_truncated_files_are_repaired(tmp_path):
     path_of(tmp_path, 5, 0).unlink()
     path_of(tmp_path, 5, 1).write_bytes(b"")
     found = scrubbed(tmp_path, repair=True)[5]
-    assert found.state == "repaired" and len(found.repaired) == 2 and without_results(tmp_path) == before
+    assert (
+        found.state == "repaired"
+        and len(found.repaired) == 2
+        and without_results(tmp_path) == before
+    )
 
 
 def test_damage_in_different_tensors_of_both_copies_is_repaired(tmp_path):
@@ -107,11 +132,17 @@ def test_damage_in_different_tensors_of_both_copies_is_repaired(tmp_path):
 def test_what_has_no_copy_is_refused_and_stays(tmp_path):
     save(tmp_path, 5)
     for rank in (0, 2):
-        damage(tmp_path, 5, rank, "layer.bias")       # of both replicas
+        damage(tmp_path, 5, rank, "layer.bias")  # of both replicas
     before = folder_contents(tmp_path)
     found = scrubbed(tmp_path, repair=True)[5]
-    assert found.state == "damaged" and [row.rank for row in found.damaged] == [0, 2] and found.repaired == ()
-    assert without_results(tmp_path) == before and any("no other rank" in note for note in found.notes)
+    assert (
+        found.state == "damaged"
+        and [row.rank for row in found.damaged] == [0, 2]
+        and found.repaired == ()
+    )
+    assert without_results(tmp_path) == before and any(
+        "no other rank" in note for note in found.notes
+    )
     assert mindresume.open(tmp_path).list().checkpoints[0].state == "unusable"
 
 
@@ -120,7 +151,10 @@ def test_a_replica_with_another_content_is_never_taken(tmp_path):
     save(tmp_path, 5, replicas=4)
     damage(tmp_path, 5, 1, "layer.bias")
     content = path_of(tmp_path, 5, 1).read_bytes()
-    assert states(tmp_path, repair=True) == {5: "damaged"} and path_of(tmp_path, 5, 1).read_bytes() == content
+    assert (
+        states(tmp_path, repair=True) == {5: "damaged"}
+        and path_of(tmp_path, 5, 1).read_bytes() == content
+    )
 
 
 def test_retention_does_not_count_on_a_damaged_checkpoint(tmp_path):

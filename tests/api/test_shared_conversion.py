@@ -1,4 +1,6 @@
-"""Several processes write the bytes that one process writes; one that dies is an error, and the same command goes on."""
+"""Several processes write the bytes that one process writes; one that dies is an error, and the
+same command goes on."""
+
 import fcntl
 import os
 import re
@@ -14,8 +16,8 @@ import mindresume
 from mindresume.api import conversion
 from mindresume.errors import ConfigError, OutOfSpaceError, ProcessLostError, SaveError
 
-LOST, FAILED = 11, 12                           # exit statuses
-LONG = 60.0                                     # seconds: nothing waits so long
+LOST, FAILED = 11, 12  # exit statuses
+LONG = 60.0  # seconds: nothing waits so long
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def fork(number, count, source, target, work=convert, timeout=LONG, storage=None
         status = 0
     except ProcessLostError:
         status = LOST
-    except Exception as error:                  # any error is one status
+    except Exception as error:  # any error is one status
         print(f"{type(error).__name__}: {error}")
     finally:
         os._exit(status)
@@ -61,14 +63,21 @@ def statuses(children):
 
 
 def launch(count, source, target, work=convert, timeout=LONG):
-    return statuses([fork(number, count, source, target, work, timeout) for number in range(1, count + 1)])
+    return statuses(
+        [fork(number, count, source, target, work, timeout) for number in range(1, count + 1)]
+    )
 
 
 def content(folder):
-    """Returns {path: bytes} without times, and without what depends on them: checksums of records and of their list."""
+    """Returns {path: bytes} without times, and without what depends on them: checksums of records
+    and of their list."""
     times = rb'^[0-9a-f]{32}|"saved_at":[0-9.]+|"records":\[[^]]*\]'
-    return {str(path.relative_to(folder)): data if data is None or ".mindresume" not in path.parts else re.sub(times, b"", data)
-            for path, data in folder_contents(folder).items()}
+    return {
+        str(path.relative_to(folder)): data
+        if data is None or ".mindresume" not in path.parts
+        else re.sub(times, b"", data)
+        for path, data in folder_contents(folder).items()
+    }
 
 
 @pytest.mark.parametrize("work", [convert, iterations, merge])
@@ -78,7 +87,8 @@ def test_the_same_bytes_as_with_one_process(source, tmp_path, work, count):
     assert launch(count, source, tmp_path / "many", work) == [0] * count
     assert content(tmp_path / "many") == content(tmp_path / "one")
     assert sorted(os.listdir(tmp_path)) == ["many", "one"]
-    assert launch(count, source, tmp_path / "many", work) == [0] * count            # it exists already
+    # it exists already
+    assert launch(count, source, tmp_path / "many", work) == [0] * count
     assert not mindresume.open(tmp_path / "many").verify().damaged
 
 
@@ -86,8 +96,10 @@ def test_the_same_bytes_as_with_one_process(source, tmp_path, work, count):
 @pytest.mark.parametrize("locks", [True, False])
 def test_one_part_after_the_other(source, tmp_path, monkeypatch, work, locks):
     """Nobody waits, and whoever writes the last part commits."""
+
     def no_locks(handle, operation):
         raise OSError(37, "No locks available")
+
     one = work(source, tmp_path / "one")
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
@@ -96,7 +108,10 @@ def test_one_part_after_the_other(source, tmp_path, monkeypatch, work, locks):
         found = work(source, tmp_path / "many", part=(number, 3))
         written += found.bytes_written
         assert found.finished is (number == 2) is (tmp_path / "many").exists()
-        assert found.finished or f"part {number} of 3 is written; {tmp_path}/many appears" in found.notes[-1]
+        assert (
+            found.finished
+            or f"part {number} of 3 is written; {tmp_path}/many appears" in found.notes[-1]
+        )
     assert written == one.bytes_written and content(tmp_path / "many") == content(tmp_path / "one")
     assert sorted(os.listdir(tmp_path)) == ["many", "one"]
     assert work(source, tmp_path / "many", part=(1, 3)).seconds is None
@@ -110,10 +125,12 @@ def test_a_part_that_does_not_exist(source, tmp_path, part):
 
 def together(folder, count):
     """Returns a storage that lets no process begin to write before all have looked for room."""
+
     def before(operation, path):
         if operation == "free_space":
             (folder / str(os.getpid())).touch()
             wait_until(lambda: len(os.listdir(folder)) >= count)
+
     return Hooked(before)
 
 
@@ -122,13 +139,18 @@ def test_damage_leaves_nothing_behind_and_ends_all(tmp_path, tmp_path_factory):
     candidate = recorded(root, Plan.parse("tp4"), random_tensors(MODEL))
     flip_bit(root / candidate.files[2][0].path, -1)
     storage = together(tmp_path_factory.mktemp("signs"), 3)
-    assert set(statuses([fork(number, 3, root, target, storage=storage) for number in (1, 2, 3)])) <= {FAILED, LOST}
+    assert set(
+        statuses([fork(number, 3, root, target, storage=storage) for number in (1, 2, 3)])
+    ) <= {FAILED, LOST}
     assert os.listdir(tmp_path) == ["source"]
 
 
 def test_who_waits_for_parts_of_another_conversion_is_told(source, tmp_path):
-    with pytest.raises(ProcessLostError, match=r"waited 1 s for part 2 of 2 \(.*\): it must run, with the same arguments, .* "
-                                               r"Give --step. The same command, started again, continues"):
+    with pytest.raises(
+        ProcessLostError,
+        match=r"waited 1 s for part 2 of 2 \(.*\): it must run, with the same arguments, .* "
+        r"Give --step. The same command, started again, continues",
+    ):
         conversion.convert(source, tmp_path / "new", to="tp=2", part=(1, 2), timeout_seconds=0.5)
     with pytest.raises(ProcessLostError, match=r"for part 1 of 2"):
         convert(source, tmp_path / "new", part=(2, 2), timeout_seconds=0.5)
@@ -155,6 +177,7 @@ def test_a_part_and_a_whole_conversion_keep_each_other_out(source, tmp_path, mon
                 assert share and not found.finished
             except SaveError as error:
                 refused.append(str(error))
+
     storage = Hooked(meanwhile)
     monkeypatch.setattr(conversion, "PosixStorage", lambda: storage)
     assert convert(source, tmp_path / "new", part=(1, 2)).finished
@@ -163,11 +186,14 @@ def test_a_part_and_a_whole_conversion_keep_each_other_out(source, tmp_path, mon
 
 
 def killing(at):
-    """Returns a storage that kills this process before operation ``at``, without a chance to clean up."""
+    """Returns a storage that kills this process before operation ``at``, without a chance to clean
+    up."""
+
     def before(operation, path):
         if len(storage.asked) > at:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
+
     storage = Hooked(before)
     return storage
 
@@ -181,16 +207,20 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_p
     def die(operation, path):
         if marks(operation, path):
             os.kill(os.getpid(), signal.SIGKILL)
+
     target, expected = tmp_path / "many", content_of_one(source, tmp_path)
-    children = [fork(number, 3, source, target, timeout=2.0, storage=Hooked(die) if number == 2 else None)
-                for number in (1, 2, 3)]
+    children = [
+        fork(number, 3, source, target, timeout=2.0, storage=Hooked(die) if number == 2 else None)
+        for number in (1, 2, 3)
+    ]
     assert statuses(children) == [LOST, -signal.SIGKILL, LOST]
-    work, = tmp_path.glob(".many*.mindresume-tmp")                     # what is finished stays
+    (work,) = tmp_path.glob(".many*.mindresume-tmp")  # what is finished stays
     assert not target.exists()
     files = sorted(work.rglob("*.safetensors"))
     assert len(files) == 4
-    kept = [file.stat().st_mtime_ns for file in files[:2]]          # of another group
-    flip_bit(files[2], -1)                                          # it was never marked as finished
+    kept = [file.stat().st_mtime_ns for file in files[:2]]  # of another group
+    # it was never marked as finished
+    flip_bit(files[2], -1)
     assert launch(3, source, target) == [0] * 3
     assert [(target / file.relative_to(work)).stat().st_mtime_ns for file in files[:2]] == kept
     assert content(target) == expected
@@ -198,11 +228,14 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_p
 
 
 def slow(folder):
-    """Returns a storage that says when its files are written, and waits before the mark of the group."""
+    """Returns a storage that says when its files are written, and waits before the mark of the
+    group."""
+
     def before(operation, path):
         if marks(operation, path):
             (folder / "ready").touch()
             wait_until((folder / "go").exists)
+
     return Hooked(before)
 
 
@@ -213,13 +246,16 @@ def wait_until(condition):
 
 
 def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path):
-    """The first one was slow and taken for dead. Its mark vouched for the files that the second one had begun."""
+    """The first one was slow and taken for dead. Its mark vouched for the files that the second one
+    had begun."""
     signs = tmp_path / "signs"
     signs.mkdir()
     convert(source, tmp_path / "one")
     first = fork(2, 2, source, tmp_path / "many", storage=slow(signs))
     wait_until((signs / "ready").exists)
-    assert statuses([fork(2, 2, source, tmp_path / "many", storage=DiesInAFile(FAILED))]) == [FAILED]
+    assert statuses([fork(2, 2, source, tmp_path / "many", storage=DiesInAFile(FAILED))]) == [
+        FAILED
+    ]
     (signs / "go").touch()
     assert statuses([fork(1, 2, source, tmp_path / "many"), first]) == [0, 0]
     assert content(tmp_path / "many") == content(tmp_path / "one")
@@ -227,31 +263,43 @@ def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path):
 
 def test_the_first_part_asks_for_room_for_all(source, tmp_path, monkeypatch):
     size = convert(source, tmp_path / "one").bytes_written
-    monkeypatch.setattr(conversion.PosixStorage, "free_space", lambda storage, path: size)         # too little for the records
+    # too little for the records
+    monkeypatch.setattr(conversion.PosixStorage, "free_space", lambda storage, path: size)
     with pytest.raises(OutOfSpaceError, match="there is room for"):
         convert(source, tmp_path / "many", part=(2, 2))
     assert os.listdir(tmp_path) == ["one"]
 
 
-def test_parts_after_a_process_that_worked_alone_and_died_ask_for_room_for_all(source, tmp_path, monkeypatch):
+def test_parts_after_a_process_that_worked_alone_and_died_ask_for_room_for_all(
+    source, tmp_path, monkeypatch
+):
     size = convert(source, tmp_path / "one").bytes_written
-    assert statuses([fork(1, 1, source, tmp_path / "many", storage=DiesInAFile(FAILED))]) == [FAILED]
+    assert statuses([fork(1, 1, source, tmp_path / "many", storage=DiesInAFile(FAILED))]) == [
+        FAILED
+    ]
     with monkeypatch.context() as patched:
         patched.setattr(conversion.PosixStorage, "free_space", lambda storage, path: size)
         with pytest.raises(OutOfSpaceError, match="there is room for"):
             convert(source, tmp_path / "many", part=(2, 2))
-    work, = tmp_path.glob(".many*.mindresume-tmp")
-    assert not list(work.rglob("*.safetensors"))                    # what the first one had begun took room
+    (work,) = tmp_path.glob(".many*.mindresume-tmp")
+    # what the first one had begun took room
+    assert not list(work.rglob("*.safetensors"))
     assert statuses([fork(number, 2, source, tmp_path / "many") for number in (1, 2)]) == [0, 0]
     assert content(tmp_path / "many") == content(tmp_path / "one")
 
 
-def test_a_damaged_part_of_a_process_that_works_alone_is_written_again_without_room_for_both(source, tmp_path, monkeypatch):
+def test_a_damaged_part_of_a_process_that_works_alone_is_written_again_without_room_for_both(
+    source, tmp_path, monkeypatch
+):
     """A process that dies before the commit leaves all groups; one of them is damaged then."""
     convert(source, tmp_path / "one")
-    dies = Hooked(lambda operation, path: operation == "write" and "conversion.json" in path and os._exit(FAILED))
+    dies = Hooked(
+        lambda operation, path: (
+            operation == "write" and "conversion.json" in path and os._exit(FAILED)
+        )
+    )
     assert statuses([fork(1, 1, source, tmp_path / "new", storage=dies)]) == [FAILED]
-    work, = tmp_path.glob(".new*.mindresume-tmp")
+    (work,) = tmp_path.glob(".new*.mindresume-tmp")
     damaged = sorted(work.rglob("*.safetensors"))[0]
     flip_bit(damaged, -1)
     create, seen = conversion.PosixStorage.create, []
@@ -259,6 +307,7 @@ def test_a_damaged_part_of_a_process_that_works_alone_is_written_again_without_r
     def created(storage, path, size):
         seen.append(damaged.exists())
         return create(storage, path, size)
+
     monkeypatch.setattr(conversion.PosixStorage, "create", created)
     assert convert(source, tmp_path / "new").finished
     assert seen and not any(seen) and content(tmp_path / "new") == content(tmp_path / "one")
@@ -266,7 +315,7 @@ def test_a_damaged_part_of_a_process_that_works_alone_is_written_again_without_r
 
 def test_a_part_that_changed_since_it_was_written_is_written_again(source, tmp_path):
     convert(source, tmp_path / "new", part=(1, 2))
-    work, = tmp_path.glob(".new*.mindresume-tmp")
+    (work,) = tmp_path.glob(".new*.mindresume-tmp")
     flip_bit(sorted(work.rglob("*.safetensors"))[0], -1)
     found = convert(source, tmp_path / "new", part=(1, 2))
     assert "is not what was written; it is written again" in found.notes[0] and found.bytes_written
@@ -279,12 +328,16 @@ def test_a_process_may_die_before_any_operation(source, tmp_path, first):
     """Every twentieth operation; ``range(10_000)`` takes each, in two minutes."""
     target, expected = tmp_path / "many", content_of_one(source, tmp_path)
     for at in range(20 * first + 2, 10_000, 40):
-        children = [fork(number, 2, source, target, timeout=0.3, storage=killing(at) if number == 1 else None)
-                    for number in (1, 2)]
+        children = [
+            fork(
+                number, 2, source, target, timeout=0.3, storage=killing(at) if number == 1 else None
+            )
+            for number in (1, 2)
+        ]
         found = statuses(children)
         if found == [0, 0]:
             break
-        assert not target.exists() or content(target) == expected   # complete or not at all
+        assert not target.exists() or content(target) == expected  # complete or not at all
         assert launch(2, source, target) == [0] * 2
         assert content(target) == expected
         assert sorted(os.listdir(tmp_path)) == ["many", "one"]

@@ -1,4 +1,5 @@
 """How a caller names a checkpoint, and what is a strategy."""
+
 import numpy as np
 import pytest
 from rank_folders import STORAGE, leases, save

@@ -1,4 +1,6 @@
-"""The types of the Python API reach a program that uses an installed mindresume (``py.typed``): mypy finds wrong uses of it."""
+"""The types of the Python API reach a program that uses an installed mindresume (``py.typed``):
+mypy finds wrong uses of it."""
+
 import re
 import subprocess
 import sys
@@ -30,7 +32,7 @@ try:
 except mindresume.MindResumeError as error:
     print(error)
 """
-WRONG = {                                       # a use, and mypy's code of the error
+WRONG = {  # a use, and mypy's code of the error
     'mindresume.open("a", world_size="8")': "arg-type",
     'mindresume.open("a").latest().step': "union-attr",
     'mindresume.open("a").step()': "attr-defined",
@@ -39,7 +41,7 @@ WRONG = {                                       # a use, and mypy's code of the 
     'mindresume.convert("a")': "call-arg",
     'mindresume.convert("a", "b", dp=4)': "call-arg",
     'mindresume.prune("a", policy=3)': "arg-type",
-    'mindresume.no_such_name': "attr-defined",
+    "mindresume.no_such_name": "attr-defined",
 }
 
 
@@ -48,7 +50,7 @@ def environment(tmp_path_factory):
     """Returns the path of a Python in whose environment only mindresume is installed."""
     folder = tmp_path_factory.mktemp("environment")
     venv.EnvBuilder(symlinks=True).create(folder)
-    packages, = folder.glob("lib/python*/site-packages")
+    (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "mindresume").symlink_to(Path(mindresume.__file__).parent)
     return folder / "bin" / "python"
 
@@ -56,8 +58,18 @@ def environment(tmp_path_factory):
 def errors(environment, tmp_path, program):
     """Returns (line, code) of each error that mypy finds in the program."""
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "mypy", "--config-file=", "--strict", "--no-incremental", "--cache-dir=/dev/null",
-               "--python-executable", str(environment), "program.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--strict",
+        "--no-incremental",
+        "--cache-dir=/dev/null",
+        "--python-executable",
+        str(environment),
+        "program.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(r"^program\.py:(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE)

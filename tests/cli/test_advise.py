@@ -1,4 +1,5 @@
 """``mindresume advise``: its lines, its JSON, and what it refuses."""
+
 from training_logs import Training, history
 
 import mindresume
@@ -10,7 +11,15 @@ def test_lines_and_json(call, read, tmp_path):
     history(attempts=7, memory=3, sources="mmmmmd").write_all(tmp_path / "output")
     status, out, err = call(tmp_path / "output")
     assert (status, err) == (0, "") and [line.split()[0] for line in out.splitlines()] == [
-        "memory", "disk", "failure", "now", "advised", "now", "advised", "change"]
+        "memory",
+        "disk",
+        "failure",
+        "now",
+        "advised",
+        "now",
+        "advised",
+        "change",
+    ]
     assert read(tmp_path) == (0, mindresume.advise(tmp_path).to_json())
 
 

@@ -1,4 +1,6 @@
-"""``mindresume convert`` between the formats: rank folders to an iteration folder and back, bit for bit."""
+"""``mindresume convert`` between the formats: rank folders to an iteration folder and back, bit for
+bit."""
+
 import json
 import os
 
@@ -21,11 +23,14 @@ def values(folder):
 @pytest.mark.parametrize("plan", ["dp1", "tp2", "dp2tp2opt2", "dp2tp2pp2opt2", "pp4"])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
-    """Layout, weights, moments and counters, and the state in both formats; a resume can use the result."""
+    """Layout, weights, moments and counters, and the state in both formats; a resume can use the
+    result."""
     plan = Plan.parse(plan)
     recorded(tmp_path / "old", plan, TENSORS, dedup=dedup and plan.world_size > 1)
     assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration")[0] == 0
-    assert sorted(os.listdir(tmp_path / "new")) == sorted([".mindresume", "conversion.json", NAME, TRACKER])
+    assert sorted(os.listdir(tmp_path / "new")) == sorted(
+        [".mindresume", "conversion.json", NAME, TRACKER]
+    )
     assert (tmp_path / "new" / TRACKER).read_text() == str(STEP)
     common = json.loads((tmp_path / "new" / NAME / "common.json").read_text())
     state = mindresume.open(tmp_path / "old")[STEP].state
@@ -35,8 +40,10 @@ def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
         assert set(TENSORS) <= set(metadata["state_dict_metadata"])
     chosen = mindresume.open(tmp_path / "new").select().chosen.info
     assert (chosen.step, chosen.iteration_dir, chosen.world_size) == (STEP, NAME, plan.world_size)
-    assert call(tmp_path / "old", tmp_path / "new", command="diff") == (0, *call(
-        tmp_path / "old", tmp_path / "old", command="diff")[1:])
+    assert call(tmp_path / "old", tmp_path / "new", command="diff") == (
+        0,
+        *call(tmp_path / "old", tmp_path / "old", command="diff")[1:],
+    )
 
     assert call(tmp_path / "new", tmp_path / "again", "--format", "safetensors")[0] == 0
     old, again = values(tmp_path / "old"), values(tmp_path / "again")
@@ -73,7 +80,13 @@ def test_the_same_again_does_nothing_and_the_format_of_the_source_is_the_default
 def test_weights_without_a_step(tmp_path, call):
     recorded(tmp_path / "old", Plan.parse("tp2"), TENSORS)
     assert call(tmp_path / "old", tmp_path / "merged", "--drop", "*_num", command="merge")[0] == 0
-    status, _, err = call(tmp_path / "merged", tmp_path / "new", "--format", "iteration", "--to", "dp=2")
-    assert status == 2 and "nothing there says which step it is" in err and not (tmp_path / "new").exists()
+    status, _, err = call(
+        tmp_path / "merged", tmp_path / "new", "--format", "iteration", "--to", "dp=2"
+    )
+    assert (
+        status == 2
+        and "nothing there says which step it is" in err
+        and not (tmp_path / "new").exists()
+    )
     status, _, err = call(tmp_path / "merged", tmp_path / "new")
     assert status == 2 and "have no layout of their own" in err

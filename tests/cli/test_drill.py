@@ -1,4 +1,6 @@
-"""``mindresume drill`` on a file system: the operations that get a fault, and the report on the rest."""
+"""``mindresume drill`` on a file system: the operations that get a fault, and the report on the
+rest."""
+
 import os
 import subprocess
 import sys
@@ -22,7 +24,10 @@ def test_the_default_is_a_sample_that_reports_what_it_left_out(call, read, tmp_p
     status, found = read("--dir", tmp_path, *SMALL)
     assert status == 0 and found["every"] == -(-found["possible"] // 30)
     assert 0 < len(found["cells"]) < found["possible"] and os.listdir(tmp_path) == []
-    assert left_out.startswith(f"{len(found['cells'])} of {found['possible']} cells, sampled: one of {found['every']} operations")
+    assert left_out.startswith(
+        f"{len(found['cells'])} of {found['possible']} cells, sampled: one of {found['every']} "
+        "operations"
+    )
 
 
 def test_full_is_every_operation(call, read):
@@ -37,7 +42,10 @@ def test_full_is_every_operation(call, read):
 
 def test_full_and_every(call):
     status, out, err = call("--full", "--every", "3")
-    assert (status, out) == (2, "") and "--full takes every operation; it does not go with --every" in err
+    assert (status, out) == (
+        2,
+        "",
+    ) and "--full takes every operation; it does not go with --every" in err
 
 
 def test_explain_describes_scenarios_and_faults(call):
@@ -46,8 +54,13 @@ def test_explain_describes_scenarios_and_faults(call):
 
 
 def test_help_imports_nothing_heavy():
-    program = ("import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
-               "try: main()\nexcept SystemExit: pass\n"
-               "print(sorted(name for name in sys.modules if name.startswith(('mindresume.fault_injection.', 'mindspore'))))")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys; sys.argv[1:] = ['--help']\nfrom mindresume.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print(sorted(name for name in sys.modules if "
+        "name.startswith(('mindresume.fault_injection.', 'mindspore'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"

@@ -1,4 +1,5 @@
 """``mindresume inspect``: what a checkpoint or a strategy holds, in numbers and in words."""
+
 import os
 import subprocess
 import sys
@@ -7,18 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_folders import RUN, save
-from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, lose, put, random_tensors, recorded
+from reshard.plans import (
+    COUNTERS,
+    STEP,
+    Plan,
+    Spec,
+    complete,
+    foreign,
+    lose,
+    put,
+    random_tensors,
+    recorded,
+)
 
 from mindresume.api.tensors import TensorInfo, cut_text
 from mindresume.cli.inspect import merge_similar_rows, ranges_text
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = {"embedding.weight": Spec((16, 8), 0, "first", "bfloat16"), "norm.weight": Spec((8,), None, "last"),
-         **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
-         **{f"layers.{i}.proj.weight": Spec((8, 8), 1, i, "bfloat16") for i in range(4)},
-         "layers.2.experts.weight": Spec((8, 8, 8), 2, 2, "float16"), "layers.3.ids": Spec((16,), 0, 3, "int64"),
-         "layers.3.mask": Spec((8, 8), 1, 3, "bool"), "layers.3.none": Spec((8, 0), 0, 3),
-         "head.weight": Spec((16, 8), 0, "last")}
+MODEL = {
+    "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
+    "norm.weight": Spec((8,), None, "last"),
+    **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
+    **{f"layers.{i}.proj.weight": Spec((8, 8), 1, i, "bfloat16") for i in range(4)},
+    "layers.2.experts.weight": Spec((8, 8, 8), 2, 2, "float16"),
+    "layers.3.ids": Spec((16,), 0, 3, "int64"),
+    "layers.3.mask": Spec((8, 8), 1, 3, "bool"),
+    "layers.3.none": Spec((8, 0), 0, 3),
+    "head.weight": Spec((16, 8), 0, "last"),
+}
 TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
 
@@ -28,7 +45,8 @@ COMMAND = "inspect"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """{origin: folder of the run}, of 8 ranks in 2 stages; what mindformers wrote lacks redundant copies."""
+    """{origin: folder of the run}, of 8 ranks in 2 stages; what mindformers wrote lacks redundant
+    copies."""
     roots = {kind: tmp_path_factory.mktemp(kind) for kind in ("mindresume", "mindformers")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
@@ -47,18 +65,38 @@ def listed(regions):
     return {name: [list(part) for part in region] for name, region in regions.items()}
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
+
 
 def test_inspect_describes_a_checkpoint(saved, read_ok, origin):
     found = read_ok(saved[origin])
     whole = {**TENSORS, **COUNTERS}
-    keys = ("kind", "origin", "run_id", "step", "world_size", "stages", "stage_size", "files", "size_bytes")
+    keys = (
+        "kind",
+        "origin",
+        "run_id",
+        "step",
+        "world_size",
+        "stages",
+        "stage_size",
+        "files",
+        "size_bytes",
+    )
     assert {key: found[key] for key in keys} == {
-        "kind": "checkpoint", "origin": origin, "run_id": RUN if origin == "mindresume" else None, "step": STEP, "world_size": 8,
-        "stages": 2, "stage_size": 4, "files": 8, "size_bytes": sum(array.nbytes for array in whole.values())}
+        "kind": "checkpoint",
+        "origin": origin,
+        "run_id": RUN if origin == "mindresume" else None,
+        "step": STEP,
+        "world_size": 8,
+        "stages": 2,
+        "stage_size": 4,
+        "files": 8,
+        "size_bytes": sum(array.nbytes for array in whole.values()),
+    }
     root = saved[origin] / "output" / "checkpoint"
     assert found["path"] == str(root) and found["bytes_on_disk"] == sum(
-        path.stat().st_size for path in root.glob("rank_*/*.safetensors"))
+        path.stat().st_size for path in root.glob("rank_*/*.safetensors")
+    )
     assert found["dtypes"]["bfloat16"] == {"tensors": 5, "size_bytes": 2 * (16 * 8 + 4 * 8 * 8)}
     assert found["slices"] is found["rank"] is None
 
@@ -71,12 +109,24 @@ def test_every_tensor_and_its_layout(saved, read_ok, origin):
         for name, layout in layouts.items():
             row, array = rows[name], TENSORS[name]
             assert row["layout"] == layout.to_json() and row["cut"] == cut_text(layout)
-            assert (row["dtype"], row["shape"], row["local_shape"]) == (array.dtype.name, list(array.shape),
-                                                                        list(shard[name].shape))
-            holders = [rank for rank in range(8) if PLAN.regions(rank).get(name) == PLAN.regions(4 * stage)[name]]
+            assert (row["dtype"], row["shape"], row["local_shape"]) == (
+                array.dtype.name,
+                list(array.shape),
+                list(shard[name].shape),
+            )
+            holders = [
+                rank
+                for rank in range(8)
+                if PLAN.regions(rank).get(name) == PLAN.regions(4 * stage)[name]
+            ]
             assert row["stages"] == [stage] and row["copies"] == len(holders)
     for name in COUNTERS:
-        assert (rows[name]["layout"], rows[name]["stages"], rows[name]["copies"], rows[name]["cut"]) == (None, [], 8, "not cut")
+        assert (
+            rows[name]["layout"],
+            rows[name]["stages"],
+            rows[name]["copies"],
+            rows[name]["cut"],
+        ) == (None, [], 8, "not cut")
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -84,7 +134,9 @@ def test_inspect_lists_the_slices_of_a_rank(saved, read_ok, rank):
     found = read_ok(saved["mindresume"], "--rank", rank)
     parts = {part["name"]: part for part in found["slices"]}
     assert found["rank"] == rank and parts.keys() == {*PLAN.regions(rank), *COUNTERS}
-    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
+    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(
+        PLAN.regions(rank)
+    )
     assert all((part["ranks"], part["missing_ranks"]) == ([rank], []) for part in parts.values())
 
 
@@ -92,23 +144,39 @@ def test_inspect_lists_the_slices_of_a_rank(saved, read_ok, rank):
 def test_omitted_replicas_are_reported(saved, read_ok, call, rank):
     parts = {part["name"]: part for part in read_ok(saved["mindformers"], "--rank", rank)["slices"]}
     assert {name for name, part in parts.items() if part["ranks"]} == {*PLAN.keeps(rank), *COUNTERS}
-    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(PLAN.regions(rank))
-    assert all(part["missing_ranks"] == ([] if part["ranks"] else [rank]) for part in parts.values())
+    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(
+        PLAN.regions(rank)
+    )
+    assert all(
+        part["missing_ranks"] == ([] if part["ranks"] else [rank]) for part in parts.values()
+    )
     absent = any(part["missing_ranks"] for part in parts.values())
-    assert absent is (rank > 4) and ("not in the file of" in call(saved["mindformers"], "--rank", rank)[1]) is absent
+    assert (
+        absent is (rank > 4)
+        and ("not in the file of" in call(saved["mindformers"], "--rank", rank)[1]) is absent
+    )
 
 
-@pytest.mark.parametrize("pattern", ["layers.2.*weight", "embedding.weight", "norm.weight", "layers.3.none"])
+@pytest.mark.parametrize(
+    "pattern", ["layers.2.*weight", "embedding.weight", "norm.weight", "layers.3.none"]
+)
 def test_inspect_lists_the_ranks_that_hold_a_slice(saved, read_ok, origin, pattern):
     found = read_ok(saved[origin], "--tensor", pattern)
     names = [row["name"] for row in found["tensors"]]
     assert names and {part["name"] for part in found["slices"]} == set(names)
     for name in names:
-        expected, kept = {}, {rank for rank in range(8) if origin == "mindresume" or name in PLAN.keeps(rank)}
+        expected, kept = (
+            {},
+            {rank for rank in range(8) if origin == "mindresume" or name in PLAN.keeps(rank)},
+        )
         for rank in range(8):
             if name in PLAN.regions(rank) and TENSORS[name].size:
                 expected.setdefault(PLAN.regions(rank)[name], []).append(rank)
-        parts = {tuple(map(tuple, part["region"])): part for part in found["slices"] if part["name"] == name}
+        parts = {
+            tuple(map(tuple, part["region"])): part
+            for part in found["slices"]
+            if part["name"] == name
+        }
         for region, ranks in expected.items():
             assert parts[region]["ranks"] == [rank for rank in ranks if rank in kept]
             assert parts[region]["missing_ranks"] == [rank for rank in ranks if rank not in kept]
@@ -118,25 +186,39 @@ def test_inspect_lists_the_ranks_that_hold_a_slice(saved, read_ok, origin, patte
 def test_inspect_prints_a_table_by_default(saved, call):
     status, out, err = call(saved["mindresume"])
     lines = out.splitlines()
-    assert (status, err) == (0, "") and "step 15, 8 ranks" in lines[0] and lines[1] == f"written by run {RUN}, safetensors; " \
-        "8 ranks = 2 stages x 4"
+    assert (
+        (status, err) == (0, "")
+        and "step 15, 8 ranks" in lines[0]
+        and lines[1] == f"written by run {RUN}, safetensors; 8 ranks = 2 stages x 4"
+    )
     (row,) = [line for line in lines if line.startswith("layers.*.qkv.weight  x4")]
     assert row.split("  ")[2:] != [] and "(24, 8)" in row and "(6, 8)" in row and "0,1" in row
     assert "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2" in row
     (row,) = [line for line in lines if line.startswith("step_num")]
     assert row.split() == ["step_num", "int64", "()", "not", "cut", "all", "()", "8"]
-    assert any(line.startswith("layers.3.qkv.weight ") for line in call(saved["mindresume"], "--all")[1].splitlines())
+    assert any(
+        line.startswith("layers.3.qkv.weight ")
+        for line in call(saved["mindresume"], "--all")[1].splitlines()
+    )
 
 
 def test_slices_are_printed_as_a_table(saved, call):
     lines = call(saved["mindresume"], "--tensor", "layers.*.qkv.weight")[1].splitlines()[-16:]
     assert [line.split()[-1] for line in lines] == list("0213021346574657")
-    assert [line.split()[0] for line in lines[::4]] == [f"layers.{layer}.qkv.weight" for layer in range(4)]
+    assert [line.split()[0] for line in lines[::4]] == [
+        f"layers.{layer}.qkv.weight" for layer in range(4)
+    ]
     assert "[0:6, :]" in lines[0] and "[18:24, :]" in lines[3] and lines[1].startswith(" ")
-    (row,) = [line for line in call(saved["mindresume"], "--tensor", "step_num")[1].splitlines() if line.startswith("step_num")]
+    (row,) = [
+        line
+        for line in call(saved["mindresume"], "--tensor", "step_num")[1].splitlines()
+        if line.startswith("step_num")
+    ]
     assert row.split()[-2:] == ["whole", "0-7"]
     assert "[6:12, :]" in call(saved["mindresume"], "--rank", 2, "--tensor", "*.qkv.weight")[1]
-    assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith("rank 2 holds none of 1 tensor\n")
+    assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith(
+        "rank 2 holds none of 1 tensor\n"
+    )
 
 
 def test_a_lost_file(tmp_path, read_ok):
@@ -144,8 +226,9 @@ def test_a_lost_file(tmp_path, read_ok):
     Plan.parse("dp2tp2", MODEL).write(tmp_path / "strategy")
     lose(tmp_path, candidate, [3])
     found = read_ok(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
-    assert [(part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]] == [
-        ([0, 8], [0, 2], []), ([8, 16], [1], [3])]
+    assert [
+        (part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]
+    ] == [([0, 8], [0, 2], []), ([8, 16], [1], [3])]
     assert found["files"] == 3 and found["world_size"] == 4
 
 
@@ -156,29 +239,43 @@ def test_steps_of_a_folder(tmp_path, read_ok, call):
     assert "no layouts: every tensor is whole on every rank" in call(tmp_path)[1]
     for path in tmp_path.glob("rank_*/*-1_10.*"):
         path.write_bytes(b"")
-    assert read_ok(tmp_path)["step"] == 5 and [row["step"] for row in read_ok(tmp_path)["refused"]] == [10]
+    assert read_ok(tmp_path)["step"] == 5 and [
+        row["step"] for row in read_ok(tmp_path)["refused"]
+    ] == [10]
     assert call(tmp_path)[1].startswith("not usable: step 10:")
 
 
 def test_consolidated_weights_and_single_files(tmp_path, read_ok, call):
     complete(tmp_path / "merged", TENSORS)
     found = read_ok(tmp_path / "merged", "--tensor", "*qkv*")
-    assert (found["kind"], found["world_size"], found["step"]) == ("consolidated weights", None, STEP)
+    assert (found["kind"], found["world_size"], found["step"]) == (
+        "consolidated weights",
+        None,
+        STEP,
+    )
     assert all(row["file"].startswith("part") and row["layout"] is None for row in found["tensors"])
     assert found["tensors"][0]["file"] in call(tmp_path / "merged", "--tensor", "*qkv*")[1]
     put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
     found = read_ok(tmp_path / "one.ckpt")
     assert (found["step"], found["size_bytes"], found["files"]) == (None, 12, 1)
-    assert [(row["name"], row["dtype"], row["shape"]) for row in found["tensors"]] == [("w", "float16", [2, 3])]
+    assert [(row["name"], row["dtype"], row["shape"]) for row in found["tensors"]] == [
+        ("w", "float16", [2, 3])
+    ]
 
 
-# ---- strategies ------------------------------------------------------------------------------------------------------
+# ---- strategies ----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
 def test_a_strategy(tmp_path, read_ok, call, fmt):
     PLAN.write(tmp_path, fmt)
     found = read_ok(tmp_path)
-    assert (found["kind"], found["world_size"], found["stages"], found["stage_size"]) == ("strategy", 8, 2, 4)
+    assert (found["kind"], found["world_size"], found["stages"], found["stage_size"]) == (
+        "strategy",
+        8,
+        2,
+        4,
+    )
     assert found["size_bytes"] is found["files"] is None
     rows = {row["name"]: row for row in found["tensors"]}
     assert rows.keys() == set(TENSORS)
@@ -186,17 +283,35 @@ def test_a_strategy(tmp_path, read_ok, call, fmt):
     assert rows["layers.0.qkv.weight"]["layout"] == PLAN.stages[0]["layers.0.qkv.weight"].to_json()
     found = read_ok(tmp_path, "--tensor", "layers.3.qkv.weight")
     assert [(part["region"], part["of"], part["ranks"]) for part in found["slices"]] == [
-        ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))]
-    assert {part["name"] for part in read_ok(tmp_path, "--rank", 5)["slices"]} == set(PLAN.layouts(5))
+        ([[i, i + 1], [0, 1]], [4, 1], [rank]) for i, rank in enumerate((4, 6, 5, 7))
+    ]
+    assert {part["name"] for part in read_ok(tmp_path, "--rank", 5)["slices"]} == set(
+        PLAN.layouts(5)
+    )
     out = call(tmp_path)[1]
-    assert "has neither shapes nor dtypes" in out and "local shape" not in out and "8 ranks = 2 stages x 4" in out
+    assert (
+        "has neither shapes nor dtypes" in out
+        and "local shape" not in out
+        and "8 ranks = 2 stages x 4" in out
+    )
     assert "piece (3, 0) of (4, 1)" in call(tmp_path, "--rank", 7)[1]
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("numbers, text", [([], ""), ([3], "3"), ([0, 1], "0,1"), ([0, 1, 2], "0-2"), (range(1024), "0-1023"),
-                                           ([7, 4, 0, 2, 5, 6], "0,2,4-7"), ([1, 2, 4, 5, 6, 9, 10], "1,2,4-6,9,10")])
+
+@pytest.mark.parametrize(
+    "numbers, text",
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1], "0,1"),
+        ([0, 1, 2], "0-2"),
+        (range(1024), "0-1023"),
+        ([7, 4, 0, 2, 5, 6], "0,2,4-7"),
+        ([1, 2, 4, 5, 6, 9, 10], "1,2,4-6,9,10"),
+    ],
+)
 def test_ranges_text(numbers, text):
     assert ranges_text(numbers) == text
 
@@ -204,15 +319,38 @@ def test_ranges_text(numbers, text):
 def test_folding():
     def row(name, shape=(2,), stage=0, layout=None):
         return TensorInfo(name, "float32", shape, layout, (stage,), 1)
-    rows = [row("embedding"), row("layers.0.experts.0.w"), row("layers.0.experts.1.w"), row("layers.1.experts.0.w", stage=1),
-            row("layers.0.b2"), row("layers.10.b2"), row("layers.0.c", (3,)), row("layers.1.c"), row("2.x"), row("3.x"),
-            row("layers.1.d", layout=PLAN.stages[0]["embedding.weight"]), row("layers.2.d"), row("5.0.y"), row("5.1.y")]
+
+    rows = [
+        row("embedding"),
+        row("layers.0.experts.0.w"),
+        row("layers.0.experts.1.w"),
+        row("layers.1.experts.0.w", stage=1),
+        row("layers.0.b2"),
+        row("layers.10.b2"),
+        row("layers.0.c", (3,)),
+        row("layers.1.c"),
+        row("2.x"),
+        row("3.x"),
+        row("layers.1.d", layout=PLAN.stages[0]["embedding.weight"]),
+        row("layers.2.d"),
+        row("5.0.y"),
+        row("5.1.y"),
+    ]
     assert [(name, len(group)) for name, group in merge_similar_rows(rows)] == [
-        ("embedding", 1), ("layers.*.experts.*.w", 3), ("layers.*.b2", 2), ("layers.0.c", 1), ("layers.1.c", 1), ("*.x", 2),
-        ("layers.1.d", 1), ("layers.2.d", 1), ("5.*.y", 2)]
+        ("embedding", 1),
+        ("layers.*.experts.*.w", 3),
+        ("layers.*.b2", 2),
+        ("layers.0.c", 1),
+        ("layers.1.c", 1),
+        ("*.x", 2),
+        ("layers.1.d", 1),
+        ("layers.2.d", 1),
+        ("5.*.y", 2),
+    ]
 
 
-# ---- errors and imports ----------------------------------------------------------------------------------------------
+# ---- errors and imports --------------------------------------------------------------------------
+
 
 def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
     PLAN.write(tmp_path / "strategy")
@@ -221,29 +359,49 @@ def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("text")
     ours = saved["mindresume"]
-    for arguments, said in [((tmp_path / "missing",), "missing does not exist"), ((tmp_path / "empty",), "has no checkpoint"),
-                            ((tmp_path / "notes.txt",), "notes.txt is no checkpoint"), ((ours, "--step", 3), "has no step 3"),
-                            ((tmp_path / "other" / "foreign",), "no strategy is given"),
-                            ((ours, "--from", tmp_path / "missing"), "there is no such strategy file"),
-                            ((ours, "--rank", 8), "there is no rank 8; it has 8 ranks"),
-                            ((ours, "--tensor", "x*"), "tensors matches 'x*'"),
-                            ((tmp_path / "strategy", "--rank", 9), "there is no rank 9"),
-                            ((tmp_path / "strategy", "--step", 3), "is a strategy; the arguments strategy and step"),
-                            ((tmp_path / "merged", "--rank", 0), "which belong to no rank")]:
+    for arguments, said in [
+        ((tmp_path / "missing",), "missing does not exist"),
+        ((tmp_path / "empty",), "has no checkpoint"),
+        ((tmp_path / "notes.txt",), "notes.txt is no checkpoint"),
+        ((ours, "--step", 3), "has no step 3"),
+        ((tmp_path / "other" / "foreign",), "no strategy is given"),
+        ((ours, "--from", tmp_path / "missing"), "there is no such strategy file"),
+        ((ours, "--rank", 8), "there is no rank 8; it has 8 ranks"),
+        ((ours, "--tensor", "x*"), "tensors matches 'x*'"),
+        ((tmp_path / "strategy", "--rank", 9), "there is no rank 9"),
+        ((tmp_path / "strategy", "--step", 3), "is a strategy; the arguments strategy and step"),
+        ((tmp_path / "merged", "--rank", 0), "which belong to no rank"),
+    ]:
         status, out, err = call(*arguments)
-        assert (status, out) == (2, "") and err.startswith("mindresume: ") and said in err and err.count("\n") == 1, (said, err)
+        assert (
+            (status, out) == (2, "")
+            and err.startswith("mindresume: ")
+            and said in err
+            and err.count("\n") == 1
+        ), (said, err)
 
 
 def test_no_framework_is_imported(tmp_path):
     save(tmp_path, 5, world=2, replicas=1)
-    code = "from mindresume import cli; import sys\n" \
-           "for words in (['inspect', '.'], ['diff', '.', '.']):\n" \
-           "    sys.argv = ['mindresume', *words]\n" \
-           "    try: cli.main()\n" \
-           "    except SystemExit as ended: assert not ended.code\n" \
-           "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & " \
-           "{'mindspore', 'mindformers', 'torch', 'transformers', 'tensorflow', 'safetensors'}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0 and "equal: 8 tensors" in done.stdout and done.stdout.rstrip().endswith("LOADED []"), (
-        done.stdout + done.stderr)
+    code = (
+        "from mindresume import cli; import sys\n"
+        "for words in (['inspect', '.'], ['diff', '.', '.']):\n"
+        "    sys.argv = ['mindresume', *words]\n"
+        "    try: cli.main()\n"
+        "    except SystemExit as ended: assert not ended.code\n"
+        "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & "
+        "{'mindspore', 'mindformers', 'torch', 'transformers', 'tensorflow', 'safetensors'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (
+        done.returncode == 0
+        and "equal: 8 tensors" in done.stdout
+        and done.stdout.rstrip().endswith("LOADED []")
+    ), done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The commands as processes of a launch: process 0 prints the whole result, and all end with the same status."""
+"""The commands as processes of a launch: process 0 prints the whole result, and all end with the
+same status."""
+
 import json
 import os
 import subprocess
@@ -12,33 +14,48 @@ LAUNCHER = ("MS_", "RANK_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 
 
 def launch(size, *arguments, ranks=None, **variables):
-    """Returns [(status, stdout, stderr)] of the processes ``ranks`` (default: all) of a launch of ``size``."""
+    """Returns [(status, stdout, stderr)] of the processes ``ranks`` (default: all) of a launch of
+    ``size``."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-    processes = [subprocess.Popen([sys.executable, "-m", "mindresume", *map(str, arguments)], text=True, stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE, env={**clean, "RANK_ID": str(rank), "MS_WORKER_NUM": str(size),
-                                                               **variables}) for rank in ranks or range(size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mindresume", *map(str, arguments)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**clean, "RANK_ID": str(rank), "MS_WORKER_NUM": str(size), **variables},
+        )
+        for rank in ranks or range(size)
+    ]
     found = [process.communicate(timeout=100) for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, found, strict=True)]
 
 
 @pytest.fixture
 def source(tmp_path):
-    return recorded(tmp_path / "checkpoint", Plan.parse("tp4"), random_tensors(MODEL)), tmp_path / "checkpoint"
+    return recorded(
+        tmp_path / "checkpoint", Plan.parse("tp4"), random_tensors(MODEL)
+    ), tmp_path / "checkpoint"
 
 
 def test_each_process_verifies_a_share_and_prints_what_it_found(source, tmp_path):
     candidate, root = source
     found = launch(3, "verify", root, "--json")
     assert [status for status, _, _ in found] == [0] * 3
-    assert sum(json.loads(out)["bytes_read"] for _, out, _ in found) >= sum(file.size for file in candidate.all_files)
+    assert sum(json.loads(out)["bytes_read"] for _, out, _ in found) >= sum(
+        file.size for file in candidate.all_files
+    )
     damaged = [str(root / candidate.files[rank][0].path) for rank in (1, 3)]
     for path in damaged:
         flip_bit(root / path, -1)
     found = launch(3, "verify", root, "--json")
-    problems = [[problem["file"] for problem in json.loads(out)["checkpoints"][0]["problems"]] for _, out, _ in found]
+    problems = [
+        [problem["file"] for problem in json.loads(out)["checkpoints"][0]["problems"]]
+        for _, out, _ in found
+    ]
     assert [status for status, _, _ in found] == [int(bool(files)) for files in problems]
     assert sorted(sum(problems, [])) == damaged
-    (_, out, _), = launch(1, "verify", root, "--part", "1/2")
+    ((_, out, _),) = launch(1, "verify", root, "--part", "1/2")
     assert out.endswith("part 1 of 2: only this share of the files was read\n")
     assert os.listdir(tmp_path) == ["checkpoint"]
 
@@ -49,9 +66,15 @@ def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
     files = ["part1.safetensors", "part2.safetensors"]
     for file in files:
         flip_bit(tmp_path / "merged" / file, -1)
-    found = [json.loads(launch(1, "verify", tmp_path / "merged", "--json", "--part", f"{number}/3")[0][1])
-             for number in (1, 2, 3)]
-    problems = [problem["file"] for report in found for problem in report["checkpoints"][0]["problems"]]
+    found = [
+        json.loads(
+            launch(1, "verify", tmp_path / "merged", "--json", "--part", f"{number}/3")[0][1]
+        )
+        for number in (1, 2, 3)
+    ]
+    problems = [
+        problem["file"] for report in found for problem in report["checkpoints"][0]["problems"]
+    ]
     assert sorted(os.path.basename(file) for file in problems) == files
 
 
@@ -59,24 +82,31 @@ def test_the_processes_of_a_launch_share_the_files(source, tmp_path):
     _, root = source
     found = launch(2, "merge", root, tmp_path / "merged", "--part-size", "2000")
     assert [status for status, _, _ in found] == [0, 0] and found[0][1] and not found[1][1]
-    assert "this is process 1 of 2, as RANK_ID=1 and MS_WORKER_NUM=2 in the environment say" in found[1][2]
+    assert (
+        "this is process 1 of 2, as RANK_ID=1 and MS_WORKER_NUM=2 in the environment say"
+        in found[1][2]
+    )
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "merged"]
 
 
 def test_parts_by_hand(source, tmp_path):
     _, root = source
     for part, text in (("2/2", "part 2 of 2 is written"), ("1/2", "written in")):
-        (status, out, err), = launch(1, "convert", root, tmp_path / "new", "--to", "tp=2", "--part", part)
+        ((status, out, err),) = launch(
+            1, "convert", root, tmp_path / "new", "--to", "tp=2", "--part", part
+        )
         assert (status, err) == (0, "") and text in out
     for part in ("0/2", "2", "a/b"):
-        (status, _, err), = launch(1, "convert", root, tmp_path / "new", "--part", part)
+        ((status, _, err),) = launch(1, "convert", root, tmp_path / "new", "--part", part)
         assert status == 2 and "part is" in err
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "new"]
 
 
 def test_a_process_that_does_not_come_is_an_error(source, tmp_path):
     _, root = source
-    found = launch(3, "convert", root, tmp_path / "new", "--to", "dp=3", "--timeout", "2", ranks=(0, 2))
+    found = launch(
+        3, "convert", root, tmp_path / "new", "--to", "dp=3", "--timeout", "2", ranks=(0, 2)
+    )
     assert [status for status, _, _ in found] == [2, 2]
     assert "part 2 of 3" in found[0][2] and "MS_WORKER_NUM=3" in found[0][2]
     assert not (tmp_path / "new").exists()
@@ -85,8 +115,14 @@ def test_a_process_that_does_not_come_is_an_error(source, tmp_path):
 def test_what_process_0_alone_does(source, tmp_path):
     _, root = source
     found = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--dry-run")
-    assert [status for status, _, _ in found] == [0, 0] and "dry run" in found[0][1] and not found[1][1]
-    scheduler, = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", ranks=(0,), MS_ROLE="MS_SCHED")
+    assert (
+        [status for status, _, _ in found] == [0, 0]
+        and "dry run" in found[0][1]
+        and not found[1][1]
+    )
+    (scheduler,) = launch(
+        2, "convert", root, tmp_path / "new", "--to", "tp=2", ranks=(0,), MS_ROLE="MS_SCHED"
+    )
     assert scheduler == (0, "", "")
     refused = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--engine", "mindspore")
     assert [status for status, _, _ in refused] == [2, 2]

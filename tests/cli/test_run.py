@@ -1,4 +1,6 @@
-"""``mindresume run`` writes what only memory has to disk when it does not start a failed job again."""
+"""``mindresume run`` writes what only memory has to disk when it does not start a failed job
+again."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,7 @@ def test_a_save_that_only_memory_has_is_written(memory, root):
     save(root, 5, world=2)
     save(make_owned_tier(memory, root), 9, world=2)
     assert isinstance(write(root), Notice) and committed_steps(root) == [9, 5]
-    assert write(root) is None                                  # the disk is up to date
+    assert write(root) is None  # the disk is up to date
 
 
 def test_nothing_needs_to_be_on_disk(memory, root):
@@ -31,7 +33,7 @@ def test_nothing_needs_to_be_on_disk(memory, root):
 
 
 def test_without_memory_nothing_is_said(root):
-    assert write(root) is None                                  # there is no folder at all
+    assert write(root) is None  # there is no folder at all
     save(root, 5, world=2)
     assert write(root) is None
 

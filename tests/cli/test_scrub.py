@@ -1,4 +1,5 @@
 """``mindresume scrub``: what it prints, its exit status, and what it refuses."""
+
 import pytest
 from rank_folders import flip_bit, path_of, save
 
@@ -23,20 +24,28 @@ def test_damage_then_repair(call, read, root):
     assert status == 0 and "unusable" in out
     status, found = read(root, "--repair")
     assert status == 0 and (found["damaged"], found["repaired"]) == (False, 1)
-    assert {row["step"]: row["state"] for row in found["checkpoints"]} == {5: "intact", 10: "repaired"}
+    assert {row["step"]: row["state"] for row in found["checkpoints"]} == {
+        5: "intact",
+        10: "repaired",
+    }
     assert "unusable" not in call(root.parent, command="ls")[1]
 
 
 def test_one_step_and_what_is_recent(read, root):
     assert [row["step"] for row in read(root, "--step", "5")[1]["checkpoints"]] == [5]
     status, found = read(root, "--older-than", "1")
-    assert status == 0 and {row["step"]: row["state"] for row in found["checkpoints"]} == {5: "skipped", 10: "intact"}
+    assert status == 0 and {row["step"]: row["state"] for row in found["checkpoints"]} == {
+        5: "skipped",
+        10: "intact",
+    }
 
 
 def test_nothing_is_there(call, tmp_path):
     assert call(tmp_path)[0] == 3
 
 
-@pytest.mark.parametrize("arguments", [("--step", "7"), ("--remote", "s3://bucket/x"), ("--rate", "-1")])
+@pytest.mark.parametrize(
+    "arguments", [("--step", "7"), ("--remote", "s3://bucket/x"), ("--rate", "-1")]
+)
 def test_wrong_arguments(call, root, arguments):
     assert call(root, *arguments)[0] == 2

@@ -1,4 +1,6 @@
-"""All ranks get one result, an error on one rank reaches all, and no rank waits in a collective while another one works."""
+"""All ranks get one result, an error on one rank reaches all, and no rank waits in a collective
+while another one works."""
+
 import threading
 from itertools import pairwise
 
@@ -28,23 +30,34 @@ def fail(rank, on):
 
 @pytest.mark.parametrize("watchdog", [None, Watchdog()])
 def test_results_and_errors_reach_all_ranks(watchdog):
-    assert Ranks(3).run(lambda group: run_on_rank0(group, lambda: group.rank + 7, watchdog)) == [7] * 3
-    assert Ranks(3).run(lambda group: gather_results(group, lambda: group.rank, watchdog)) == [[0, 1, 2]] * 3
+    assert (
+        Ranks(3).run(lambda group: run_on_rank0(group, lambda: group.rank + 7, watchdog)) == [7] * 3
+    )
+    assert (
+        Ranks(3).run(lambda group: gather_results(group, lambda: group.rank, watchdog))
+        == [[0, 1, 2]] * 3
+    )
     assert Ranks(3).run(lambda group: run_on_all(group, lambda: group.rank, watchdog)) == [0, 1, 2]
-    for found in Ranks(3).run(lambda group: gather_results(group, lambda: fail(group.rank, 1), watchdog)):
+    for found in Ranks(3).run(
+        lambda group: gather_results(group, lambda: fail(group.rank, 1), watchdog)
+    ):
         assert isinstance(found, CollectiveError) and str(found) == "rank 1: ValueError: broken"
-    for found in Ranks(3).run(lambda group: run_on_rank0(group, lambda: fail(group.rank, 0), watchdog)):
+    for found in Ranks(3).run(
+        lambda group: run_on_rank0(group, lambda: fail(group.rank, 0), watchdog)
+    ):
         assert isinstance(found, CollectiveError) and str(found) == "rank 0: ValueError: broken"
     assert gather_results(SingleProcess(), lambda: 5, watchdog) == [5]
 
 
 def test_a_single_process_runs_work_in_its_own_thread():
-    assert gather_results(SingleProcess(), threading.get_ident, Watchdog()) == [threading.get_ident()]
+    assert gather_results(SingleProcess(), threading.get_ident, Watchdog()) == [
+        threading.get_ident()
+    ]
 
 
 def test_the_ranks_exchange_while_one_of_them_works():
-    """HCCL would time out if the others waited for rank 1 in one exchange. The pauses between two exchanges grow to two
-    seconds."""
+    """HCCL would time out if the others waited for rank 1 in one exchange. The pauses between two
+    exchanges grow to two seconds."""
     moments = []
 
     def work(group):
@@ -54,9 +67,14 @@ def test_the_ranks_exchange_while_one_of_them_works():
             if group.rank == 0:
                 moments.append(current_cluster().scheduler.now)
             return gather(message)
+
         group.gather = noted
-        return gather_results(group, lambda: group.rank == 0 or current_cluster().scheduler.sleep(600.0),
-                              Watchdog(stall_timeout=1e9))
+        return gather_results(
+            group,
+            lambda: group.rank == 0 or current_cluster().scheduler.sleep(600.0),
+            Watchdog(stall_timeout=1e9),
+        )
+
     assert Ranks(2).run(work) == [[True, None]] * 2
     pauses = [later - before for before, later in pairwise(moments)]
     assert len(pauses) > 300 and max(pauses) == pytest.approx(LONGEST_PAUSE)
@@ -65,20 +83,31 @@ def test_the_ranks_exchange_while_one_of_them_works():
 
 def test_no_rank_waits_longer_than_the_work_takes():
     def work(group):
-        gather_results(group, lambda: current_cluster().scheduler.sleep(600.0), Watchdog(stall_timeout=1e9))
+        gather_results(
+            group, lambda: current_cluster().scheduler.sleep(600.0), Watchdog(stall_timeout=1e9)
+        )
         return current_cluster().scheduler.now
+
     assert Ranks(2).run(work) == [600.0] * 2
 
 
 def test_all_ranks_give_up_work_without_progress():
     def work(group):
         try:
-            return gather_results(group, lambda: group.rank != 2 or current_cluster().scheduler.block(None),
-                                  Watchdog("checking", stall_timeout=100.0))
+            return gather_results(
+                group,
+                lambda: group.rank != 2 or current_cluster().scheduler.block(None),
+                Watchdog("checking", stall_timeout=100.0),
+            )
         except CollectiveError as error:
             return str(error), current_cluster().scheduler.now
+
     found = Ranks(3).run(work)
-    assert len(set(found)) == 1 and found[0][0].startswith("rank 2: checking: no progress for 10") and 100 < found[0][1] < 110
+    assert (
+        len(set(found)) == 1
+        and found[0][0].startswith("rank 2: checking: no progress for 10")
+        and 100 < found[0][1] < 110
+    )
 
 
 class Growing:
@@ -91,10 +120,15 @@ class Growing:
 
 def test_work_with_progress_is_waited_for():
     """The wait lasts as long as a number changes, however slowly; here until second 900."""
+
     def work(group):
         watchdog = Watchdog(progress=Growing(), stall_timeout=50.0)
-        return gather_results(group, lambda: group.rank == 0 or current_cluster().scheduler.sleep(1000.0 if late else 940.0),
-                              watchdog)
+        return gather_results(
+            group,
+            lambda: group.rank == 0 or current_cluster().scheduler.sleep(1000.0 if late else 940.0),
+            watchdog,
+        )
+
     late = False
     assert Ranks(2).run(work) == [[True, None]] * 2
     late = True
@@ -104,16 +138,24 @@ def test_work_with_progress_is_waited_for():
 def test_work_that_is_broken_off_is_an_error_of_all():
     def end():
         raise SystemExit
-    found = Ranks(2).run(lambda group: gather_results(group, lambda: group.rank == 0 or end(), Watchdog()))
+
+    found = Ranks(2).run(
+        lambda group: gather_results(group, lambda: group.rank == 0 or end(), Watchdog())
+    )
     assert all(str(error).startswith("rank 1: the work was interrupted") for error in found)
 
 
 def test_a_rank_without_a_new_thread_works_in_its_own(monkeypatch):
     """An error of this rank alone would leave the others waiting."""
+
     def refuse(thread):
         raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threads.Thread, "start", refuse)
-    assert Ranks(2).run(lambda group: gather_results(group, lambda: group.rank, Watchdog())) == [[0, 1]] * 2
+    assert (
+        Ranks(2).run(lambda group: gather_results(group, lambda: group.rank, Watchdog()))
+        == [[0, 1]] * 2
+    )
 
 
 def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
@@ -123,7 +165,12 @@ def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
     def work(group):
         if group.rank:
             raise ValueError("this rank has ended")
-        run_until_all_done(group, lambda: done.append(current_cluster().scheduler.sleep(900.0)), Watchdog(stall_timeout=1e9))
+        run_until_all_done(
+            group,
+            lambda: done.append(current_cluster().scheduler.sleep(900.0)),
+            Watchdog(stall_timeout=1e9),
+        )
+
     error, _ = Ranks(2).run(work)
     assert isinstance(error, ExchangeError) and done == [None]
 
@@ -132,7 +179,11 @@ def test_work_that_is_followed_is_done_on_all_ranks_when_it_returns():
     done = []
 
     def work(group):
-        run_until_all_done(group, lambda: current_cluster().scheduler.sleep(60.0 * group.rank) or done.append(group.rank),
-                           Watchdog())
+        run_until_all_done(
+            group,
+            lambda: current_cluster().scheduler.sleep(60.0 * group.rank) or done.append(group.rank),
+            Watchdog(),
+        )
         return len(done)
+
     assert Ranks(3).run(work) == [3] * 3

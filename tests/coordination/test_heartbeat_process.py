@@ -1,4 +1,6 @@
-"""Heartbeats of a job that saves: they come while the training holds the interpreter lock, and end with it."""
+"""Heartbeats of a job that saves: they come while the training holds the interpreter lock, and end
+with it."""
+
 import ctypes
 import os
 import signal
@@ -20,9 +22,10 @@ from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
 
-EVERY, LONGEST = 0.05, 60.0             # seconds between two heartbeats; after which a test fails
+EVERY, LONGEST = 0.05, 60.0  # seconds between two heartbeats; after which a test fails
 
-# Waits until the lease in the folder $1 was replaced, then writes "beat" into the pipe $2; "none" after a minute.
+# Waits until the lease in the folder $1 was replaced, then writes "beat" into the pipe $2; "none"
+# after a minute.
 WATCHER = r"""
 first=$(cat "$1"/claim-*); word=none
 for look in $(seq 600); do
@@ -41,6 +44,7 @@ def processes(monkeypatch):
     def start(*arguments):
         started.append(HeartbeatProcess.start(*arguments))
         return started[-1]
+
     monkeypatch.setattr(lease_module, "start_process", start)
     yield started
     for process in started:
@@ -67,7 +71,8 @@ def watch(root, pipe):
 
 
 def test_heartbeats_come_while_the_interpreter_lock_is_held(tmp_path):
-    """MindSpore holds it while it compiles a graph. A call through PyDLL holds it, too: this one until a heartbeat was seen."""
+    """MindSpore holds it while it compiles a graph. A call through PyDLL holds it, too: this one
+    until a heartbeat was seen."""
     lease = acquire(dir_at(tmp_path), ME, beat=EVERY).start()
     watcher = watch(tmp_path, tmp_path / "pipe")
     libc, text = ctypes.PyDLL(None), ctypes.create_string_buffer(16)
@@ -103,22 +108,30 @@ def test_signals_that_ask_to_end_leave_the_process(tmp_path, processes):
     lease.release()
 
 
-def test_a_process_that_was_killed_is_replaced_and_the_lease_can_always_be_released(tmp_path, processes):
+def test_a_process_that_was_killed_is_replaced_and_the_lease_can_always_be_released(
+    tmp_path, processes
+):
     lease = acquire(dir_at(tmp_path), ME, beat=EVERY).start()
     for count in range(1, lease_module._TRIES + 1):
         wait_for(lambda count=count: len(processes) == count)
         os.kill(processes[-1].pid, signal.SIGKILL)
     before = holder_of(tmp_path).beat
-    wait_for(lambda: holder_of(tmp_path).beat not in (before, before + 1))               # a thread sends them now
+    # a thread sends them now
+    wait_for(lambda: holder_of(tmp_path).beat not in (before, before + 1))
     assert len(processes) == lease_module._TRIES
     lease.release()
     assert os.listdir(tmp_path / FOLDER) == []
 
 
-@pytest.mark.parametrize("error", [OSError(11, "Resource temporarily unavailable"), ValueError("embedded null byte")])
-def test_a_thread_sends_the_heartbeats_where_no_process_can_be_started(tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error", [OSError(11, "Resource temporarily unavailable"), ValueError("embedded null byte")]
+)
+def test_a_thread_sends_the_heartbeats_where_no_process_can_be_started(
+    tmp_path, monkeypatch, error
+):
     def fail(*arguments, **options):
         raise error
+
     monkeypatch.setattr(subprocess, "Popen", fail)
     lease = acquire(dir_at(tmp_path), ME, beat=EVERY)
     monkeypatch.setattr(lease_module, "start_process", HeartbeatProcess.start)
@@ -134,7 +147,9 @@ class Other(PosixStorage):
 def test_readers_and_other_storages_have_no_process(tmp_path, processes):
     acquire(CheckpointDir(Other(), str(tmp_path / "a")), ME, beat=EVERY).start().release()
     (tmp_path / "b" / FOLDER / "x").mkdir(parents=True)
-    acquire_read_lock(dir_at(tmp_path / "b"), "x", str(tmp_path / "b" / FOLDER / "x"), EVERY, purpose=LOADING).release()
+    acquire_read_lock(
+        dir_at(tmp_path / "b"), "x", str(tmp_path / "b" / FOLDER / "x"), EVERY, purpose=LOADING
+    ).release()
     acquire(dir_at(tmp_path / "c"), ME, beat=0).start().release()
     assert processes == []
 
@@ -149,13 +164,17 @@ from mindresume.storage.posix import PosixStorage
 held = acquire(CheckpointDir(PosixStorage(), sys.argv[1]), lease.holder_of_this_process("saving"), beat=0.05).start()
 print(held._beating.pid, flush=True)
 input()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def training(tmp_path):
     """Returns a training process and the number of the process that sends its heartbeats."""
-    process = subprocess.Popen([sys.executable, "-c", TRAINING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     beating = int(process.stdout.readline())
     yield process, beating
     process.kill()
@@ -164,7 +183,8 @@ def training(tmp_path):
 
 
 def test_the_process_ends_with_its_training_and_imports_no_framework(training):
-    """SIGKILL of the training: nothing ends the process but itself. The fixture waits for its end."""
+    """SIGKILL of the training: nothing ends the process but itself. The fixture waits for its
+    end."""
     process, beating = training
     mapped = Path(f"/proc/{beating}/maps").read_text()
     assert "numpy" not in mapped and "mindspore" not in mapped
@@ -175,13 +195,17 @@ def test_no_heartbeat_comes_from_a_stopped_training(training, tmp_path):
     process, beating = training
     wait_for(lambda: holder_of(tmp_path).beat > 2)
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    wait_for(
+        lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    )
     seen = []
 
-    def is_silent():                                # the heartbeat that had begun has ended, and the process looks at it again
+    # the heartbeat that had begun has ended, and the process looks at it again
+    def is_silent():
         seen.append(holder_of(tmp_path).beat)
         time.sleep(0.5)
         return seen[-3:] == seen[-1:] * 3
+
     wait_for(is_silent)
     before = holder_of(tmp_path).beat
     process.send_signal(signal.SIGCONT)

@@ -1,4 +1,6 @@
-"""The memory of a rank: what is left on the host and in its containers (fake /proc and /sys), divided by those that share it."""
+"""The memory of a rank: what is left on the host and in its containers (fake /proc and /sys),
+divided by those that share it."""
+
 import pytest
 from rank_folders import Ranks
 
@@ -18,7 +20,10 @@ class Machine:
         self.root = root
         self.write("proc/sys/kernel/random/boot_id", boot)
         if available is not None:
-            self.write("proc/meminfo", f"MemTotal:  999999999 kB\nMemAvailable:  {available * GIB >> 10} kB\n")
+            self.write(
+                "proc/meminfo",
+                f"MemTotal:  999999999 kB\nMemAvailable:  {available * GIB >> 10} kB\n",
+            )
 
     def write(self, path, text):
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -26,19 +31,30 @@ class Machine:
 
     def group(self, own, *mounts):
         self.write("proc/self/cgroup", own)
-        self.write("proc/self/mountinfo", "\n".join(["22 1 8:1 / / rw shared:1 - ext4 /dev/sda rw", *mounts]))
+        self.write(
+            "proc/self/mountinfo",
+            "\n".join(["22 1 8:1 / / rw shared:1 - ext4 /dev/sda rw", *mounts]),
+        )
 
     def v2(self, folder, limit, current, inactive=0, active=0, high="max"):
         self.write(f"{folder}/memory.max", limit if limit == "max" else limit * GIB)
         self.write(f"{folder}/memory.high", high if high == "max" else high * GIB)
         self.write(f"{folder}/memory.current", current * GIB)
-        self.write(f"{folder}/memory.stat", f"anon 5\ninactive_file {inactive * GIB}\nactive_file {active * GIB}")
+        self.write(
+            f"{folder}/memory.stat",
+            f"anon 5\ninactive_file {inactive * GIB}\nactive_file {active * GIB}",
+        )
 
     def v1(self, folder, limit, usage, cache=0, above=None):
-        self.write(f"{folder}/memory.limit_in_bytes", 9223372036854771712 if limit is None else limit * GIB)
+        self.write(
+            f"{folder}/memory.limit_in_bytes", 9223372036854771712 if limit is None else limit * GIB
+        )
         self.write(f"{folder}/memory.usage_in_bytes", usage * GIB)
-        self.write(f"{folder}/memory.stat", f"inactive_file 7\ntotal_inactive_file {cache * GIB}\n"
-                                            f"hierarchical_memory_limit {(above or limit or 1 << 33) * GIB}")
+        self.write(
+            f"{folder}/memory.stat",
+            f"inactive_file 7\ntotal_inactive_file {cache * GIB}\n"
+            f"hierarchical_memory_limit {(above or limit or 1 << 33) * GIB}",
+        )
 
     @property
     def left(self):
@@ -52,7 +68,9 @@ def test_the_memory_of_the_host_counts_without_a_limit(tmp_path):
 
 
 def test_unreadable_limits_are_unknown(tmp_path):
-    assert left(str(tmp_path)) == UNKNOWN and share_of_rank(SingleProcess(), str(tmp_path)) == UNKNOWN
+    assert (
+        left(str(tmp_path)) == UNKNOWN and share_of_rank(SingleProcess(), str(tmp_path)) == UNKNOWN
+    )
     Machine(tmp_path, None).write("proc/meminfo", "MemAvailable: many")
     assert left(str(tmp_path)) == UNKNOWN
 
@@ -65,8 +83,15 @@ def test_the_limit_of_the_container_counts_and_file_cache_is_free(tmp_path):
     assert machine.left == 20
 
 
-@pytest.mark.parametrize("outer, inner, expected", [((100, 40), (200, 30), 60), ((100, 40), (50, 30), 20),
-                                                    ((100, 40), ("max", 30), 60), (("max", 40), ("max", 30), 1500)])
+@pytest.mark.parametrize(
+    "outer, inner, expected",
+    [
+        ((100, 40), (200, 30), 60),
+        ((100, 40), (50, 30), 20),
+        ((100, 40), ("max", 30), 60),
+        (("max", 40), ("max", 30), 1500),
+    ],
+)
 def test_every_parent_group_counts(tmp_path, outer, inner, expected):
     machine = Machine(tmp_path)
     machine.group("1:name=systemd:/\n0::/slurm/job_7/task_0", V2)
@@ -92,7 +117,9 @@ def test_no_memory_is_free_if_more_is_used_than_allowed(tmp_path):
 
 def test_version_1(tmp_path):
     machine = Machine(tmp_path)
-    machine.group("11:cpu,cpuacct:/kube/pod/box\n4:memory:/kube/pod/box\n0::/", V1.format(above="/"))
+    machine.group(
+        "11:cpu,cpuacct:/kube/pod/box\n4:memory:/kube/pod/box\n0::/", V1.format(above="/")
+    )
     machine.v1("sys/fs/cgroup/memory", None, 300)
     machine.v1("sys/fs/cgroup/memory/kube/pod", 30, 10, cache=3)
     machine.v1("sys/fs/cgroup/memory/kube/pod/box", None, 9)
@@ -131,7 +158,9 @@ def test_eight_ranks_of_one_container_share_its_limit(tmp_path):
     machine = Machine(tmp_path)
     machine.group("0::/", V2)
     machine.v2("sys/fs/cgroup", 22, 2)
-    assert Ranks(8).run(lambda group: share(group, [machine] * 8)) == pytest.approx([20 * 0.9 / 8] * 8)
+    assert Ranks(8).run(lambda group: share(group, [machine] * 8)) == pytest.approx(
+        [20 * 0.9 / 8] * 8
+    )
 
 
 @pytest.mark.usefixtures("kernel")
@@ -147,7 +176,9 @@ def test_containers_of_one_host_share_the_host_and_have_limits_of_their_own(tmp_
 @pytest.mark.usefixtures("kernel")
 def test_hosts_share_nothing(tmp_path):
     machines = [Machine(tmp_path / name, 10, boot=name) for name in "ab"]
-    assert Ranks(3).run(lambda group: share(group, [machines[0], machines[1], machines[1]])) == pytest.approx([9, 4.5, 4.5])
+    assert Ranks(3).run(
+        lambda group: share(group, [machines[0], machines[1], machines[1]])
+    ) == pytest.approx([9, 4.5, 4.5])
     assert share_of_rank(SingleProcess(), str(machines[0].root)) == 9 * GIB
 
 

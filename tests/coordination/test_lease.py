@@ -1,4 +1,5 @@
 """Leases: which holders are alive, which job has taken over, and the next run number."""
+
 import json
 import os
 import subprocess
@@ -9,21 +10,42 @@ import pytest
 from lease_holders import ELSEWHERE, ME, acquire_lease, dead_holder, publish_lease
 from rank_folders import STORAGE, dir_at, save, simulated
 
-from mindresume.coordination.lease import BEAT, EndedRuns, LeaseHolder, fence, is_alive, lease_holders, next_run
+from mindresume.coordination.lease import (
+    BEAT,
+    EndedRuns,
+    LeaseHolder,
+    fence,
+    is_alive,
+    lease_holders,
+    next_run,
+)
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, encode_head, run_name, run_sequence
 from sim.cluster import current_cluster
 
 
-@pytest.mark.parametrize("name", [f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
-                                  f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
+        f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp",
+    ],
+)
 def test_every_file_that_a_run_began_to_write_reserves_its_number(name):
     assert run_sequence(next_run([name])) == 8
 
 
-@pytest.mark.parametrize("name", [".probe-0123abcd-0.0123abcd.mindresume-tmp", ".x.mindresume-tmp", ".x.0007-0000aaaa.swp",
-                                  ".x.0007-0000AAAA.mindresume-tmp", f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".probe-0123abcd-0.0123abcd.mindresume-tmp",
+        ".x.mindresume-tmp",
+        ".x.0007-0000aaaa.swp",
+        ".x.0007-0000AAAA.mindresume-tmp",
+        f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp",
+    ],
+)
 def test_other_half_written_files_reserve_no_number(name):
     assert run_sequence(next_run([name])) == 1
 
@@ -47,7 +69,9 @@ def test_a_reused_process_number_is_another_process():
     assert is_alive(replace(ME, machine="")) is None
 
 
-def test_a_lease_that_is_only_published_does_not_stop_the_job_that_has_acquired_the_folder(tmp_path):
+def test_a_lease_that_is_only_published_does_not_stop_the_job_that_has_acquired_the_folder(
+    tmp_path,
+):
     lease = acquire_lease(tmp_path)
     rival = publish_lease(tmp_path, ELSEWHERE, 2)
     fence(dir_at(tmp_path), lease.run)
@@ -101,8 +125,11 @@ def test_an_impossible_interval(tmp_path, every):
 
 
 def test_runs_of_dead_processes_have_ended(tmp_path):
-    living, dead, far = publish_lease(tmp_path, ME, 1), publish_lease(tmp_path, dead_holder(), 2), publish_lease(tmp_path,
-        ELSEWHERE, 3)
+    living, dead, far = (
+        publish_lease(tmp_path, ME, 1),
+        publish_lease(tmp_path, dead_holder(), 2),
+        publish_lease(tmp_path, ELSEWHERE, 3),
+    )
     over = EndedRuns(dir_at(tmp_path))
     assert [lease.run in over for lease in (living, dead, far)] == [False, True, False]
     assert run_name(9, "00000009") in over
@@ -117,4 +144,5 @@ def test_a_lease_sends_heartbeats_by_itself(tmp_path):
         lease.release()
         current_cluster().scheduler.sleep(2.5 * BEAT)
         return living.beat - begun.beat, lease_holders(dir_at(tmp_path))
+
     assert simulated(work) == (2, [])

@@ -1,4 +1,5 @@
 """One job per folder; no lease expires by the age of its file alone."""
+
 import errno
 import io
 import os
@@ -11,12 +12,27 @@ from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder
 from rank_folders import STORAGE, dir_at, save
 
 from mindresume.coordination import lease as lease_module
-from mindresume.coordination.lease import BEAT, EndedRuns, Lease, fence, lease_holders, lease_path, next_run
+from mindresume.coordination.lease import (
+    BEAT,
+    EndedRuns,
+    Lease,
+    fence,
+    lease_holders,
+    lease_path,
+    next_run,
+)
 from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.formats import CheckpointDir
-from mindresume.model.manifest import FOLDER, attempt_name, encode_head, read_head, run_name, run_sequence
+from mindresume.model.manifest import (
+    FOLDER,
+    attempt_name,
+    encode_head,
+    read_head,
+    run_name,
+    run_sequence,
+)
 from mindresume.storage.posix import PosixStorage
 
 
@@ -52,7 +68,9 @@ def test_a_process_that_is_just_ending_is_waited_for(tmp_path):
 def test_a_dead_process_of_this_machine_is_detected_at_once(tmp_path):
     events, time = [], ManualClock()
     dead = publish_lease(tmp_path, dead_holder())
-    (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text("half")
+    (tmp_path / FOLDER / f".{attempt_name(5, dead.run)}.{dead.run}.mindresume-tmp").write_text(
+        "half"
+    )
     lease = acquire_lease(tmp_path, time=time, emit=events.append)
     assert time.now == 0 and run_sequence(lease.run) == 2
     assert events == [StaleLeaseRemoved(dead.run, dead.holder.host, dead.holder.pid)]
@@ -70,7 +88,7 @@ def test_leftovers_of_a_job_killed_while_it_acquires_the_folder_are_removed(tmp_
     acquire_lease(tmp_path).release()
     with pytest.raises(KeyboardInterrupt):
         acquire(CheckpointDir(Killed(), str(tmp_path)), ME)
-    left, = os.listdir(tmp_path / FOLDER)
+    (left,) = os.listdir(tmp_path / FOLDER)
     assert left.startswith(".claim-0001-") and next_run([left]).startswith("0002-")
     lease, time = acquire_lease(tmp_path, time=(time := ManualClock())), time
     assert run_sequence(lease.run) == 2 and time.now == 0
@@ -78,9 +96,13 @@ def test_leftovers_of_a_job_killed_while_it_acquires_the_folder_are_removed(tmp_
 
 
 def test_half_written_leases_of_readers_are_removed_when_old(tmp_path):
-    """The run of a reader has the number 0, which precedes every job: only the age shows that it has ended."""
+    """The run of a reader has the number 0, which precedes every job: only the age shows that it
+    has ended."""
     (tmp_path / FOLDER).mkdir()
-    names = [f".claim-{run}.json.{run}.mindresume-tmp" for run in (run_name(0, "0000aaaa"), run_name(0, "0000bbbb"))]
+    names = [
+        f".claim-{run}.json.{run}.mindresume-tmp"
+        for run in (run_name(0, "0000aaaa"), run_name(0, "0000bbbb"))
+    ]
     for name, age in zip(names, (3700, 3500), strict=True):
         (tmp_path / FOLDER / name).write_text("half")
         now = (tmp_path / FOLDER / name).stat().st_mtime
@@ -98,13 +120,19 @@ def test_leftovers_that_cannot_be_removed_stop_no_job(tmp_path):
     class Kept(PosixStorage):
         def remove(self, path):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
     before = set(os.listdir(tmp_path / FOLDER))
     lease = acquire(CheckpointDir(Kept(), str(tmp_path)), ME)
-    assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {*before, f"claim-{lease.run}.json"}
+    assert run_sequence(lease.run) == 4 and set(os.listdir(tmp_path / FOLDER)) == {
+        *before,
+        f"claim-{lease.run}.json",
+    }
     lease.directory = CheckpointDir(STORAGE, lease.directory.root)
     lease.release()
     later = acquire_lease(tmp_path)
-    assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [f"claim-{later.run}.json"]
+    assert run_sequence(later.run) == 4 and os.listdir(tmp_path / FOLDER) == [
+        f"claim-{later.run}.json"
+    ]
 
 
 def test_a_silent_holder_on_another_host_is_watched_then_considered_dead(tmp_path):
@@ -113,12 +141,15 @@ def test_a_silent_holder_on_another_host_is_watched_then_considered_dead(tmp_pat
     lease = acquire_lease(tmp_path, time=time, emit=events.append)
     assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
     assert run_sequence(lease.run) == 2
-    assert events == [LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
-                      StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid)]
+    assert events == [
+        LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
+        StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid),
+    ]
 
 
 def test_a_lease_that_was_copied_with_its_folder_refuses_no_job(tmp_path):
-    """Its holder lives, and saves into the folder that was copied: no heartbeat comes into the copy."""
+    """Its holder lives, and saves into the folder that was copied: no heartbeat comes into the
+    copy."""
     first, time = acquire_lease(tmp_path / "one"), ManualClock()
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     second = acquire_lease(tmp_path / "two", time=time)
@@ -148,7 +179,8 @@ def test_a_copied_lease_without_heartbeats_needs_a_person(tmp_path):
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_holder_that_cannot_be_looked_at_is_watched(tmp_path, monkeypatch, beats):
-    """hidepid=2, or no descriptor is left: such a process counted as dead, and its folder was taken over at once."""
+    """hidepid=2, or no descriptor is left: such a process counted as dead, and its folder was taken
+    over at once."""
     first = acquire_lease(tmp_path)
     monkeypatch.setattr(lease_module, "is_running", lambda pid, ticks: None)
     assert first.run not in EndedRuns(dir_at(tmp_path))
@@ -157,12 +189,15 @@ def test_a_holder_that_cannot_be_looked_at_is_watched(tmp_path, monkeypatch, bea
         with pytest.raises(LeaseHeldError, match=first.run):
             acquire_lease(tmp_path, time=time)
     else:
-        assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and time.now >= BEAT * PATIENCE
+        assert (
+            run_sequence(acquire_lease(tmp_path, time=time).run) == 2
+            and time.now >= BEAT * PATIENCE
+        )
 
 
 class OldContent(PosixStorage):
-    """Shows the content that a file had when it was first read, until this host changes the folder: a mount with nocto and a long
-    actimeo."""
+    """Shows the content that a file had when it was first read, until this host changes the folder:
+    a mount with nocto and a long actimeo."""
 
     def __init__(self):
         self.kept = {}
@@ -183,7 +218,9 @@ def test_a_mount_that_shows_old_contents_makes_no_job_look_dead(tmp_path):
     time = ManualClock(lambda now: other.beat())
     with pytest.raises(LeaseHeldError, match="node7"):
         acquire(CheckpointDir(OldContent(), str(tmp_path)), ME, time=time)
-    assert [holder.run for holder in lease_holders(CheckpointDir(STORAGE, str(tmp_path)))] == [other.run]
+    assert [holder.run for holder in lease_holders(CheckpointDir(STORAGE, str(tmp_path)))] == [
+        other.run
+    ]
 
 
 def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):
@@ -193,6 +230,7 @@ def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path):
     def beat(now):
         if now > 20 and not beaten:
             beaten.append(other.beat())
+
     time = ManualClock(beat)
     with pytest.raises(LeaseHeldError, match="node7"):
         acquire_lease(tmp_path, time=time)
@@ -204,9 +242,10 @@ def test_a_watcher_that_was_suspended_with_the_holder_goes_on_watching(tmp_path)
 
     def sleep(now):
         if 5 < now < 1000:
-            time.now += 5000                                # the whole cluster was
+            time.now += 5000  # the whole cluster was
         elif now > 5010 and not beaten:
             beaten.append(other.beat())
+
     time = ManualClock(sleep)
     with pytest.raises(LeaseHeldError, match="node7"):
         acquire_lease(tmp_path, time=time)
@@ -257,9 +296,10 @@ def test_one_of_two_concurrent_jobs_acquires_the_folder_and_keeps_it(tmp_path, t
             acquired.append(acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time))
         for lease in acquired:
             fence(dir_at(tmp_path), lease.run)
+
     mine = replace(ME, run=run_name(1, "88888888"))
     begin(mine, During(at, lambda: begin(replace(other, run=run_name(1, token)), STORAGE)))
-    lease, = acquired
+    (lease,) = acquired
     fence(dir_at(tmp_path), lease.run)
 
 
@@ -271,12 +311,15 @@ def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_
     rival = rival_of(tmp_path, "ffffffff")
     time = ManualClock(lambda now: rival.release(is_acquired=False))
     holder = replace(ME, run=run_name(1, "88888888"))
-    storage = During(4, lambda: rival.publish())                # watched, listed, written: now it gets its name
+    # watched, listed, written: now it gets its name
+    storage = During(4, lambda: rival.publish())
     lease = acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time)
     assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
-def test_the_earlier_of_two_concurrent_jobs_gives_way_if_the_later_has_acquired_the_folder(tmp_path):
+def test_the_earlier_of_two_concurrent_jobs_gives_way_if_the_later_has_acquired_the_folder(
+    tmp_path,
+):
     rival = rival_of(tmp_path, "ffffffff")
     time, holder = ManualClock(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
@@ -290,20 +333,25 @@ def test_a_job_that_gives_way_leaves_no_files(tmp_path, keep_run_marker):
     rival = rival_of(tmp_path, "00000000")
     holder = replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-00000000"):
-        acquire(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder, keep_run_marker=keep_run_marker)
+        acquire(
+            CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)),
+            holder,
+            keep_run_marker=keep_run_marker,
+        )
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
 @pytest.mark.parametrize("token", ["00000000", "ffffffff"])
 def test_a_number_acquired_by_another_job_meanwhile_is_not_reused(tmp_path, token):
-    """Another job started, saved and ended between the listing that gave the number and the lease: two runs had one number."""
+    """Another job started, saved and ended between the listing that gave the number and the lease:
+    two runs had one number."""
     storage = During(3, lambda: save(tmp_path, 5, 1, run=run_name(1, token)))
     assert run_sequence(acquire(CheckpointDir(storage, str(tmp_path)), ME).run) == 2
 
 
 class Remembering(PosixStorage):
-    """Caches a listing until this host changes the folder itself, as on NFS. ``act`` is called before the first lease is
-    published."""
+    """Caches a listing until this host changes the folder itself, as on NFS. ``act`` is called
+    before the first lease is published."""
 
     def __init__(self, act):
         self.listed, self.act = {}, act
@@ -325,7 +373,8 @@ class Remembering(PosixStorage):
 
 
 def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
-    """The other job had acquired the folder, saved and ended meanwhile: both had one number, and the second was fenced."""
+    """The other job had acquired the folder, saved and ended meanwhile: both had one number, and
+    the second was fenced."""
     rival = rival_of(tmp_path, "ffffffff")
 
     def ends(now):
@@ -336,6 +385,7 @@ def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
     def begins():
         rival.publish()
         rival.beat()
+
     time = ManualClock(ends)
     run = acquire(CheckpointDir(Remembering(begins), str(tmp_path)), ME, time=time).run
     assert run_sequence(run) == 2 and 5 < time.now < 8
@@ -350,13 +400,15 @@ def test_a_number_that_all_nodes_have_agreed_on_and_that_is_in_use_is_refused(tm
 
 
 def test_a_job_whose_half_written_lease_is_removed_reports_the_other_job(tmp_path):
-    """The other job considers it a leftover of a dead job. The error names the other job, not a file that has vanished."""
+    """The other job considers it a leftover of a dead job. The error names the other job, not a
+    file that has vanished."""
     first = []
 
     class Slow(PosixStorage):
         def rename(self, old, new):
             first.append(acquire_lease(tmp_path))
             super().rename(old, new)
+
     with pytest.raises(LeaseHeldError, match="is in use: run 0002"):
         acquire(CheckpointDir(Slow(), str(tmp_path)), ME)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{first[0].run}.json"]
@@ -367,6 +419,7 @@ def test_a_lease_that_cannot_be_published_is_an_error_and_is_removed(tmp_path):
     class Unsettled(PosixStorage):
         def sync(self, folder):
             raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
+
     (tmp_path / FOLDER).mkdir()
     with pytest.raises(OSError, match="Input/output error"):
         acquire(CheckpointDir(Unsettled(), str(tmp_path)), ME)
@@ -375,13 +428,15 @@ def test_a_lease_that_cannot_be_published_is_an_error_and_is_removed(tmp_path):
     class Full(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
     with pytest.raises(OSError, match="No space left"):
         acquire(CheckpointDir(Full(), str(tmp_path)), ME)
     assert os.listdir(tmp_path / FOLDER) == []
 
 
 class Stale(PosixStorage):
-    """Returns the old content of a lease ``left`` times: its holder on another host is just replacing the file."""
+    """Returns the old content of a lease ``left`` times: its holder on another host is just
+    replacing the file."""
 
     def __init__(self, times):
         self.left = times
@@ -400,22 +455,29 @@ def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
         acquire(CheckpointDir(Stale(1), str(tmp_path)), ME, time=(time := ManualClock()))
     publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock()
-    lease = acquire(CheckpointDir(Stale(5), str(tmp_path)), ME, time=time)        # silent since it could be read
+    # silent since it could be read
+    lease = acquire(CheckpointDir(Stale(5), str(tmp_path)), ME, time=time)
     assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"\0" * len(data), None]
+)
 def test_a_lease_that_stays_unreadable_counts_as_alive(tmp_path, damage):
-    """The lease is damaged or of a later version: no job is fenced, and the error names the file."""
+    """The lease is damaged or of a later version: no job is fenced, and the error names the
+    file."""
     lease = publish_lease(tmp_path, dead_holder())
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
-    path.write_bytes(damage(path.read_bytes()) if damage else encode_head({"version": 2, "kind": "claim"}))
+    path.write_bytes(
+        damage(path.read_bytes()) if damage else encode_head({"version": 2, "kind": "claim"})
+    )
     time = ManualClock()
     with pytest.raises(LeaseHeldError) as error:
         acquire_lease(tmp_path, time=time)
     assert f"remove {path} and start again" in str(error.value) and time.now == BEAT * PATIENCE
     assert os.listdir(tmp_path / FOLDER) == [path.name]
-    assert lease.run not in EndedRuns(dir_at(tmp_path))             # its unfinished save is not an orphan
+    # its unfinished save is not an orphan
+    assert lease.run not in EndedRuns(dir_at(tmp_path))
     path.unlink()
     assert run_sequence(acquire_lease(tmp_path).run) == 1
 
@@ -428,13 +490,17 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
             rival.publish()
             self.left = 99
             super().rename(old, new)
+
     time = ManualClock()
-    with pytest.raises(LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"):
+    with pytest.raises(
+        LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"
+    ):
         acquire(CheckpointDir(Late(0), str(tmp_path)), ME, time=time)
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
-# ---- the wait for a holder on another host -------------------------------------------------------------------------------
+# ---- the wait for a holder on another host -------------------------------------------------------
+
 
 @pytest.mark.parametrize("mine", [0.0, 0.1, BEAT, 200.0])
 @pytest.mark.parametrize("theirs", [2.0, BEAT, 100.0])
@@ -443,7 +509,10 @@ def test_the_holders_own_heartbeat_interval_counts(tmp_path, mine, theirs):
     time = ManualClock()
     lease = acquire(CheckpointDir(STORAGE, str(tmp_path)), ME, mine, time=time)
     assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
-    assert lease_holders(dir_at(tmp_path))[0].every == mine and lease.run == lease_holders(dir_at(tmp_path))[0].run
+    assert (
+        lease_holders(dir_at(tmp_path))[0].every == mine
+        and lease.run == lease_holders(dir_at(tmp_path))[0].run
+    )
 
 
 @pytest.mark.parametrize("every, said", [(0.0, "there are none"), (3600.0, "only every 3600 s")])
@@ -452,7 +521,11 @@ def test_a_holder_on_another_host_without_heartbeats_is_not_considered_dead(tmp_
     with pytest.raises(LeaseHeldError) as error:
         acquire_lease(tmp_path, time=time)
     path = tmp_path / FOLDER / f"claim-{lease.run}.json"
-    assert said in str(error.value) and f"remove {path} and start again" in str(error.value) and "node7" in str(error.value)
+    assert (
+        said in str(error.value)
+        and f"remove {path} and start again" in str(error.value)
+        and "node7" in str(error.value)
+    )
     assert time.now == BEAT * PATIENCE
 
 
@@ -470,7 +543,10 @@ def test_a_lease_of_an_earlier_version_has_the_default_heartbeat_interval(tmp_pa
     del head["every"]
     path.write_bytes(encode_head(head))
     time = ManualClock()
-    assert run_sequence(acquire_lease(tmp_path, time=time).run) == 2 and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
+    assert (
+        run_sequence(acquire_lease(tmp_path, time=time).run) == 2
+        and BEAT * PATIENCE <= time.now < BEAT * PATIENCE + 1.5
+    )
 
 
 def test_a_failed_training_of_this_process_does_not_count_as_another_job(tmp_path):

@@ -1,4 +1,6 @@
-"""Leaving in time: whatever rank is asked, all leave at the same step; and they rarely ask each other."""
+"""Leaving in time: whatever rank is asked, all leave at the same step; and they rarely ask each
+other."""
+
 import os
 import signal
 from types import SimpleNamespace
@@ -8,7 +10,15 @@ from rank_folders import Ranks
 from senders import from_outside
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.preemption import BY_FILE, BY_SIGNAL, BY_UNKNOWN, STATUS, PreemptionHandler, request, requests
+from mindresume.coordination.preemption import (
+    BY_FILE,
+    BY_SIGNAL,
+    BY_UNKNOWN,
+    STATUS,
+    PreemptionHandler,
+    request,
+    requests,
+)
 from mindresume.coordination.signal_sender import OTHER, SignalSenders
 
 
@@ -21,12 +31,14 @@ class Clock:
 
 
 def trained(leaving, clock, steps, each, asked=None, last=1000):
-    """Runs steps of ``each`` seconds until a rank leaves. Returns (step, reason) and the steps at which the ranks exchanged."""
+    """Runs steps of ``each`` seconds until a rank leaves. Returns (step, reason) and the steps at
+    which the ranks exchanged."""
     exchanges, gather = [], leaving.group.gather
 
     def counted(message):
         exchanges.append(leaving.step)
         return gather(message)
+
     leaving.group.gather = counted
     for step in range(1, steps + 1):
         clock.now += each
@@ -43,7 +55,10 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
 def test_all_ranks_leave_at_the_same_step(asked, rank):
     def work(group):
         clock, when = Clock(), asked if group.rank == rank else None
-        return trained(PreemptionHandler(group, 5.0, time=clock), clock, 200, 0.5 + 0.01 * group.rank, when)
+        return trained(
+            PreemptionHandler(group, 5.0, time=clock), clock, 200, 0.5 + 0.01 * group.rank, when
+        )
+
     results = Ranks(4).run(work)
     (left,) = {(step, reason) for step, reason, _ in results}
     assert left[1] == BY_SIGNAL and asked <= left[0] <= asked + 10
@@ -51,19 +66,25 @@ def test_all_ranks_leave_at_the_same_step(asked, rank):
 
 
 def test_ranks_exchange_about_every_interval():
-    """1,000 steps of 0.1 s, an interval of 5 s: the ranks exchange at the first few steps, then every 50th."""
+    """1,000 steps of 0.1 s, an interval of 5 s: the ranks exchange at the first few steps, then
+    every 50th."""
+
     def work(group):
         clock = Clock()
         return trained(PreemptionHandler(group, 5.0, time=clock), clock, 1000, 0.1)[2]
+
     (exchanges,) = {tuple(found) for found in Ranks(2).run(work)}
     assert exchanges[:6] == (1, 2, 4, 8, 16, 32) and 15 <= len(exchanges) <= 30
-    assert set(later - before for before, later in zip(exchanges[7:], exchanges[8:], strict=False)) <= {49, 50}
+    assert set(
+        later - before for before, later in zip(exchanges[7:], exchanges[8:], strict=False)
+    ) <= {49, 50}
 
 
 def test_ranks_exchange_after_each_slow_step():
     def work(group):
         clock = Clock()
         return trained(PreemptionHandler(group, 5.0, time=clock), clock, 10, 8.0)[2]
+
     assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
 
 
@@ -81,6 +102,7 @@ def test_a_known_sender_on_any_rank_counts_before_an_unknown_one():
         if group.rank == 2:
             leaving._senders.look = lambda: OTHER
         return leaving.check(1)
+
     assert set(Ranks(3).run(work)) == {BY_SIGNAL}
 
 
@@ -105,7 +127,8 @@ def test_the_signal_is_recorded_and_its_handler_restored_afterwards():
 
 def test_a_signal_of_this_process_itself_is_a_failure_and_no_request(monkeypatch):
     """MindSpore sends it when a worker of the data set has died. It was taken for a preemption."""
-    monkeypatch.setattr(SignalSenders, "_watch", lambda self: None)             # the training thread is first
+    # the training thread is first
+    monkeypatch.setattr(SignalSenders, "_watch", lambda self: None)
     failed = []
     leaving = PreemptionHandler(SingleProcess(), 5.0, on_own_signal=lambda: failed.append(True))
     leaving.install()
@@ -126,7 +149,10 @@ def test_a_fork_of_a_rank_ends_by_the_signal():
         if not child:
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM and leaving.check(1) == ""
+        assert (
+            os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            and leaving.check(1) == ""
+        )
     finally:
         leaving.close()
         signal.signal(signal.SIGTERM, before)
@@ -163,7 +189,7 @@ def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
     leaving = PreemptionHandler(SingleProcess(), 5.0, [object(), named], clock)
     assert leaving.check(1) == ""
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
-    assert leaving.check(2) == ""                           # looked at a moment ago
+    assert leaving.check(2) == ""  # looked at a moment ago
     clock.now += 1
     assert leaving.check(3) == BY_FILE
     for switched_on, said in ((False, ""), (True, BY_FILE)):
@@ -177,8 +203,8 @@ def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
 def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
-    """The file ended the previous training. Neither our callback nor MindSpore's reacts to it until it is written again; a
-    warning says so."""
+    """The file ended the previous training. Neither our callback nor MindSpore's reacts to it until
+    it is written again; a warning says so."""
     path, clock = tmp_path / "mine.json", Clock()
     path.write_text('{"GracefulExit": 1}')
     callback = SimpleNamespace(remote_config_file=str(path), exit=False)
@@ -189,7 +215,9 @@ def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
         assert leaving.check(step) == "" and callback.remote_config_file is None
     path.write_text(again) if again else os.remove(path)
     clock.now += 1
-    assert leaving.check(4) == (BY_FILE if again and "1" in again else "") and callback.remote_config_file == str(path)
+    assert leaving.check(4) == (
+        BY_FILE if again and "1" in again else ""
+    ) and callback.remote_config_file == str(path)
     assert not leaving.file.ignored
     path.write_text('{"GracefulExit": 1}  ')
     clock.now += 1
@@ -199,12 +227,18 @@ def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
 def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     path = str(tmp_path / "mine.json")
     callback = SimpleNamespace(remote_config_file=path, exit=False)
-    before = requests({"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]})
-    assert before == {"graceful_exit.json": None, path: None} and requests({}) == {"graceful_exit.json": None}
+    before = requests(
+        {"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]}
+    )
+    assert before == {"graceful_exit.json": None, path: None} and requests({}) == {
+        "graceful_exit.json": None
+    }
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
     leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before=before)
     assert not leaving.file.ignored and leaving.check(1) == BY_FILE
-    stays = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before={path: request(path)})
+    stays = PreemptionHandler(
+        SingleProcess(), 5.0, [callback], Clock(), before={path: request(path)}
+    )
     assert stays.file.ignored and stays.check(1) == ""
 
 
@@ -216,8 +250,18 @@ def test_a_callback_that_handles_the_signal_is_consulted():
     assert leaving.check(2) == BY_UNKNOWN
 
 
-@pytest.mark.parametrize("content, asks", [('{"GracefulExit": 1}', True), ('{"GracefulExit": 0}', False), ("{}", False),
-                                           ("", False), ("[1]", False), ('{"Grac', False), ('{"GracefulExit": "1"}', False)])
+@pytest.mark.parametrize(
+    "content, asks",
+    [
+        ('{"GracefulExit": 1}', True),
+        ('{"GracefulExit": 0}', False),
+        ("{}", False),
+        ("", False),
+        ("[1]", False),
+        ('{"Grac', False),
+        ('{"GracefulExit": "1"}', False),
+    ],
+)
 def test_the_preemption_file_is_parsed(tmp_path, content, asks):
     (tmp_path / "f.json").write_text(content)
     assert (request(str(tmp_path / "f.json")) is not None) is asks

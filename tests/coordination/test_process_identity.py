@@ -1,4 +1,5 @@
 """The identity of a process: its number and its start."""
+
 import errno
 import io
 import os
@@ -27,7 +28,7 @@ def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert start_ticks(process.pid) >= start_ticks(os.getpid()) > 0
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)           # it stays a zombie
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     assert stat_fields(process.pid)[0] == b"Z" and start_ticks(process.pid) is None
     process.communicate()
     assert stat_fields(process.pid) is None and start_ticks(process.pid) is None
@@ -48,7 +49,13 @@ def test_the_answer_about_a_process_has_three_values(monkeypatch):
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert is_running(ended.pid, 1) is False
-    assert is_running(me[0], 0) is is_running(0, 1) is is_running(-1, 1) is is_running(2**80, 1) is None
+    assert (
+        is_running(me[0], 0)
+        is is_running(0, 1)
+        is is_running(-1, 1)
+        is is_running(2**80, 1)
+        is None
+    )
 
 
 def test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_it():
@@ -66,21 +73,29 @@ def test_nodes_with_one_name_are_told_apart(monkeypatch):
     def boots(boot):
         monkeypatch.setattr(process_identity, "boot_id", lambda: boot)
         return host_identity()
+
     monkeypatch.setattr(runtime, "gethostname", lambda: "localhost")
     assert boot_id() and boots("one") != boots("two")
 
 
-@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize(
+    "error", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.EIO]
+)
 def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch, error):
     def fail(path, *args):
         raise OSError(error, os.strerror(error), path)
+
     monkeypatch.setattr("builtins.open", fail)
     assert is_running(os.getpid(), 1) is None
 
 
-@pytest.mark.parametrize("answer, expected", [(None, None), (PermissionError, None), (ProcessLookupError, False)])
+@pytest.mark.parametrize(
+    "answer, expected", [(None, None), (PermissionError, None), (ProcessLookupError, False)]
+)
 def test_a_hidden_process_is_not_dead(monkeypatch, answer, expected):
-    """With hidepid=2, /proc does not show the processes of other users; the kernel still knows their numbers."""
+    """With hidepid=2, /proc does not show the processes of other users; the kernel still knows
+    their numbers."""
+
     def fail(path, *args):
         raise FileNotFoundError(errno.ENOENT, "hidden", path)
 
@@ -88,16 +103,23 @@ def test_a_hidden_process_is_not_dead(monkeypatch, answer, expected):
         assert number == 0
         if answer:
             raise answer
+
     monkeypatch.setattr("builtins.open", fail)
     monkeypatch.setattr(os, "kill", kill)
     assert is_running(4711, 1) is expected
 
 
-@pytest.mark.parametrize("pending, expected", [("0000000000000100", None), ("0000000000004000", True)])
+@pytest.mark.parametrize(
+    "pending, expected", [("0000000000000100", None), ("0000000000004000", True)]
+)
 @pytest.mark.parametrize("field", ["SigPnd", "ShdPnd"])
-def test_a_process_with_sigkill_pending_is_neither_alive_nor_dead(monkeypatch, field, pending, expected):
+def test_a_process_with_sigkill_pending_is_neither_alive_nor_dead(
+    monkeypatch, field, pending, expected
+):
     """It waits in the kernel (state D) and will run no code: its heartbeats have to tell."""
     stat = b"4711 (python) D " + b" ".join(b"%d" % number for number in range(4, 30))
     status = f"Name:\tpython\n{field}:\t{pending}\n".encode()
-    monkeypatch.setattr("builtins.open", lambda path, mode: io.BytesIO(stat if path.endswith("/stat") else status))
+    monkeypatch.setattr(
+        "builtins.open", lambda path, mode: io.BytesIO(stat if path.endswith("/stat") else status)
+    )
     assert is_running(4711, 22) is expected

@@ -1,4 +1,5 @@
 """Read locks: a checkpoint that is read is neither removed nor moved."""
+
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +9,13 @@ from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, pu
 from rank_folders import RUN, dir_at, save
 
 from mindresume.coordination.lease import BEAT, fence, lease_holders, lease_path
-from mindresume.coordination.read_locks import GIVEN_UP, ReadLocks, acquire_read_lock, announce_removal, read_locks
+from mindresume.coordination.read_locks import (
+    GIVEN_UP,
+    ReadLocks,
+    acquire_read_lock,
+    announce_removal,
+    read_locks,
+)
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage
@@ -39,6 +46,7 @@ def test_a_reader_waits_for_an_announced_removal(tmp_path, goes):
             if goes:
                 commit_dir.rename(tmp_path / "gone")
             others.release()
+
     time = ManualClock(act)
     lease = acquire_read_lock(dir_at(tmp_path), name, str(commit_dir), sleep=time.sleep)
     assert (lease is None) == goes and 2 < time.now < 4
@@ -52,9 +60,13 @@ def test_a_reader_stops_waiting_after_a_limit(tmp_path, holder, waits):
     """The removing process may be dead: on this machine that is detected at once."""
     save(tmp_path, 5, 1)
     name = os.listdir(tmp_path / FOLDER)[0]
-    publish_lease(tmp_path, replace(holder or dead_holder(), purpose="removing", holds=(name,), every=0.0), 0)
+    publish_lease(
+        tmp_path, replace(holder or dead_holder(), purpose="removing", holds=(name,), every=0.0), 0
+    )
     time = ManualClock()
-    lease = acquire_read_lock(dir_at(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep)
+    lease = acquire_read_lock(
+        dir_at(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep
+    )
     assert lease is not None and (5 < time.now < 20 if waits else time.now == 0)
     lease.release()
 
@@ -66,13 +78,24 @@ def test_a_process_waits_once_for_all_announcements_that_do_not_go_away(tmp_path
         save(tmp_path, step, 1)
     names, time, outwaited = os.listdir(tmp_path / FOLDER), ManualClock(), set()
     for number in range(20):
-        announced = replace(ELSEWHERE, purpose="removing", holds=tuple(names), every=0.0, run=run_name(0, f"{number:08x}"))
+        announced = replace(
+            ELSEWHERE,
+            purpose="removing",
+            holds=tuple(names),
+            every=0.0,
+            run=run_name(0, f"{number:08x}"),
+        )
         path = lease_path(tmp_path, announced.run)
         with open(path, "wb") as file:
             file.write(announced.encode() if foreign == "announcements" else b"garbage")
     for name in names:
-        acquire_read_lock(dir_at(tmp_path), name, str(tmp_path / FOLDER / name), sleep=time.sleep,
-                          outwaited=outwaited).release()
+        acquire_read_lock(
+            dir_at(tmp_path),
+            name,
+            str(tmp_path / FOLDER / name),
+            sleep=time.sleep,
+            outwaited=outwaited,
+        ).release()
     assert 5 < time.now < 20
 
 
@@ -82,7 +105,9 @@ def test_a_later_announcement_is_waited_for(tmp_path):
     publish_lease(tmp_path, replace(ELSEWHERE, purpose="removing", holds=(name,), every=0.0), 0)
     time = ManualClock()
     commit_dir = str(tmp_path / FOLDER / name)
-    acquire_read_lock(dir_at(tmp_path), name, commit_dir, sleep=time.sleep, outwaited=outwaited).release()
+    acquire_read_lock(
+        dir_at(tmp_path), name, commit_dir, sleep=time.sleep, outwaited=outwaited
+    ).release()
     assert time.now > 5
 
 
@@ -104,7 +129,9 @@ def test_a_lock_of_a_dead_reader_does_not_count(tmp_path):
 
 
 def test_a_lock_of_another_host_expires_without_heartbeats(tmp_path):
-    reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0)
+    reader = publish_lease(
+        tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0
+    )
     now = [0.0]
     seen = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0]))
     assert set(seen()) == {"step-x"}
@@ -121,12 +148,18 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
     save(tmp_path, 5, 1)
     save(tmp_path, 10, 1)
     names = {name for name in os.listdir(tmp_path / FOLDER)}
-    reader = publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0)
+    reader = publish_lease(
+        tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0
+    )
     path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
-    seen, content = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0])), path.read_bytes()
+    seen, content = (
+        ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0])),
+        path.read_bytes(),
+    )
     path.write_bytes(b"x")
     assert set(seen()) == names and "cannot be read" in seen()[min(names)]
-    acquire_lease(tmp_path, time=(time := ManualClock()))                          # a reader does not stop a job from saving
+    # a reader does not stop a job from saving
+    acquire_lease(tmp_path, time=(time := ManualClock()))
     assert time.now == 0
     now[0] = BEAT * GIVEN_UP
     assert set(seen()) == names
@@ -137,7 +170,11 @@ def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
 
 
 def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path):
-    publish_lease(tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT), sequence=0)
+    publish_lease(
+        tmp_path,
+        replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT),
+        sequence=0,
+    )
     now = [0.0]
     seen = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0]))
     assert set(seen()) == {"step-x"}
@@ -163,6 +200,9 @@ def test_an_unreadable_lock_may_be_of_the_removing_process(tmp_path):
         waits.append(seconds)
         if len(waits) == 3:
             going.release()
-    lease = acquire_read_lock(CheckpointDir(Private(), str(tmp_path)), name, str(tmp_path / FOLDER / name), sleep=sleep)
+
+    lease = acquire_read_lock(
+        CheckpointDir(Private(), str(tmp_path)), name, str(tmp_path / FOLDER / name), sleep=sleep
+    )
     assert lease is not None and len(waits) == 3
     lease.release()

@@ -1,4 +1,5 @@
 """coordination/shared_folder.py: a clock that stands still while nobody reads it."""
+
 from types import SimpleNamespace
 
 from mindresume.coordination.shared_folder import AwakeClock

@@ -1,4 +1,6 @@
-"""Who has sent SIGTERM: this process, another one, or not known. With real signals, of which Python's handler knows no sender."""
+"""Who has sent SIGTERM: this process, another one, or not known. With real signals, of which
+Python's handler knows no sender."""
+
 import os
 import signal
 import subprocess
@@ -29,7 +31,11 @@ def from_a_thread():
 @pytest.fixture
 def senders():
     """Watches with a handler of Python. ``noticed``: set by ``on_own``."""
-    before, wakeup, noticed = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(-1), threading.Event()
+    before, wakeup, noticed = (
+        signal.signal(signal.SIGTERM, lambda *_: None),
+        signal.set_wakeup_fd(-1),
+        threading.Event(),
+    )
     senders = SignalSenders(noticed.set)
     senders.noticed = noticed
     senders.begin()
@@ -39,7 +45,9 @@ def senders():
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("send", [from_itself, from_a_thread, lambda: signal.raise_signal(signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "send", [from_itself, from_a_thread, lambda: signal.raise_signal(signal.SIGTERM)]
+)
 def test_a_signal_of_this_process_is_its_own(senders, send):
     assert senders.look() == UNKNOWN
     send()
@@ -50,7 +58,8 @@ def test_a_signal_of_this_process_is_its_own(senders, send):
 def test_a_signal_of_another_process_is_none_of_its_own(senders, send):
     send()
     assert senders.look() == OTHER
-    from_itself()                               # the workers of the data set got the signal, too, and have died of it
+    # the workers of the data set got the signal, too, and have died of it
+    from_itself()
     assert senders.look() == OTHER and not senders.noticed.is_set()
 
 
@@ -73,7 +82,7 @@ def test_a_signal_that_another_thread_has_taken_has_no_known_sender(senders):
 
 def test_a_signal_from_before_has_no_part_in_it(senders):
     senders.close()
-    from_outside()                              # its sender stays on the stack
+    from_outside()  # its sender stays on the stack
     later = SignalSenders()
     later.begin()
     assert later.look() == UNKNOWN
@@ -93,7 +102,8 @@ def test_a_handler_that_was_installed_later_is_armed_again(senders):
 
 
 def test_an_own_signal_is_noticed_while_somebody_else_has_the_place_of_the_pipe(senders, tmp_path):
-    """The crash-loop protection has it during the first step. It must not get it back closed, or lose it."""
+    """The crash-loop protection has it during the first step. It must not get it back closed, or
+    lose it."""
     with open(tmp_path / "signals", "wb", buffering=0) as file:
         os.set_blocking(file.fileno(), False)
         ours = signal.set_wakeup_fd(file.fileno())

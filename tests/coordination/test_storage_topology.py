@@ -1,4 +1,5 @@
 """Which ranks share a folder, and which checkpoint all nodes have. A node is a folder here."""
+
 import io
 import os
 from dataclasses import replace
@@ -29,7 +30,16 @@ from mindresume.errors import CollectiveError, LeaseHeldError, RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, Manifest, attempt_name, encode_head, read_head, read_record, record_name, run_name
+from mindresume.model.manifest import (
+    FOLDER,
+    Manifest,
+    attempt_name,
+    encode_head,
+    read_head,
+    read_record,
+    record_name,
+    run_name,
+)
 from mindresume.resume.candidates import NODE_LOCAL, list_checkpoints
 from mindresume.resume.eligible import check_files
 from mindresume.resume.replicas import unknown_strategy
@@ -47,43 +57,60 @@ def seen(tmp_path, nodes):
     """``nodes``: by rank, the name of its folder."""
     for name in set(nodes):
         (tmp_path / name).mkdir(exist_ok=True)
-    found = Ranks(len(nodes)).run(lambda group: find_shared_groups(dir_at(tmp_path / nodes[group.rank]), group))
+    found = Ranks(len(nodes)).run(
+        lambda group: find_shared_groups(dir_at(tmp_path / nodes[group.rank]), group)
+    )
     assert all(shared_groups == found[0] for shared_groups in found), found
     for name in set(nodes):
         assert os.listdir(tmp_path / name) == []
     return found[0]
 
 
-@pytest.mark.parametrize("nodes, leaders", [
-    ("aaaa", (0, 0, 0, 0)), ("aabb", (0, 0, 2, 2)), ("abab", (0, 1, 0, 1)), ("abcd", (0, 1, 2, 3)), ("abbc", (0, 1, 1, 3))])
+@pytest.mark.parametrize(
+    "nodes, leaders",
+    [
+        ("aaaa", (0, 0, 0, 0)),
+        ("aabb", (0, 0, 2, 2)),
+        ("abab", (0, 1, 0, 1)),
+        ("abcd", (0, 1, 2, 3)),
+        ("abbc", (0, 1, 1, 3)),
+    ],
+)
 def test_ranks_that_see_a_probe_file_share_a_group(tmp_path, nodes, leaders):
     shared_groups = seen(tmp_path, nodes)
     assert shared_groups.leaders == leaders and shared_groups.is_split is (len(set(nodes)) > 1)
     for rank, name in enumerate(nodes):
-        assert shared_groups.ranks(rank) == tuple(other for other, where in enumerate(nodes) if where == name)
+        assert shared_groups.ranks(rank) == tuple(
+            other for other, where in enumerate(nodes) if where == name
+        )
         assert shared_groups.is_leader(rank) is (nodes.index(name) == rank)
-    assert shared_groups.of_leaders(list("wxyz")) == [list("wxyz")[leader] for leader in sorted(set(leaders))]
+    assert shared_groups.of_leaders(list("wxyz")) == [
+        list("wxyz")[leader] for leader in sorted(set(leaders))
+    ]
 
 
 def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
-    """The folder is mounted under another name on another host: a probe file decides, not the path."""
+    """The folder is mounted under another name on another host: a probe file decides, not the
+    path."""
     (tmp_path / "shared").mkdir()
     for name in ("mount0", "mount1"):
         os.symlink(tmp_path / "shared", tmp_path / name)
     monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
-    found = Ranks(4).run(lambda group: find_shared_groups(dir_at(tmp_path / f"mount{group.rank // 2}"), group))
+    found = Ranks(4).run(
+        lambda group: find_shared_groups(dir_at(tmp_path / f"mount{group.rank // 2}"), group)
+    )
     assert found == [single_group(4)] * 4 and os.listdir(tmp_path / "shared") == []
 
 
 class Late(PosixStorage):
-    """A host that lists files of other hosts only after ``seconds``, and with ``by_name`` finds them by name as late. ``now``
-    advances when its ranks sleep."""
+    """A host that lists files of other hosts only after ``seconds``, and with ``by_name`` finds
+    them by name as late. ``now`` advances when its ranks sleep."""
 
     def __init__(self, seconds, by_name=True):
         self.now, self.seconds, self.by_name, self.mine = 0.0, seconds, by_name, set()
 
     def sleep(self, seconds):
-        self.now += seconds / 2                 # two ranks of this host do
+        self.now += seconds / 2  # two ranks of this host do
 
     def rename(self, old, new):
         self.mine.add(os.path.basename(new))
@@ -96,17 +123,23 @@ class Late(PosixStorage):
         return [name for name in super().list(folder) if not self._hidden(name)]
 
     def status(self, path):
-        return None if self.by_name and self._hidden(os.path.basename(path)) else super().status(path)
+        return (
+            None if self.by_name and self._hidden(os.path.basename(path)) else super().status(path)
+        )
 
 
 def looked_from(tmp_path, hosts, local=False):
     """Returns the groups that two ranks on each host find in one folder."""
+
     def work(group):
         host = hosts[group.rank // 2]
         return find_shared_groups(CheckpointDir(host, str(tmp_path)), group, host)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_topology, "is_local", lambda path: local)
-        found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(work)
+        found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(
+            work
+        )
     assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
     return found[0].leaders
 
@@ -116,12 +149,16 @@ def test_a_shared_folder_that_a_host_lists_late(tmp_path, seconds, by_name):
     """The folder counted as node-local, and two leaders wrote one manifest."""
     hosts = [Late(seconds, by_name), Late(seconds, by_name)]
     assert looked_from(tmp_path, hosts) == (0, 0, 0, 0)
-    assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (by_name or not hosts[0].now)
+    assert all(host.now <= min(seconds, PATIENCE) for host in hosts) and (
+        by_name or not hosts[0].now
+    )
 
 
 def test_a_listing_that_is_too_old_leaves_no_folder(tmp_path):
-    """Both hosts still list what the other has removed. The folder of records stayed in an unrelated folder, which then counted
-    as a checkpoint directory, and the training started afresh."""
+    """Both hosts still list what the other has removed. The folder of records stayed in an
+    unrelated folder, which then counted as a checkpoint directory, and the training started
+    afresh."""
+
     class Old(PosixStorage):
         shown: set = set()
 
@@ -132,6 +169,7 @@ def test_a_listing_that_is_too_old_leaves_no_folder(tmp_path):
 
         def sleep(self, seconds):
             pass
+
     assert looked_from(tmp_path, [Old(), Old()]) == (0, 0, 0, 0)
 
 
@@ -154,10 +192,18 @@ def test_an_error_leaves_no_probe_files(tmp_path):
                 self.failed = True
                 raise OSError(5, "Input/output error", folder)
             return super().list(folder)
+
         failed = False
+
     broken = Broken()
-    found = Ranks(2).run(lambda group: find_shared_groups(CheckpointDir(broken if group.rank else STORAGE, str(tmp_path)), group))
-    assert all(isinstance(error, CollectiveError) and "rank 1: OSError" in str(error) for error in found)
+    found = Ranks(2).run(
+        lambda group: find_shared_groups(
+            CheckpointDir(broken if group.rank else STORAGE, str(tmp_path)), group
+        )
+    )
+    assert all(
+        isinstance(error, CollectiveError) and "rank 1: OSError" in str(error) for error in found
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -171,18 +217,27 @@ def test_probe_files_of_a_job_killed_long_ago_are_removed(tmp_path, nodes):
             (tmp_path / name / FOLDER / probe).write_bytes(b"")
             now = (tmp_path / name / FOLDER / probe).stat().st_mtime
             os.utime(tmp_path / name / FOLDER / probe, (now, now - 3700 * ("0123abcd" in probe)))
-    found = Ranks(2).run(lambda group: find_shared_groups(dir_at(tmp_path / nodes[group.rank]), group))
+    found = Ranks(2).run(
+        lambda group: find_shared_groups(dir_at(tmp_path / nodes[group.rank]), group)
+    )
     assert [one.is_split for one in found] == [nodes == "ab"] * 2
-    assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(set(nodes))
+    assert [os.listdir(tmp_path / name / FOLDER) for name in set(nodes)] == [[new]] * len(
+        set(nodes)
+    )
 
 
 def test_an_interrupted_wait_leaves_no_probe_files(tmp_path):
     def sleep(seconds):
         raise RuntimeError("interrupted")
+
     for name in "ab":
         (tmp_path / name).mkdir()
     time = SimpleNamespace(sleep=sleep)
-    found = Ranks(2).run(lambda group: find_shared_groups(CheckpointDir(STORAGE, str(tmp_path / "ab"[group.rank])), group, time))
+    found = Ranks(2).run(
+        lambda group: find_shared_groups(
+            CheckpointDir(STORAGE, str(tmp_path / "ab"[group.rank])), group, time
+        )
+    )
     assert [str(error) for error in found] == ["interrupted"] * 2
     assert [os.listdir(tmp_path / name) for name in "ab"] == [[], []]
 
@@ -197,13 +252,18 @@ def test_a_single_process_needs_no_probe_and_an_unwritable_folder_is_an_error(tm
 def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
     for name, run in (("a", run_name(3, "0000aaaa")), ("b", run_name(7, "0000bbbb"))):
         (tmp_path / name / FOLDER / attempt_name(5, run)).mkdir(parents=True)
-    found = Ranks(4).run(lambda group: next_common_run(dir_at(tmp_path / "aabb"[group.rank]), group))
+    found = Ranks(4).run(
+        lambda group: next_common_run(dir_at(tmp_path / "aabb"[group.rank]), group)
+    )
     assert len(set(found)) == 1 and found[0].startswith("0008-")
 
 
 def test_two_leaders_of_one_folder_find_each_other(tmp_path):
-    """Whatever went wrong in the exchange of probe files: one of them reads the other's lease before the first step."""
-    mine = lease.Lease(dir_at(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN))
+    """Whatever went wrong in the exchange of probe files: one of them reads the other's lease
+    before the first step."""
+    mine = lease.Lease(
+        dir_at(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN)
+    )
     theirs = lease.Lease(dir_at(tmp_path), replace(mine.holder, host="node7", pid=7))
     (tmp_path / FOLDER).mkdir()
     for one in (mine, theirs):
@@ -215,10 +275,14 @@ def test_two_leaders_of_one_folder_find_each_other(tmp_path):
     check_not_shared(mine)
 
 
-# ---- a node commits its part ---------------------------------------------------------------------------------------------
+# ---- a node commits its part ---------------------------------------------------------------------
 
-def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, with_local_ranks=True):
-    """Saves a part of the ranks. ``with_local_ranks``: records list the ranks that share the folder; earlier versions did not."""
+
+def save_part(
+    root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=True, with_local_ranks=True
+):
+    """Saves a part of the ranks. ``with_local_ranks``: records list the ranks that share the
+    folder; earlier versions did not."""
     for rank in ranks:
         write_rank(root, step, rank, world, run, local_ranks=ranks if with_local_ranks else ())
     target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
@@ -232,11 +296,16 @@ def save_part(root, step, ranks=(2, 3), world=4, run=RUN, policy=None, commit=Tr
 def test_a_node_commits_the_ranks_that_it_has(tmp_path):
     save_part(tmp_path, 5)
     found = scan(dir_at(tmp_path)).candidates
-    assert [(c.step, c.local_ranks, c.world_size, sorted(c.files), c.committed, c.problem) for c in found] == [
-        (5, (2, 3), 4, [2, 3], True, None)]
+    assert [
+        (c.step, c.local_ranks, c.world_size, sorted(c.files), c.committed, c.problem)
+        for c in found
+    ] == [(5, (2, 3), 4, [2, 3], True, None)]
     assert newest_committed(CheckpointDir(STORAGE, str(tmp_path))) == [attempt_name(5, RUN)]
     refusal = check_files(CheckpointDir(STORAGE, str(tmp_path)), found[0], 4)
-    assert "only the files of rank 2, 3 of 4 are here: nodes that share no disk saved it" in refusal.reason
+    assert (
+        "only the files of rank 2, 3 of 4 are here: nodes that share no disk saved it"
+        in refusal.reason
+    )
     assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
 
 
@@ -254,23 +323,35 @@ def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
 def test_the_records_of_a_node_are_its_commit(tmp_path):
     """The job was killed before its manifest; the next run writes that."""
     save_part(tmp_path, 5, commit=False)
-    found, = scan(dir_at(tmp_path)).candidates
-    assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == ((2, 3), True, False, None)
-    assert [seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]] == [NODE_LOCAL]
+    (found,) = scan(dir_at(tmp_path)).candidates
+    assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == (
+        (2, 3),
+        True,
+        False,
+        None,
+    )
+    assert [
+        seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]
+    ] == [NODE_LOCAL]
     made = plan(dir_at(tmp_path), KeepLast(1), active=LATER, ended=EVERY_RUN)
     assert made.orphans == made.to_delete == ()
     assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
-    again, = scan(dir_at(tmp_path)).candidates
+    (again,) = scan(dir_at(tmp_path)).candidates
     assert again.committed and replace(again, committed=False) == found
-    assert newest_committed(CheckpointDir(STORAGE, str(tmp_path))) == [attempt_name(5,
-        RUN)] and (tmp_path / "rank_2" / "meta.json").exists()
+    assert (
+        newest_committed(CheckpointDir(STORAGE, str(tmp_path))) == [attempt_name(5, RUN)]
+        and (tmp_path / "rank_2" / "meta.json").exists()
+    )
 
 
 def test_a_node_without_the_record_of_one_rank_has_no_part(tmp_path):
     write_rank(tmp_path, 5, 2, 4, local_ranks=(2, 3))
     for brief in (False, True):
-        found, = scan_records(dir_at(tmp_path), brief=brief)[0]
-        assert found.problem.reason == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
+        (found,) = scan_records(dir_at(tmp_path), brief=brief)[0]
+        assert (
+            found.problem.reason
+            == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
+        )
         assert (found.local_ranks, found.maybe_completed) == ((), False)
 
 
@@ -278,14 +359,17 @@ def test_a_save_with_an_unreadable_record_counts_as_maybe_completed(tmp_path):
     """The save may have been complete, so nothing of it is removed."""
     save_part(tmp_path, 5, commit=False)
     (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
-    found, = scan(dir_at(tmp_path)).candidates
+    (found,) = scan(dir_at(tmp_path)).candidates
     assert found.maybe_completed and "the record of rank 3 cannot be read" in found.problem.reason
 
 
 def test_records_of_earlier_versions_have_no_local_ranks(tmp_path):
     save_part(tmp_path, 5, commit=False, with_local_ranks=False)
-    found, = scan(dir_at(tmp_path)).candidates
-    assert not found.maybe_completed and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
+    (found,) = scan(dir_at(tmp_path)).candidates
+    assert (
+        not found.maybe_completed
+        and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
+    )
 
 
 def test_the_merged_records_of_some_nodes_are_the_parts_of_these_nodes(tmp_path):
@@ -294,12 +378,30 @@ def test_the_merged_records_of_some_nodes_are_the_parts_of_these_nodes(tmp_path)
         save_part(tmp_path, 5, ranks, world=6, commit=False)
         assert len(found) == (ranks != (4, 5))
     assert [c.local_ranks for c in found] == [(0, 1, 4, 5)] and found[0].problem is None
-    whole, = scan(dir_at(tmp_path)).candidates
+    (whole,) = scan(dir_at(tmp_path)).candidates
     assert whole.local_ranks == () and check_files(dir_at(tmp_path), whole, 6) is None
 
 
-@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3], [0, 3], [[0, 3]],
-                                  [[3, 2]], [[2]], [[2, 3, 3]], [[1, 2], [2, 3]], [[1, "2"]]])
+@pytest.mark.parametrize(
+    "part",
+    [
+        [],
+        [3, 2],
+        [2, 2],
+        [2, 4],
+        [-1, 2],
+        [0, 1, 2, 3],
+        "23",
+        [2.0, 3],
+        [0, 3],
+        [[0, 3]],
+        [[3, 2]],
+        [[2]],
+        [[2, 3, 3]],
+        [[1, 2], [2, 3]],
+        [[1, "2"]],
+    ],
+)
 def test_a_record_of_an_impossible_part(tmp_path, part):
     save_part(tmp_path, 5)
     with open(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2), "rb") as file:
@@ -309,7 +411,9 @@ def test_a_record_of_an_impossible_part(tmp_path, part):
         read_record(io.BytesIO(encode_head({**head, "part": part})))
 
 
-@pytest.mark.parametrize("part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]])
+@pytest.mark.parametrize(
+    "part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]]
+)
 def test_a_manifest_of_an_impossible_part(tmp_path, part):
     save_part(tmp_path, 5)
     path = tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json"
@@ -320,7 +424,8 @@ def test_a_manifest_of_an_impossible_part(tmp_path, part):
         Manifest.read(file)
 
 
-# ---- the common step is kept -------------------------------------------------------------------------------------------
+# ---- the common step is kept ---------------------------------------------------------------------
+
 
 def names(*steps, run=RUN):
     return [attempt_name(step, run) for step in steps]
@@ -328,8 +433,16 @@ def names(*steps, run=RUN):
 
 def test_the_newest_step_that_all_nodes_have_is_recorded():
     assert newest_common([names(20, 15, 10), names(15, 10), names(25, 15)]) == names(15)[0]
-    assert newest_common([names(5, run=LATER) + names(20), names(20) + names(5, run=LATER)]) == names(5, run=LATER)[0]
-    assert newest_common([names(20), names(15)]) == newest_common([]) == newest_common([names(5), []]) == ""
+    assert (
+        newest_common([names(5, run=LATER) + names(20), names(20) + names(5, run=LATER)])
+        == names(5, run=LATER)[0]
+    )
+    assert (
+        newest_common([names(20), names(15)])
+        == newest_common([])
+        == newest_common([names(5), []])
+        == ""
+    )
 
 
 def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
@@ -345,7 +458,7 @@ def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
     save_part(tmp_path, 30, policy=KeepLast(1))
     assert newest_committed(CheckpointDir(STORAGE, root)) == names(30, 25, 20)
     clear_common(CheckpointDir(STORAGE, root))
-    clear_common(CheckpointDir(STORAGE, root))                                # twice is once
+    clear_common(CheckpointDir(STORAGE, root))  # twice is once
     save_part(tmp_path, 35, policy=KeepLast(1))
     assert newest_committed(CheckpointDir(STORAGE, root)) == names(35)
 
@@ -367,7 +480,10 @@ def test_nothing_is_removed_if_the_common_step_is_unknown(tmp_path, content):
     (tmp_path / FOLDER / COMMON).write_bytes(content)
     assert set(protected_by_peers(dir_at(tmp_path))) == set(names(5, 10))
     made = plan(dir_at(tmp_path), KeepLast(1))
-    assert carry_out(dir_at(tmp_path), made) == [] and "share no disk" in made.reasons[made.kept[1].commit_dir]
+    assert (
+        carry_out(dir_at(tmp_path), made) == []
+        and "share no disk" in made.reasons[made.kept[1].commit_dir]
+    )
 
 
 def test_a_shared_folder_has_no_record_of_a_common_step(tmp_path):
@@ -383,8 +499,14 @@ def test_a_step_of_one_node_does_not_count_in_merged_folders_of_nodes(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, 20, rank, 4, local_ranks=(0, 1))
     assert Committer(target_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).recover() == []
-    Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)                         # it had done that before
+    # it had done that before
+    Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)
     found = scan(dir_at(tmp_path)).candidates
-    assert [(c.step, c.committed, c.local_ranks) for c in found] == [(20, True, (0, 1)), (10, True, ())]
+    assert [(c.step, c.committed, c.local_ranks) for c in found] == [
+        (20, True, (0, 1)),
+        (10, True, ()),
+    ]
     made = plan(dir_at(tmp_path), KeepLast(1), {}, ended=EVERY_RUN)
-    assert made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"
+    assert (
+        made.to_delete == () and made.reasons[found[1].commit_dir] == "the newest one of all ranks"
+    )

@@ -1,4 +1,5 @@
 """The selecting rank waits until it lists every checkpoint that another rank lists."""
+
 import os
 import shutil
 
@@ -20,8 +21,8 @@ def attempt(step, run=1):
 
 
 class Late(PosixStorage):
-    """A host that caches its first listing for ``seconds``. ``hidden``: by folder, names that are not in that listing. ``also``
-    is called each second."""
+    """A host that caches its first listing for ``seconds``. ``hidden``: by folder, names that are
+    not in that listing. ``also`` is called each second."""
 
     def __init__(self, root=None, hidden=(), seconds=30, also=lambda now: None):
         self.now, self.seconds, self.also = 0.0, seconds, also
@@ -29,7 +30,11 @@ class Late(PosixStorage):
 
     def list(self, folder):
         names = super().list(folder)
-        return names if self.now >= self.seconds else [name for name in names if os.path.join(folder, name) not in self.hidden]
+        return (
+            names
+            if self.now >= self.seconds
+            else [name for name in names if os.path.join(folder, name) not in self.hidden]
+        )
 
     def sleep(self, seconds):
         self.now += seconds
@@ -39,8 +44,15 @@ class Late(PosixStorage):
 def ask(root, late, ranks=3, late_ranks=(0,), shared_groups=None):
     """Returns the result that all ranks get. ``late``: the storage of ``late_ranks``."""
     hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
-    found = Ranks(ranks).run(lambda group: wait_until_visible(
-        hosts[group.rank], str(root), group, shared_groups or single_group(ranks), hosts[group.rank]))
+    found = Ranks(ranks).run(
+        lambda group: wait_until_visible(
+            hosts[group.rank],
+            str(root),
+            group,
+            shared_groups or single_group(ranks),
+            hosts[group.rank],
+        )
+    )
     assert all(one == found[0] for one in found), found
     return found[0]
 
@@ -53,7 +65,11 @@ def waited(root, hidden, **keys):
 
 def test_nothing_is_waited_for_if_nothing_is_late(tmp_path):
     save(tmp_path, 5, 3)
-    assert ask(tmp_path, Late()) == Visibility() == wait_until_visible(STORAGE, str(tmp_path), SingleProcess(), single_group(1))
+    assert (
+        ask(tmp_path, Late())
+        == Visibility()
+        == wait_until_visible(STORAGE, str(tmp_path), SingleProcess(), single_group(1))
+    )
 
 
 def test_a_complete_step_that_only_other_ranks_list_is_waited_for(tmp_path):
@@ -79,7 +95,8 @@ def test_records_and_manifests_that_appear_late(tmp_path, name):
 def test_a_checkpoint_that_one_rank_lists_is_waited_for(tmp_path):
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
-    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}"], late_ranks=(0, 1)) == 15          # two of them sleep
+    # two of them sleep
+    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}"], late_ranks=(0, 1)) == 15
 
 
 def test_a_save_that_never_completed_is_not_waited_for(tmp_path):
@@ -103,14 +120,24 @@ def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
     assert waited(tmp_path / "rank_0", [tmp_path / FOLDER]) == 30
 
 
-# ---- Checkpoint 2.0 ------------------------------------------------------------------------------------------------------
+# ---- Checkpoint 2.0 ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("late", [
-    [iteration_name(10)], [iteration_name(5), iteration_name(10), TRACKER], [f"{iteration_name(10)}/{FOLDER}"],
-    [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}"], [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/manifest.json"],
-    [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/rank_00001.json"], [TRACKER]])
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        [iteration_name(10)],
+        [iteration_name(5), iteration_name(10), TRACKER],
+        [f"{iteration_name(10)}/{FOLDER}"],
+        [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}"],
+        [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/manifest.json"],
+        [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/rank_00001.json"],
+        [TRACKER],
+    ],
+)
 def test_an_iteration_that_only_other_ranks_list_is_waited_for(tmp_path, late):
-    """The wait looked in the parent folder: nothing was ever waited for, and a first save ended in a fresh start."""
+    """The wait looked in the parent folder: nothing was ever waited for, and a first save ended in
+    a fresh start."""
     save_iteration(tmp_path, 5)
     save_iteration(tmp_path, 10)
     assert ask(tmp_path, Late(), ranks=2) == Visibility()
@@ -132,7 +159,8 @@ def test_an_iteration_named_by_the_tracker_is_waited_for(tmp_path):
     assert waited(tmp_path, [iteration_name(10)], ranks=2, late_ranks=(0, 1)) == 15
 
 
-# ---- checkpoints of mindformers alone --------------------------------------------------------------------------------------
+# ---- checkpoints of mindformers alone ------------------------------------------------------------
+
 
 def test_an_iteration_of_mindformers(tmp_path):
     foreign(tmp_path)
@@ -148,7 +176,8 @@ def test_rank_folders_of_mindformers(tmp_path):
         assert waited(tmp_path, [late]) == 30
 
 
-# ---- an end ----------------------------------------------------------------------------------------------------------------
+# ---- an end --------------------------------------------------------------------------------------
+
 
 def test_the_wait_ends_when_no_listing_can_be_that_old(tmp_path):
     """The result names what is still not listed: rank, folder and the missing name."""
@@ -163,10 +192,15 @@ def test_the_wait_ends_when_no_listing_can_be_that_old(tmp_path):
 def test_a_checkpoint_removed_meanwhile_is_not_waited_for(tmp_path):
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
-    late = Late(tmp_path, [f"{FOLDER}/{attempt(10)}"], 1e9,
-                also=lambda now: shutil.rmtree(tmp_path / FOLDER / attempt(10)) if now == 7 else None)
+    late = Late(
+        tmp_path,
+        [f"{FOLDER}/{attempt(10)}"],
+        1e9,
+        also=lambda now: shutil.rmtree(tmp_path / FOLDER / attempt(10)) if now == 7 else None,
+    )
     found = ask(tmp_path, late)
-    assert found.missing == () and found.wait_seconds in (7, 8)           # the others look before or after that
+    # the others look before or after that
+    assert found.missing == () and found.wait_seconds in (7, 8)
 
 
 def test_a_host_that_cannot_list_for_a_moment(tmp_path):
@@ -180,11 +214,13 @@ def test_a_host_that_cannot_list_for_a_moment(tmp_path):
             if self.now < 5:
                 raise OSError(116, "Stale file handle", path)
             return super().status(path)
+
     save(tmp_path, 5, 3)
     assert ask(tmp_path, Stale()) == Visibility(5)
 
 
-# ---- nodes that share no disk ------------------------------------------------------------------------------------------------
+# ---- nodes that share no disk --------------------------------------------------------------------
+
 
 def test_each_node_waits_only_for_its_own_ranks(tmp_path):
     """Ranks 0 and 1 have nothing; of 2 and 3, which share a disk, one lists late."""
@@ -192,6 +228,13 @@ def test_each_node_waits_only_for_its_own_ranks(tmp_path):
     save(tmp_path / "b", 5, 4)
     shared_groups, late = SharedGroups((0, 0, 2, 2)), Late(tmp_path / "b", [FOLDER])
     hosts = [Late(), Late(), Late(), late]
-    found = Ranks(4).run(lambda group: wait_until_visible(hosts[group.rank], str(tmp_path / "aabb"[group.rank]), group,
-                                                          shared_groups, hosts[group.rank]))
+    found = Ranks(4).run(
+        lambda group: wait_until_visible(
+            hosts[group.rank],
+            str(tmp_path / "aabb"[group.rank]),
+            group,
+            shared_groups,
+            hosts[group.rank],
+        )
+    )
     assert found == [Visibility(30)] * 4

@@ -1,4 +1,5 @@
 """Events reach all handlers; errors of a handler do not reach the caller."""
+
 import pytest
 
 from mindresume.events import Notice, SaveBegun
@@ -32,7 +33,11 @@ def test_all_handlers_receive_the_event_and_its_time():
     emit(SaveBegun(1))
     emit.add(other)
     emit(SaveBegun(2))
-    assert one.events == [SaveBegun(1), SaveBegun(2)] and other.events == [SaveBegun(2)] and one.times == [5.0, 5.0]
+    assert (
+        one.events == [SaveBegun(1), SaveBegun(2)]
+        and other.events == [SaveBegun(2)]
+        and one.times == [5.0, 5.0]
+    )
 
 
 def test_a_failing_handler_is_removed_with_a_notice_to_the_others():
@@ -41,7 +46,10 @@ def test_a_failing_handler_is_removed_with_a_notice_to_the_others():
     for step in (1, 2):
         emit(SaveBegun(step))
     assert len(broken.events) == 1
-    assert [event for event in good.events if isinstance(event, SaveBegun)] == [SaveBegun(1), SaveBegun(2)]
+    assert [event for event in good.events if isinstance(event, SaveBegun)] == [
+        SaveBegun(1),
+        SaveBegun(2),
+    ]
     notices = [event for event in good.events if isinstance(event, Notice)]
     assert len(notices) == 1 and "Broken" in notices[0].text and notices[0].level == "warning"
 
@@ -60,20 +68,24 @@ def test_handlers_are_closed_once_despite_errors():
     assert good.closed == 1 and good.events == []
 
 
-@pytest.mark.parametrize(("event", "lines"), [
-    (SaveBegun(1), []), (Notice("a % sign", "error"), [("error", "mindresume: a % sign")])])
+@pytest.mark.parametrize(
+    ("event", "lines"),
+    [(SaveBegun(1), []), (Notice("a % sign", "error"), [("error", "mindresume: a % sign")])],
+)
 def test_a_logger_gets_a_line_or_none(event, lines):
     said = []
 
     class Logger:
         def __getattr__(self, level):
             return lambda text, *values: said.append((level, text % values))
+
     LogLines(Logger()).handle(event, 0.0)
     assert said == lines
 
 
 class RemovedMeanwhile(list):
-    """Is a list of handlers from which another thread removes one between the check and the removal."""
+    """Is a list of handlers from which another thread removes one between the check and the
+    removal."""
 
     def remove(self, handler):
         super().remove(handler)

@@ -1,4 +1,5 @@
 """One file per run, written by rank 0 and by failing ranks; bounded in size and number."""
+
 import errno
 import json
 import os
@@ -7,14 +8,29 @@ import resource
 import pytest
 from training_logs import events_in
 
-from mindresume.events import FAILED, FINISHED, Notice, SaveBegun, SaveFailed, TrainingEnded, WorkProgress, event_file
+from mindresume.events import (
+    FAILED,
+    FINISHED,
+    Notice,
+    SaveBegun,
+    SaveFailed,
+    TrainingEnded,
+    WorkProgress,
+    event_file,
+)
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, EventFile
 
 
 def lines_of(folder):
-    return {name: [json.loads(line) for line in (folder / FOLDER / name).read_text().splitlines()]
-            for name in sorted(os.listdir(folder / FOLDER))} if (folder / FOLDER).exists() else {}
+    return (
+        {
+            name: [json.loads(line) for line in (folder / FOLDER / name).read_text().splitlines()]
+            for name in sorted(os.listdir(folder / FOLDER))
+        }
+        if (folder / FOLDER).exists()
+        else {}
+    )
 
 
 def test_rank_0_writes_all_but_progress(tmp_path):
@@ -23,9 +39,18 @@ def test_rank_0_writes_all_but_progress(tmp_path):
     file.handle(WorkProgress("saving", 1, 2, 3.0), 1.0)
     file.handle(TrainingEnded(FINISHED), 2.0004)
     file.close()
-    assert lines_of(tmp_path) == {f"19700101T000000.000-rank_0-{os.getpid()}.jsonl": [
-        {"time": 0.0, "rank": 0, "event": "save_begun", "step": 5},
-        {"time": 2.0, "rank": 0, "event": "training_ended", "outcome": "finished", "reason": ""}]}
+    assert lines_of(tmp_path) == {
+        f"19700101T000000.000-rank_0-{os.getpid()}.jsonl": [
+            {"time": 0.0, "rank": 0, "event": "save_begun", "step": 5},
+            {
+                "time": 2.0,
+                "rank": 0,
+                "event": "training_ended",
+                "outcome": "finished",
+                "reason": "",
+            },
+        ]
+    }
 
 
 @pytest.mark.parametrize("failure", [SaveFailed(5, "full"), TrainingEnded(FAILED, "ValueError: x")])
@@ -38,7 +63,11 @@ def test_another_rank_writes_its_earlier_events_when_it_fails(tmp_path, failure)
     file.handle(SaveBegun(1000), 1000.0)
     file.close()
     (rows,) = lines_of(tmp_path).values()
-    assert rows[0]["step"] == 11 and [row["event"] for row in rows[-3:]] == ["save_begun", failure.kind, "save_begun"]
+    assert rows[0]["step"] == 11 and [row["event"] for row in rows[-3:]] == [
+        "save_begun",
+        failure.kind,
+        "save_begun",
+    ]
     assert len(rows) == event_file.KEPT + 1 and {row["rank"] for row in rows} == {3}
 
 
@@ -83,7 +112,12 @@ def test_the_oldest_files_are_removed_when_a_run_starts(tmp_path, monkeypatch):
     file.handle(SaveBegun(1), 1795411320.0)
     file.close()
     left = sorted(os.listdir(tmp_path / FOLDER))
-    assert [name[:15] for name in left] == ["20200104T000000", "20200105T000000", "20261123T052200", "notes.txt"]
+    assert [name[:15] for name in left] == [
+        "20200104T000000",
+        "20200105T000000",
+        "20261123T052200",
+        "notes.txt",
+    ]
 
 
 def test_a_failure_of_all_ranks_keeps_the_files_of_earlier_runs(tmp_path, monkeypatch):
@@ -98,10 +132,11 @@ def test_a_failure_of_all_ranks_keeps_the_files_of_earlier_runs(tmp_path, monkey
     file.handle(SaveBegun(1), 1795411320.0)
     file.close()
     left = sorted(os.listdir(tmp_path / FOLDER))
-    assert left[:-1] == sorted([*names[2:], *failed[:event_file.MAX_FAILED]])
+    assert left[:-1] == sorted([*names[2:], *failed[: event_file.MAX_FAILED]])
 
 
-# ---- a disk that fails -----------------------------------------------------------------------------------------------
+# ---- a disk that fails ---------------------------------------------------------------------------
+
 
 class Log:
     """A training's events: the file and what else its emitter passes on."""
@@ -128,8 +163,8 @@ class Log:
 
 
 class Disk:
-    """In the place of ``os`` in the module: the next writes fail as ``faults`` say, one each. None: no fault; a number: only so
-    many bytes are written; an error: raised."""
+    """In the place of ``os`` in the module: the next writes fail as ``faults`` say, one each. None:
+    no fault; a number: only so many bytes are written; an error: raised."""
 
     def __init__(self, monkeypatch):
         self.faults = []
@@ -159,10 +194,13 @@ def test_after_a_write_that_fails_the_later_events_are_written(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("fault", [FULL, 1, 20])
-def test_while_the_disk_is_full_exactly_those_events_are_missing_and_one_warning_says_so(tmp_path, monkeypatch, fault):
+def test_while_the_disk_is_full_exactly_those_events_are_missing_and_one_warning_says_so(
+    tmp_path, monkeypatch, fault
+):
     disk, log = Disk(monkeypatch), Log(tmp_path)
     log.emit(SaveBegun(1))
-    disk.faults = [fault] * 101                                             # of 100 events, and of the warning
+    # of 100 events, and of the warning
+    disk.faults = [fault] * 101
     for step in range(2, 102):
         log.emit(SaveBegun(step))
     assert log.notices == ["warning"] and not disk.faults
@@ -184,11 +222,14 @@ def test_a_disk_that_fails_every_other_write_is_reported_once_in_a_while(tmp_pat
 
 
 @pytest.mark.parametrize("fault", [FULL, 20])
-def test_the_failure_of_another_rank_is_recorded_when_there_is_room_again(tmp_path, monkeypatch, fault):
+def test_the_failure_of_another_rank_is_recorded_when_there_is_room_again(
+    tmp_path, monkeypatch, fault
+):
     """The same full disk lets a save fail and the line about it."""
     disk, log = Disk(monkeypatch), Log(tmp_path, rank=3)
     log.emit(SaveBegun(5))
-    disk.faults = [fault, fault]                                            # of the failure, and of the warning
+    # of the failure, and of the warning
+    disk.faults = [fault, fault]
     log.emit(SaveFailed(5, "no room"))
     log.emit(SaveBegun(10))
     log.emit(TrainingEnded(FAILED, "no room"))

@@ -1,4 +1,6 @@
-"""A training that records something at each step for weeks: the newest events are always there, in a file of bounded size."""
+"""A training that records something at each step for weeks: the newest events are always there, in
+a file of bounded size."""
+
 import json
 import os
 from pathlib import Path
@@ -36,10 +38,10 @@ def test_events_at_each_step_are_thinned_out_and_never_end(tmp_path):
     steps = [int(row["text"].split()[1]) for row in rows if row["event"] == Notice.kind]
     assert steps[:OFTEN] == list(range(OFTEN)) and steps == sorted(set(steps))
     gaps = [later - now for now, later in zip(steps, steps[1:], strict=False)]
-    assert gaps == sorted(gaps)                                             # ever larger ones
+    assert gaps == sorted(gaps)  # ever larger ones
     assert 200_000 - steps[-1] <= 4 * gaps[-1] and sum(gap > 1 for gap in gaps) > 100
     assert os.path.getsize(file.path) <= LIMIT
-    text, = (it.text for it in warnings)
+    (text,) = (it.text for it in warnings)
     assert file.path in text and "half full" in text
 
 
@@ -71,9 +73,11 @@ def test_of_a_save_all_events_are_recorded_or_none(tmp_path):
 def test_the_end_of_a_supervisor_is_recorded_after_thousands_of_starts(tmp_path):
     file = SupervisorEventFile(str(tmp_path), 0, LIMIT)
     for number in range(100):
-        file.handle(RankDied(number, "node-0", 1, 0, -9, "training", 5, ("error " * 300,) * 12), number)
+        file.handle(
+            RankDied(number, "node-0", 1, 0, -9, "training", 5, ("error " * 300,) * 12), number
+        )
     for number in range(OFTEN):
-        file.handle(Notice(f"notice {number}"), 100)                # until nothing more fits
+        file.handle(Notice(f"notice {number}"), 100)  # until nothing more fits
     file.handle(GaveUp(137, "a crash loop", 100), 100)
     file.handle(SupervisorEnded(137, "a crash loop", 100), 101)
     kinds = [row["event"] for row in recorded(file.path)]

@@ -1,4 +1,5 @@
 """Every event survives the event file; unknown kinds and fields are ignored."""
+
 import dataclasses
 import json
 import pickle
@@ -11,7 +12,11 @@ from mindresume.events import event_from_json
 
 
 def all_kinds():
-    return [kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event) and kind is not ev.Event]
+    return [
+        kind
+        for kind in vars(ev).values()
+        if isinstance(kind, type) and issubclass(kind, ev.Event) and kind is not ev.Event
+    ]
 
 
 def test_every_event_has_an_example():
@@ -21,30 +26,51 @@ def test_every_event_has_an_example():
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)
 def test_events_survive_json(event):
     assert event_from_json(json.loads(json.dumps(event.to_json(), allow_nan=False))) == event
-    assert pickle.loads(pickle.dumps(event)) == event               # a writer in a process of its own sends them
+    # a writer in a process of its own sends them
+    assert pickle.loads(pickle.dumps(event)) == event
 
 
 @pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.kind)
 def test_event_kinds_are_frozen_and_have_only_json_types(kind):
     assert kind.__dataclass_params__.frozen
     assert {field.type.removesuffix(" | None") for field in dataclasses.fields(kind)} <= {
-        "int", "float", "str", "bool", "tuple[int, ...]", "tuple[str, ...]", "tuple[float, ...]",
-        "tuple[tuple[str, str, str], ...]"}
+        "int",
+        "float",
+        "str",
+        "bool",
+        "tuple[int, ...]",
+        "tuple[str, ...]",
+        "tuple[float, ...]",
+        "tuple[tuple[str, str, str], ...]",
+    }
 
 
-@pytest.mark.parametrize("value", [
-    {}, {"event": "what_a_later_version_says"}, {"event": 7}, {"event": ["save_begun"]},
-    {"event": "save_begun"}, {"event": "save_begun", "step": "5"}, {"event": "save_begun", "step": True},
-    {"event": "save_begun", "step": 5.5}, {"event": "checkpoints_removed", "steps": 5, "where": "/x"},
-    {"event": "checkpoints_removed", "steps": ["5"], "where": "/x"}, {"event": "resumed", "step": 5, "summary": [["a", "b"]]},
-    {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e300},
-    {"event": "training_ended", "outcome": "of_a_later_version"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"event": "what_a_later_version_says"},
+        {"event": 7},
+        {"event": ["save_begun"]},
+        {"event": "save_begun"},
+        {"event": "save_begun", "step": "5"},
+        {"event": "save_begun", "step": True},
+        {"event": "save_begun", "step": 5.5},
+        {"event": "checkpoints_removed", "steps": 5, "where": "/x"},
+        {"event": "checkpoints_removed", "steps": ["5"], "where": "/x"},
+        {"event": "resumed", "step": 5, "summary": [["a", "b"]]},
+        {"event": "save_staged", "step": 5, "name": "x", "stall_seconds": 1e300},
+        {"event": "training_ended", "outcome": "of_a_later_version"},
+    ],
+)
 def test_unknown_events_are_ignored(value):
     assert event_from_json(value) is None
 
 
 def test_unknown_and_missing_fields():
-    found = event_from_json({"event": "save_failed", "step": None, "reason": "full", "colour": "red"})
+    found = event_from_json(
+        {"event": "save_failed", "step": None, "reason": "full", "colour": "red"}
+    )
     assert found == ev.SaveFailed(None, "full", 1)
 
 
@@ -61,7 +87,9 @@ def test_an_outcome_is_one_of_four():
 
 @pytest.mark.parametrize("page", WORDS)
 def test_the_table_of_each_page_matches_the_handlers(page):
-    assert (DOCS / page).read_text(encoding="utf-8") == with_table(page), "run: PYTHONPATH=.:tests python -m events.examples"
+    assert (DOCS / page).read_text(encoding="utf-8") == with_table(page), (
+        "run: PYTHONPATH=.:tests python -m events.examples"
+    )
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.kind)

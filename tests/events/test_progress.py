@@ -1,4 +1,5 @@
 """One event every few seconds, and none for shorter work."""
+
 from mindresume.events import WorkProgress
 from mindresume.events.progress import ProgressReporter
 
@@ -15,8 +16,10 @@ def test_an_event_every_ten_seconds():
     for second in range(1, 41):
         now[0] = float(second)
         made.advance(10)
-    assert events == [WorkProgress("saving step 5", done, 1000, seconds) for done, seconds in (
-        (100, 10.0), (200, 20.0), (300, 30.0), (400, 40.0))]
+    assert events == [
+        WorkProgress("saving step 5", done, 1000, seconds)
+        for done, seconds in ((100, 10.0), (200, 20.0), (300, 30.0), (400, 40.0))
+    ]
 
 
 def test_short_work_and_the_end_emit_no_event():

@@ -1,7 +1,9 @@
-"""An S3 server on this machine: moto, in a process of its own, without delays and without lost writes.
+"""An S3 server on this machine: moto, in a process of its own, without delays and without lost
+writes.
 
-    from fakes.s3 import s3_server          # a fixture: the URL of the server, once for all tests of a process
+from fakes.s3 import s3_server  # a fixture: the URL of the server, once for all tests of a process
 """
+
 from __future__ import annotations
 
 import os
@@ -16,22 +18,32 @@ from contextlib import contextmanager
 
 import pytest
 
-DEADLINE = 60.0                 # seconds until the server must answer
+DEADLINE = 60.0  # seconds until the server must answer
 BUCKET = "bucket"
 
 
 def environment(url: str) -> dict[str, str]:
     """Returns the variables with which any program of AWS, and s3fs, uses the server."""
-    return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
 
 
 @contextmanager
 def serve() -> Iterator[str]:
     """Starts a server with one empty bucket. Yields its URL."""
     with tempfile.TemporaryFile("w+") as output:
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"], stdout=output,
-                                  stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        server = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
         try:
             yield _ready(server, output)
         finally:

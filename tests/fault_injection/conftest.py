@@ -7,7 +7,8 @@ import pytest
 
 @pytest.fixture
 def folder(tmp_path):
-    """Returns an empty folder in memory if possible: power losses are simulated, so no real disk is needed."""
+    """Returns an empty folder in memory if possible: power losses are simulated, so no real disk is
+    needed."""
     if not os.access("/dev/shm", os.W_OK):
         yield str(tmp_path)
         return

@@ -1,4 +1,6 @@
-"""The product passes at a sample of the operations; the system tests take every operation of all scenarios."""
+"""The product passes at a sample of the operations; the system tests take every operation of all
+scenarios."""
+
 import pytest
 
 from mindresume.fault_injection.faults import FAULTS
@@ -14,15 +16,26 @@ def failed_cells(setup, scenarios, every=1, **how):
     return len(done), [cell for cell in done if cell.verdict != "PASS" or cell.left]
 
 
-@pytest.mark.parametrize("scenario, fmt", [("first save", "safetensors"), ("first save", "iteration"), ("pointers", "ckpt"),
-                                        ("pointers", "iteration")])
+@pytest.mark.parametrize(
+    "scenario, fmt",
+    [
+        ("first save", "safetensors"),
+        ("first save", "iteration"),
+        ("pointers", "ckpt"),
+        ("pointers", "iteration"),
+    ],
+)
 def test_every_fault(folder, scenario, fmt, soak):
     cells, found = failed_cells(Setup(folder), [scenario], every=5 if soak else 10, formats=[fmt])
     assert found == [] and cells > 15
 
 
-@pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)])
+@pytest.mark.parametrize(
+    "seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)]
+)
 def test_three_ranks_in_other_orders(folder, seed, fmt, start):
     """Uses seeds in which rank 0 is done first, so that it waits for the others."""
-    cells, found = failed_cells(Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt])
+    cells, found = failed_cells(
+        Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt]
+    )
     assert found == [] and cells > 40

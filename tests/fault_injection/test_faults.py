@@ -1,4 +1,5 @@
 """The fault injector: the effect of each fault, and the state after a power loss."""
+
 import errno
 import itertools
 import os
@@ -7,14 +8,28 @@ from itertools import product
 
 import pytest
 
-from mindresume.fault_injection.faults import DEATHS, ERRORS, EXPLAINED, FAULTS, LAG, Fault, FaultInjector, Killed, Scheduler
+from mindresume.fault_injection.faults import (
+    DEATHS,
+    ERRORS,
+    EXPLAINED,
+    FAULTS,
+    LAG,
+    Fault,
+    FaultInjector,
+    Killed,
+    Scheduler,
+)
 from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
 
 def injector_for(kind=None, at=1, ranks=1, seed=0):
-    return FaultInjector(PosixStorage(), Scheduler(ranks, random.Random(0)), Fault(at, kind) if kind else None,
-                         random.Random(seed))
+    return FaultInjector(
+        PosixStorage(),
+        Scheduler(ranks, random.Random(0)),
+        Fault(at, kind) if kind else None,
+        random.Random(seed),
+    )
 
 
 def content(root):
@@ -42,7 +57,8 @@ def test_every_fault_has_its_own_explanation():
     assert set(EXPLAINED) == set(FAULTS) and len(set(FAULTS)) == len(FAULTS)
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
+
 
 def attempt(call):
     try:
@@ -52,19 +68,28 @@ def attempt(call):
 
 
 @pytest.mark.parametrize("kind", ["EIO", "ESTALE"])
-@pytest.mark.parametrize("operation", ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder",
-                                       "free_space"])
+@pytest.mark.parametrize(
+    "operation",
+    ["list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "free_space"],
+)
 def test_an_operation_fails_once_and_does_nothing(root, kind, operation):
     before, storage = content(root), injector_for(kind).storage_of(0)
     path = os.path.join(root, "a", "f")
-    calls = {"list": lambda: storage.list(os.path.dirname(path)), "status": lambda: storage.status(path),
-             "open": lambda: storage.open(path).close(), "write": lambda: storage.write(path + "2", [b"x"]),
-             "rename": lambda: storage.rename(path, path + "2"), "sync": lambda: storage.sync(os.path.dirname(path)),
-             "remove": lambda: storage.remove(path), "make_folder": lambda: storage.make_folder(os.path.join(root, "b")),
-             "free_space": lambda: storage.free_space(root)}
+    calls = {
+        "list": lambda: storage.list(os.path.dirname(path)),
+        "status": lambda: storage.status(path),
+        "open": lambda: storage.open(path).close(),
+        "write": lambda: storage.write(path + "2", [b"x"]),
+        "rename": lambda: storage.rename(path, path + "2"),
+        "sync": lambda: storage.sync(os.path.dirname(path)),
+        "remove": lambda: storage.remove(path),
+        "make_folder": lambda: storage.make_folder(os.path.join(root, "b")),
+        "free_space": lambda: storage.free_space(root),
+    }
     assert attempt(calls[operation]) == ERRORS[kind][0]
     assert content(root) == before
-    assert not isinstance(attempt(calls[operation]), int) or operation in ("write", "free_space")     # a count, no error
+    # a count, no error
+    assert not isinstance(attempt(calls[operation]), int) or operation in ("write", "free_space")
     assert (content(root) != before) == (operation in ("write", "rename", "remove", "make_folder"))
 
 
@@ -74,7 +99,11 @@ def test_a_full_disk_stays_full_and_operations_without_new_bytes_work(root, kind
     storage, path = injector.storage_of(0), os.path.join(root, "a", "f")
     assert storage.write(path + "2", [b"x"]) == 1
     assert [attempt(lambda: storage.write(path + "3", [b"x"])) for _ in range(3)] == [code] * 3
-    assert attempt(lambda: storage.rename(path, path + "4")) == attempt(lambda: storage.make_folder(root + "/b")) == code
+    assert (
+        attempt(lambda: storage.rename(path, path + "4"))
+        == attempt(lambda: storage.make_folder(root + "/b"))
+        == code
+    )
     storage.remove(path)
     assert sorted(storage.list(root + "/a")) == ["f2", "g"]
 
@@ -84,28 +113,41 @@ def test_an_error_that_is_reported_late_has_taken_effect(root):
     assert attempt(lambda: storage.remove(os.path.join(root, "a", "f"))) == errno.EIO
     assert list(content(root)) == ["a", "a/g"]
     storage = injector_for("EIO after", at=1).storage_of(0)
-    assert storage.list(root) == ["a"]                               # a listing changes nothing: not hit
+    # a listing changes nothing: not hit
+    assert storage.list(root) == ["a"]
 
 
 def test_nothing_can_be_read_from_there_on_and_everything_can_be_written(root):
     storage = injector_for("unreadable", at=2).storage_of(0)
     path = os.path.join(root, "a", "f")
     assert storage.list(root) == ["a"]
-    for call in (lambda: storage.list(root), lambda: storage.status(path), lambda: storage.open(path)) * 2:
+    for call in (
+        lambda: storage.list(root),
+        lambda: storage.status(path),
+        lambda: storage.open(path),
+    ) * 2:
         assert attempt(call) == errno.ESTALE
     storage.remove(path)
     assert not os.path.exists(path)
 
 
 def test_combinations_that_cannot_be():
-    assert not Fault(1, "ENOSPC").hits("list") and not Fault(1, "torn").hits("rename") and not Fault(1, "EIO after").hits("open")
+    assert (
+        not Fault(1, "ENOSPC").hits("list")
+        and not Fault(1, "torn").hits("rename")
+        and not Fault(1, "EIO after").hits("open")
+    )
     assert all(Fault(1, kind).hits("write") for kind in FAULTS if kind != "unreadable")
-    assert [name for name in ("open", "list", "status", "write", "sync") if Fault(1, "unreadable").hits(name)] == [
-        "open", "list", "status"]
+    assert [
+        name
+        for name in ("open", "list", "status", "write", "sync")
+        if Fault(1, "unreadable").hits(name)
+    ] == ["open", "list", "status"]
     assert all(Fault(1, kind).hits("sync") for kind in DEATHS if kind != "torn")
 
 
-# ---- deaths --------------------------------------------------------------------------------------------------------
+# ---- deaths --------------------------------------------------------------------------------------
+
 
 def dead_after(folder, kind, seed=0, ranks=4):
     """Returns the ranks that are dead after a fault of rank 1 at the second operation."""
@@ -120,6 +162,7 @@ def dead_after(folder, kind, seed=0, ranks=4):
         except Killed:
             return True
         return False
+
     return {rank for rank in range(ranks) if dies(rank)}
 
 
@@ -137,7 +180,8 @@ def test_no_except_clause_of_the_product_catches_a_kill(root):
     storage = injector_for("kill one", 2).storage_of(0)
     with pytest.raises(Killed):
         publish(storage, os.path.join(root, "a", "h"), [b"x"], "t")
-    assert sorted(content(root)) == ["a", "a/.h.t.mindresume-tmp", "a/f", "a/g"]       # killed before the rename, nothing cleaned
+    # killed before the rename, nothing cleaned
+    assert sorted(content(root)) == ["a", "a/.h.t.mindresume-tmp", "a/f", "a/g"]
 
 
 def test_a_kill_keeps_what_the_operating_system_has(root):
@@ -165,10 +209,12 @@ def test_writes_out_of_order_leave_a_hole(root):
         found.add(content(root).get("a/h"))
         if os.path.exists(root + "/a/h"):
             os.remove(root + "/a/h")
-    assert found == {None, b"\1\2\3\0\0\0\7\10\11"}                       # the middle never arrived; or not even the name
+    # the middle never arrived; or not even the name
+    assert found == {None, b"\1\2\3\0\0\0\7\10\11"}
 
 
-# ---- loss of power -------------------------------------------------------------------------------------------------
+# ---- loss of power -------------------------------------------------------------------------------
+
 
 class Fates:
     """Draws whether each change survives a power loss."""
@@ -194,6 +240,7 @@ def test_unsynced_names_are_lost_and_synced_ones_survive(root):
         storage.write(root + "/a/h", [b"three"])
         storage.sync(root + "/a")
         storage.write(root + "/a/i", [b"four"])
+
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "a/h": b"three"}
 
 
@@ -201,25 +248,38 @@ def test_a_replaced_file_is_as_before(root):
     def steps(storage):
         storage.write(root + "/a/t", [b"new"])
         storage.rename(root + "/a/t", root + "/a/f")
+
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
 def test_publish_is_durable(root):
-    assert lost(root, lambda storage: publish(storage, root + "/a/f", [b"new"], "t")) == {"a": None, "a/f": b"new",
-                                                                                                "a/g": b"two"}
+    assert lost(root, lambda storage: publish(storage, root + "/a/f", [b"new"], "t")) == {
+        "a": None,
+        "a/f": b"new",
+        "a/g": b"two",
+    }
 
 
 def test_a_removal_is_undone_until_it_is_synced(root):
-    assert lost(root, lambda storage: storage.remove(root + "/a/f")) == {"a": None, "a/f": b"one", "a/g": b"two"}
+    assert lost(root, lambda storage: storage.remove(root + "/a/f")) == {
+        "a": None,
+        "a/f": b"one",
+        "a/g": b"two",
+    }
 
     def steps(storage):
         storage.remove(root + "/a/f")
         storage.sync(root + "/a")
+
     assert lost(root, steps) == {"a": None, "a/g": b"two"}
 
 
 def test_a_folder_rename_is_undone_with_its_content(root):
-    assert lost(root, lambda storage: storage.rename(root + "/a", root + "/b")) == {"a": None, "a/f": b"one", "a/g": b"two"}
+    assert lost(root, lambda storage: storage.rename(root + "/a", root + "/b")) == {
+        "a": None,
+        "a/f": b"one",
+        "a/g": b"two",
+    }
 
 
 def test_changes_inside_a_renamed_folder_belong_to_it(root):
@@ -227,12 +287,14 @@ def test_changes_inside_a_renamed_folder_belong_to_it(root):
         storage.rename(root + "/a", root + "/b")
         storage.remove(root + "/b/f")
         storage.write(root + "/b/h", [b"x"])
+
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
     def synced_inside(storage):
         storage.rename(root + "/a", root + "/b")
         storage.remove(root + "/b/f")
         storage.sync(root + "/b")
+
     assert lost(root, synced_inside) == {"a": None, "a/g": b"two"}
 
 
@@ -242,6 +304,7 @@ def test_a_folder_that_was_renamed_and_removed_is_restored(root):
         for name in "fg":
             storage.remove(f"{root}/b/{name}")
         storage.remove(root + "/b")
+
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
 
 
@@ -251,6 +314,7 @@ def test_a_folder_whose_removal_is_durable_is_not_restored(root):
             storage.remove(f"{root}/a/{name}")
         storage.remove(root + "/a")
         storage.sync(root)
+
     assert lost(root, steps) == {}
 
 
@@ -259,20 +323,28 @@ def test_a_rename_to_another_folder_changes_both_names_or_none(root):
 
     def steps(storage):
         storage.rename(root + "/a", root + "/b/c")
+
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "b": None}
     for survives, synced in ((True, None), (False, "/b"), (False, "")):
+
         def then(storage, synced=synced):
             steps(storage)
             if synced is not None:
                 storage.sync(root + synced)
+
         assert lost(root, then, itertools.repeat(survives)) == {
-            "b": None, "b/c": None, "b/c/f": b"one", "b/c/g": b"two"}, (survives, synced)
+            "b": None,
+            "b/c": None,
+            "b/c/f": b"one",
+            "b/c/g": b"two",
+        }, (survives, synced)
         os.rename(root + "/b/c", root + "/a")
 
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))
 def test_a_folder_replaced_by_another_is_undone_in_order(root, fates):
-    """An iteration that is saved again does this: the old folder becomes trash, the new one gets its name."""
+    """An iteration that is saved again does this: the old folder becomes trash, the new one gets
+    its name."""
     os.makedirs(root + "/hidden/new")
     os.rename(root + "/a", root + "/old")
 
@@ -281,9 +353,13 @@ def test_a_folder_replaced_by_another_is_undone_in_order(root, fates):
         storage.rename(root + "/hidden/new", root + "/old")
         storage.write(root + "/old/x", [b"x"])
         storage.sync(root + "/old")
+
     found = {name for name in lost(root, steps, fates) if not name.endswith(("f", "g"))}
-    new = {(True, True): {"old", "old/x"}, (True, False): {"hidden/new", "hidden/new/x"},
-           (False, False): {"old", "hidden/new", "hidden/new/x"}}
+    new = {
+        (True, True): {"old", "old/x"},
+        (True, False): {"hidden/new", "hidden/new/x"},
+        (False, False): {"old", "hidden/new", "hidden/new/x"},
+    }
     if fates in new:
         assert found == {"hidden", *new[fates], *({"hidden/trash"} if fates[0] else ())}
 
@@ -292,6 +368,7 @@ def test_a_new_folder_makes_the_changes_beside_it_durable(root):
     def steps(storage):
         storage.rename(root + "/a", root + "/b")
         storage.make_folder(root + "/a")
+
     assert set(lost(root, steps)) == {"a", "b", "b/f", "b/g"}
 
 
@@ -311,7 +388,9 @@ def test_a_power_loss_kills_all_ranks(root):
 
 
 def test_reordering_keeps_any_subset(folder):
-    """Three unsynced changes of names: all eight outcomes appear, the same one for the same seed."""
+    """Three unsynced changes of names: all eight outcomes appear, the same one for the same
+    seed."""
+
     def outcome(seed):
         root = f"{folder}/{seed}-{len(os.listdir(folder))}"
         os.makedirs(root)
@@ -328,12 +407,14 @@ def test_reordering_keeps_any_subset(folder):
         found = content(root)
         assert ("y" in found) != ("w" in found), "a rename happens or it does not"
         return "z" in found, "x" in found, "w" in found
+
     outcomes = [outcome(seed) for seed in range(60)]
     assert set(outcomes) == set(product([False, True], repeat=3))
     assert outcomes == [outcome(seed) for seed in range(60)]
 
 
-# ---- seeing late ---------------------------------------------------------------------------------------------------
+# ---- seeing late ---------------------------------------------------------------------------------
+
 
 def test_names_of_others_arrive_late_and_own_ones_at_once(root):
     injector = injector_for("late", at=1000, ranks=2)
@@ -371,5 +452,7 @@ def test_operations_are_counted_over_all_ranks(root):
     injector.storage_of(1).list(root)
     injector.storage_of(0).write(root + "/h", [b"x"])
     assert [(o.number, o.rank, o.name, o.path) for o in injector.operations] == [
-        (1, 1, "list", root), (2, 0, "write", root + "/h")]
+        (1, 1, "list", root),
+        (2, 0, "write", root + "/h"),
+    ]
     assert injector.monotonic() > 0

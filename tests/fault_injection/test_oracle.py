@@ -1,4 +1,5 @@
 """The oracle gives the right verdict for folders that are built by hand."""
+
 import json
 import os
 import random
@@ -12,7 +13,13 @@ from mindresume.coordination.lease_acquisition import acquire
 from mindresume.fault_injection import oracle
 from mindresume.fault_injection.faults import FaultInjector, Scheduler
 from mindresume.fault_injection.journal import select
-from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, PASS, SILENT_DIVERGENCE, check_resume
+from mindresume.fault_injection.oracle import (
+    HARD_FAIL,
+    LOST_WORK,
+    PASS,
+    SILENT_DIVERGENCE,
+    check_resume,
+)
 from mindresume.fault_injection.scenarios import RUNS, Sandbox, shard
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import TRACKER
@@ -46,7 +53,7 @@ def file_of(sandbox, step, rank, run=0):
 
 
 def cut(path):
-    os.truncate(path, os.path.getsize(path) // 2 + 1)              # not at the end of an entry
+    os.truncate(path, os.path.getsize(path) // 2 + 1)  # not at the end of an entry
 
 
 def flip(sandbox, path, name="embedding.weight"):
@@ -64,13 +71,18 @@ def write_altered(sandbox, step, **arrays):
     for rank in range(RANKS):
         target = sandbox.target(rank, 0, PosixStorage())
         part = shard(target, step, sandbox.format)
-        kept = {name: array for name, array in {**part.files[0].tensors, **arrays}.items() if array is not None}
+        kept = {
+            name: array
+            for name, array in {**part.files[0].tensors, **arrays}.items()
+            if array is not None
+        }
         altered = replace(part, files=(replace(part.files[0], tensors=kept),))
         write_shard(target, altered)
     Committer(sandbox.target(0, 0, PosixStorage())).saved(step)
 
 
-# ---- PASS ----------------------------------------------------------------------------------------------------------
+# ---- PASS ----------------------------------------------------------------------------------------
+
 
 def test_the_newest_is_selected_and_the_next_run_cleans_up(sandbox):
     found = check_resume(saved(sandbox, 10, 20), [OLD, NEW])
@@ -80,7 +92,12 @@ def test_the_newest_is_selected_and_the_next_run_cleans_up(sandbox):
 
 def test_a_fresh_start_without_a_complete_save_passes(sandbox):
     found = check_resume(saved(sandbox, 10, commit=False, only=1), [])
-    assert (found.verdict, found.reason, found.chosen, found.left) == (PASS, "nothing was complete", None, ())
+    assert (found.verdict, found.reason, found.chosen, found.left) == (
+        PASS,
+        "nothing was complete",
+        None,
+        (),
+    )
 
 
 def test_an_empty_folder(sandbox):
@@ -110,7 +127,8 @@ def test_the_check_of_leftovers_is_optional(sandbox):
     assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(10, RUNS[0])]
 
 
-# ---- LOST_WORK -----------------------------------------------------------------------------------------------------
+# ---- LOST_WORK -----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("damage", [cut, os.remove, lambda path: os.truncate(path, 0)])
 def test_an_older_checkpoint_than_required_is_lost_work(sandbox, damage):
@@ -130,7 +148,8 @@ def test_a_later_run_is_newer_than_a_higher_step(sandbox):
     assert (found.verdict, found.chosen) == (LOST_WORK, (RUNS[0], 30))
 
 
-# ---- HARD_FAIL -----------------------------------------------------------------------------------------------------
+# ---- HARD_FAIL -----------------------------------------------------------------------------------
+
 
 def test_no_usable_checkpoint_is_a_hard_fail(sandbox):
     saved(sandbox, 10)
@@ -144,8 +163,18 @@ def test_a_fresh_start_despite_a_complete_save_is_reported(sandbox):
     assert found.verdict == HARD_FAIL and "a fresh start" in found.reason
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"last_epoch": 1}', b'{"last_ckpt_file": "no_such_file.ckpt"}',
-                                     b'{"last_ckpt_file": 5}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"last_epoch": 1}',
+        b'{"last_ckpt_file": "no_such_file.ckpt"}',
+        b'{"last_ckpt_file": 5}',
+        b"\xff",
+    ],
+)
 def test_a_dangling_pointer_is_reported(sandbox, content):
     saved(sandbox, 10)
     with open(os.path.join(sandbox.root, "rank_1", "meta.json"), "wb") as file:
@@ -176,7 +205,9 @@ def test_an_incomplete_committed_checkpoint_is_reported(sandbox, damage):
 
 def test_the_next_run_is_kept_out(sandbox):
     saved(sandbox, 10)
-    acquire(CheckpointDir(PosixStorage(), sandbox.root), holder_of_this_process("saving", RANKS), 0.0)
+    acquire(
+        CheckpointDir(PosixStorage(), sandbox.root), holder_of_this_process("saving", RANKS), 0.0
+    )
     found = check_resume(sandbox, [OLD])
     assert found.verdict == HARD_FAIL and found.reason.startswith("the next run cannot save")
 
@@ -185,31 +216,41 @@ def test_the_next_run_cannot_write(sandbox):
     class Full(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(28, "No space left on device", path)
+
     found = check_resume(saved(sandbox, 10), [OLD], storage=Full())
     assert found.verdict == HARD_FAIL and "No space left" in found.reason
 
 
 def test_a_next_run_that_saved_nothing_is_lost_work(sandbox, monkeypatch):
     saved(sandbox, 10)
-    monkeypatch.setattr(Sandbox, "save_without_faults", lambda *args, **how: None)  # it says that it saved
+    # it says that it saved
+    monkeypatch.setattr(Sandbox, "save_without_faults", lambda *args, **how: None)
     found = check_resume(sandbox, [OLD])
-    assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith("after the next run: ")
+    assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith(
+        "after the next run: "
+    )
 
 
 def test_an_unreadable_folder(sandbox):
     class Broken(PosixStorage):
         def list(self, folder):
             raise OSError(5, "Input/output error", folder)
+
     found = check_resume(saved(sandbox, 10), [OLD], storage=Broken())
     assert found.verdict == HARD_FAIL and "Input/output error" in found.reason
 
 
-# ---- SILENT_DIVERGENCE ---------------------------------------------------------------------------------------------
+# ---- SILENT_DIVERGENCE ---------------------------------------------------------------------------
 
-@pytest.mark.parametrize("altered, named", [
-    ({"embedding.weight": np.zeros((2, 2), np.float32)}, "embedding.weight"),
-    ({"adam_m.embedding.weight": None}, "adam_m.embedding.weight"),
-    ({"global_step": np.array([19], np.int32)}, "global_step")])
+
+@pytest.mark.parametrize(
+    "altered, named",
+    [
+        ({"embedding.weight": np.zeros((2, 2), np.float32)}, "embedding.weight"),
+        ({"adam_m.embedding.weight": None}, "adam_m.embedding.weight"),
+        ({"global_step": np.array([19], np.int32)}, "global_step"),
+    ],
+)
 def test_other_tensors_than_were_saved(sandbox, altered, named):
     saved(sandbox, 10)
     write_altered(sandbox, 20, **altered)
@@ -244,12 +285,17 @@ def test_files_that_no_record_names(sandbox, monkeypatch):
     assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
-# ---- leftovers -----------------------------------------------------------------------------------------------------
+# ---- leftovers -----------------------------------------------------------------------------------
+
 
 def test_all_orphaned_files_are_listed(sandbox):
     saved(sandbox, 10)
     os.makedirs(os.path.join(sandbox.root, FOLDER, "odd"))
-    strays = [f"{FOLDER}/claim-0001-0000aaaa.json.tmp", f"rank_1/.x.{RUNS[2]}.mindresume-tmp", "rank_0/drill_rank_0_7-1_3.ckpt"]
+    strays = [
+        f"{FOLDER}/claim-0001-0000aaaa.json.tmp",
+        f"rank_1/.x.{RUNS[2]}.mindresume-tmp",
+        "rank_0/drill_rank_0_7-1_3.ckpt",
+    ]
     for stray in strays:
         with open(os.path.join(sandbox.root, stray), "wb") as file:
             file.write(b"x")
@@ -263,7 +309,8 @@ def test_checkpoints_that_retention_missed_are_listed(sandbox, monkeypatch):
     assert sorted(found.left) == [f"{FOLDER}/{attempt_name(step, RUNS[0])}" for step in (10, 20)]
 
 
-# ---- iteration folders -----------------------------------------------------------------------------------------------
+# ---- iteration folders ---------------------------------------------------------------------------
+
 
 @pytest.fixture
 def iterations(folder):
@@ -302,7 +349,9 @@ def test_a_tracker_that_names_an_older_step_is_lost_work(iterations):
 def test_small_files_count_although_a_resume_can_do_without_them(iterations, name):
     os.remove(visible(saved(iterations, 10, 20), 10, name))
     found = check_resume(iterations, [OLD, NEW], tidy=False)
-    assert found.verdict == HARD_FAIL and found.reason.startswith("committed") and name in found.reason
+    assert (
+        found.verdict == HARD_FAIL and found.reason.startswith("committed") and name in found.reason
+    )
 
 
 def test_weights_of_an_iteration_that_are_not_what_was_saved(iterations):

@@ -1,4 +1,5 @@
 """Cells: their number, reproducible operation numbers, and reproducible results."""
+
 import os
 import threading
 
@@ -8,7 +9,17 @@ from mindresume.errors import LoadError, SaveError
 from mindresume.fault_injection import runner
 from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Hang, Operation, Scheduler
 from mindresume.fault_injection.journal import tensors
-from mindresume.fault_injection.runner import QUICK, Setup, Task, cell, count, prepare, run_cells, sampled, sampling_interval
+from mindresume.fault_injection.runner import (
+    QUICK,
+    Setup,
+    Task,
+    cell,
+    count,
+    prepare,
+    run_cells,
+    sampled,
+    sampling_interval,
+)
 from mindresume.fault_injection.scenarios import RUNS, SCENARIOS, Scenario
 from mindresume.storage.posix import PosixStorage
 
@@ -21,60 +32,103 @@ def setup(folder):
 def test_the_same_seed_gives_the_same_operations(setup, folder):
     first, second = prepare(setup, ["save"], ["ckpt"]), prepare(setup, ["save"], ["ckpt"])
     assert first == second
-    assert len({prepare(Setup(folder, seed=seed), ["first save"], ["ckpt"])[0].operations for seed in range(4)}) > 1
+    assert (
+        len(
+            {
+                prepare(Setup(folder, seed=seed), ["first save"], ["ckpt"])[0].operations
+                for seed in range(4)
+            }
+        )
+        > 1
+    )
 
 
 def test_every_scenario_and_format_and_rank_has_operations(setup, folder):
     tasks = prepare(setup)
-    assert {(task.scenario, task.format) for task in tasks} == {(name, fmt) for name in SCENARIOS
-                                                             for fmt in ("safetensors", "ckpt", "iteration")}
+    assert {(task.scenario, task.format) for task in tasks} == {
+        (name, fmt) for name in SCENARIOS for fmt in ("safetensors", "ckpt", "iteration")
+    }
     for task in tasks:
-        assert [operation.number for operation in task.operations] == list(range(1, len(task.operations) + 1))
-        assert {operation.rank for operation in task.operations} == ({0} if task.scenario == "pointers" else {0, 1})
+        assert [operation.number for operation in task.operations] == list(
+            range(1, len(task.operations) + 1)
+        )
+        assert {operation.rank for operation in task.operations} == (
+            {0} if task.scenario == "pointers" else {0, 1}
+        )
         assert all(not os.path.isabs(operation.path) for operation in task.operations)
     assert os.listdir(folder) == []
 
 
 def test_each_fault_and_operation_it_can_hit_is_one_cell(setup, monkeypatch):
-    task, = prepare(setup, ["pointers"], ["ckpt"])
+    (task,) = prepare(setup, ["pointers"], ["ckpt"])
     monkeypatch.setattr(runner, "cell", lambda setup, task, fault: fault)
     found = [fault for batch in run_cells(setup, [task]) for fault in batch]
     names = {operation.number: operation.name for operation in task.operations}
-    assert found == [Fault(number, kind) for kind in FAULTS for number in names if Fault(number, kind).hits(names[number])]
-    assert {fault.at for fault in found if fault.kind == "torn"} == {n for n, name in names.items() if name == "write"}
+    assert found == [
+        Fault(number, kind)
+        for kind in FAULTS
+        for number in names
+        if Fault(number, kind).hits(names[number])
+    ]
+    assert {fault.at for fault in found if fault.kind == "torn"} == {
+        n for n, name in names.items() if name == "write"
+    }
     assert {fault.at for fault in found if fault.kind == "EIO"} == set(names)
-    assert next(run_cells(setup, [task], ["torn"])) == [fault for fault in found if fault.kind == "torn"]
+    assert next(run_cells(setup, [task], ["torn"])) == [
+        fault for fault in found if fault.kind == "torn"
+    ]
 
 
-@pytest.mark.parametrize("scenario, fmt", [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")])
+@pytest.mark.parametrize(
+    "scenario, fmt",
+    [("save", "ckpt"), ("background", "ckpt"), ("start", "ckpt"), ("save", "iteration")],
+)
 def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt, soak):
-    task, = prepare(setup, [scenario], [fmt])
-    for kind in FAULTS:                     # who sees names "late" may do something else before it is struck
-        for operation in task.operations[7::31 if soak else 53]:
+    (task,) = prepare(setup, [scenario], [fmt])
+    # who sees names "late" may do something else before it is struck
+    for kind in FAULTS:
+        for operation in task.operations[7 :: 31 if soak else 53]:
             if Fault(operation.number, kind).hits(operation.name):
                 found = cell(setup, task, Fault(operation.number, kind))
-                assert kind == "late" or (found.rank, found.name, found.path) == (operation.rank, operation.name, operation.path)
+                assert kind == "late" or (found.rank, found.name, found.path) == (
+                    operation.rank,
+                    operation.name,
+                    operation.path,
+                )
 
 
 @pytest.mark.parametrize("kind", ["kill some", "reorder", "late", "ENOSPC"])
 def test_a_cell_can_be_repeated(setup, kind):
-    task, = prepare(setup, ["prune"], ["safetensors"])
-    number = next(operation.number for operation in task.operations[20:] if operation.name == "write")
+    (task,) = prepare(setup, ["prune"], ["safetensors"])
+    number = next(
+        operation.number for operation in task.operations[20:] if operation.name == "write"
+    )
     first = cell(setup, task, Fault(number, kind))
     assert first == cell(setup, task, Fault(number, kind))
-    assert (first.scenario, first.format, first.ranks, first.fault, first.operation) == ("prune", "safetensors", 2, kind, number)
+    assert (first.scenario, first.format, first.ranks, first.fault, first.operation) == (
+        "prune",
+        "safetensors",
+        2,
+        kind,
+        number,
+    )
     assert first.to_json()["verdict"] == first.verdict == "PASS"
 
 
 def test_a_kill_ends_the_rank_and_an_error_does_not(setup):
     """A run continues after an error, so its later operations belong to the cell."""
-    task, = prepare(setup, ["first save"], ["ckpt"])
+    (task,) = prepare(setup, ["first save"], ["ckpt"])
     number = next(operation.number for operation in task.operations if operation.name == "write")
 
     def operations_with(kind):
-        operations, _ = runner.run_scenario(setup, SCENARIOS["first save"], "ckpt", Fault(number, kind))
+        operations, _ = runner.run_scenario(
+            setup, SCENARIOS["first save"], "ckpt", Fault(number, kind)
+        )
         return len(operations)
-    assert all(operations_with(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some"))
+
+    assert all(
+        operations_with(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some")
+    )
     assert operations_with("kill one") > number and operations_with("EIO") > number
 
 
@@ -82,12 +136,14 @@ def broken(workload):
     class Broken(Scenario):
         def work(self, sandbox, rank):
             workload(sandbox, rank)
+
     return Broken("broken", "of this test")
 
 
 def test_a_scenario_that_fails_without_a_fault_is_not_drilled(setup, monkeypatch):
     def loses(sandbox, rank):
-        sandbox.journal.report((RUNS[0], 20), rank)         # it says so
+        sandbox.journal.report((RUNS[0], 20), rank)  # it says so
+
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(loses)})
     with pytest.raises(SaveError, match="broken, ckpt: without any fault: LOST_WORK"):
         prepare(setup, ["broken"], ["ckpt"])
@@ -97,6 +153,7 @@ def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeyp
     def raises(sandbox, rank):
         sandbox.injector.storage_of(rank).list(sandbox.root)
         raise ZeroDivisionError("in the product")
+
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
     found = cell(setup, Task("broken", "ckpt", ()), Fault(1, "EIO"))
     assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
@@ -106,6 +163,7 @@ def test_an_error_of_the_product_is_not_a_hard_fail(setup, monkeypatch):
     def raises(sandbox, rank):
         sandbox.injector.storage_of(rank).list(sandbox.root)
         raise LoadError("said clearly")
+
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
     assert cell(setup, Task("broken", "ckpt", ()), Fault(1, "EIO")).verdict == "PASS"
 
@@ -113,6 +171,7 @@ def test_an_error_of_the_product_is_not_a_hard_fail(setup, monkeypatch):
 def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
     def hangs(self, works):
         raise Hang("ranks [0] hang")
+
     monkeypatch.setattr(Scheduler, "run", hangs)
     _, verdict = runner.run_scenario(setup, SCENARIOS["first save"], "ckpt", None)
     assert verdict.verdict == "HARD_FAIL" and "ranks [0] hang" in verdict.reason
@@ -120,7 +179,7 @@ def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
 
 def test_a_fault_that_is_never_reached(setup):
     """A fault can make a run end before the operation."""
-    task, = prepare(setup, ["pointers"], ["ckpt"])
+    (task,) = prepare(setup, ["pointers"], ["ckpt"])
     missed = Operation(len(task.operations) + 1, 0, "write", "never")
     found = cell(setup, Task(task.scenario, task.format, (missed,)), Fault(missed.number, "EIO"))
     assert (found.verdict, found.operation, found.path) == ("PASS", missed.number, "never")
@@ -128,7 +187,7 @@ def test_a_fault_that_is_never_reached(setup):
 
 def test_no_files_are_left(setup, folder):
     hook = threading.excepthook
-    task, = prepare(setup, ["background"], ["ckpt"])
+    (task,) = prepare(setup, ["background"], ["ckpt"])
     for kind in ("kill all", "reorder"):
         cell(setup, task, Fault(30, kind))
     assert os.listdir(folder) == [] and threading.excepthook is hook
@@ -141,7 +200,8 @@ def test_a_custom_storage_lies_below_the_injector(folder):
         def write(self, path, pieces, size=0):
             seen.append(path)
             return super().write(path, pieces, size)
-    task, = prepare(Setup(folder, storage=Seen), ["pointers"], ["ckpt"])
+
+    (task,) = prepare(Setup(folder, storage=Seen), ["pointers"], ["ckpt"])
     assert len(seen) == sum(operation.name == "write" for operation in task.operations) > 0
 
 
@@ -152,18 +212,29 @@ def test_weights_differ_by_run_step_and_rank():
 
 def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):
     tasks = prepare(setup, ["first save", "save", "pointers"])
-    found = {(task.scenario, task.format, kind): [operation.number for operation in sampled(setup, task, kind, 10)]
-             for task in tasks for kind in FAULTS}
+    found = {
+        (task.scenario, task.format, kind): [
+            operation.number for operation in sampled(setup, task, kind, 10)
+        ]
+        for task in tasks
+        for kind in FAULTS
+    }
     assert all(found.values())
     assert count(setup, tasks, every=10) == sum(map(len, found.values())) < count(setup, tasks) / 8
     for task in tasks:
         hit = {number for kind in FAULTS for number in found[task.scenario, task.format, kind]}
-        assert len(hit) > len(task.operations) / 3          # not the same tenth twelve times
+        assert len(hit) > len(task.operations) / 3  # not the same tenth twelve times
     again = Setup(setup.folder, seed=0), Setup(setup.folder, seed=1)
-    assert [sampled(again[0], task, "EIO", 10) for task in tasks] == [sampled(setup, task, "EIO", 10) for task in tasks]
-    assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [sampled(setup, task, "EIO", 10) for task in tasks]
+    assert [sampled(again[0], task, "EIO", 10) for task in tasks] == [
+        sampled(setup, task, "EIO", 10) for task in tasks
+    ]
+    assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [
+        sampled(setup, task, "EIO", 10) for task in tasks
+    ]
 
 
 def test_the_interval_of_a_sample_grows_with_the_number_of_cells():
-    assert sampling_interval(0) == sampling_interval(QUICK) == 1 and sampling_interval(QUICK + 1) == 2
+    assert (
+        sampling_interval(0) == sampling_interval(QUICK) == 1 and sampling_interval(QUICK + 1) == 2
+    )
     assert sampling_interval(24_442) == 9

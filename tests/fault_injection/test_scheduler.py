@@ -1,4 +1,5 @@
 """Ranks are threads that do one operation at a time, in an order that depends on the seed only."""
+
 import random
 import threading
 import time
@@ -10,7 +11,8 @@ from mindresume.fault_injection.faults import Hang, Scheduler
 
 
 def order(seed, works):
-    """Returns the ranks in the order of their operations. ``works``: number of operations of each rank."""
+    """Returns the ranks in the order of their operations. ``works``: number of operations of each
+    rank."""
     scheduler, done = Scheduler(len(works), random.Random(seed)), []
 
     def work(rank, count):
@@ -19,7 +21,10 @@ def order(seed, works):
             done.append(rank)
             scheduler.release_turn(rank)
         return f"result {rank}"
-    results = scheduler.run([lambda rank=rank, count=count: work(rank, count) for rank, count in enumerate(works)])
+
+    results = scheduler.run(
+        [lambda rank=rank, count=count: work(rank, count) for rank, count in enumerate(works)]
+    )
     assert results == [f"result {rank}" for rank in range(len(works))]
     return tuple(done)
 
@@ -32,7 +37,13 @@ def test_the_same_order_for_the_same_seed():
 
 def test_every_interleaving_is_possible():
     assert {order(seed, (2, 2)) for seed in range(100)} == {
-        (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1), (1, 0, 1, 0), (1, 1, 0, 0)}
+        (0, 0, 1, 1),
+        (0, 1, 0, 1),
+        (0, 1, 1, 0),
+        (1, 0, 0, 1),
+        (1, 0, 1, 0),
+        (1, 1, 0, 0),
+    }
 
 
 def test_the_order_does_not_depend_on_slow_ranks():
@@ -46,8 +57,10 @@ def test_the_order_does_not_depend_on_slow_ranks():
                 scheduler.acquire_turn(rank)
                 done.append(rank)
                 scheduler.release_turn(rank)
+
         scheduler.run([lambda rank=rank: work(rank) for rank in range(2)])
         return done
+
     assert slow(5, 0) == slow(5, 1) == list(order(5, (3, 3)))
 
 
@@ -62,6 +75,7 @@ def test_one_operation_runs_at_a_time():
             time.sleep(0.0005)
             inside[0] -= 1
             scheduler.release_turn(rank)
+
     scheduler.run([lambda rank=rank: work(rank) for rank in range(3)])
     assert most == [1] * 15
 
@@ -83,6 +97,7 @@ def test_a_killed_rank_does_not_block_the_others():
             finally:
                 scheduler.release_turn(rank)
         return rank
+
     first, second, third = scheduler.run([lambda rank=rank: work(rank) for rank in range(3)])
     assert (first, third) == (0, 2) and isinstance(second, Dead)
     assert done.count(0) == done.count(2) == 4 and done.count(1) == 1
@@ -91,7 +106,8 @@ def test_a_killed_rank_does_not_block_the_others():
 def test_exceptions_are_results():
     def fails():
         raise ValueError("no")
-    result, = Scheduler(1, random.Random(0)).run([fails])
+
+    (result,) = Scheduler(1, random.Random(0)).run([fails])
     assert isinstance(result, ValueError)
 
 
@@ -108,6 +124,7 @@ def test_a_second_run_starts_from_the_beginning():
         scheduler.acquire_turn(rank)
         done.append(rank)
         scheduler.release_turn(rank)
+
     for _ in range(2):
         scheduler.run([lambda rank=rank: work(rank) for rank in range(2)])
     assert sorted(done) == [0, 0, 1, 1]
@@ -124,6 +141,7 @@ def test_ranks_that_hang_are_an_error(monkeypatch):
         except Hang as error:
             seen.append(str(error))
             raise
+
     try:
         with pytest.raises(Hang, match=r"ranks \[0(, 1)?\] hang"):
             scheduler.run([release.wait, waits_for_its_turn])

@@ -1,7 +1,10 @@
-"""Mutation test of the drill: it finds each known error of saving, put back into the product one at a time.
+"""Mutation test of the drill: it finds each known error of saving, put back into the product one at
+a time.
 
-A mutant breaks one rule of ``docs/format.md``. It counts as found only if the product passes when the same operation is struck.
+A mutant breaks one rule of ``docs/format.md``. It counts as found only if the product passes when
+the same operation is struck.
 """
+
 from __future__ import annotations
 
 import os
@@ -27,7 +30,13 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, sources, verifier
 from mindresume.resume.choice import ShardSource, VerifiedShard
-from mindresume.saving import committer, garbage_collector, iteration_publisher, removal_plan, shard_writer
+from mindresume.saving import (
+    committer,
+    garbage_collector,
+    iteration_publisher,
+    removal_plan,
+    shard_writer,
+)
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.shard_writer import Outcome
@@ -36,16 +45,17 @@ from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
-CONTROL, LEFT = "CONTROL", "LEFT"       # found without any fault; found by leftover files
-FAR = 10**6                             # number of an operation that never comes
+CONTROL, LEFT = "CONTROL", "LEFT"  # found without any fault; found by leftover files
+FAR = 10**6  # number of an operation that never comes
 Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``verdict``: the expected verdict of the drill in ``scenario`` under ``fault``. ``where``: limits the test to operations
-    with this text in their name or path, to be fast. ``seed``: an order of the ranks in which it matters. ``format``: by default
-    one of the rank folders."""
+    """``verdict``: the expected verdict of the drill in ``scenario`` under ``fault``. ``where``:
+    limits the test to operations with this text in their name or path, to be fast. ``seed``: an
+    order of the ranks in which it matters. ``format``: by default one of the rank folders."""
+
     name: str
     mutate: Callable[[Patch], None]
     scenario: str
@@ -58,14 +68,27 @@ class Mutant:
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """Patches ``name`` in every module that has imported it."""
-    for module in (operations, shard_writer, committer, iteration_publisher, lease, lease_acquisition,
-                   garbage_collector, scenarios, oracle, rank_folders, verifier, candidates,
-                   sources):
+    for module in (
+        operations,
+        shard_writer,
+        committer,
+        iteration_publisher,
+        lease,
+        lease_acquisition,
+        garbage_collector,
+        scenarios,
+        oracle,
+        rank_folders,
+        verifier,
+        candidates,
+        sources,
+    ):
         if hasattr(module, name):
             patch.setattr(module, name, value)
 
 
-# ---- publishing ----------------------------------------------------------------------------------------------------
+# ---- publishing ----------------------------------------------------------------------------------
+
 
 def publish_without_sync(patch: Patch) -> None:
     def publish(disk, path, pieces, tag, size=0):
@@ -73,6 +96,7 @@ def publish_without_sync(patch: Patch) -> None:
         count = disk.write(temporary, pieces, size)
         disk.rename(temporary, path)
         return count
+
     patch_all(patch, "publish", publish)
 
 
@@ -88,6 +112,7 @@ def weights_published_without_sync(patch: Patch) -> None:
 
     def publish(disk, path, pieces, tag, size=0):
         return right(disk if FOLDER in path else NoSync(disk), path, pieces, tag, size)
+
     patch_all(patch, "publish", publish)
 
 
@@ -96,6 +121,7 @@ def publish_without_rename(patch: Patch) -> None:
         count = disk.write(path, pieces, size)
         disk.sync(os.path.dirname(path))
         return count
+
     patch_all(patch, "publish", publish)
 
 
@@ -103,7 +129,12 @@ def pointers_written_in_place(patch: Patch) -> None:
     right = operations.publish
 
     def publish(disk, path, pieces, tag, size=0):
-        return disk.write(path, pieces, size) if path.endswith(META) else right(disk, path, pieces, tag, size)
+        return (
+            disk.write(path, pieces, size)
+            if path.endswith(META)
+            else right(disk, path, pieces, tag, size)
+        )
+
     patch_all(patch, "publish", publish)
 
 
@@ -119,6 +150,7 @@ def record_before_weights(patch: Patch) -> None:
         if record_rank(os.path.basename(path)) is not None:
             right(disk, waiting.file[0], [waiting.file[1]], tag)
         return count
+
     patch_all(patch, "publish", publish)
 
 
@@ -130,6 +162,7 @@ def errors_of_writing_swallowed(patch: Patch) -> None:
         with suppress(OSError):
             right(disk, path, pieces, tag, size)
         return sum(map(len, pieces))
+
     patch_all(patch, "publish", publish)
 
 
@@ -146,6 +179,7 @@ def save_reported_before_it_is_written(patch: Patch) -> None:
         right(self, save)
         self._outcomes.append(Outcome(save.step, True))
         self._in_flight = None
+
     patch.setattr(AsyncSaver, "save", save)
 
 
@@ -156,15 +190,20 @@ def pointer_before_the_file(patch: Patch) -> None:
         folder = os.path.join(target.root, folder_name(target.rank))
         target.storage.make_folder(folder)
         name = parse_name(os.path.basename(part.files[0].path))
-        operations.publish_json(target.storage, os.path.join(folder, META), meta_json(name), target.run)
+        operations.publish_json(
+            target.storage, os.path.join(folder, META), meta_json(name), target.run
+        )
         return right(target, part, **how)
+
     patch_all(patch, "write_shard", write_shard)
 
 
-# ---- committing ----------------------------------------------------------------------------------------------------
+# ---- committing ----------------------------------------------------------------------------------
+
 
 def manifest_without_all_ranks(patch: Patch) -> None:
     """Writes a manifest without waiting for all ranks."""
+
     def _publish(self, target, step, emits=True):
         found, attempt = [], target.attempt(step)
         for name in self.target.storage.list(attempt):
@@ -172,13 +211,27 @@ def manifest_without_all_ranks(patch: Patch) -> None:
                 with self.target.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
         first = found[0][0]
-        manifest = Manifest(first.run, len(found), first.state, 0.0,
-                            tuple(record.files for record, _ in found), tuple(sums for _, sums in found))
-        committer.publish(target.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.target.run)
+        manifest = Manifest(
+            first.run,
+            len(found),
+            first.state,
+            0.0,
+            tuple(record.files for record, _ in found),
+            tuple(sums for _, sums in found),
+        )
+        committer.publish(
+            target.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.target.run
+        )
         return manifest
+
     missing = Committer._missing
-    patch.setattr(Committer, "_missing", lambda self, step, by_name=False: [
-        rank for rank in missing(self, step, by_name) if rank == 0])
+    patch.setattr(
+        Committer,
+        "_missing",
+        lambda self, step, by_name=False: [
+            rank for rank in missing(self, step, by_name) if rank == 0
+        ],
+    )
     patch.setattr(Committer, "_publish", _publish)
 
 
@@ -193,6 +246,7 @@ def commit_that_gives_up_cleans_up(patch: Patch) -> None:
             for name in disk.list(attempt):
                 disk.remove(os.path.join(attempt, name))
         return left
+
     patch.setattr(Committer, "finish", finish)
 
 
@@ -200,19 +254,35 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
     patch_all(patch, "clean_own_folder", lambda target: [])
 
 
-# ---- choosing ------------------------------------------------------------------------------------------------------
+# ---- choosing ------------------------------------------------------------------------------------
+
 
 def oldest_first(patch: Patch) -> None:
     right = candidates.scan
-    patch.setattr(candidates, "scan", lambda directory: (lambda found: replace(found, candidates=found.candidates[::-1]))(
-        right(directory)))
+    patch.setattr(
+        candidates,
+        "scan",
+        lambda directory: (lambda found: replace(found, candidates=found.candidates[::-1]))(
+            right(directory)
+        ),
+    )
 
 
 def highest_step_first(patch: Patch) -> None:
     """Selects the highest step, whatever its run."""
     right = candidates.scan
-    patch.setattr(candidates, "scan", lambda directory: (lambda found: replace(found, candidates=tuple(sorted(
-        found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True))))(right(directory)))
+    patch.setattr(
+        candidates,
+        "scan",
+        lambda directory: (
+            lambda found: replace(
+                found,
+                candidates=tuple(
+                    sorted(found.candidates, key=lambda c: (c.step, -c.order[0]), reverse=True)
+                ),
+            )
+        )(right(directory)),
+    )
 
 
 def missing_ranks_accepted(patch: Patch) -> None:
@@ -221,8 +291,13 @@ def missing_ranks_accepted(patch: Patch) -> None:
 
     def scan(directory):
         found = right(directory)
-        return replace(found, candidates=tuple(replace(c, problem=None, world_size=2) if c.files else c
-                                               for c in found.candidates))
+        return replace(
+            found,
+            candidates=tuple(
+                replace(c, problem=None, world_size=2) if c.files else c for c in found.candidates
+            ),
+        )
+
     patch.setattr(candidates, "scan", scan)
 
 
@@ -233,13 +308,18 @@ def only_manifests_count(patch: Patch) -> None:
     def scan(directory):
         found = right(directory)
         return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
+
     patch.setattr(candidates, "scan", scan)
 
 
 def skip_verification(patch: Patch) -> None:
     """Records and files are not verified."""
+
     def verify_nothing(self, rank):
-        return VerifiedShard(rank, tuple(map(ShardSource, self.candidate.files[rank])), self.candidate.state)
+        return VerifiedShard(
+            rank, tuple(map(ShardSource, self.candidate.files[rank])), self.candidate.state
+        )
+
     patch.setattr(verifier.Verifier, "verify", verify_nothing)
     patch.setattr(sources, "check_files", lambda directory, candidate, world, files=True: None)
 
@@ -247,7 +327,11 @@ def skip_verification(patch: Patch) -> None:
 def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
     record_before_weights(patch)
     publish = operations.publish
-    patch_all(patch, "publish", lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size))
+    patch_all(
+        patch,
+        "publish",
+        lambda disk, path, pieces, tag, size=0: publish(_InPlace(disk), path, pieces, tag, size),
+    )
     skip_verification(patch)
 
 
@@ -262,14 +346,19 @@ class _InPlace:
 
     def write(self, path, pieces, size=0):
         folder, name = os.path.split(path)
-        return self.disk.write(os.path.join(folder, name[1:].rsplit(".", 2)[0] if "drill_rank" in name else name), pieces, size)
+        return self.disk.write(
+            os.path.join(folder, name[1:].rsplit(".", 2)[0] if "drill_rank" in name else name),
+            pieces,
+            size,
+        )
 
     def rename(self, old, new):
         if "drill_rank" not in old:
             self.disk.rename(old, new)
 
 
-# ---- removing ------------------------------------------------------------------------------------------------------
+# ---- removing ------------------------------------------------------------------------------------
+
 
 def prune_before_saving(patch: Patch) -> None:
     """Runs retention before the new save, as if that were complete."""
@@ -280,12 +369,17 @@ def prune_before_saving(patch: Patch) -> None:
             found = [c for c in scan_records(target)[0] if c.committed]
             garbage_collector.carry_out(target, removal_plan.Plan(to_delete=tuple(found)))
         return right(target, part, **how)
+
     patch_all(patch, "write_shard", write_shard)
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
     patch.setattr(removal_plan, "protected", lambda *args: {})
-    patch.setattr(removal_plan, "_apply_policy", lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}))
+    patch.setattr(
+        removal_plan,
+        "_apply_policy",
+        lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}),
+    )
 
 
 def prune_removes_unfinished_saves(patch: Patch) -> None:
@@ -295,6 +389,7 @@ def prune_removes_unfinished_saves(patch: Patch) -> None:
     def plan(*args, **how):
         made = right(*args, **how)
         return replace(made, orphans=made.orphans + made.unfinished, unfinished=())
+
     patch_all(patch, "plan", plan)
 
 
@@ -305,6 +400,7 @@ def removal_without_rename(patch: Patch) -> None:
             garbage_collector._clear(directory, candidate.records_dir, ())
         garbage_collector.empty_trash(directory, read_locks or ReadLocks(directory))
         return to_delete
+
     patch_all(patch, "carry_out", carry_out)
 
 
@@ -317,6 +413,7 @@ def records_removed_before_weights(patch: Patch) -> None:
         disk.remove(trash)
         for path in paths:
             disk.remove(path)
+
     patch.setattr(garbage_collector, "_clear", _clear)
 
 
@@ -328,6 +425,7 @@ def weights_removed_without_sync(patch: Patch) -> None:
         for entry in disk.list(trash):
             disk.remove(os.path.join(trash, entry))
         disk.remove(trash)
+
     patch.setattr(garbage_collector, "_clear", _clear)
 
 
@@ -335,7 +433,8 @@ def trash_is_never_emptied(patch: Patch) -> None:
     patch.setattr(garbage_collector, "empty_trash", lambda *args, **how: None)
 
 
-# ---- iteration folders -----------------------------------------------------------------------------------------------
+# ---- iteration folders ---------------------------------------------------------------------------
+
 
 def tracker_before_the_rename(patch: Patch) -> None:
     right = iteration_publisher.publish_iteration
@@ -343,11 +442,13 @@ def tracker_before_the_rename(patch: Patch) -> None:
     def publish_iteration(target, step, newest=True, emit=print):
         iteration_publisher.set_tracker(target, step, target.run)
         right(target, step, newest, emit)
+
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
 def rename_before_the_manifest(patch: Patch) -> None:
     """Gives the folder its final name before it is complete."""
+
     class There(shard_writer.SaveTarget):
         def data_dir(self, step):
             return os.path.join(self.root, iteration_name(step))
@@ -360,6 +461,7 @@ def rename_before_the_manifest(patch: Patch) -> None:
             self._publish(target, step)
             self.prune()
         return missing
+
     patch.setattr(Committer, "try_commit", try_commit)
 
 
@@ -379,6 +481,7 @@ def small_files_after_the_manifest(patch: Patch) -> None:
         for small, content in files:
             right(disk, small, content, tag)
         return count
+
     patch.setattr(iteration_publisher, "publish", publish)
     patch.setattr(committer, "publish", manifest_first)
 
@@ -392,6 +495,7 @@ def replaced_folder_removed_first(patch: Patch) -> None:
         if target.rank == 0 and target.storage.status(iteration_dir) is not None:
             operations.remove_tree(target.storage, iteration_dir)
         return right(target, part, **how)
+
     patch_all(patch, "write_shard", write_shard)
 
 
@@ -405,10 +509,16 @@ def replaced_folder_written_into(patch: Patch) -> None:
             return right(target, step, newest, emit)
         for name in disk.list(target.data_dir(step)):
             if name != FOLDER:
-                disk.rename(os.path.join(target.data_dir(step), name), os.path.join(iteration_dir, name))
-        disk.rename(target.attempt(step), os.path.join(iteration_dir, FOLDER, os.path.basename(target.attempt(step))))
+                disk.rename(
+                    os.path.join(target.data_dir(step), name), os.path.join(iteration_dir, name)
+                )
+        disk.rename(
+            target.attempt(step),
+            os.path.join(iteration_dir, FOLDER, os.path.basename(target.attempt(step))),
+        )
         operations.remove_tree(disk, target.data_dir(step))
         return iteration_publisher.set_tracker(CheckpointDir(disk, target.root), step, target.run)
+
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
@@ -418,12 +528,20 @@ def tracker_names_the_folder_that_is_being_replaced(patch: Patch) -> None:
 
 def intent_not_written(patch: Patch) -> None:
     right = iteration_publisher.publish
-    patch.setattr(iteration_publisher, "publish", lambda disk, path, pieces, tag, size=0: 0 if os.path.basename(path).startswith(
-        "tracker-") else right(disk, path, pieces, tag, size))
+    patch.setattr(
+        iteration_publisher,
+        "publish",
+        lambda disk, path, pieces, tag, size=0: (
+            0
+            if os.path.basename(path).startswith("tracker-")
+            else right(disk, path, pieces, tag, size)
+        ),
+    )
 
 
 def intents_are_never_finished(patch: Patch) -> None:
-    patch.setattr(iteration_publisher, "intents", lambda names: set())  # neither by the next run nor by the next save
+    # neither by the next run nor by the next save
+    patch.setattr(iteration_publisher, "intents", lambda names: set())
 
 
 def renamed_without_sync(patch: Patch) -> None:
@@ -433,6 +551,7 @@ def renamed_without_sync(patch: Patch) -> None:
 
         def __getattr__(self, name):
             return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
+
     right = iteration_publisher.publish_iteration
 
     def set_tracker(directory, step, tag):
@@ -445,6 +564,7 @@ def renamed_without_sync(patch: Patch) -> None:
     def publish_iteration(target, step, newest=True, emit=print):
         patch.setattr(iteration_publisher, "set_tracker", set_tracker)
         right(replace(target, storage=NoSync(target.storage)), step, newest, emit)
+
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
@@ -456,56 +576,198 @@ def iteration_removed_without_rename(patch: Patch) -> None:
             operations.remove_tree(disk, candidate.commit_dir)
         garbage_collector.empty_trash(directory, read_locks or ReadLocks(directory))
         return to_delete
+
     patch_all(patch, "carry_out", carry_out)
 
 
 ITERATION_MUTANTS = [
-    Mutant("tracker before the rename", tracker_before_the_rename, "pointers", "kill all", HARD_FAIL, "rename"),
-    Mutant("rename before the manifest", rename_before_the_manifest, "pointers", "kill all", HARD_FAIL, "json"),
-    Mutant("small files after the manifest", small_files_after_the_manifest, "pointers", "kill all", HARD_FAIL, "common"),
-    Mutant("replaced folder removed first", replaced_folder_removed_first, "save again", "kill all", LOST_WORK, "sync"),
-    Mutant("replaced folder written into", replaced_folder_written_into, "save again", "kill all", HARD_FAIL,
-           "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/"),
-    Mutant("tracker names the folder that is being replaced", tracker_names_the_folder_that_is_being_replaced, "save again",
-           "kill all", HARD_FAIL, "rename checkpoint/.mindresume/step-0000000020"),
+    Mutant(
+        "tracker before the rename",
+        tracker_before_the_rename,
+        "pointers",
+        "kill all",
+        HARD_FAIL,
+        "rename",
+    ),
+    Mutant(
+        "rename before the manifest",
+        rename_before_the_manifest,
+        "pointers",
+        "kill all",
+        HARD_FAIL,
+        "json",
+    ),
+    Mutant(
+        "small files after the manifest",
+        small_files_after_the_manifest,
+        "pointers",
+        "kill all",
+        HARD_FAIL,
+        "common",
+    ),
+    Mutant(
+        "replaced folder removed first",
+        replaced_folder_removed_first,
+        "save again",
+        "kill all",
+        LOST_WORK,
+        "sync",
+    ),
+    Mutant(
+        "replaced folder written into",
+        replaced_folder_written_into,
+        "save again",
+        "kill all",
+        HARD_FAIL,
+        "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/",
+    ),
+    Mutant(
+        "tracker names the folder that is being replaced",
+        tracker_names_the_folder_that_is_being_replaced,
+        "save again",
+        "kill all",
+        HARD_FAIL,
+        "rename checkpoint/.mindresume/step-0000000020",
+    ),
     Mutant("intent not written", intent_not_written, "pointers", "kill all", LOST_WORK, "latest"),
-    Mutant("intents are never finished", intents_are_never_finished, "pointers", "kill all", LEFT, "remove"),
-    Mutant("renamed without sync", renamed_without_sync, "pointers", "reorder", LOST_WORK, "sync checkpoint", seed=8),
-    Mutant("iteration removed without rename", iteration_removed_without_rename, "prune", "kill all", LEFT, "remove"),
+    Mutant(
+        "intents are never finished",
+        intents_are_never_finished,
+        "pointers",
+        "kill all",
+        LEFT,
+        "remove",
+    ),
+    Mutant(
+        "renamed without sync",
+        renamed_without_sync,
+        "pointers",
+        "reorder",
+        LOST_WORK,
+        "sync checkpoint",
+        seed=8,
+    ),
+    Mutant(
+        "iteration removed without rename",
+        iteration_removed_without_rename,
+        "prune",
+        "kill all",
+        LEFT,
+        "remove",
+    ),
     Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK, "list"),
     Mutant("publish without sync", publish_without_sync, "pointers", "power", LOST_WORK, "latest"),
-    Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL, "json"),
+    Mutant(
+        "publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL, "json"
+    ),
     Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT, "remove"),
 ]
 
 MUTANTS = [
     Mutant("publish without sync", publish_without_sync, "save", "power", LOST_WORK),
     Mutant("publish without sync", publish_without_sync, "first save", "power", HARD_FAIL),
-    Mutant("weights published without sync", weights_published_without_sync, "save", "reorder", LOST_WORK, "meta.json"),
+    Mutant(
+        "weights published without sync",
+        weights_published_without_sync,
+        "save",
+        "reorder",
+        LOST_WORK,
+        "meta.json",
+    ),
     Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL),
     Mutant("pointers written in place", pointers_written_in_place, "pointers", "torn", HARD_FAIL),
-    Mutant("record before weights", record_before_weights, "first save", "kill all", HARD_FAIL, "rank_0"),
-    Mutant("errors of writing swallowed", errors_of_writing_swallowed, "first save", "EIO", HARD_FAIL),
+    Mutant(
+        "record before weights",
+        record_before_weights,
+        "first save",
+        "kill all",
+        HARD_FAIL,
+        "rank_0",
+    ),
+    Mutant(
+        "errors of writing swallowed", errors_of_writing_swallowed, "first save", "EIO", HARD_FAIL
+    ),
     Mutant("errors of writing swallowed", errors_of_writing_swallowed, "save", "ENOSPC", LOST_WORK),
-    Mutant("failed saves reported as saved", failed_saves_reported_as_saved, "save", "EIO", LOST_WORK, "write"),
-    Mutant("save reported before it is written", save_reported_before_it_is_written, "background", "kill all", LOST_WORK),
+    Mutant(
+        "failed saves reported as saved",
+        failed_saves_reported_as_saved,
+        "save",
+        "EIO",
+        LOST_WORK,
+        "write",
+    ),
+    Mutant(
+        "save reported before it is written",
+        save_reported_before_it_is_written,
+        "background",
+        "kill all",
+        LOST_WORK,
+    ),
     Mutant("pointer before the file", pointer_before_the_file, "first save", "kill all", HARD_FAIL),
-    Mutant("manifest without all ranks", manifest_without_all_ranks, "first save", "kill one", HARD_FAIL),
-    Mutant("a commit that gives up cleans up", commit_that_gives_up_cleans_up, "first save", "late", CONTROL, seed=3),
-    Mutant("half-written files are not cleaned", half_written_files_are_not_cleaned, "first save", "kill all", LEFT, "rename"),
+    Mutant(
+        "manifest without all ranks",
+        manifest_without_all_ranks,
+        "first save",
+        "kill one",
+        HARD_FAIL,
+    ),
+    Mutant(
+        "a commit that gives up cleans up",
+        commit_that_gives_up_cleans_up,
+        "first save",
+        "late",
+        CONTROL,
+        seed=3,
+    ),
+    Mutant(
+        "half-written files are not cleaned",
+        half_written_files_are_not_cleaned,
+        "first save",
+        "kill all",
+        LEFT,
+        "rename",
+    ),
     Mutant("oldest first", oldest_first, "save", "", CONTROL),
     Mutant("highest step first", highest_step_first, "save again", "kill all", LOST_WORK, "rename"),
-    Mutant("missing ranks accepted", missing_ranks_accepted, "first save", "kill all", SILENT_DIVERGENCE, "write"),
+    Mutant(
+        "missing ranks accepted",
+        missing_ranks_accepted,
+        "first save",
+        "kill all",
+        SILENT_DIVERGENCE,
+        "write",
+    ),
     Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK),
     Mutant("only manifests count", only_manifests_count, "save", "kill one", LOST_WORK, "manifest"),
-    Mutant("verification skipped and files written in place", verification_skipped_and_files_written_in_place, "first save",
-           "torn", SILENT_DIVERGENCE),
+    Mutant(
+        "verification skipped and files written in place",
+        verification_skipped_and_files_written_in_place,
+        "first save",
+        "torn",
+        SILENT_DIVERGENCE,
+    ),
     Mutant("prune before saving", prune_before_saving, "prune", "kill all", HARD_FAIL, "write"),
     Mutant("prune keeps nothing", prune_keeps_nothing, "prune", "", CONTROL),
     Mutant("prune removes unfinished saves", prune_removes_unfinished_saves, "save", "", CONTROL),
-    Mutant("removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"),
-    Mutant("records removed before weights", records_removed_before_weights, "prune", "kill all", LEFT, "remove"),
-    Mutant("weights removed without sync", weights_removed_without_sync, "prune", "reorder", LEFT, "trash"),
+    Mutant(
+        "removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"
+    ),
+    Mutant(
+        "records removed before weights",
+        records_removed_before_weights,
+        "prune",
+        "kill all",
+        LEFT,
+        "remove",
+    ),
+    Mutant(
+        "weights removed without sync",
+        weights_removed_without_sync,
+        "prune",
+        "reorder",
+        LEFT,
+        "trash",
+    ),
     Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT),
     *(replace(mutant, format=scenarios.LAYOUTS[-1]) for mutant in ITERATION_MUTANTS),
 ]
@@ -527,63 +789,110 @@ def table() -> Iterator[list[str]]:
     """Prints the table of docs/reliability.md: pytest -s tests/fault_injection/test_teeth.py."""
     rows: list[str] = []
     yield rows
-    print("\n" + "\n".join(["| mutant | found by | in | fault | cells |", "|---|---|---|---|---|", *rows]))
+    print(
+        "\n"
+        + "\n".join(["| mutant | found by | in | fault | cells |", "|---|---|---|---|---|", *rows])
+    )
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.scenario}, {mutant.format}")
+@pytest.mark.parametrize(
+    "mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.scenario}, {mutant.format}"
+)
 def test_a_mutant_is_found(mutant, folder, table):
-    setup, fmt = Setup(folder, seed=mutant.seed), mutant.format or FORMATS[MUTANTS.index(mutant) % 2]
-    right, = prepare(setup, [mutant.scenario], [fmt])
+    setup, fmt = (
+        Setup(folder, seed=mutant.seed),
+        mutant.format or FORMATS[MUTANTS.index(mutant) % 2],
+    )
+    (right,) = prepare(setup, [mutant.scenario], [fmt])
     with pytest.MonkeyPatch.context() as patch:
         mutant.mutate(patch)
         if mutant.verdict == CONTROL:
-            table.append(f"| {mutant.name} | the scenario itself | {mutant.scenario}, {fmt} | {mutant.fault} | 1 |")
+            table.append(
+                f"| {mutant.name} | the scenario itself | {mutant.scenario}, {fmt} | "
+                f"{mutant.fault} | 1 |"
+            )
             if mutant.fault:
-                assert runner.run_scenario(setup, scenarios.SCENARIOS[mutant.scenario], fmt,
-                                            Fault(FAR, mutant.fault))[1].verdict != "PASS"
+                assert (
+                    runner.run_scenario(
+                        setup, scenarios.SCENARIOS[mutant.scenario], fmt, Fault(FAR, mutant.fault)
+                    )[1].verdict
+                    != "PASS"
+                )
             else:
                 with pytest.raises(SaveError, match="without any fault"):
                     prepare(setup, [mutant.scenario], [fmt])
             return
-        task, = prepare(setup, [mutant.scenario], [fmt])
-        cells = ((number, found) for number, found in enumerate(cells_of_mutant(setup, task, mutant), 1)
-                 if verdict_of(found) != "PASS")
+        (task,) = prepare(setup, [mutant.scenario], [fmt])
+        cells = (
+            (number, found)
+            for number, found in enumerate(cells_of_mutant(setup, task, mutant), 1)
+            if verdict_of(found) != "PASS"
+        )
         needed, found = next(cells, (0, None))
     assert found is not None, "the mutant survives"
     assert verdict_of(found) == mutant.verdict, found
-    table.append(f"| {mutant.name} | {mutant.verdict} | {mutant.scenario}, {fmt} | {mutant.fault} | {needed} |")
+    table.append(
+        f"| {mutant.name} | {mutant.verdict} | {mutant.scenario}, {fmt} | {mutant.fault} | "
+        f"{needed} |"
+    )
     # ... and it was the mutant: the product passes when the same operation is struck.
-    hit = [o.number for o in right.operations if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)]
+    hit = [
+        o.number
+        for o in right.operations
+        if (o.rank, o.name, o.path) == (found.rank, found.name, found.path)
+    ]
     for number in hit[:2] or [min(found.operation, len(right.operations))]:
         fault = Fault(number, mutant.fault)
-        assert not fault.hits(right.operations[number - 1].name) or verdict_of(cell(setup, right, fault)) == "PASS"
+        assert (
+            not fault.hits(right.operations[number - 1].name)
+            or verdict_of(cell(setup, right, fault)) == "PASS"
+        )
 
 
 def test_every_verdict_has_a_mutant():
-    assert {mutant.verdict for mutant in MUTANTS} == {HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE, LEFT, CONTROL}
+    assert {mutant.verdict for mutant in MUTANTS} == {
+        HARD_FAIL,
+        LOST_WORK,
+        SILENT_DIVERGENCE,
+        LEFT,
+        CONTROL,
+    }
     assert len({mutant.name for mutant in MUTANTS}) >= 20
 
 
-# ---- defects that the seven scenarios do not reach: scenarios and disks of this test ---------------------------------------
+# ---- defects that the seven scenarios do not reach: scenarios and disks of this test -------------
 
-def verdict_of_run(patch: Patch, folder: str, scenario: Scenario, fault: Fault | None = None,
-         disk: type[PosixStorage] = PosixStorage) -> str:
+
+def verdict_of_run(
+    patch: Patch,
+    folder: str,
+    scenario: Scenario,
+    fault: Fault | None = None,
+    disk: type[PosixStorage] = PosixStorage,
+) -> str:
     """Returns the verdict of one run of a scenario."""
     patch.setattr(runner, "SCENARIOS", {**scenarios.SCENARIOS, scenario.name: scenario})
-    return runner.run_scenario(Setup(folder, storage=disk), scenario, "safetensors", fault)[1].verdict
+    return runner.run_scenario(Setup(folder, storage=disk), scenario, "safetensors", fault)[
+        1
+    ].verdict
 
 
 class _TakenOver(Scenario):
     def work(self, sandbox: Sandbox, rank: int) -> None:
         """Run 1 was considered dead and continues."""
         try:
-            shard_writer.write_shard(sandbox.target(rank, 0), scenarios.shard(sandbox.target(rank, 0), 30, sandbox.format))
+            shard_writer.write_shard(
+                sandbox.target(rank, 0),
+                scenarios.shard(sandbox.target(rank, 0), 30, sandbox.format),
+            )
         except LeaseHeldError:
             return
         raise AssertionError("a run that lost its folder saves into it")
 
 
-TAKEN_OVER = _TakenOver("taken over", "a run that was considered dead wakes up", past=((0, 10), (1, 20)))
+TAKEN_OVER = _TakenOver(
+    "taken over", "a run that was considered dead wakes up", past=((0, 10), (1, 20))
+)
 
 
 def test_a_late_writer_without_a_fence(folder, monkeypatch):
@@ -595,7 +904,10 @@ def test_a_late_writer_without_a_fence(folder, monkeypatch):
 class _SameNames(Scenario):
     def work(self, sandbox: Sandbox, rank: int) -> None:
         """Saves step 10 in another job under the names of the first run."""
-        target, part = sandbox.target(rank, 1), scenarios.shard(sandbox.target(rank, 1), 10, sandbox.format)
+        target, part = (
+            sandbox.target(rank, 1),
+            scenarios.shard(sandbox.target(rank, 1), 10, sandbox.format),
+        )
         taken = scenarios.shard(sandbox.target(rank, 0), 10, sandbox.format).files[0].path
         shard_writer.write_shard(target, replace(part, files=(replace(part.files[0], path=taken),)))
 
@@ -605,9 +917,15 @@ SAME_NAMES = _SameNames("same names", "another job uses the names of the first r
 
 def test_files_that_are_overwritten(folder, monkeypatch):
     assert verdict_of_run(monkeypatch, folder, SAME_NAMES) == "PASS"
-    assert {verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault(at, "kill all")) for at in range(1, 12)} == {"PASS"}
-    monkeypatch.setattr(RankStorage, "status", lambda self, path: None)     # "nothing is there"
-    assert HARD_FAIL in [verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault(at, "kill all")) for at in range(8, 20)]
+    assert {
+        verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault(at, "kill all"))
+        for at in range(1, 12)
+    } == {"PASS"}
+    monkeypatch.setattr(RankStorage, "status", lambda self, path: None)  # "nothing is there"
+    assert HARD_FAIL in [
+        verdict_of_run(monkeypatch, folder, SAME_NAMES, Fault(at, "kill all"))
+        for at in range(8, 20)
+    ]
 
 
 class Rotten(PosixStorage):
@@ -626,6 +944,7 @@ class Rotten(PosixStorage):
 
 def test_a_disk_that_lies(folder, monkeypatch):
     save = scenarios.SCENARIOS["save"]
-    assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == LOST_WORK            # refused, and the step before is taken
+    # refused, and the step before is taken
+    assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == LOST_WORK
     skip_verification(monkeypatch)
     assert verdict_of_run(monkeypatch, folder, save, disk=Rotten) == SILENT_DIVERGENCE

@@ -1,4 +1,5 @@
 """Worker processes return results, end with the command, and leave nothing behind."""
+
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from mindresume.fault_injection import workers as module
 from mindresume.fault_injection.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 600.0                        # seconds after which a test on a busy machine is given up
+PATIENCE = 600.0  # seconds after which a test on a busy machine is given up
 
 
 def square(number):
@@ -43,7 +44,10 @@ def test_results_errors_and_killed_workers_are_reported(tmp_path):
     assert not folder.exists()
     with pytest.raises(ValueError, match="no 5"), Workers(1, str(folder_of(tmp_path))) as workers:
         list(workers.map(refuse, [5]))
-    with pytest.raises(ChildProcessError, match="died"), Workers(1, str(folder_of(tmp_path))) as workers:
+    with (
+        pytest.raises(ChildProcessError, match="died"),
+        Workers(1, str(folder_of(tmp_path))) as workers,
+    ):
         list(workers.map(die, [5]))
     assert os.listdir(tmp_path) == []
 
@@ -51,7 +55,8 @@ def test_results_errors_and_killed_workers_are_reported(tmp_path):
 def test_a_worker_whose_parent_is_gone_ends_without_a_traceback(monkeypatch):
     """The pipe is broken before the thread that waits for the parent has noticed."""
     monkeypatch.setattr(module, "_end_with_parent", lambda: None)
-    for sent in (), ((square, 3),):                                # the worker reads, or writes, when the parent is gone
+    # the worker reads, or writes, when the parent is gone
+    for sent in (), ((square, 3),):
         ours, theirs = multiprocessing.Pipe()
         for message in sent:
             ours.send(message)
@@ -83,9 +88,16 @@ def until(condition):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_drill_and_leaves_nothing(tmp_path, number):
-    """Signals the process alone, as ``kill`` does; the drill takes minutes, so it is still running."""
-    drill = subprocess.Popen([sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)], cwd=ROOT, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    """Signals the process alone, as ``kill`` does; the drill takes minutes, so it is still
+    running."""
+    drill = subprocess.Popen(
+        [sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     until(lambda: list(tmp_path.glob("mindresume-drill-*/cell-*")))
     drill.send_signal(number)
     out, err = drill.communicate(timeout=PATIENCE)
@@ -94,4 +106,8 @@ def test_a_signal_ends_the_drill_and_leaves_nothing(tmp_path, number):
     if number == signal.SIGKILL:
         assert drill.returncode == -number
     else:
-        assert drill.returncode == 128 + number and "the drill was stopped" in err and out.startswith("| scenario | format |")
+        assert (
+            drill.returncode == 128 + number
+            and "the drill was stopped" in err
+            and out.startswith("| scenario | format |")
+        )

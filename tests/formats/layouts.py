@@ -1,4 +1,5 @@
 """Layouts of every kind that axes can express, for hypothesis."""
+
 import math
 
 from hypothesis import assume
@@ -18,13 +19,18 @@ def cuts(draw):
         taken, axes = tuple(axes[:count]), axes[count:]
         maps.append(-1 if not taken else taken[0] if count == 1 else taken)
     replicas = TensorLayout(matrix, maps).replicas
-    shards = draw(st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0]))
+    shards = draw(
+        st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0])
+    )
     layout = TensorLayout(matrix, maps, shards)
-    return layout, tuple(draw(st.integers(1, 3)) * count for count in layout.pieces([0] * len(maps)))
+    return layout, tuple(
+        draw(st.integers(1, 3)) * count for count in layout.pieces([0] * len(maps))
+    )
 
 
 def representable(layout):
-    """Returns whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a divisor of it."""
+    """Returns whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a
+    divisor of it."""
     if layout.optimizer_pieces == 1:
         return True
     left = layout.copies

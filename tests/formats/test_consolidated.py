@@ -1,4 +1,5 @@
 """Folders of consolidated weights: reading, refusals, and names and contents of new ones."""
+
 import json
 import os
 import shutil
@@ -28,10 +29,16 @@ from mindresume.tensor_files import encode
 
 FIXTURE = Path(__file__).parents[2] / "st" / "fixtures" / "mf190_unified_from_dp2tp2"
 STEP = 15
-SCALARS = {"epoch_num": 2, "step_num": STEP, "global_step": STEP, "global_batch_size": 8, "loss_scale": 1.0}
+SCALARS = {
+    "epoch_num": 2,
+    "step_num": STEP,
+    "global_step": STEP,
+    "global_batch_size": 8,
+    "loss_scale": 1.0,
+}
 WEIGHTS = {name: array for name, array in tensors_of(0, STEP).items() if name not in SCALARS}
 SIZES = {name: array.nbytes for name, array in WEIGHTS.items()}
-EMBEDDING, ADAM, BIAS = WEIGHTS                  # 128, 128 and 20 bytes
+EMBEDDING, ADAM, BIAS = WEIGHTS  # 128, 128 and 20 bytes
 HF_INDEX = "model.safetensors.index.json"
 HF_FIRST = "model-00001-of-00002.safetensors"
 
@@ -91,7 +98,8 @@ def hub(tmp_path):
     return write(tmp_path / "hub", HUGGINGFACE, hyper=False)
 
 
-# ---- accepted folders ------------------------------------------------------------------------------------------------
+# ---- accepted folders ----------------------------------------------------------------------------
+
 
 def test_counters_beside_an_index_of_huggingface_are_read(tmp_path):
     assert read(write(tmp_path, HUGGINGFACE)).scalars == SCALARS
@@ -101,10 +109,14 @@ def test_counters_beside_an_index_of_huggingface_are_read(tmp_path):
 def test_without_an_index_all_files_count(tmp_path, fmt):
     put(tmp_path / f"a.{fmt}", {EMBEDDING: WEIGHTS[EMBEDDING]})
     put(tmp_path / f"b.{fmt}", counters(STEP))
-    put(tmp_path / f".c.{fmt}", {EMBEDDING: WEIGHTS[EMBEDDING]})             # half-written
+    put(tmp_path / f".c.{fmt}", {EMBEDDING: WEIGHTS[EMBEDDING]})  # half-written
     (tmp_path / "config.json").write_text("{}")
     found = read(tmp_path)
-    assert complete(tmp_path) and (found.kind, found.files, found.notes) == (FILES, (f"a.{fmt}", f"b.{fmt}"), ())
+    assert complete(tmp_path) and (found.kind, found.files, found.notes) == (
+        FILES,
+        (f"a.{fmt}", f"b.{fmt}"),
+        (),
+    )
     assert found.scalars == SCALARS and found.tensors[EMBEDDING] == f"a.{fmt}"
 
 
@@ -126,7 +138,10 @@ def test_files_missing_from_the_index_are_ignored_with_a_note(unified):
     (unified / "broken.safetensors").write_bytes(b"")
     found = read(unified)
     assert found.files == ("part0.safetensors", "part1.safetensors", HYPER)
-    assert len(found.notes) == 1 and "broken.safetensors and 2 more not named by param_name_map.json" in found.notes[0]
+    assert (
+        len(found.notes) == 1
+        and "broken.safetensors and 2 more not named by param_name_map.json" in found.notes[0]
+    )
 
 
 def test_tensors_missing_from_the_index_are_ignored_with_a_note(unified):
@@ -139,7 +154,11 @@ def test_tensors_missing_from_the_index_are_ignored_with_a_note(unified):
 def test_partial_gradient_buffers_are_noted(unified):
     put(unified / HYPER, {**counters(STEP), "accu_grads.a": np.zeros(4, np.float32)})
     found = read(unified)
-    assert found.tensors["accu_grads.a"] == HYPER and len(found.notes) == 1 and "does not merge" in found.notes[0]
+    assert (
+        found.tensors["accu_grads.a"] == HYPER
+        and len(found.notes) == 1
+        and "does not merge" in found.notes[0]
+    )
 
 
 def test_links_are_followed(unified, tmp_path):
@@ -151,17 +170,30 @@ def test_links_are_followed(unified, tmp_path):
 
 
 def test_written_by_mindformers():
-    """Reads only the output of mindformers 1.9.0; every tensor and value is known from its source."""
+    """Reads only the output of mindformers 1.9.0; every tensor and value is known from its
+    source."""
     expected = json.loads((FIXTURE / "expected.json").read_text())
     found = read(FIXTURE / "unified_checkpoint")
-    assert found.kind == MINDSPORE and found.files == ("part0.safetensors", HYPER) and found.notes == ()
+    assert (
+        found.kind == MINDSPORE
+        and found.files == ("part0.safetensors", HYPER)
+        and found.notes == ()
+    )
     assert {name: row["file"] for name, row in expected["tensors"].items()} == found.tensors
-    assert found.scalars == {**SCALARS, "step_num": expected["step"], "global_step": expected["step"]}
+    assert found.scalars == {
+        **SCALARS,
+        "step_num": expected["step"],
+        "global_step": expected["step"],
+    }
     entries = {name: found.headers[file].tensors[name] for name, file in found.tensors.items()}
     for name, row in expected["tensors"].items():
-        assert (entries[name].dtype, list(entries[name].shape)) == (row["dtype"], row["global_shape"])
+        assert (entries[name].dtype, list(entries[name].shape)) == (
+            row["dtype"],
+            row["global_shape"],
+        )
         elements = int(np.prod(row["global_shape"], dtype=int))
-        for layout_known in (row["file"] != HYPER, True):                   # of a job, and of one process, which has no strategy
+        # of a job, and of one process, which has no strategy
+        for layout_known in (row["file"] != HYPER, True):
             assert is_hyper(name, layout_known, elements) == (row["file"] == HYPER), name
     document = json.loads((FIXTURE / "unified_checkpoint" / MAP).read_text())
     size = sum(entry.nbytes for name, entry in entries.items() if found.tensors[name] != HYPER)
@@ -169,7 +201,8 @@ def test_written_by_mindformers():
     assert index_document(MINDSPORE, weight_map, size) == (MAP, document)
 
 
-# ---- refused folders -------------------------------------------------------------------------------------------------
+# ---- refused folders -----------------------------------------------------------------------------
+
 
 def test_folders_of_ranks_are_not_complete(tmp_path):
     save(tmp_path / "ours", 5, world=2)
@@ -193,8 +226,12 @@ def test_files_in_a_rank_folder_are_not_complete(tmp_path, monkeypatch):
 
 def test_a_missing_or_empty_folder(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    for path, says in ((tmp_path, "no file with extension"), (tmp_path / "absent", "no such"),
-                       (tmp_path / "notes.txt", "extension"), (tmp_path / "model.safetensors", "no such")):
+    for path, says in (
+        (tmp_path, "no file with extension"),
+        (tmp_path / "absent", "no such"),
+        (tmp_path / "notes.txt", "extension"),
+        (tmp_path / "model.safetensors", "no such"),
+    ):
         assert not complete(path)
         refused(path, ConfigError, says=says)
     put(tmp_path / "model.safetensors", {})
@@ -217,7 +254,12 @@ def test_two_formats_by_the_index(unified):
 def test_a_missing_file(tmp_path, kind, part):
     write(tmp_path, kind)
     (tmp_path / part).unlink()
-    refused(tmp_path, file=part, tensor=EMBEDDING, says="missing.*index.json|missing.*param_name_map.json")
+    refused(
+        tmp_path,
+        file=part,
+        tensor=EMBEDDING,
+        says="missing.*index.json|missing.*param_name_map.json",
+    )
 
 
 def test_an_index_without_files(unified):
@@ -246,26 +288,49 @@ def test_a_folder_in_the_place_of_a_file(unified):
 
 def test_a_tensor_that_its_file_lacks(unified):
     edit(unified / MAP, lambda table: table.update(absent="part1.safetensors"))
-    refused(unified, file="part1.safetensors", tensor="absent", says="no file of the index holds it")
-    edit(unified / MAP, lambda table: (table.pop("absent"), table.update({BIAS: "part0.safetensors"})))
+    refused(
+        unified, file="part1.safetensors", tensor="absent", says="no file of the index holds it"
+    )
+    edit(
+        unified / MAP,
+        lambda table: (table.pop("absent"), table.update({BIAS: "part0.safetensors"})),
+    )
     refused(unified, file="part0.safetensors", tensor=BIAS, says="it is in part1.safetensors")
 
 
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("second", ["part1.safetensors", HYPER])
 def test_a_tensor_in_two_files(unified, second, indexed):
-    put(unified / second, {EMBEDDING: WEIGHTS[EMBEDDING], BIAS if second != HYPER else "more": WEIGHTS[BIAS]})
-    put(unified / "part1.safetensors", {ADAM: WEIGHTS[ADAM], BIAS: WEIGHTS[BIAS],
-                                        **({} if second == HYPER else {EMBEDDING: WEIGHTS[EMBEDDING]})})
+    put(
+        unified / second,
+        {EMBEDDING: WEIGHTS[EMBEDDING], BIAS if second != HYPER else "more": WEIGHTS[BIAS]},
+    )
+    put(
+        unified / "part1.safetensors",
+        {
+            ADAM: WEIGHTS[ADAM],
+            BIAS: WEIGHTS[BIAS],
+            **({} if second == HYPER else {EMBEDDING: WEIGHTS[EMBEDDING]}),
+        },
+    )
     if not indexed:
         (unified / MAP).unlink()
     refused(unified, tensor=EMBEDDING, says="is in .* too")
 
 
-@pytest.mark.parametrize("text, says", [
-    ("", "not JSON"), ("{", "not JSON"), ("[" * 99_999, "not JSON"), ("[]", "JSON object"), ('"part0"', "JSON object"),
-    ('{"weight_map": []}', "weight_map"), ('{"weight_map": null}', "weight_map"),
-    ('{"weight_map": {"w": "part0.safetensors", "w": "part1.safetensors"}}', "twice")])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 99_999, "not JSON"),
+        ("[]", "JSON object"),
+        ('"part0"', "JSON object"),
+        ('{"weight_map": []}', "weight_map"),
+        ('{"weight_map": null}', "weight_map"),
+        ('{"weight_map": {"w": "part0.safetensors", "w": "part1.safetensors"}}', "twice"),
+    ],
+)
 @pytest.mark.parametrize("kind", [MINDSPORE, HUGGINGFACE])
 def test_a_damaged_index(tmp_path, kind, text, says):
     name = index_document(kind, {}, 0)[0]
@@ -273,9 +338,26 @@ def test_a_damaged_index(tmp_path, kind, text, says):
     refused(tmp_path, file=name, says=says)
 
 
-@pytest.mark.parametrize("file", [7, None, ["part0.safetensors"], "", ".", "..", "../part0.safetensors", "/part0.safetensors",
-                                  "./part0.safetensors", "a/part0.safetensors", "..safetensors", "part0", "part0.bin", MAP,
-                                  "a\0.safetensors"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        7,
+        None,
+        ["part0.safetensors"],
+        "",
+        ".",
+        "..",
+        "../part0.safetensors",
+        "/part0.safetensors",
+        "./part0.safetensors",
+        "a/part0.safetensors",
+        "..safetensors",
+        "part0",
+        "part0.bin",
+        MAP,
+        "a\0.safetensors",
+    ],
+)
 @pytest.mark.parametrize("kind", [MINDSPORE, HUGGINGFACE])
 def test_an_index_that_leaves_the_folder_or_names_no_tensor_file(tmp_path, kind, file):
     name = index_document(kind, {}, 0)[0]
@@ -290,15 +372,18 @@ def test_an_index_of_huggingface_has_a_weight_map(hub):
 
 def test_an_index_larger_than_any(hub):
     with open(hub / HF_INDEX, "r+b") as file:
-        file.truncate(1 << 40)                   # sparse
+        file.truncate(1 << 40)  # sparse
     refused(hub, file=HF_INDEX, says="at most")
 
 
-# ---- two indexes -----------------------------------------------------------------------------------------------------
+# ---- two indexes ---------------------------------------------------------------------------------
+
 
 def test_two_indexes_of_huggingface(hub):
     shutil.copy(hub / HF_INDEX, hub / "model.fp16.safetensors.index.json")
-    refused(hub, ConfigError, says="model.fp16.safetensors.index.json and model.safetensors.index.json")
+    refused(
+        hub, ConfigError, says="model.fp16.safetensors.index.json and model.safetensors.index.json"
+    )
 
 
 def test_two_equal_indexes_are_accepted(hub):
@@ -320,19 +405,23 @@ def test_two_indexes_of_different_tensors(hub):
     del table[BIAS]
     (hub / MAP).write_text(json.dumps({"weight_map": table}))
     refused(hub, file=MAP, tensor=BIAS, says="same tensors")
-    (hub / MAP).write_text(json.dumps({"other": HF_FIRST}))                  # flat, but not of all the files
+    # flat, but not of all the files
+    (hub / MAP).write_text(json.dumps({"other": HF_FIRST}))
     refused(hub, file=MAP, tensor="other", says="same tensors")
 
 
 def test_names_that_mindformers_translated_are_ignored_with_a_note(hub):
-    table = {f"model.{name}": file for name, file in json.loads((hub / HF_INDEX).read_text())["weight_map"].items()}
+    table = {
+        f"model.{name}": file
+        for name, file in json.loads((hub / HF_INDEX).read_text())["weight_map"].items()
+    }
     (hub / MAP).write_text(json.dumps(table, indent=2))
     found = read(hub)
     assert (found.kind, list(found.tensors)) == (HUGGINGFACE, list(WEIGHTS))
     assert len(found.notes) == 1 and "translated" in found.notes[0]
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 SIZE_MAPS = st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(0, 50))
 
@@ -343,7 +432,8 @@ def test_split(sizes, limit):
     assert [name for part in parts for name in part] == list(sizes) and all(parts)
     for part in parts:
         assert sum(sizes[name] for name in part) <= limit or len(part) == 1
-    for part, following in zip(parts, parts[1:], strict=False):             # a part ends only where the next one did not fit
+    # a part ends only where the next one did not fit
+    for part, following in zip(parts, parts[1:], strict=False):
         assert sum(sizes[name] for name in (*part, following[0])) > limit
 
 
@@ -353,14 +443,25 @@ def test_split_into_nothing(part_bytes):
         split({"a": 1}, part_bytes)
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, FILES), (1, 1, MINDSPORE), (-1, 1, HUGGINGFACE), (0, 0, MINDSPORE)])
+@pytest.mark.parametrize(
+    "arguments", [(0, 1, FILES), (1, 1, MINDSPORE), (-1, 1, HUGGINGFACE), (0, 0, MINDSPORE)]
+)
 def test_no_such_part(arguments):
     with pytest.raises(ValueError):
         part_name(*arguments)
 
 
-@pytest.mark.parametrize("name, layout_known, elements, expected", [
-    ("embedding.weight", True, 32, False), ("buffer", False, 32, True), ("lm_loss", False, 1, True), ("lm_loss", True, 1, True),
-    ("global_step", True, 1, True), ("step_num", True, 2, True), ("accu_grads.embedding.weight", True, 32, False)])
+@pytest.mark.parametrize(
+    "name, layout_known, elements, expected",
+    [
+        ("embedding.weight", True, 32, False),
+        ("buffer", False, 32, True),
+        ("lm_loss", False, 1, True),
+        ("lm_loss", True, 1, True),
+        ("global_step", True, 1, True),
+        ("step_num", True, 2, True),
+        ("accu_grads.embedding.weight", True, 32, False),
+    ],
+)
 def test_hyper_parameters(name, layout_known, elements, expected):
     assert is_hyper(name, layout_known, elements) is expected

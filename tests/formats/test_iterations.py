@@ -1,4 +1,6 @@
-"""Iteration folders as candidates: recognition, folders without records, and the order that the tracker gives."""
+"""Iteration folders as candidates: recognition, folders without records, and the order that the
+tracker gives."""
+
 import ast
 import json
 import os
@@ -6,7 +8,18 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from iteration_folders import FOREIGN, folder_of, foreign, intend, making, save, track, unname, write_all, write_rank
+from iteration_folders import (
+    FOREIGN,
+    folder_of,
+    foreign,
+    intend,
+    making,
+    save,
+    track,
+    unname,
+    write_all,
+    write_rank,
+)
 from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.errors import CorruptFileError
@@ -45,7 +58,8 @@ KEYS = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size
 INFO = CommonInfo(2, 20, 19, 1024.0, 8, 0)
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
+
 
 @given(st.integers(0, MAX_ITERATION))
 def test_a_folder_name_is_read_back(step):
@@ -53,12 +67,31 @@ def test_a_folder_name_is_read_back(step):
 
 
 def test_folder_names():
-    assert iteration_name(20) == "iteration_00000020" and iteration_name(10**9) == "iteration_1000000000"
-    assert [parse_iteration(name) for name in ("iteration_0000001", "iteration_00000001", "iteration_1")] == [1, 1, 1]
+    assert (
+        iteration_name(20) == "iteration_00000020"
+        and iteration_name(10**9) == "iteration_1000000000"
+    )
+    assert [
+        parse_iteration(name) for name in ("iteration_0000001", "iteration_00000001", "iteration_1")
+    ] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["iteration_", "iteration_-1", "iteration_1 ", "iteration_1.tmp", "xiteration_1", "",
-                                  "iteration_1\n", "Iteration_1", "iteration_١", "iteration_" + "1" * 19, "rank_0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "iteration_",
+        "iteration_-1",
+        "iteration_1 ",
+        "iteration_1.tmp",
+        "xiteration_1",
+        "",
+        "iteration_1\n",
+        "Iteration_1",
+        "iteration_١",
+        "iteration_" + "1" * 19,
+        "rank_0",
+    ],
+)
 def test_other_folders_are_not_iterations(name):
     assert parse_iteration(name) is None
 
@@ -69,44 +102,83 @@ def test_steps_without_a_name(step):
         iteration_name(step)
 
 
-@pytest.mark.parametrize("name, file", [
-    ("qwen3-model-0000003-0000008.safetensors", ("qwen3", MODEL, 3, 8)),
-    ("model-0000000-0000001.safetensors", (None, MODEL, 0, 1)),
-    ("opt-0000000-0000001.safetensors", (None, OPTIMIZER, 0, 1)),
-    ("a-model-0000000-0000002-opt-0000001-0000002.safetensors", ("a-model-0000000-0000002", OPTIMIZER, 1, 2)),
-    ("llama-2.0_7b-opt-0000001-0000002.safetensors", ("llama-2.0_7b", OPTIMIZER, 1, 2)),
-    ("-model-0000000-0000001.safetensors", ("", MODEL, 0, 1)),
-    ("m-opt-9999999-10000000.safetensors", ("m", OPTIMIZER, 9999999, 10000000))])
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("qwen3-model-0000003-0000008.safetensors", ("qwen3", MODEL, 3, 8)),
+        ("model-0000000-0000001.safetensors", (None, MODEL, 0, 1)),
+        ("opt-0000000-0000001.safetensors", (None, OPTIMIZER, 0, 1)),
+        (
+            "a-model-0000000-0000002-opt-0000001-0000002.safetensors",
+            ("a-model-0000000-0000002", OPTIMIZER, 1, 2),
+        ),
+        ("llama-2.0_7b-opt-0000001-0000002.safetensors", ("llama-2.0_7b", OPTIMIZER, 1, 2)),
+        ("-model-0000000-0000001.safetensors", ("", MODEL, 0, 1)),
+        ("m-opt-9999999-10000000.safetensors", ("m", OPTIMIZER, 9999999, 10000000)),
+    ],
+)
 def test_weight_files(name, file):
     assert parse_weight_file(name) == WeightFile(*file) and str(WeightFile(*file)) == name
 
 
-@given(st.none() | st.text(st.characters(exclude_characters="/\n", exclude_categories=["Cs"])),
-       st.sampled_from([MODEL, OPTIMIZER]), st.integers(1, 10**9), st.data())
+@given(
+    st.none() | st.text(st.characters(exclude_characters="/\n", exclude_categories=["Cs"])),
+    st.sampled_from([MODEL, OPTIMIZER]),
+    st.integers(1, 10**9),
+    st.data(),
+)
 def test_every_weight_file_is_read_back(prefix, kind, count, data):
     file = WeightFile(prefix, kind, data.draw(st.integers(0, count - 1)), count)
     assert parse_weight_file(str(file)) == file
 
 
-@pytest.mark.parametrize("name", [
-    "qwen3-model-0000008-0000008.safetensors", "qwen3-model-000003-0000008.safetensors",
-    "qwen3-model-00000003-0000008.safetensors", "qwen3-model-0000003-0000008.ckpt",
-    "qwen3-model-0000003-0000008.safetensors.tmp", "qwen3model-0000003-0000008.safetensors",
-    "qwen3-grad-0000003-0000008.safetensors", "model-0000000-0000000.safetensors", "d/model-0000000-0000001.safetensors",
-    "model-000000٠-0000001.safetensors", "model.safetensors", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-model-0000008-0000008.safetensors",
+        "qwen3-model-000003-0000008.safetensors",
+        "qwen3-model-00000003-0000008.safetensors",
+        "qwen3-model-0000003-0000008.ckpt",
+        "qwen3-model-0000003-0000008.safetensors.tmp",
+        "qwen3model-0000003-0000008.safetensors",
+        "qwen3-grad-0000003-0000008.safetensors",
+        "model-0000000-0000000.safetensors",
+        "d/model-0000000-0000001.safetensors",
+        "model-000000٠-0000001.safetensors",
+        "model.safetensors",
+        "",
+    ],
+)
 def test_other_files_are_not_weight_files(name):
     assert parse_weight_file(name) is None
 
 
-@pytest.mark.parametrize("name, good", [
-    ("model-0000000-0000001.safetensors", True), ("é..x.safetensors", True), ("a.ckpt", False), (".safetensors", False),
-    ("../a.safetensors", False), ("/a.safetensors", False), ("d\\a.safetensors", False), ("a\0.safetensors", False),
-    ("a\n.safetensors", False), ("\ud800.safetensors", False), ("a" * 256 + ".safetensors", False), (None, False), (3, False)])
+@pytest.mark.parametrize(
+    "name, good",
+    [
+        ("model-0000000-0000001.safetensors", True),
+        ("é..x.safetensors", True),
+        ("a.ckpt", False),
+        (".safetensors", False),
+        ("../a.safetensors", False),
+        ("/a.safetensors", False),
+        ("d\\a.safetensors", False),
+        ("a\0.safetensors", False),
+        ("a\n.safetensors", False),
+        ("\ud800.safetensors", False),
+        ("a" * 256 + ".safetensors", False),
+        (None, False),
+        (3, False),
+    ],
+)
 def test_file_names(name, good):
     assert is_file_name(name) is good
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])) | st.text("'\"\\,() 0\n", max_size=8), st.integers(0, 999_999))
+@given(
+    st.text(st.characters(exclude_categories=["Cs"])) | st.text("'\"\\,() 0\n", max_size=8),
+    st.integers(0, 999_999),
+)
 def test_a_key_of_a_slice_is_read_back_for_any_name(name, ordinal):
     key = slice_key(name, ordinal)
     assert key == str((name, (ordinal,)))
@@ -119,18 +191,40 @@ def test_any_text_is_a_key_or_none(key):
     assert found is None or slice_key(*found) == key == str(ast.literal_eval(key))
 
 
-@pytest.mark.parametrize("key", ["('w', (0,))x", "('w', (0))", "('w', ())", "('w', (0, 0))", "('w', (-1,))", "('w', (01,))",
-                                 "(\"w\", (0,))", "('a' 'b', (0,))", "('a'*9, (0,))", "(f'w', (0,))", "('w', (1234567,))",
-                                 "('\\x', (0,))", "('" + "(" * 500 + "', (0,)", "('" + "w" * 70000 + "', (0,))", "w", ""])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "('w', (0,))x",
+        "('w', (0))",
+        "('w', ())",
+        "('w', (0, 0))",
+        "('w', (-1,))",
+        "('w', (01,))",
+        '("w", (0,))',
+        "('a' 'b', (0,))",
+        "('a'*9, (0,))",
+        "(f'w', (0,))",
+        "('w', (1234567,))",
+        "('\\x', (0,))",
+        "('" + "(" * 500 + "', (0,)",
+        "('" + "w" * 70000 + "', (0,))",
+        "w",
+        "",
+    ],
+)
 def test_texts_that_are_not_keys(key):
     assert parse_slice_key(key) is None
 
 
-# ---- common.json -----------------------------------------------------------------------------------------------------
+# ---- common.json ---------------------------------------------------------------------------------
+
 
 def test_common_json_is_that_of_mindformers():
     data = encode_common(INFO)
-    assert data == json.dumps(dict(zip(KEYS, [2, 20, 19, 1024.0, 8, 0], strict=True)), indent=4).encode()
+    assert (
+        data
+        == json.dumps(dict(zip(KEYS, [2, 20, 19, 1024.0, 8, 0], strict=True)), indent=4).encode()
+    )
     assert parse_common(data, "common.json") == INFO
     unknown = CommonInfo(2, 20, 19, None, 8, None)
     assert parse_common(encode_common(unknown), "common.json") == unknown
@@ -138,30 +232,61 @@ def test_common_json_is_that_of_mindformers():
 
 def test_keys_of_later_releases_are_written_only_with_a_value():
     data = encode_common(CommonInfo(2, 20, 19, 1.0, 8))
-    assert list(json.loads(data)) == ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"]
+    assert list(json.loads(data)) == [
+        "epoch_num",
+        "step_num",
+        "global_step",
+        "loss_scale",
+        "global_batch_size",
+    ]
     assert parse_common(data, "common.json") == CommonInfo(2, 20, 19, 1.0, 8)
     later = CommonInfo(2, 20, 19, 1.0, 8, 0, 160)
-    assert parse_common(encode_common(later), "common.json") == later and b"consumed_samples" in encode_common(later)
-
+    assert parse_common(
+        encode_common(later), "common.json"
+    ) == later and b"consumed_samples" in encode_common(later)
 
 
 def test_names_of_mindformers_1_8_and_2_1_are_parsed():
-    older = b'{"epoch_num": 1, "step_num": 10, "global_step": 10, "loss_scale": 1.0, "global_batch_size": 8}'
-    newer = b'{"step_num": 10, "consumed_samples": 80, "data_plan_state": {"x": [1]}, "ckpt_status": 1, "loss_scale": 2}'
+    older = (
+        b'{"epoch_num": 1, "step_num": 10, "global_step": 10, "loss_scale": 1.0, '
+        b'"global_batch_size": 8}'
+    )
+    newer = (
+        b'{"step_num": 10, "consumed_samples": 80, "data_plan_state": {"x": [1]}, '
+        b'"ckpt_status": 1, "loss_scale": 2}'
+    )
     assert parse_common(older, "c") == CommonInfo(1, 10, 10, 1.0, 8, None)
-    assert parse_common(newer, "c") == CommonInfo(step_num=10, loss_scale=2, ckpt_status=1, consumed_samples=80)
+    assert parse_common(newer, "c") == CommonInfo(
+        step_num=10, loss_scale=2, ckpt_status=1, consumed_samples=80
+    )
 
 
-@pytest.mark.parametrize("data, reason", [
-    (b"", "empty"), (b"{", "not JSON"), (encode_common(INFO)[:-5], "not JSON"), (b"[]", "object"), (b"20", "object"),
-    (b"\xff\xfe", "not JSON"), (b"[" * 100_000, "not JSON"), (b"{}", "step_num is missing"),
-    (b'{"step_num": null}', "step_num is missing"),
-    (b'{"step_num": "20"}', "step_num"), (b'{"step_num": 20.0}', "step_num"), (b'{"step_num": true}', "step_num"),
-    (b'{"step_num": -1}', "step_num"), (b'{"step_num": 1' + b"0" * 30 + b"}", "step_num"),
-    (b'{"step_num": 1, "step_num": 2}', "twice"),
-    (b'{"step_num": 1, "loss_scale": NaN}', "loss_scale"), (b'{"step_num": 1, "loss_scale": "1"}', "loss_scale"),
-    (b'{"step_num": 1, "global_batch_size": 0}', "global_batch_size"), (b'{"step_num": 1, "epoch_num": 1.5}', "epoch_num"),
-    (b'{"step_num": 1, "ckpt_status": false}', "ckpt_status"), (b'{"step_num": 1}' + b" " * (1 << 20), "bytes")])
+@pytest.mark.parametrize(
+    "data, reason",
+    [
+        (b"", "empty"),
+        (b"{", "not JSON"),
+        (encode_common(INFO)[:-5], "not JSON"),
+        (b"[]", "object"),
+        (b"20", "object"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"{}", "step_num is missing"),
+        (b'{"step_num": null}', "step_num is missing"),
+        (b'{"step_num": "20"}', "step_num"),
+        (b'{"step_num": 20.0}', "step_num"),
+        (b'{"step_num": true}', "step_num"),
+        (b'{"step_num": -1}', "step_num"),
+        (b'{"step_num": 1' + b"0" * 30 + b"}", "step_num"),
+        (b'{"step_num": 1, "step_num": 2}', "twice"),
+        (b'{"step_num": 1, "loss_scale": NaN}', "loss_scale"),
+        (b'{"step_num": 1, "loss_scale": "1"}', "loss_scale"),
+        (b'{"step_num": 1, "global_batch_size": 0}', "global_batch_size"),
+        (b'{"step_num": 1, "epoch_num": 1.5}', "epoch_num"),
+        (b'{"step_num": 1, "ckpt_status": false}', "ckpt_status"),
+        (b'{"step_num": 1}' + b" " * (1 << 20), "bytes"),
+    ],
+)
 def test_a_damaged_common_json_is_refused_with_its_path(data, reason):
     with pytest.raises(CorruptFileError, match=reason) as caught:
         parse_common(data, "here/common.json")
@@ -174,25 +299,43 @@ def test_any_bytes_of_a_common_json(data):
         parse_common(data, "c")
 
 
-@pytest.mark.parametrize("common", [CommonInfo(), CommonInfo(step_num=-1), CommonInfo(step_num=1, loss_scale=float("nan"))])
+@pytest.mark.parametrize(
+    "common",
+    [CommonInfo(), CommonInfo(step_num=-1), CommonInfo(step_num=1, loss_scale=float("nan"))],
+)
 def test_values_that_could_not_be_read_back_are_refused(common):
     with pytest.raises(ValueError):
         encode_common(common)
 
 
-# ---- the tracker -----------------------------------------------------------------------------------------------------
+# ---- the tracker ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("data, step", [(b"20", 20), (b"0", 0), (b" 20\r\n", 20), (b"00000020\n", 20),
-                                        (b"9" * 18, MAX_ITERATION)])
+
+@pytest.mark.parametrize(
+    "data, step",
+    [(b"20", 20), (b"0", 0), (b" 20\r\n", 20), (b"00000020\n", 20), (b"9" * 18, MAX_ITERATION)],
+)
 def test_tracker(data, step):
     assert parse_tracker(data) == step
 
 
-@pytest.mark.parametrize("data, why", [
-    (b"", "empty"), (b" \n", "empty"), (b"\xff\xfe", "not text"), (b"\x00\x00", "not a whole number"), (b"-5", "negative"),
-    (b"2 0", "not a whole number"), (b"20.0", "not a whole number"), (b"1_0", "not a whole number"),
-    ("٢".encode(), "not a whole number"),
-    (b"release", "not a whole number"), (b"1" + b"0" * 18, "19 digits"), (b"1" * 10**6, "1000000 digits")])
+@pytest.mark.parametrize(
+    "data, why",
+    [
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"\xff\xfe", "not text"),
+        (b"\x00\x00", "not a whole number"),
+        (b"-5", "negative"),
+        (b"2 0", "not a whole number"),
+        (b"20.0", "not a whole number"),
+        (b"1_0", "not a whole number"),
+        ("٢".encode(), "not a whole number"),
+        (b"release", "not a whole number"),
+        (b"1" + b"0" * 18, "19 digits"),
+        (b"1" * 10**6, "1000000 digits"),
+    ],
+)
 def test_a_tracker_that_names_no_step_has_a_reason(data, why):
     found = parse_tracker(data)
     assert isinstance(found, str) and why in found and len(found) < 200
@@ -210,7 +353,8 @@ def found(root):
     return [(c.step, c.run) for c in scan(dir_at(root)).candidates]
 
 
-# ---- recognition of iterations ---------------------------------------------------------------------------------------
+# ---- recognition of iterations -------------------------------------------------------------------
+
 
 def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
     save(tmp_path, 10)
@@ -219,15 +363,20 @@ def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
         assert is_iteration(STORAGE, str(folder_of(tmp_path, step)))
         os.rename(folder_of(tmp_path, step), tmp_path / f"best {step}")
         assert is_iteration(STORAGE, str(tmp_path / f"best {step}"))
-    assert not is_iteration(STORAGE, str(tmp_path)) and not is_iteration(STORAGE, str(tmp_path / "none"))
+    assert not is_iteration(STORAGE, str(tmp_path)) and not is_iteration(
+        STORAGE, str(tmp_path / "none")
+    )
     (tmp_path / "iteration_00000020").write_text("")
     assert not is_iteration(STORAGE, str(tmp_path / "iteration_00000020"))
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "net-model-0000000-0000001.safetensors").write_bytes(b"")
-    assert not is_iteration(STORAGE, str(tmp_path / "weights"))             # weights alone: no counters to resume from
+    # weights alone: no counters to resume from
+    assert not is_iteration(STORAGE, str(tmp_path / "weights"))
 
 
-@pytest.mark.parametrize("name", ["iteration_0000010", "iteration_00000010", "iteration_10", "iteration_000000000010"])
+@pytest.mark.parametrize(
+    "name", ["iteration_0000010", "iteration_00000010", "iteration_10", "iteration_000000000010"]
+)
 def test_any_number_of_digits(tmp_path, name):
     save(tmp_path, 10)
     os.rename(folder_of(tmp_path, 10), tmp_path / name)
@@ -235,15 +384,26 @@ def test_any_number_of_digits(tmp_path, name):
     assert scan(dir_at(tmp_path)).candidates[0].problem is None
 
 
-@pytest.mark.parametrize("name", ["iteration_", "iteration_1x", "iteration_-1", "Iteration_00000010", "iteration_" + "1" * 19,
-                                  "iteration_10.bak", "iteration_١٠"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "iteration_",
+        "iteration_1x",
+        "iteration_-1",
+        "Iteration_00000010",
+        "iteration_" + "1" * 19,
+        "iteration_10.bak",
+        "iteration_١٠",
+    ],
+)
 def test_other_names_are_not_iterations(tmp_path, name):
     save(tmp_path, 10)
     os.rename(folder_of(tmp_path, 10), tmp_path / name)
     assert found(tmp_path) == []
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
+
 
 def test_the_later_run_comes_first_without_a_tracker(tmp_path):
     save(tmp_path, 10, 30)
@@ -284,21 +444,27 @@ def test_finished_steps_and_intended_steps_are_combined(tmp_path):
     assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
 
 
-@pytest.mark.parametrize("finish", [write_all, lambda root, step: (save(root, step), unname(root, step))])
+@pytest.mark.parametrize(
+    "finish", [write_all, lambda root, step: (save(root, step), unname(root, step))]
+)
 def test_a_late_tracker_is_not_a_tracker_that_was_set_back(tmp_path, finish):
-    """Step 20 was committed and published, but the tracker could not be written; then all ranks were killed before step 30 was
-    published."""
+    """Step 20 was committed and published, but the tracker could not be written; then all ranks
+    were killed before step 30 was published."""
     save(tmp_path, 10, 20)
     finish(tmp_path, 30)
     track(tmp_path, 10)
     intend(tmp_path, 20)
     assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
-    assert any("names step 10: the job that saved step 20 died" in note for note in scan(dir_at(tmp_path)).notes)
+    assert any(
+        "names step 10: the job that saved step 20 died" in note
+        for note in scan(dir_at(tmp_path)).notes
+    )
 
 
 def test_a_tracker_that_was_set_back_counts_despite_an_old_intent(tmp_path):
     save(tmp_path, 10, 20, 30)
-    intend(tmp_path, 20)                                        # its removal had failed; step 30 came to the tracker
+    # its removal had failed; step 30 came to the tracker
+    intend(tmp_path, 20)
     track(tmp_path, 10)
     assert found(tmp_path) == [(10, RUN), (30, RUN), (20, RUN)]
     write_all(tmp_path, 40)
@@ -317,10 +483,22 @@ def test_foreign_folders_are_ordered_between_our_runs_by_step_not_by_time(tmp_pa
     assert found(tmp_path) == [(20, NEXT), (15, None), (12, RUN), (10, None)]
 
 
-# ---- tracker and intents ---------------------------------------------------------------------------------------------
+# ---- tracker and intents -------------------------------------------------------------------------
 
-@pytest.mark.parametrize("content, step", [(b"20", 20), (b" 20\n", 20), (b"0", 0), (b"", None), (b"-1", None), (b"\xff", None),
-                                           (b"9" * 2000, None), (b"0" * 1000 + b"7", 7)])
+
+@pytest.mark.parametrize(
+    "content, step",
+    [
+        (b"20", 20),
+        (b" 20\n", 20),
+        (b"0", 0),
+        (b"", None),
+        (b"-1", None),
+        (b"\xff", None),
+        (b"9" * 2000, None),
+        (b"0" * 1000 + b"7", 7),
+    ],
+)
 def test_the_step_of_the_tracker(tmp_path, content, step):
     track(tmp_path, content)
     assert tracked(dir_at(tmp_path)) == step
@@ -334,24 +512,50 @@ def test_no_step_is_named_without_a_tracker(tmp_path):
 
 def test_intents_are_distinguished_from_other_names():
     assert intents([intent_name(step) for step in (0, 20, 10**17)]) == {0, 20, 10**17}
-    others = [f".{intent_name(20)}.{RUN}.mindresume-tmp", "tracker-20", "tracker-", "trash-x", f"claim-{RUN}.json"]
+    others = [
+        f".{intent_name(20)}.{RUN}.mindresume-tmp",
+        "tracker-20",
+        "tracker-",
+        "trash-x",
+        f"claim-{RUN}.json",
+    ]
     assert intents(others) == set()
 
 
-# ---- folders of mindformers ------------------------------------------------------------------------------------------
+# ---- folders of mindformers ----------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_foreign_folder(tmp_path, name):
     foreign(tmp_path, name, (10,))
     candidate = candidate_without_records(dir_at(tmp_path), "iteration_00000010")
     world = {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
-    assert (candidate.step, candidate.origin, candidate.world_size, candidate.problem) == (10, MINDFORMERS, world, None)
+    assert (candidate.step, candidate.origin, candidate.world_size, candidate.problem) == (
+        10,
+        MINDFORMERS,
+        world,
+        None,
+    )
     assert {rank: [file.path for file in files] for rank, files in candidate.files.items()} == {
-        rank: [f"iteration_00000010/qwen3-{kind}-{rank:07d}-{world:07d}.safetensors" for kind in ("model", "opt")]
-        for rank in range(world)}
+        rank: [
+            f"iteration_00000010/qwen3-{kind}-{rank:07d}-{world:07d}.safetensors"
+            for kind in ("model", "opt")
+        ]
+        for rank in range(world)
+    }
     state = candidate.state
-    assert (state.step, state.global_step, state.global_batch_size, candidate.epoch) == (10, 10, 8, 1)
-    assert (candidate.records_dir, candidate.commit_dir, candidate.name, candidate.committed) == (None, "", "", False)
+    assert (state.step, state.global_step, state.global_batch_size, candidate.epoch) == (
+        10,
+        10,
+        8,
+        1,
+    )
+    assert (candidate.records_dir, candidate.commit_dir, candidate.name, candidate.committed) == (
+        None,
+        "",
+        "",
+        False,
+    )
 
 
 def test_a_foreign_folder_under_another_name_has_the_step_of_its_common(tmp_path):
@@ -365,7 +569,10 @@ def test_a_refusal_carries_the_step_of_the_folder(tmp_path):
     foreign(tmp_path, "mf190_20_single", (10,))
     os.rename(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
     candidate = candidate_without_records(dir_at(tmp_path), "iteration_00000020")
-    assert (candidate.step, candidate.problem.step) == (20, 20) and "common.json is of step 10" in candidate.problem.reason
+    assert (candidate.step, candidate.problem.step) == (
+        20,
+        20,
+    ) and "common.json is of step 10" in candidate.problem.reason
 
 
 def test_weights_without_optimizer_are_complete(tmp_path):
@@ -394,6 +601,7 @@ def test_common_that_cannot_be_read(tmp_path):
     class FailingStorage(PosixStorage):
         def open(self, path):
             raise OSError(116, "Stale file handle", path)
+
     with pytest.raises(CorruptFileError, match="Stale file handle"):
         load_common(CheckpointDir(FailingStorage(), str(tmp_path)), "iteration_00000010")
 
@@ -403,23 +611,42 @@ def test_counters_survive_common_json():
     common = common_from_state(state)
     assert common == CommonInfo(2, 15, 15, 1024.0, 8, 1)
     again = state_from_common(common)
-    assert (again.step, again.epoch, again.global_step, again.global_batch_size, again.loss_scale, again.health) == (
-        15, 2, 15, 8, 1024.0, 1)
+    assert (
+        again.step,
+        again.epoch,
+        again.global_step,
+        again.global_batch_size,
+        again.loss_scale,
+        again.health,
+    ) == (15, 2, 15, 8, 1024.0, 1)
     assert state_from_common(CommonInfo(step_num=7)).step == 7
 
 
-@pytest.mark.parametrize("consumed, with_samples, written", [
-    (130, True, 130), (120, True, None), (None, True, None), (130, False, None)])     # 120: step 15 of batches of 8
-def test_consumed_samples_are_written_where_they_are_known_and_cannot_be_inferred(consumed, with_samples, written):
+@pytest.mark.parametrize(
+    "consumed, with_samples, written",
+    [
+        # 120: step 15 of batches of 8
+        (130, True, 130),
+        (120, True, None),
+        (None, True, None),
+        (130, False, None),
+    ],
+)
+def test_consumed_samples_are_written_where_they_are_known_and_cannot_be_inferred(
+    consumed, with_samples, written
+):
     common = common_from_state(TrainingState(15, 10, 15, 8, consumed=consumed), with_samples)
-    assert common.consumed_samples == written and (b"consumed_samples" in encode_common(common)) == (written is not None)
+    assert common.consumed_samples == written and (
+        b"consumed_samples" in encode_common(common)
+    ) == (written is not None)
     assert state_from_common(common).consumed == written
 
 
 def test_an_unpublished_folder_has_records(tmp_path):
     write_all(tmp_path, 10)
-    candidate, = scan(dir_at(tmp_path)).candidates
+    (candidate,) = scan(dir_at(tmp_path)).candidates
     assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)
-    assert candidate.iteration_dir == str(making(tmp_path,
-                                                 10).relative_to(tmp_path)) and candidate.iteration_dir.startswith(FOLDER)
+    assert candidate.iteration_dir == str(
+        making(tmp_path, 10).relative_to(tmp_path)
+    ) and candidate.iteration_dir.startswith(FOLDER)
     assert candidate.commit_dir == str(making(tmp_path, 10))

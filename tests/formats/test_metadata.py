@@ -1,4 +1,6 @@
-"""metadata.json without mindformers: slices and ordinals, what is written is read back, what is damaged is refused by name."""
+"""metadata.json without mindformers: slices and ordinals, what is written is read back, what is
+damaged is refused by name."""
+
 import copy
 import json
 
@@ -17,7 +19,13 @@ from mindresume.formats.metadata import (
     read_metadata,
     slice_key,
 )
-from mindresume.model.layout import MAX_RANKS, TensorLayout, fold_optimizer_shards, ordinals, region_of
+from mindresume.model.layout import (
+    MAX_RANKS,
+    TensorLayout,
+    fold_optimizer_shards,
+    ordinals,
+    region_of,
+)
 from mindresume.model.manifest import Details, TensorRecord
 
 FIRST = 4
@@ -28,8 +36,13 @@ def described(name, layout, shape, *, first=0, dtype="float32", copies=True, kin
     groups = {}
     for rank, number in enumerate(ordinals(layout, shape), first):
         groups.setdefault(number, []).append(rank)
-    stored = {number: tuple(StoredSlice(f"net-{kind}-{rank:07d}-0000099.safetensors", rank, tuple(group))
-                            for rank in (group if copies else group[-1:])) for number, group in groups.items()}
+    stored = {
+        number: tuple(
+            StoredSlice(f"net-{kind}-{rank:07d}-0000099.safetensors", rank, tuple(group))
+            for rank in (group if copies else group[-1:])
+        )
+        for number, group in groups.items()
+    }
     return TensorMetadata(name, dtype, tuple(shape), layout, first, stored)
 
 
@@ -37,13 +50,23 @@ def encoded(*tensors):
     return b"".join(encode_metadata(tensors))
 
 
-# ---- both ways -------------------------------------------------------------------------------------------------------
+# ---- both ways -----------------------------------------------------------------------------------
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-@given(st.dictionaries(names, st.tuples(cuts(), st.sampled_from(["float32", "bfloat16", "bool", "int64", "float8_e4m3fn"]),
-                                        st.integers(0, 99), st.booleans()), max_size=4))
+@given(
+    st.dictionaries(
+        names,
+        st.tuples(
+            cuts(),
+            st.sampled_from(["float32", "bfloat16", "bool", "int64", "float8_e4m3fn"]),
+            st.integers(0, 99),
+            st.booleans(),
+        ),
+        max_size=4,
+    )
+)
 def test_written_metadata_is_read_back(rows):
     tensors = []
     for name, ((layout, shape), dtype, first, copies) in rows.items():
@@ -52,37 +75,80 @@ def test_written_metadata_is_read_back(rows):
     found = read_metadata(encoded(*tensors), "m")
     assert list(found) == list(rows)
     for tensor in tensors:
-        assert found[tensor.name] == TensorMetadata(tensor.name, tensor.dtype, tensor.shape, fold_optimizer_shards(tensor.layout),
-                                                    tensor.first,
-                                               tensor.stored)
+        assert found[tensor.name] == TensorMetadata(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            fold_optimizer_shards(tensor.layout),
+            tensor.first,
+            tensor.stored,
+        )
 
 
 def test_the_file_is_that_of_mindformers_line_by_line():
     layout = TensorLayout((2, 2), (0, -1))
-    data = encoded(described("a", layout, (4, 3), first=FIRST), described("b", TensorLayout((1,), ()), (), dtype="bfloat16"))
+    data = encoded(
+        described("a", layout, (4, 3), first=FIRST),
+        described("b", TensorLayout((1,), ()), (), dtype="bfloat16"),
+    )
     assert len(data.splitlines()) == 1 + 2 + 2 + 2 + 1
     found = json.loads(data)
     assert list(found) == ["state_dict_metadata", "storage_data"]
-    assert json.dumps(found["state_dict_metadata"]["a"]) == json.dumps({
-        "properties": {"dtype": "float32", "replica_id": [0, 0, 1, 1], "allow_shape_mismatch": False, "allow_to_save": True},
-        "global_shape": [4, 3], "axis_fragmentations": [2, 1],
-        "layout": {"device_matrix": [2, 2], "tensor_map": [0, -1], "interleaved_parallel": False, "alias_name": ["a", "b"],
-                   "rank_list": [4, 5, 6, 7]},
-        "chunk": [{"global_offset": [0], "local_shape": [2, 3]}, {"global_offset": [1], "local_shape": [2, 3]}]})
+    assert json.dumps(found["state_dict_metadata"]["a"]) == json.dumps(
+        {
+            "properties": {
+                "dtype": "float32",
+                "replica_id": [0, 0, 1, 1],
+                "allow_shape_mismatch": False,
+                "allow_to_save": True,
+            },
+            "global_shape": [4, 3],
+            "axis_fragmentations": [2, 1],
+            "layout": {
+                "device_matrix": [2, 2],
+                "tensor_map": [0, -1],
+                "interleaved_parallel": False,
+                "alias_name": ["a", "b"],
+                "rank_list": [4, 5, 6, 7],
+            },
+            "chunk": [
+                {"global_offset": [0], "local_shape": [2, 3]},
+                {"global_offset": [1], "local_shape": [2, 3]},
+            ],
+        }
+    )
     assert list(found["storage_data"]) == ["('a', (0,))", "('a', (1,))", "('b', (0,))"]
-    assert json.dumps(found["storage_data"]["('a', (1,))"]) == json.dumps([
-        {"file_name": f"net-model-000000{rank}-0000099.safetensors", "storage_rank": rank, "rank_group": [5, 7]}
-        for rank in (5, 7)])
+    assert json.dumps(found["storage_data"]["('a', (1,))"]) == json.dumps(
+        [
+            {
+                "file_name": f"net-model-000000{rank}-0000099.safetensors",
+                "storage_rank": rank,
+                "rank_group": [5, 7],
+            }
+            for rank in (5, 7)
+        ]
+    )
 
 
 def test_a_parameter_without_layout_is_written_as_whole_on_the_rank_that_stored_it():
-    tensor = TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3), StoredSlice("e.safetensors", 2))})
+    tensor = TensorMetadata(
+        "w",
+        "int32",
+        (3,),
+        None,
+        0,
+        {0: (StoredSlice("f.safetensors", 3), StoredSlice("e.safetensors", 2))},
+    )
     found = read_metadata(encoded(tensor), "m")["w"]
     assert found == TensorMetadata("w", "int32", (3,), TensorLayout((1,), (-1,)), 2, tensor.stored)
 
 
 def test_a_layout_of_null_is_read():
-    rows = json.loads(encoded(TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3),)})))
+    rows = json.loads(
+        encoded(
+            TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3),)})
+        )
+    )
     rows["state_dict_metadata"]["w"]["layout"] = None
     expected = TensorMetadata("w", "int32", (3,), None, 0, {0: (StoredSlice("f.safetensors", 3),)})
     assert read_metadata(json.dumps(rows).encode(), "m") == {"w": expected}
@@ -90,17 +156,30 @@ def test_a_layout_of_null_is_read():
 
 def test_parameters_that_differ_in_one_property():
     layout = TensorLayout((2, 2), (0, -1))
-    tensors = [described(f"{dtype}{first}{shape}", layout, shape, dtype=dtype, first=first)
-               for dtype in ("float32", "float8_e5m2") for first in (0, 4) for shape in ((4, 3), (2, 3))]
+    tensors = [
+        described(f"{dtype}{first}{shape}", layout, shape, dtype=dtype, first=first)
+        for dtype in ("float32", "float8_e5m2")
+        for first in (0, 4)
+        for shape in ((4, 3), (2, 3))
+    ]
     data = encoded(*tensors)
     assert read_metadata(data, "m") == {tensor.name: tensor for tensor in tensors}
-    assert {row["properties"]["dtype"] for row in json.loads(data)["state_dict_metadata"].values()} == {"float32", "float8e5m2"}
+    assert {
+        row["properties"]["dtype"] for row in json.loads(data)["state_dict_metadata"].values()
+    } == {"float32", "float8e5m2"}
 
 
 def test_a_parameter_of_two_stages():
     layout = TensorLayout((2,), (0,))
     one, two = (described("w", layout, (4,), first=first) for first in (0, 6))
-    both = TensorMetadata("w", "float32", (4,), layout, 0, {number: one.stored[number] + two.stored[number] for number in (0, 1)})
+    both = TensorMetadata(
+        "w",
+        "float32",
+        (4,),
+        layout,
+        0,
+        {number: one.stored[number] + two.stored[number] for number in (0, 1)},
+    )
     assert read_metadata(encoded(both), "m") == {"w": both}
 
 
@@ -108,26 +187,44 @@ def test_no_parameters():
     assert read_metadata(encoded(), "m") == {}
 
 
-@pytest.mark.parametrize("change, reason", [
-    (dict(dtype="complex64"), "dtype"), (dict(dtype="Float32"), "dtype"), (dict(shape=(5, 3)), "divide"),
-    (dict(shape=(4,)), "dimensions"), (dict(name="\ud800"), "surrogate"), (dict(stored={}), "expected all of 2"),
-    (dict(stored={0: ()}), "expected all of 2"), (dict(first=MAX_RANKS - 1), "rank"),
-    (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end within an axis")])
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(dtype="complex64"), "dtype"),
+        (dict(dtype="Float32"), "dtype"),
+        (dict(shape=(5, 3)), "divide"),
+        (dict(shape=(4,)), "dimensions"),
+        (dict(name="\ud800"), "surrogate"),
+        (dict(stored={}), "expected all of 2"),
+        (dict(stored={0: ()}), "expected all of 2"),
+        (dict(first=MAX_RANKS - 1), "rank"),
+        (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end within an axis"),
+    ],
+)
 def test_values_that_could_not_be_read_back_are_refused(change, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):
         encode_metadata([TensorMetadata(**{**vars(tensor), **change})])
 
 
-@pytest.mark.parametrize("copies, reason", [
-    ((StoredSlice("../x.safetensors", 5, (5, 7)),), "file_name"), ((StoredSlice("x.ckpt", 5, (5, 7)),), "file_name"),
-    ((StoredSlice("x.safetensors", -1, (5, 7)),), "rank"), ((StoredSlice("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
-    ((StoredSlice("x.safetensors", 4, (5, 7)),), "rank 4"), ((StoredSlice("x.safetensors", 5, (5, 6)),), "rank 6"),
-    ((StoredSlice("x.safetensors", 7),), "rank 5 is in no group")])
+@pytest.mark.parametrize(
+    "copies, reason",
+    [
+        ((StoredSlice("../x.safetensors", 5, (5, 7)),), "file_name"),
+        ((StoredSlice("x.ckpt", 5, (5, 7)),), "file_name"),
+        ((StoredSlice("x.safetensors", -1, (5, 7)),), "rank"),
+        ((StoredSlice("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
+        ((StoredSlice("x.safetensors", 4, (5, 7)),), "rank 4"),
+        ((StoredSlice("x.safetensors", 5, (5, 6)),), "rank 6"),
+        ((StoredSlice("x.safetensors", 7),), "rank 5 is in no group"),
+    ],
+)
 def test_copies_that_mindformers_would_not_find_are_refused(copies, reason):
     tensor = described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST)
     with pytest.raises(ValueError, match=reason):
-        encode_metadata([TensorMetadata(**{**vars(tensor), "stored": {**tensor.stored, 1: copies}})])
+        encode_metadata(
+            [TensorMetadata(**{**vars(tensor), "stored": {**tensor.stored, 1: copies}})]
+        )
 
 
 def test_a_parameter_twice_is_not_written():
@@ -136,10 +233,14 @@ def test_a_parameter_twice_is_not_written():
         encode_metadata([tensor, tensor])
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
-WHOLE = json.loads(encoded(described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST),
-                           described("v", TensorLayout((2, 2), (-1,)), (3,), first=FIRST)))
+WHOLE = json.loads(
+    encoded(
+        described("w", TensorLayout((2, 2), (0, -1)), (4, 3), first=FIRST),
+        described("v", TensorLayout((2, 2), (-1,)), (3,), first=FIRST),
+    )
+)
 KEY = slice_key("w", 1)
 
 
@@ -167,55 +268,131 @@ def of_copy(*path_and_value):
 SAME_KEY = json.dumps(WHOLE).replace('"v": {', '"w": {').encode()
 
 DAMAGED = [
-    (b"", "0 bytes"), (b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "JSON object"), (b"[" * 10**6, "not JSON"),
-    (b'{"a":' * 10**5, "not JSON"), (json.dumps(WHOLE).encode()[:-9], "not JSON"), (SAME_KEY, "'w' occurs twice"),
-    (b'{"state_dict_metadata": {}}', "storage_data is None"), (b'{"storage_data": {}}', "state_dict_metadata is None"),
-    (changed("state_dict_metadata", []), "state_dict_metadata"), (changed("storage_data", 3), "storage_data is 3"),
+    (b"", "0 bytes"),
+    (b"{", "not JSON"),
+    (b"\xff", "not JSON"),
+    (b"[]", "JSON object"),
+    (b"[" * 10**6, "not JSON"),
+    (b'{"a":' * 10**5, "not JSON"),
+    (json.dumps(WHOLE).encode()[:-9], "not JSON"),
+    (SAME_KEY, "'w' occurs twice"),
+    (b'{"state_dict_metadata": {}}', "storage_data is None"),
+    (b'{"storage_data": {}}', "state_dict_metadata is None"),
+    (changed("state_dict_metadata", []), "state_dict_metadata"),
+    (changed("storage_data", 3), "storage_data is 3"),
     (changed("state_dict_metadata", "w", ...), "storage_data has 'w'"),
     (changed("state_dict_metadata", "w", None), "JSON object"),
-    *((of_w(key, ...), f"{key} is missing") for key in ("properties", "global_shape", "layout", "chunk")),
-    *((of_w("layout", key, ...), f"{key} is missing") for key in ("device_matrix", "tensor_map", "rank_list")),
-    (of_w("properties", "dtype", ...), "dtype is missing"), (of_w("properties", []), "dtype"),
-    (of_w("properties", "dtype", "float31"), "float31"), (of_w("properties", "dtype", None), "dtype"),
+    *(
+        (of_w(key, ...), f"{key} is missing")
+        for key in ("properties", "global_shape", "layout", "chunk")
+    ),
+    *(
+        (of_w("layout", key, ...), f"{key} is missing")
+        for key in ("device_matrix", "tensor_map", "rank_list")
+    ),
+    (of_w("properties", "dtype", ...), "dtype is missing"),
+    (of_w("properties", []), "dtype"),
+    (of_w("properties", "dtype", "float31"), "float31"),
+    (of_w("properties", "dtype", None), "dtype"),
     (of_w("properties", "dtype", "float8e4m3"), "float8e4m3"),
-    *((of_w("global_shape", shape), "global_shape")
-      for shape in ([4, 3.0], [4, -3], "43", None, [4, True], [2**40, 2**40], [0, 2**63], [4] * 40)),
-    (of_w("global_shape", [4]), "dimensions"), (of_w("global_shape", [5, 3]), "divide"),
-    (of_w("axis_fragmentations", [1, 2]), "axis_fragmentations"), (of_w("axis_fragmentations", None), "axis_fragmentations"),
-    (of_w("layout", []), "device_matrix"), (of_w("layout", "x"), "device_matrix"),
+    *(
+        (of_w("global_shape", shape), "global_shape")
+        for shape in (
+            [4, 3.0],
+            [4, -3],
+            "43",
+            None,
+            [4, True],
+            [2**40, 2**40],
+            [0, 2**63],
+            [4] * 40,
+        )
+    ),
+    (of_w("global_shape", [4]), "dimensions"),
+    (of_w("global_shape", [5, 3]), "divide"),
+    (of_w("axis_fragmentations", [1, 2]), "axis_fragmentations"),
+    (of_w("axis_fragmentations", None), "axis_fragmentations"),
+    (of_w("layout", []), "device_matrix"),
+    (of_w("layout", "x"), "device_matrix"),
     (of_w("layout", None), "axis_fragmentations"),
-    (of_w("layout", "device_matrix", []), "at least one axis"), (of_w("layout", "device_matrix", [10**6]), "layout"),
-    (of_w("layout", "device_matrix", [10**5, 10**5]), "layout"), (of_w("layout", "device_matrix", [0, 2]), "at least one axis"),
-    (of_w("layout", "device_matrix", [2, 4]), "rank_list"), (of_w("layout", "tensor_map", [5, -1]), "axis"),
-    (of_w("layout", "tensor_map", [0, 0]), "twice"), (of_w("layout", "tensor_map", [[[0]], -1]), "layout"),
-    (of_w("layout", "tensor_map", ["a", -1]), "layout"), (of_w("layout", "tensor_map", [True, -1]), "layout"),
-    (of_w("layout", "rank_list", [4, 5, 6]), "3 ranks"), (of_w("layout", "rank_list", [4, 6, 5, 7]), "follow each other"),
+    (of_w("layout", "device_matrix", []), "at least one axis"),
+    (of_w("layout", "device_matrix", [10**6]), "layout"),
+    (of_w("layout", "device_matrix", [10**5, 10**5]), "layout"),
+    (of_w("layout", "device_matrix", [0, 2]), "at least one axis"),
+    (of_w("layout", "device_matrix", [2, 4]), "rank_list"),
+    (of_w("layout", "tensor_map", [5, -1]), "axis"),
+    (of_w("layout", "tensor_map", [0, 0]), "twice"),
+    (of_w("layout", "tensor_map", [[[0]], -1]), "layout"),
+    (of_w("layout", "tensor_map", ["a", -1]), "layout"),
+    (of_w("layout", "tensor_map", [True, -1]), "layout"),
+    (of_w("layout", "rank_list", [4, 5, 6]), "3 ranks"),
+    (of_w("layout", "rank_list", [4, 6, 5, 7]), "follow each other"),
     (of_w("layout", "rank_list", [4, 6, 8, 10]), "follow each other"),
-    *((of_w("layout", "rank_list", [4, 5, 6, rank]), f"rank is {rank}") for rank in (True, -1, 7.0, None, MAX_RANKS)),
-    (of_w("layout", "rank_list", None), "rank_list"), (of_w("layout", "interleaved_parallel", True), "interleaved_parallel"),
+    *(
+        (of_w("layout", "rank_list", [4, 5, 6, rank]), f"rank is {rank}")
+        for rank in (True, -1, 7.0, None, MAX_RANKS)
+    ),
+    (of_w("layout", "rank_list", None), "rank_list"),
+    (of_w("layout", "interleaved_parallel", True), "interleaved_parallel"),
     (of_w("layout", "alias_name", ["dp", "interleaved_parallel"]), "interleaved_parallel"),
-    (of_w("chunk", {}), "chunk"), (of_w("chunk", []), "0 slices, expected 2"), (of_w("chunk", 0, 5), "JSON object"),
-    (of_w("chunk", 0, ...), "1 slices, expected 2"), (of_w("chunk", 0, "global_offset", ...), "global_offset is missing"),
-    (of_w("chunk", 0, "local_shape", [4, 3]), "local_shape"), (of_w("chunk", 0, "local_shape", [2.0, 3]), "local_shape"),
-    (of_w("chunk", 0, "local_shape", None), "local_shape"), (of_w("chunk", 0, "global_offset", [1]), "different"),
-    (of_w("chunk", 0, "global_offset", [2]), "global_offset"), (of_w("chunk", 0, "global_offset", [-1]), "global_offset"),
-    (of_w("chunk", 0, "global_offset", [0, 0]), "global_offset"), (of_w("chunk", 0, "global_offset", 0), "global_offset"),
+    (of_w("chunk", {}), "chunk"),
+    (of_w("chunk", []), "0 slices, expected 2"),
+    (of_w("chunk", 0, 5), "JSON object"),
+    (of_w("chunk", 0, ...), "1 slices, expected 2"),
+    (of_w("chunk", 0, "global_offset", ...), "global_offset is missing"),
+    (of_w("chunk", 0, "local_shape", [4, 3]), "local_shape"),
+    (of_w("chunk", 0, "local_shape", [2.0, 3]), "local_shape"),
+    (of_w("chunk", 0, "local_shape", None), "local_shape"),
+    (of_w("chunk", 0, "global_offset", [1]), "different"),
+    (of_w("chunk", 0, "global_offset", [2]), "global_offset"),
+    (of_w("chunk", 0, "global_offset", [-1]), "global_offset"),
+    (of_w("chunk", 0, "global_offset", [0, 0]), "global_offset"),
+    (of_w("chunk", 0, "global_offset", 0), "global_offset"),
     (of_w("chunk", 0, "global_offset", [False]), "global_offset"),
-    (changed("storage_data", KEY, ...), "stored nowhere"), (changed("storage_data", KEY, []), "stored nowhere"),
-    (changed("storage_data", KEY, {"a": 1}), "list of files"), (changed("storage_data", KEY, [3]), "file_name"),
+    (changed("storage_data", KEY, ...), "stored nowhere"),
+    (changed("storage_data", KEY, []), "stored nowhere"),
+    (changed("storage_data", KEY, {"a": 1}), "list of files"),
+    (changed("storage_data", KEY, [3]), "file_name"),
     (changed("storage_data", slice_key("w", 2), WHOLE["storage_data"][KEY]), "slice 2 is stored"),
-    (changed("storage_data", slice_key("w", 999_999), WHOLE["storage_data"][KEY]), "slice 999999 is stored"),
-    (changed("storage_data", "('w', (-1,))", []), "has the key"), (changed("storage_data", "('w', (0, 0))", []), "has the key"),
-    (changed("storage_data", "w", []), "has the key"), (changed("storage_data", "(" * 10**5, []), "has the key"),
+    (
+        changed("storage_data", slice_key("w", 999_999), WHOLE["storage_data"][KEY]),
+        "slice 999999 is stored",
+    ),
+    (changed("storage_data", "('w', (-1,))", []), "has the key"),
+    (changed("storage_data", "('w', (0, 0))", []), "has the key"),
+    (changed("storage_data", "w", []), "has the key"),
+    (changed("storage_data", "(" * 10**5, []), "has the key"),
     (changed("storage_data", slice_key("unknown", 0), []), "storage_data has 'unknown'"),
-    *((of_copy("file_name", name), "file_name")
-      for name in ("/x.safetensors", "../x.safetensors", "a/b.safetensors", "x.ckpt", "..", "", 3, None, ["x.safetensors"], {},
-                   "x\0.safetensors", "x" * 999 + ".safetensors")),
-    (of_copy("file_name", ...), "file_name is missing"), (of_copy("storage_rank", ...), "storage_rank is missing"),
-    *((of_copy("storage_rank", rank), "rank") for rank in (-1, MAX_RANKS, 10**400, 1.0, True, None, "5", [5])),
+    *(
+        (of_copy("file_name", name), "file_name")
+        for name in (
+            "/x.safetensors",
+            "../x.safetensors",
+            "a/b.safetensors",
+            "x.ckpt",
+            "..",
+            "",
+            3,
+            None,
+            ["x.safetensors"],
+            {},
+            "x\0.safetensors",
+            "x" * 999 + ".safetensors",
+        )
+    ),
+    (of_copy("file_name", ...), "file_name is missing"),
+    (of_copy("storage_rank", ...), "storage_rank is missing"),
+    *(
+        (of_copy("storage_rank", rank), "rank")
+        for rank in (-1, MAX_RANKS, 10**400, 1.0, True, None, "5", [5])
+    ),
     (changed("storage_data", slice_key("w", 0), 0, "storage_rank", 7), "rank 7, which has slice 1"),
-    (of_copy("storage_rank", 4), "rank 4, which has slice 0"), (of_copy("rank_group", [5, 6]), "rank 6, which has slice 0"),
-    *((of_copy("rank_group", group), "rank") for group in (3, {}, [1.0], [True], [None], [[5]], [5, MAX_RANKS], [-1])),
+    (of_copy("storage_rank", 4), "rank 4, which has slice 0"),
+    (of_copy("rank_group", [5, 6]), "rank 6, which has slice 0"),
+    *(
+        (of_copy("rank_group", group), "rank")
+        for group in (3, {}, [1.0], [True], [None], [[5]], [5, MAX_RANKS], [-1])
+    ),
 ]
 
 
@@ -231,17 +408,30 @@ def test_the_whole_file_is_not_damaged():
     assert list(read_metadata(json.dumps(WHOLE).encode(), "m")) == ["w", "v"]
 
 
-@pytest.mark.parametrize("data", [
-    changed("version", 7), of_w("new", {"deep": [1]}), of_w("layout", "new", 1), of_w("chunk", 0, "new", 1), of_copy("new", 1),
-    of_w("properties", {"dtype": "Float32"}), of_w("axis_fragmentations", ...), of_w("layout", "alias_name", ...),
-    of_w("layout", "interleaved_parallel", ...)])
+@pytest.mark.parametrize(
+    "data",
+    [
+        changed("version", 7),
+        of_w("new", {"deep": [1]}),
+        of_w("layout", "new", 1),
+        of_w("chunk", 0, "new", 1),
+        of_copy("new", 1),
+        of_w("properties", {"dtype": "Float32"}),
+        of_w("axis_fragmentations", ...),
+        of_w("layout", "alias_name", ...),
+        of_w("layout", "interleaved_parallel", ...),
+    ],
+)
 def test_optional_keys_may_be_missing(data):
     assert read_metadata(data, "m") == read_metadata(json.dumps(WHOLE).encode(), "m")
 
 
 def test_without_groups_as_mindformers_1_8_writes():
     found = read_metadata(of_copy("rank_group", ...), "m")["w"].stored[1]
-    assert [copy.group for copy in found] == [(), (5, 7)] and [copy.rank for copy in found] == [5, 7]
+    assert [copy.group for copy in found] == [(), (5, 7)] and [copy.rank for copy in found] == [
+        5,
+        7,
+    ]
 
 
 def test_the_tensor_is_named():
@@ -254,6 +444,7 @@ def test_a_file_that_is_too_large_is_not_parsed():
     class Large(bytes):
         def __len__(self):
             return MAX_METADATA + 1
+
     with pytest.raises(CorruptFileError, match="bytes"):
         read_metadata(Large(b"{}"), "m")
 
@@ -265,13 +456,23 @@ def test_any_bytes(data):
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner,
-                                                                                          max_size=3))
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+)
 
 
 def places(value, path=()):
     """Yields every path into nested JSON."""
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    rows = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in rows:
         yield (*path, key)
         yield from places(inner, (*path, key))
@@ -289,10 +490,18 @@ def test_any_value_at_any_place(path, value):
 
 
 def test_a_large_job_is_encoded_and_read():
-    """Two stages of 128 ranks with 60 parameters each and every replica: a 17th of 1,024 ranks with 2,000 parameters."""
-    kinds = [TensorLayout((16, 8), (0, -1)), TensorLayout((16, 8), (-1, 0)), TensorLayout((16, 8), (0, -1), -1)]
-    tensors = [described(f"{first}.{number}.weight", kinds[number % 3], (4096, 128), first=first)
-               for first in (0, 128) for number in range(60)]
+    """Two stages of 128 ranks with 60 parameters each and every replica: a 17th of 1,024 ranks with
+    2,000 parameters."""
+    kinds = [
+        TensorLayout((16, 8), (0, -1)),
+        TensorLayout((16, 8), (-1, 0)),
+        TensorLayout((16, 8), (0, -1), -1),
+    ]
+    tensors = [
+        described(f"{first}.{number}.weight", kinds[number % 3], (4096, 128), first=first)
+        for first in (0, 128)
+        for number in range(60)
+    ]
     found = read_metadata(encoded(*tensors), "m")
     assert [tensor.stored for tensor in found.values()] == [tensor.stored for tensor in tensors]
 
@@ -328,7 +537,10 @@ def made(world, tables, deduplicated=False):
 
 
 def stored(found):
-    return {number: [(copy.file, copy.rank, copy.group) for copy in copies] for number, copies in found.stored.items()}
+    return {
+        number: [(copy.file, copy.rank, copy.group) for copy in copies]
+        for number, copies in found.stored.items()
+    }
 
 
 def name_of(rank, world, kind="model"):
@@ -338,15 +550,19 @@ def name_of(rank, world, kind="model"):
 def test_replicas_are_named_and_one_record_is_read():
     tensor = row(TensorLayout((2, 2), (0, -1)), (8, 4))
     found, read = made(4, [{"w": tensor}] * 4)
-    assert stored(found["w"]) == {0: [(name_of(0, 4), 0, (0, 2)), (name_of(2, 4), 2, ())],
-                                  1: [(name_of(1, 4), 1, (1, 3)), (name_of(3, 4), 3, ())]}
+    assert stored(found["w"]) == {
+        0: [(name_of(0, 4), 0, (0, 2)), (name_of(2, 4), 2, ())],
+        1: [(name_of(1, 4), 1, (1, 3)), (name_of(3, 4), 3, ())],
+    }
     assert read == [0]
 
 
 def test_the_file_of_a_tensor_is_that_of_its_record():
     tensor = row(TensorLayout((2,), (0, -1)), (8, 4), file=1)
     found, _ = made(2, [{"adam_m.w": tensor}] * 2)
-    assert [copies[0].file for copies in found["adam_m.w"].stored.values()] == [name_of(rank, 2, "opt") for rank in range(2)]
+    assert [copies[0].file for copies in found["adam_m.w"].stored.values()] == [
+        name_of(rank, 2, "opt") for rank in range(2)
+    ]
 
 
 def test_without_redundancy_each_slice_is_where_its_writer_put_it():
@@ -359,7 +575,12 @@ def test_without_redundancy_each_slice_is_where_its_writer_put_it():
 def test_an_optimizer_shard_splits_slices():
     tensor = row(TensorLayout((2, 2), (0, -1), 2), (8, 4))
     found, _ = made(4, [{"w": tensor}] * 4)
-    assert {number: copies[0].rank for number, copies in found["w"].stored.items()} == {0: 0, 1: 2, 2: 1, 3: 3}
+    assert {number: copies[0].rank for number, copies in found["w"].stored.items()} == {
+        0: 0,
+        1: 2,
+        2: 1,
+        3: 3,
+    }
     assert region_of(tensor.layout, (8, 4), 1)[0] == slice(2, 4)
 
 
@@ -368,24 +589,43 @@ def test_stages_have_their_own_ranks_and_a_shared_tensor_has_the_copies_of_both(
     both, first, second = row(layout, (8, 4)), row(layout, (4, 4)), row(layout, (6, 4))
     found, read = made(4, [{"shared": both, "a": first}] * 2 + [{"shared": both, "b": second}] * 2)
     assert {name: tensor.first for name, tensor in found.items()} == {"shared": 0, "a": 0, "b": 2}
-    assert {number: [copy.rank for copy in copies] for number, copies in found["shared"].stored.items()} == {0: [0, 2], 1: [1, 3]}
+    assert {
+        number: [copy.rank for copy in copies] for number, copies in found["shared"].stored.items()
+    } == {0: [0, 2], 1: [1, 3]}
     assert [copies[0].rank for copies in found["b"].stored.values()] == [2, 3] and read == [0, 2]
 
 
 def test_a_shared_tensor_with_different_layouts_has_the_first_one():
-    first, other = row(TensorLayout((2,), (0, -1)), (8, 4)), row(TensorLayout((2,), (-1, 0)), (8, 4))
+    first, other = (
+        row(TensorLayout((2,), (0, -1)), (8, 4)),
+        row(TensorLayout((2,), (-1, 0)), (8, 4)),
+    )
     found, _ = made(4, [{"shared": first}] * 2 + [{"shared": other}] * 2)
     assert found["shared"].layout == first.layout
     assert [copies[0].rank for copies in found["shared"].stored.values()] == [0, 1]
 
 
 def test_counters_are_not_described():
-    found, _ = made(2, [{"global_step": TensorRecord("int32", (1,), SUM), "w": row(TensorLayout((2,), (0,)), (8,))}] * 2)
+    found, _ = made(
+        2,
+        [
+            {
+                "global_step": TensorRecord("int32", (1,), SUM),
+                "w": row(TensorLayout((2,), (0,)), (8,)),
+            }
+        ]
+        * 2,
+    )
     assert list(found) == ["w"]
 
 
 def test_tensors_without_layout_give_empty_metadata():
-    assert metadata_from_records(files_of(2), False, Tables([{"w": TensorRecord("float32", (1,), SUM)}])) == []
+    assert (
+        metadata_from_records(
+            files_of(2), False, Tables([{"w": TensorRecord("float32", (1,), SUM)}])
+        )
+        == []
+    )
 
 
 def test_stages_of_different_size_are_refused():

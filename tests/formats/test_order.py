@@ -1,4 +1,5 @@
 """The order of several runs of mindformers and mindresume when file times are lost."""
+
 import json
 import os
 import shutil
@@ -55,7 +56,11 @@ def test_meta_json_decides_which_mindformers_run_is_newer_after_a_fallback(tmp_p
         write_foreign(tmp_path, step, world=2)
     write_foreign(tmp_path, 15, world=2, suffix=1)
     name = os.path.basename(mindresume.open(tmp_path).list().checkpoints[0].files[0])
-    assert name == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == "net_rank_0_1-2_5.safetensors"
+    assert (
+        name
+        == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"]
+        == "net_rank_0_1-2_5.safetensors"
+    )
 
 
 @pytest.mark.parametrize("time, first", [(1.0, OURS), (4e9, MINDFORMERS)])
@@ -83,14 +88,22 @@ def test_two_prefixes_are_ordered_by_time_with_a_note(tmp_path, meta):
     for step, time in ((5, 100.0), (10, 200.0)):
         write_foreign(tmp_path, step, world=1, time=time, meta=meta)
     assert not any("common prefix" in note for note in mindresume.open(tmp_path).list().notes)
-    path_of(tmp_path, 10, 0).rename(path_of(tmp_path, 10, 0).with_name("other_rank_0-1_10.safetensors"))
+    path_of(tmp_path, 10, 0).rename(
+        path_of(tmp_path, 10, 0).with_name("other_rank_0-1_10.safetensors")
+    )
     (tmp_path / "rank_0" / "meta.json").unlink(missing_ok=True)
     os.utime(path_of(tmp_path, 5, 0), (300.0, 300.0))
     assert order(tmp_path) == [(5, MINDFORMERS), (10, MINDFORMERS)]
-    assert "the names of 'net', 'other' have no common prefix" in mindresume.open(tmp_path).list().notes[0]
+    assert (
+        "the names of 'net', 'other' have no common prefix"
+        in mindresume.open(tmp_path).list().notes[0]
+    )
 
 
-FIXTURES = sorted(path.parents[1] for path in (Path(__file__).parents[2] / "st" / "fixtures").glob("*/output/checkpoint"))
+FIXTURES = sorted(
+    path.parents[1]
+    for path in (Path(__file__).parents[2] / "st" / "fixtures").glob("*/output/checkpoint")
+)
 TIMES = {"all alike": lambda age: 1e9, "reversed": lambda age: 1e9 - age}
 
 
@@ -110,8 +123,11 @@ def test_saves_of_mindformers_in_a_copy_without_times(tmp_path, name, hints, tim
 
 
 def test_files_of_exception_save_are_not_candidates(tmp_path):
-    """MindSpore counts step_num within the epoch: at step 17 with 10 steps per epoch it stores 7."""
+    """MindSpore counts step_num within the epoch: at step 17 with 10 steps per epoch it stores
+    7."""
     save(tmp_path, 15, world=1)
-    put(tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt", {**tensors_of(0, 17), **counters(7)})
+    put(
+        tmp_path / "rank_0" / "net_rank_0-2_7_breakpoint.ckpt", {**tensors_of(0, 17), **counters(7)}
+    )
     assert order(tmp_path) == [(15, OURS)]
     assert "exception_save" in mindresume.open(tmp_path).list().notes[0]

@@ -1,4 +1,5 @@
 """What a listing of rank folders shows: candidates, their order, and notes."""
+
 import json
 import os
 import shutil
@@ -31,7 +32,9 @@ def found(root):
 
 
 def notes(root):
-    return [note for note in found(root).notes if "assumed from the number of rank folders" not in note]
+    return [
+        note for note in found(root).notes if "assumed from the number of rank folders" not in note
+    ]
 
 
 def order(root):
@@ -39,33 +42,51 @@ def order(root):
     return [(row.step, row.origin) for row in found(root)]
 
 
-# ---- results of a scan -----------------------------------------------------------------------------------------------
+# ---- results of a scan ---------------------------------------------------------------------------
+
 
 def test_a_file_of_rank_1_in_the_folder_of_rank_0_is_ignored(tmp_path):
     write_foreign(tmp_path, 5, world=2)
     shutil.copy(path_of(tmp_path, 5, 1), tmp_path / "rank_0")
-    row, = found(tmp_path)
+    (row,) = found(tmp_path)
     assert row.files == (str(path_of(tmp_path, 5, 0)), str(path_of(tmp_path, 5, 1)))
-    assert "rank_0/net_rank_1-1_5.safetensors: a file of rank 1 in the folder of rank 0; ignored" in found(tmp_path).notes
+    assert (
+        "rank_0/net_rank_1-1_5.safetensors: a file of rank 1 in the folder of rank 0; ignored"
+        in found(tmp_path).notes
+    )
 
 
-@pytest.mark.parametrize("name", [f".net_rank_0-1_10.safetensors.{RUN}.mindresume-tmp", ".net_rank_0-1_10.ckpt", "notes.txt",
-                                  "net_rank_0-1_10.tmp", "net-graph.meta"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f".net_rank_0-1_10.safetensors.{RUN}.mindresume-tmp",
+        ".net_rank_0-1_10.ckpt",
+        "notes.txt",
+        "net_rank_0-1_10.tmp",
+        "net-graph.meta",
+    ],
+)
 def test_temporary_and_other_files_are_ignored(tmp_path, name):
     write_foreign(tmp_path, 5, world=1)
     (tmp_path / "rank_0" / name).write_bytes(b"half")
     assert order(tmp_path) == [(5, MINDFORMERS)] and notes(tmp_path) == []
 
 
-@pytest.mark.parametrize("content, note_text", [
-    ("", "empty or truncated"), ("{", "empty or truncated"), ("[]", "empty or truncated"), ("{}", "empty or truncated"),
-    ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
-    ('{"last_ckpt_file": null}', "which is not there"),
-])
+@pytest.mark.parametrize(
+    "content, note_text",
+    [
+        ("", "empty or truncated"),
+        ("{", "empty or truncated"),
+        ("[]", "empty or truncated"),
+        ("{}", "empty or truncated"),
+        ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
+        ('{"last_ckpt_file": null}', "which is not there"),
+    ],
+)
 def test_a_wrong_meta_json_is_noted(tmp_path, content, note_text):
     write_foreign(tmp_path, 5, world=2)
     (tmp_path / "rank_1" / "meta.json").write_text(content)
-    note, = notes(tmp_path)
+    (note,) = notes(tmp_path)
     assert note.startswith("rank_1/meta.json ") and note_text in note and "the files decide" in note
 
 
@@ -83,7 +104,7 @@ def test_weights_without_counters_and_damaged_files_are_candidates_with_a_proble
 def test_a_damaged_file_of_the_first_rank_does_not_hide_the_step(tmp_path):
     write_foreign(tmp_path, 5, world=2)
     path_of(tmp_path, 5, 0).write_bytes(b"")
-    row, = found(tmp_path)
+    (row,) = found(tmp_path)
     assert row.step == 5 and row.problem.rank == 0
 
 
@@ -91,9 +112,10 @@ def test_a_damaged_file_of_the_first_rank_does_not_hide_the_step(tmp_path):
 def test_files_of_a_transform_are_grouped_with_any_digits_in_the_prefix(tmp_path, prefix):
     for rank in range(12):
         put(tmp_path / f"rank_{rank}" / f"{prefix}{rank}.safetensors", tensors_of(rank, 5))
-    row, = found(tmp_path)
+    (row,) = found(tmp_path)
     assert row.step == 5 and row.files == tuple(
-        str(tmp_path / f"rank_{rank}" / f"{prefix}{rank}.safetensors") for rank in range(12))
+        str(tmp_path / f"rank_{rank}" / f"{prefix}{rank}.safetensors") for rank in range(12)
+    )
 
 
 def test_the_same_step_in_both_formats_is_two_candidates(tmp_path):
@@ -102,35 +124,56 @@ def test_the_same_step_in_both_formats_is_two_candidates(tmp_path):
     assert sorted(row.format for row in found(tmp_path)) == ["ckpt", "safetensors"]
 
 
-# ---- the number of ranks ---------------------------------------------------------------------------------------------
+# ---- the number of ranks -------------------------------------------------------------------------
 
-@pytest.mark.parametrize("names, expected", [
-    (["ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_7.ckpt"], 8), (["x_rank_3.json"], 4), (["merged.ckpt", "rank_9"], 3)])
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (["ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_7.ckpt"], 8),
+        (["x_rank_3.json"], 4),
+        (["merged.ckpt", "rank_9"], 3),
+    ],
+)
 def test_expected_ranks_of_the_strategy_folder_beside(tmp_path, names, expected):
     write_foreign(tmp_path / "checkpoint", 5, world=3)
     (tmp_path / "strategy").mkdir()
     for name in names:
         (tmp_path / "strategy" / name).write_bytes(b"")
-    row, = found(tmp_path / "checkpoint")
+    (row,) = found(tmp_path / "checkpoint")
     missing = ", ".join(map(str, range(3, expected)))
-    assert f"no file of rank {missing} for this step" in row.problem.reason if missing else row.usable
+    assert (
+        f"no file of rank {missing} for this step" in row.problem.reason if missing else row.usable
+    )
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
+
 
 def test_our_runs_are_ordered_by_number_then_by_step(tmp_path):
     save(tmp_path, 20, world=1)
     save(tmp_path, 5, world=1, run=LATER_RUN, suffix=1)
     save(tmp_path, 10, world=1, run=LATER_RUN, suffix=1)
-    assert [(row.step, row.run_id) for row in found(tmp_path)] == [(10, LATER_RUN), (5, LATER_RUN), (20, RUN)]
+    assert [(row.step, row.run_id) for row in found(tmp_path)] == [
+        (10, LATER_RUN),
+        (5, LATER_RUN),
+        (20, RUN),
+    ]
 
 
 def test_mindformers_files_are_ordered_by_samples_when_global_batch_sizes_differ(tmp_path):
-    for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):          # 800 samples; then a larger batch: 960
-        path = put(path_of(tmp_path, step, 0, suffix, "ckpt"), {**tensors_of(0, step), **counters(step, batch)})
+    # 800 samples; then a larger batch: 960
+    for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):
+        path = put(
+            path_of(tmp_path, step, 0, suffix, "ckpt"),
+            {**tensors_of(0, step), **counters(step, batch)},
+        )
         name = name_of(0, step, suffix, "ckpt")
-        path.with_name("meta.json").write_text(json.dumps({"last_epoch": name.epoch, "last_step": name.step,
-                                                           "last_ckpt_file": path.name}))
+        path.with_name("meta.json").write_text(
+            json.dumps(
+                {"last_epoch": name.epoch, "last_step": name.step, "last_ckpt_file": path.name}
+            )
+        )
     assert [row.step for row in found(tmp_path)] == [60, 100]
 
 
@@ -140,27 +183,30 @@ def test_files_without_meta_json_are_ordered_by_steps_not_by_time(tmp_path):
     assert [step for step, _ in order(tmp_path)] == [10, 5]
 
 
-# ---- our files, records and labels -----------------------------------------------------------------------------------
+# ---- our files, records and labels ---------------------------------------------------------------
+
 
 def test_labelled_files_without_any_records_are_ordinary_candidates(tmp_path):
     save(tmp_path, 10, world=2)
     shutil.rmtree(tmp_path / RECORDS)
-    row, = found(tmp_path)
+    (row,) = found(tmp_path)
     assert (row.step, row.origin, row.problem, row.state) == (10, MINDFORMERS, None, "complete")
 
 
 @pytest.mark.parametrize("run", ["x", "../../x", "1-0000aaaa"])
 def test_a_label_that_names_no_run_does_not_stop_a_scan_without_records(tmp_path, run):
     put(path_of(tmp_path, 10, 0), tensors_of(0, 10), {"mindresume": f"{run} 10"})
-    (tmp_path / RECORDS).symlink_to(RECORDS)              # a link to itself cannot be listed
+    (tmp_path / RECORDS).symlink_to(RECORDS)  # a link to itself cannot be listed
     hidden, row = found(tmp_path)
     assert hidden.problem and (row.step, row.origin, row.problem) == (10, MINDFORMERS, None)
 
 
 def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     save(tmp_path, 10, world=2)
-    shutil.rmtree(tmp_path / RECORDS)                                # cp -r rank_* here, resumed ...
-    write_rank(tmp_path, 15, 0, 2, run="0001-0000cccc", suffix=1)    # ... and killed in the first save
+    # cp -r rank_* here, resumed ...
+    shutil.rmtree(tmp_path / RECORDS)
+    # ... and killed in the first save
+    write_rank(tmp_path, 15, 0, 2, run="0001-0000cccc", suffix=1)
     assert [row.step for row in found(tmp_path) if row.state == "complete"] == [10]
 
 
@@ -169,17 +215,23 @@ def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_com
     save(tmp_path, 10, world=2)
     shutil.rmtree(records_of(tmp_path, 10))
     newest = found(tmp_path).checkpoints[0]
-    assert (newest.step, newest.origin, newest.run_id, newest.state) == (10, OURS, RUN, "incomplete")
+    assert (newest.step, newest.origin, newest.run_id, newest.state) == (
+        10,
+        OURS,
+        RUN,
+        "incomplete",
+    )
     assert newest.problem.reason == "the save never completed: no record of it was written"
 
 
 def test_recorded_files_are_not_separate_candidates(tmp_path):
     for rank in (0, 1):
-        write_rank(tmp_path, 5, rank, 3)                            # rank 2 never wrote
+        write_rank(tmp_path, 5, rank, 3)  # rank 2 never wrote
     path = path_of(tmp_path, 5, 2)
     path.parent.mkdir()
-    shutil.copy(path_of(tmp_path, 5, 0), path)                      # and rank 2 wrote its file but no record
-    row, = found(tmp_path)
+    # and rank 2 wrote its file but no record
+    shutil.copy(path_of(tmp_path, 5, 0), path)
+    (row,) = found(tmp_path)
     assert "2 of 3 ranks recorded" in row.problem.reason and row.problem.rank == 2
 
 
@@ -194,15 +246,18 @@ def test_a_manifest_of_another_step_is_refused(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"torn"])
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
-def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_completed(tmp_path, content, ranks):
+def test_records_that_are_there_but_unreadable_do_not_prove_that_the_save_never_completed(
+    tmp_path, content, ranks
+):
     for rank in (0, 1):
-        write_rank(tmp_path, 5, rank, 2)                            # killed before the manifest
+        write_rank(tmp_path, 5, rank, 2)  # killed before the manifest
     for rank in ranks:
         (records_of(tmp_path, 5) / f"rank_{rank:05d}.json").write_bytes(content)
-    row, = (row for row in found(tmp_path) if row.run_id)
+    (row,) = (row for row in found(tmp_path) if row.run_id)
     assert row.state == "unusable" and "cannot be read" in row.problem.reason
     save(tmp_path, 10, world=2, run=LATER_RUN, suffix=1)
-    assert path_of(tmp_path, 5, 0).exists()                         # and it is not removed as an orphan
+    # and it is not removed as an orphan
+    assert path_of(tmp_path, 5, 0).exists()
 
 
 @pytest.mark.parametrize("missing", ["newest", "all", "trouble"])
@@ -212,7 +267,14 @@ def test_records_that_are_listed_late_are_looked_up(tmp_path, fmt, missing):
     for step, run, suffix in ((5, RUN, 0), (10, LATER_RUN, 1)):
         save(tmp_path, step, world=2, fmt=fmt, run=run, suffix=suffix)
     late = records_of(tmp_path, 10, LATER_RUN)
-    storage = ListedLate(tmp_path / RECORDS, late.name, *([records_of(tmp_path, 5).name] if missing == "all" else []),
-                         trouble=str(late) if missing == "trouble" else None)
-    rows = [(row.origin, row.step, row.run_id, row.committed) for row in Catalog(storage, str(tmp_path)).list()]
+    storage = ListedLate(
+        tmp_path / RECORDS,
+        late.name,
+        *([records_of(tmp_path, 5).name] if missing == "all" else []),
+        trouble=str(late) if missing == "trouble" else None,
+    )
+    rows = [
+        (row.origin, row.step, row.run_id, row.committed)
+        for row in Catalog(storage, str(tmp_path)).list()
+    ]
     assert rows == [(OURS, 10, LATER_RUN, missing != "trouble"), (OURS, 5, RUN, True)]

@@ -1,4 +1,5 @@
 """A folder of either format, or of both, or one iteration alone."""
+
 import errno
 import os
 import re
@@ -37,26 +38,36 @@ def test_the_format_that_was_saved_last_comes_first(tmp_path):
 def test_an_attempt_that_never_completed_does_not_put_its_format_first(tmp_path):
     rank_folders.save(tmp_path, 5, world=2)
     write_rank(tmp_path, 10, 0, run=LATER_RUN)
-    assert [step for step, _ in found(tmp_path)] == [5, 10] and mindresume.open(tmp_path).list().notes == ()
+    assert [step for step, _ in found(tmp_path)] == [5, 10] and mindresume.open(
+        tmp_path
+    ).list().notes == ()
 
 
 def test_files_that_ours_and_mindformers_wrote(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     save(tmp_path, 20, run=RUN, at=3e9)
-    assert found(tmp_path) == [(20, "iteration_00000020"), (15, "iteration_00000015"), (10, "iteration_00000010")]
+    assert found(tmp_path) == [
+        (20, "iteration_00000020"),
+        (15, "iteration_00000015"),
+        (10, "iteration_00000010"),
+    ]
 
 
-KINDS = {"rank folders": lambda root: rank_folders.save(root, 5, world=2),
-         "iterations": lambda root: iteration_folders.save(root, 5),
-         "mindformers 1.0": lambda root: rank_folders.write_foreign(root, 5, world=2),
-         "mindformers 2.0": lambda root: iteration_folders.foreign(root, "mf190_20_single", (10,))}
+KINDS = {
+    "rank folders": lambda root: rank_folders.save(root, 5, world=2),
+    "iterations": lambda root: iteration_folders.save(root, 5),
+    "mindformers 1.0": lambda root: rank_folders.write_foreign(root, 5, world=2),
+    "mindformers 2.0": lambda root: iteration_folders.foreign(root, "mf190_20_single", (10,)),
+}
 
 
 def make(root, *paths):
     """Creates files, or folders if the names end with a slash."""
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).mkdir(exist_ok=True) if path.endswith("/") else (root / path).write_bytes(b"x")
+        (root / path).mkdir(exist_ok=True) if path.endswith("/") else (root / path).write_bytes(
+            b"x"
+        )
     return root
 
 
@@ -64,11 +75,22 @@ def why(path):
     return fresh_start_refusal(STORAGE, str(path), False)
 
 
-# ---- below ---------------------------------------------------------------------------------------------------------
+# ---- below ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["", "checkpoint", "output/checkpoint", "my_run", "run/output/checkpoint",
-                                   "transformed_checkpoint/checkpoint", "20260101_ckpt_convert/net"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        "checkpoint",
+        "output/checkpoint",
+        "my_run",
+        "run/output/checkpoint",
+        "transformed_checkpoint/checkpoint",
+        "20260101_ckpt_convert/net",
+    ],
+)
 def test_a_checkpoint_directory_is_found_below(tmp_path, kind, place):
     KINDS[kind](tmp_path / place)
     make(tmp_path, "log/rank_0/info.log", "strategy/ckpt_strategy_rank_0.ckpt", "train.log")
@@ -111,7 +133,10 @@ def test_the_folder_in_which_the_job_saves_counts_before_others(tmp_path):
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("left", ["checkpoint/", "checkpoint/rank_0/.net.mindresume-tmp", "checkpoint_network/rank_0/net.ckpt"])
+@pytest.mark.parametrize(
+    "left",
+    ["checkpoint/", "checkpoint/rank_0/.net.mindresume-tmp", "checkpoint_network/rank_0/net.ckpt"],
+)
 def test_an_empty_checkpoint_folder_does_not_hide_others(tmp_path, left):
     rank_folders.save(tmp_path / "transformed_checkpoint" / "net", 50, world=2)
     make(tmp_path, left)
@@ -119,7 +144,8 @@ def test_an_empty_checkpoint_folder_does_not_hide_others(tmp_path, left):
 
 
 def test_an_incomplete_save_does_not_hide_a_checkpoint_below(tmp_path):
-    """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change was killed."""
+    """Checkpoint 2.0 saves to ``directory``, 1.0 to a folder in it: the first save after the change
+    was killed."""
     rank_folders.save(tmp_path / "checkpoint", 5, world=2)
     iteration_folders.write_rank(tmp_path, 10, 0)
     assert locate(STORAGE, str(tmp_path)) == str(tmp_path / "checkpoint")
@@ -128,7 +154,9 @@ def test_an_incomplete_save_does_not_hide_a_checkpoint_below(tmp_path):
 def test_several_are_an_error_that_names_them(tmp_path):
     for name in ("a", "b"):
         rank_folders.save(tmp_path / name, 5, world=1)
-    with pytest.raises(MissingCheckpointError, match=rf"several folders below do: {tmp_path}/a, {tmp_path}/b"):
+    with pytest.raises(
+        MissingCheckpointError, match=rf"several folders below do: {tmp_path}/a, {tmp_path}/b"
+    ):
         locate(STORAGE, str(tmp_path))
 
 
@@ -156,6 +184,7 @@ def test_large_and_cyclic_trees_are_searched_in_part(tmp_path):
 
 class Locked:
     """Cannot list ``folder``: a broken mount, or the folder of another user."""
+
     def __init__(self, folder):
         self.folder = str(folder)
 
@@ -172,42 +201,88 @@ def test_an_unlisted_folder_prevents_only_a_fresh_start(tmp_path):
     make(tmp_path, "checkpoint/", "locked/")
     disk = Locked(tmp_path / "locked")
     assert find(disk, str(tmp_path)) is None
-    assert "locked cannot be listed: Permission denied, so whether there is one" in fresh_start_refusal(disk, str(tmp_path),
-                                                                                                        False)
+    assert (
+        "locked cannot be listed: Permission denied, so whether there is one"
+        in fresh_start_refusal(disk, str(tmp_path), False)
+    )
     rank_folders.save(tmp_path / "other", 5, world=1)
     assert find(disk, str(tmp_path)) == str(tmp_path / "other")
     rank_folders.write_foreign(tmp_path / "checkpoint", 5, world=2)
-    assert find(Locked(tmp_path / "checkpoint" / "rank_0"), str(tmp_path)) == str(tmp_path / "checkpoint")
+    assert find(Locked(tmp_path / "checkpoint" / "rank_0"), str(tmp_path)) == str(
+        tmp_path / "checkpoint"
+    )
     with pytest.raises(PermissionError):
         find(Locked(tmp_path / "checkpoint"), str(tmp_path))
 
 
-# ---- fresh starts --------------------------------------------------------------------------------------------------
+# ---- fresh starts --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("names", [
-    (), ("lost+found/", ".snapshot/"), ("rank_0/", "rank_1/"), ("rank_0/.net.0001.mindresume-tmp",),
-    ("rank_0/net_rank_0-1_5.tmp", "rank_0/tmpab12cd_e"), ("rank_0/meta.json", "rank_0/net_rank_0-graph.meta"),
-    ("rank_0/net_rank_0-1_5_breakpoint.ckpt",), (".mindresume/ended-0001-0000aaaa.json", "anything"),
-    (".mindresume/probe-0123abcd-0",), (".mindresume/probe-0123abcd-0", ".mindresume/claim-0001-0000aaaa.json", "anything"),
-    ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
-    ("log/rank_0/info.log", "tensorboard/rank_0/events.out.tfevents.1", "profile/rank_0/a.json", "debug/graphs_info/a.ir"),
-    ("checkpoint/", "strategy_0123abcd/ckpt_strategy_rank_0.ckpt", "train.log", "config.yaml", "rank_0/om/graph.ir"),
-    ("checkpoint/iteration_00000005/",), ("checkpoint/iteration_00000005/net-model-0000000-0000001.safetensors", "log/a"),
-    ("checkpoint/rank_0/", "checkpoint_network/rank_0/net-network.ckpt", "merged_strategy/src_strategy.ckpt"),
-    ("checkpoint/.mindresume/claim-0001-0000aaaa.json", "data/a.bin")])
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("lost+found/", ".snapshot/"),
+        ("rank_0/", "rank_1/"),
+        ("rank_0/.net.0001.mindresume-tmp",),
+        ("rank_0/net_rank_0-1_5.tmp", "rank_0/tmpab12cd_e"),
+        ("rank_0/meta.json", "rank_0/net_rank_0-graph.meta"),
+        ("rank_0/net_rank_0-1_5_breakpoint.ckpt",),
+        (".mindresume/ended-0001-0000aaaa.json", "anything"),
+        (".mindresume/probe-0123abcd-0",),
+        (".mindresume/probe-0123abcd-0", ".mindresume/claim-0001-0000aaaa.json", "anything"),
+        ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
+        (
+            "log/rank_0/info.log",
+            "tensorboard/rank_0/events.out.tfevents.1",
+            "profile/rank_0/a.json",
+            "debug/graphs_info/a.ir",
+        ),
+        (
+            "checkpoint/",
+            "strategy_0123abcd/ckpt_strategy_rank_0.ckpt",
+            "train.log",
+            "config.yaml",
+            "rank_0/om/graph.ir",
+        ),
+        ("checkpoint/iteration_00000005/",),
+        ("checkpoint/iteration_00000005/net-model-0000000-0000001.safetensors", "log/a"),
+        (
+            "checkpoint/rank_0/",
+            "checkpoint_network/rank_0/net-network.ckpt",
+            "merged_strategy/src_strategy.ckpt",
+        ),
+        ("checkpoint/.mindresume/claim-0001-0000aaaa.json", "data/a.bin"),
+    ],
+)
 def test_traces_of_first_starts_allow_a_fresh_start(tmp_path, names):
     make(tmp_path, *names)
     assert why(tmp_path) == ""
 
 
-@pytest.mark.parametrize("names, found", [
-    (("train.json", "src/main.py"), "found src, train.json"), (("rank_0/info.log",), "found rank_0/info.log"),
-    ((".mindresume/probe-0123abcd-0", ".mindresume/.probe-0123abcd-9.0123abcd.mindresume-tmp", "a.bin"), "found a.bin"),
-    (("epoch_5.pt",), "found epoch_5.pt"), (("checkpoint-500/optimizer.pt",), "found checkpoint-500"),
-    (("checkpoint/epoch_5.pt",), "found checkpoint"), (("checkpoint",), "found checkpoint"),
-    (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
-    (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
-    (("model.safetensors",), "holds only weights"), (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them")])
+@pytest.mark.parametrize(
+    "names, found",
+    [
+        (("train.json", "src/main.py"), "found src, train.json"),
+        (("rank_0/info.log",), "found rank_0/info.log"),
+        (
+            (
+                ".mindresume/probe-0123abcd-0",
+                ".mindresume/.probe-0123abcd-9.0123abcd.mindresume-tmp",
+                "a.bin",
+            ),
+            "found a.bin",
+        ),
+        (("epoch_5.pt",), "found epoch_5.pt"),
+        (("checkpoint-500/optimizer.pt",), "found checkpoint-500"),
+        (("checkpoint/epoch_5.pt",), "found checkpoint"),
+        (("checkpoint",), "found checkpoint"),
+        (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
+        (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
+        (("model.safetensors",), "holds only weights"),
+        (("checkpoint/", "qwen/a.ckpt"), "weights lie in .*/qwen. To load them"),
+    ],
+)
 def test_other_folders_do_not_allow_a_fresh_start(tmp_path, names, found):
     make(tmp_path, *names)
     assert re.search(found, why(tmp_path))

@@ -14,7 +14,9 @@ from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.tensor_files.ckpt import encode_varint
 from tests.strategy_files import encode_strategy, write_strategy
 
-few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+few = settings(
+    max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
 
 
@@ -23,7 +25,11 @@ def layouts(draw, size, nested=True):
     """Draws layouts of a stage of ``size`` ranks, of every kind that a file can contain."""
     matrix, rest = [], size
     while rest > 1 or not matrix:
-        divisors = [n for n in range(1, rest + 1) if rest % n == 0 and (n > 1 or rest == 1 or len(matrix) < 4)]
+        divisors = [
+            n
+            for n in range(1, rest + 1)
+            if rest % n == 0 and (n > 1 or rest == 1 or len(matrix) < 4)
+        ]
         matrix.append(draw(st.sampled_from(divisors)))
         rest //= matrix[-1]
     axes, dims, cuts = draw(st.permutations(range(len(matrix)))), draw(st.integers(0, 4)), []
@@ -32,26 +38,44 @@ def layouts(draw, size, nested=True):
         taken, axes = tuple(axes[:count]), axes[count:]
         cuts.append(-1 if not taken else taken[0] if count == 1 else taken)
     replicas = TensorLayout(matrix, cuts).replicas
-    return TensorLayout(matrix, cuts, draw(st.sampled_from([-1] + [n for n in range(replicas) if not n or replicas % n == 0])))
+    return TensorLayout(
+        matrix,
+        cuts,
+        draw(st.sampled_from([-1] + [n for n in range(replicas) if not n or replicas % n == 0])),
+    )
 
 
 @st.composite
 def strategies(draw, nested=True):
     size = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
-    return Strategy(tuple(draw(st.lists(st.dictionaries(NAMES, layouts(size, nested), min_size=1, max_size=5), min_size=1,
-                                        max_size=3))))
+    return Strategy(
+        tuple(
+            draw(
+                st.lists(
+                    st.dictionaries(NAMES, layouts(size, nested), min_size=1, max_size=5),
+                    min_size=1,
+                    max_size=3,
+                )
+            )
+        )
+    )
 
 
 def numbered(strategy):
     return dict(enumerate(strategy.stages))
 
 
-W, B, N = TensorLayout((2, 2), (0, -1)), TensorLayout((2, 2), (-1,)), TensorLayout((2, 2), ((1, 0), -1))
+W, B, N = (
+    TensorLayout((2, 2), (0, -1)),
+    TensorLayout((2, 2), (-1,)),
+    TensorLayout((2, 2), ((1, 0), -1)),
+)
 ONE = {"w": W, "b": B}
 TWO = Strategy((ONE, {"v": W, "c": TensorLayout((2, 1, 2), (-1,), -1)}))
 
 
-# ---- round trips -----------------------------------------------------------------------------------------------------
+# ---- round trips ---------------------------------------------------------------------------------
+
 
 @few
 @given(strategies())
@@ -78,15 +102,25 @@ def test_round_trip_as_a_value_of_json_with_each_layout_once(strategy):
 @few
 @given(strategies(), st.sampled_from(["ckpt", "json"]))
 def test_layouts_read_from_a_file_give_the_same_slices(strategy, fmt):
-    assume(fmt == "ckpt" or not any(isinstance(cut, tuple) for stage in strategy.stages for layout in stage.values()
-                                    for cut in layout.tensor_map))
+    assume(
+        fmt == "ckpt"
+        or not any(
+            isinstance(cut, tuple)
+            for stage in strategy.stages
+            for layout in stage.values()
+            for cut in layout.tensor_map
+        )
+    )
     for number, stage in enumerate(strategy.stages):
-        (found, read), = decode_strategy(encode_strategy({number: stage}, fmt), f"s.{fmt}").items()
+        ((found, read),) = decode_strategy(
+            encode_strategy({number: stage}, fmt), f"s.{fmt}"
+        ).items()
         assert found == number and list(read) == list(stage)
         for name, layout in stage.items():
             shape = layout.pieces([0] * len(layout.tensor_map))
-            assert [read[name].slices(rank, shape) for rank in range(layout.stage_size)] \
-                == [layout.slices(rank, shape) for rank in range(layout.stage_size)]
+            assert [read[name].slices(rank, shape) for rank in range(layout.stage_size)] == [
+                layout.slices(rank, shape) for rank in range(layout.stage_size)
+            ]
 
 
 def test_equivalent_layouts_are_normalized():
@@ -109,68 +143,114 @@ def test_packed_numbers_and_unknown_fields_are_read():
     packed = _field(1, b"".join(map(encode_varint, (2, 2))))
     body = _field(1, packed) + _field(2, _field(1, encode_varint(0) + encode_varint(-1)))
     body += _field(5, 0) + _field(6, 0) + _field(7, 0)
-    body += _field(900, "of a later version") + encode_varint(11 << 3 | 1) + bytes(8) + encode_varint(12 << 3 | 5) + bytes(4)
-    content = encode_strategy({3: {"b": B}}) + _field(3, _field(1, "w") + _field(2, body)) + _field(9, 7)
+    body += (
+        _field(900, "of a later version")
+        + encode_varint(11 << 3 | 1)
+        + bytes(8)
+        + encode_varint(12 << 3 | 5)
+        + bytes(4)
+    )
+    content = (
+        encode_strategy({3: {"b": B}}) + _field(3, _field(1, "w") + _field(2, body)) + _field(9, 7)
+    )
     assert decode_strategy(content, "s.ckpt") == {3: {"b": B, "w": W}}
 
 
-# ---- dimensions ------------------------------------------------------------------------------------------------------
+# ---- dimensions ----------------------------------------------------------------------------------
+
 
 def test_two_axes_describe_a_matrix_unless_the_tensor_is_a_vector():
-    strategy = Strategy(({"w": TensorLayout((2, 4), (1, 0)), "v": TensorLayout((2, 2, 2), (1, 0), 2),
-                          "x": TensorLayout((8,), (0, -1))},))
+    strategy = Strategy(
+        (
+            {
+                "w": TensorLayout((2, 4), (1, 0)),
+                "v": TensorLayout((2, 2, 2), (1, 0), 2),
+                "x": TensorLayout((8,), (0, -1)),
+            },
+        )
+    )
     fitted = strategy.fit_dimensions({"w": 1, "v": 1, "x": 2, "absent": 5})
-    assert fitted.stages == ({"w": TensorLayout((2, 4), ((1, 0),)), "v": TensorLayout((2, 2, 2), ((1, 0),), 2),
-                              "x": TensorLayout((8,), (0, -1))},)
+    assert fitted.stages == (
+        {
+            "w": TensorLayout((2, 4), ((1, 0),)),
+            "v": TensorLayout((2, 2, 2), ((1, 0),), 2),
+            "x": TensorLayout((8,), (0, -1)),
+        },
+    )
     assert strategy.fit_dimensions({"w": 2}) == strategy
 
 
 def test_a_stage_of_one_rank_fits_any_number_of_dimensions():
     (stage,) = decode_strategy(parameter(body(matrix=(), maps=((),)), "b"), "s.ckpt").values()
-    assert Strategy((stage,)).fit_dimensions({"b": 2}).stages == ({"b": TensorLayout((1,), (-1, -1))},)
+    assert Strategy((stage,)).fit_dimensions({"b": 2}).stages == (
+        {"b": TensorLayout((1,), (-1, -1))},
+    )
 
 
-@pytest.mark.parametrize("layout, dimensions", [(W, 3), (W, 0), (B, 2), (N, 1), (TensorLayout((4,), ()), 1)])
+@pytest.mark.parametrize(
+    "layout, dimensions", [(W, 3), (W, 0), (B, 2), (N, 1), (TensorLayout((4,), ()), 1)]
+)
 def test_other_dimensions_do_not_fit(layout, dimensions):
-    says = f"here: parameter w has {dimensions} dimensions, the strategy has {len(layout.tensor_map)}"
+    says = (
+        f"here: parameter w has {dimensions} dimensions, the strategy has {len(layout.tensor_map)}"
+    )
     with pytest.raises(StrategyError, match=says):
         Strategy(({"w": layout},), "here").fit_dimensions({"w": dimensions})
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
 def test_a_folder_of_eight_ranks_in_two_stages(tmp_path, fmt):
     paths = write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt)
-    assert paths == [str(tmp_path / "new" / "strategy" / f"ckpt_strategy_rank_{rank}.{fmt}") for rank in range(8)]
+    assert paths == [
+        str(tmp_path / "new" / "strategy" / f"ckpt_strategy_rank_{rank}.{fmt}") for rank in range(8)
+    ]
     found = read_strategy(str(tmp_path / "new" / "strategy"))
     assert found == TWO and found.source == str(tmp_path / "new" / "strategy")
-    assert write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt) == paths        # again: the files are there
+    # again: the files are there
+    assert write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt) == paths
     assert read_strategy(paths[0]).stages == (TWO.stages[0],)
-    with pytest.raises(StrategyError, match="rank_5.*: the highest pipeline stage is 1, and 1 below it are missing, the first is "
-                                            "0: give the folder"):
+    with pytest.raises(
+        StrategyError,
+        match="rank_5.*: the highest pipeline stage is 1, and 1 below it are missing, the first is "
+        "0: give the folder",
+    ):
         read_strategy(paths[5])
 
 
 def test_rank_10_comes_after_rank_2(tmp_path):
     strategy = Strategy(tuple({f"layers.{stage}.w": W} for stage in range(3)))
     write_strategy(strategy, str(tmp_path))
-    assert (tmp_path / "ckpt_strategy_rank_10.ckpt").exists() and read_strategy(str(tmp_path)) == strategy
-    (tmp_path / "ckpt_strategy_rank_2.ckpt").rename(tmp_path / "x_rank_9_rank_2.ckpt")       # the last number counts
+    assert (tmp_path / "ckpt_strategy_rank_10.ckpt").exists() and read_strategy(
+        str(tmp_path)
+    ) == strategy
+    # the last number counts
+    (tmp_path / "ckpt_strategy_rank_2.ckpt").rename(tmp_path / "x_rank_9_rank_2.ckpt")
     (tmp_path / "ckpt_strategy_rank_10.ckpt").rename(tmp_path / "my_strategy_rank_10_of_12.ckpt")
     assert read_strategy(str(tmp_path)) == strategy
-    (tmp_path / "my_strategy_rank_10_of_12.ckpt").write_bytes(encode_strategy({0: {"layers.0.w": TensorLayout((4,), (0, -1))}}))
+    (tmp_path / "my_strategy_rank_10_of_12.ckpt").write_bytes(
+        encode_strategy({0: {"layers.0.w": TensorLayout((4,), (0, -1))}})
+    )
     for rank in (0, 1, 3):
         (tmp_path / f"ckpt_strategy_rank_{rank}.ckpt").unlink()
-    with pytest.raises(StrategyError, match="x_rank_9_rank_2.ckpt and my_strategy_rank_10_of_12.ckpt are both of stage 0 and "
-                                            "differ in layers.0.w"):
+    with pytest.raises(
+        StrategyError,
+        match="x_rank_9_rank_2.ckpt and my_strategy_rank_10_of_12.ckpt are both of stage 0 and "
+        "differ in layers.0.w",
+    ):
         read_strategy(str(tmp_path))
 
 
 def test_one_file_per_stage_is_enough_and_each_content_is_parsed_once(tmp_path, monkeypatch):
     write_strategy(TWO, str(tmp_path))
     parsed = []
-    monkeypatch.setattr(module, "decode_strategy", lambda content, path: parsed.append(path) or decode_strategy(content, path))
+    monkeypatch.setattr(
+        module,
+        "decode_strategy",
+        lambda content, path: parsed.append(path) or decode_strategy(content, path),
+    )
     assert read_strategy(str(tmp_path)) == TWO and len(parsed) == 2
     for rank in (0, 2, 3, 4, 5, 7):
         (tmp_path / f"ckpt_strategy_rank_{rank}.ckpt").unlink()
@@ -179,18 +259,33 @@ def test_one_file_per_stage_is_enough_and_each_content_is_parsed_once(tmp_path, 
 
 def test_equal_layouts_in_different_bytes_are_the_same_job(tmp_path):
     write_strategy(TWO, str(tmp_path))
-    (tmp_path / "ckpt_strategy_rank_1.ckpt").write_bytes(encode_strategy({0: dict(reversed(ONE.items()))}))
+    (tmp_path / "ckpt_strategy_rank_1.ckpt").write_bytes(
+        encode_strategy({0: dict(reversed(ONE.items()))})
+    )
     (tmp_path / "ckpt_strategy_rank_2.ckpt").unlink()
     (tmp_path / "ckpt_strategy_rank_2.json").write_bytes(encode_strategy({0: ONE}, "json"))
     assert read_strategy(str(tmp_path)) == TWO
 
 
-@pytest.mark.parametrize("name", ["merged_ckpt_strategy.ckpt", "merged_ckpt_strategy_by_rank_3.ckpt", "merged.json",
-                                  "dst_strategy.ckpt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "merged_ckpt_strategy.ckpt",
+        "merged_ckpt_strategy_by_rank_3.ckpt",
+        "merged.json",
+        "dst_strategy.ckpt",
+    ],
+)
 def test_a_merged_file_is_used_if_it_is_alone(tmp_path, name):
     merged = encode_strategy(numbered(TWO), name.rpartition(".")[2])
     (tmp_path / name).write_bytes(merged)
-    for other in ("meta.json", "merge_succeed.txt", "llama_rank_0-1_10.ckpt", ".ckpt_strategy_rank_1.ckpt", "net.safetensors"):
+    for other in (
+        "meta.json",
+        "merge_succeed.txt",
+        "llama_rank_0-1_10.ckpt",
+        ".ckpt_strategy_rank_1.ckpt",
+        "net.safetensors",
+    ):
         (tmp_path / other).write_bytes(b"no strategy")
     assert read_strategy(str(tmp_path)) == TWO == read_strategy(str(tmp_path / name))
     (tmp_path / ("merged_again" + name)).write_bytes(merged)
@@ -205,15 +300,27 @@ def test_a_merged_file_of_one_stage_is_read():
     assert decode_strategy(items(0) + row, "s.ckpt") == {0: {"layers-0.w": W}}
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
+
 
 def body(matrix=(2, 2), maps=((0, -1),), split=(), offset=(), uneven=0, step=0, size=0):
-    return b"".join([_field(1, matrix), *(_field(2, cut) for cut in maps), _field(3, split), _field(4, offset), _field(5, uneven),
-                     _field(6, step), _field(7, size)])
+    return b"".join(
+        [
+            _field(1, matrix),
+            *(_field(2, cut) for cut in maps),
+            _field(3, split),
+            _field(4, offset),
+            _field(5, uneven),
+            _field(6, step),
+            _field(7, size),
+        ]
+    )
 
 
 def items(stage=0):
-    return _field(1, 1) + _field(2, _field(1, "MatMul") + _field(2, _field(1, stage) + _field(2, (1,))))
+    return _field(1, 1) + _field(
+        2, _field(1, "MatMul") + _field(2, _field(1, stage) + _field(2, (1,)))
+    )
 
 
 def parameter(row, name="layers.0.w"):
@@ -223,35 +330,60 @@ def parameter(row, name="layers.0.w"):
 UNEVEN = "parameter 'layers.0.w': .*sharded unevenly"
 
 
-@pytest.mark.parametrize("content, says", [
-    (b"", "it is empty; a failed compile"),
-    (_field(1, 1), "no strategy items .*a failed compile"),
-    (_field(1, 1) + parameter(body())[len(items()):], "no strategy items"),
-    (items(), "names no parameter; a failed compile"),
-    (items(MAX_RANKS + 1) + parameter(body())[len(items()):], f"the stage is {MAX_RANKS + 1}"),
-    (items(-1) + parameter(body())[len(items()):], "the stage is -1"),
-    (parameter(body(split=(4, 4))), UNEVEN), (parameter(body(offset=(1,))), UNEVEN), (parameter(body(uneven=2)), UNEVEN),
-    (parameter(body(step=1, size=2)), r"layers.0.w': .*opt_weight_shard_step is 1, expected 2 ranks"),
-    (parameter(body(maps=((-1, -1),), step=2, size=-1)), "opt_weight_shard_step is 2, expected 1 ranks"),
-    (parameter(body(step=-1, size=2)), "opt_weight_shard_step is -1"),
-    (parameter(body(step=2, size=3)), "layers.0.w': .*3 optimizer shards do not divide 2 replicas"),
-    (parameter(body(maps=((2, -1),))), "layers.0.w': .*does not have"),
-    (parameter(body(maps=((0, 0),))), "an axis twice"),
-    (parameter(body(matrix=(2, 0))), "length >= 1"),
-    (parameter(body(matrix=(MAX_RANKS, 2))), f"at most {MAX_AXES} axes and {MAX_RANKS} ranks"),
-    (parameter(body(matrix=(1,) * 33)), f"at most {MAX_AXES} axes"),
-    (parameter(body(maps=((-1,),) * 33)), "33 tensor maps"),
-    (parameter(body(maps=())), "layers.0.w'"),
-    (parameter(body() + body()), "occurs 2 times, expected one"),
-    (parameter(body())[:-1], "truncated"),
-    (parameter(body()) + b"\x0b", "wire type 3"), (parameter(body()) + b"\x00\x00", "field 0"),
-    (parameter(body()) + encode_varint(3 << 3 | 2) + encode_varint(-5), "field 3 has -5 bytes"),
-    (parameter(body()) + b"\x08" + b"\xff" * 12, "does not end"),
-    (parameter(body()) + _field(3, _field(1, b"\xff") + _field(2, body())), "utf-8"),
-    (parameter(body()) + _field(3, _field(1, "layers.0.w") + _field(2, body(maps=((-1, 0),)))), "'layers.0.w' occurs twice"),
-    (parameter(body(), "0-w") + _field(3, _field(1, "00-w") + _field(2, body())), "'0-w' begins with a stage.*'00-w' does not"),
-    (parameter(body(), "0-w") + _field(3, _field(1, "b") + _field(2, body())), "'0-w' begins with a stage.*'b' does not"),
-])
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "it is empty; a failed compile"),
+        (_field(1, 1), "no strategy items .*a failed compile"),
+        (_field(1, 1) + parameter(body())[len(items()) :], "no strategy items"),
+        (items(), "names no parameter; a failed compile"),
+        (items(MAX_RANKS + 1) + parameter(body())[len(items()) :], f"the stage is {MAX_RANKS + 1}"),
+        (items(-1) + parameter(body())[len(items()) :], "the stage is -1"),
+        (parameter(body(split=(4, 4))), UNEVEN),
+        (parameter(body(offset=(1,))), UNEVEN),
+        (parameter(body(uneven=2)), UNEVEN),
+        (
+            parameter(body(step=1, size=2)),
+            r"layers.0.w': .*opt_weight_shard_step is 1, expected 2 ranks",
+        ),
+        (
+            parameter(body(maps=((-1, -1),), step=2, size=-1)),
+            "opt_weight_shard_step is 2, expected 1 ranks",
+        ),
+        (parameter(body(step=-1, size=2)), "opt_weight_shard_step is -1"),
+        (
+            parameter(body(step=2, size=3)),
+            "layers.0.w': .*3 optimizer shards do not divide 2 replicas",
+        ),
+        (parameter(body(maps=((2, -1),))), "layers.0.w': .*does not have"),
+        (parameter(body(maps=((0, 0),))), "an axis twice"),
+        (parameter(body(matrix=(2, 0))), "length >= 1"),
+        (parameter(body(matrix=(MAX_RANKS, 2))), f"at most {MAX_AXES} axes and {MAX_RANKS} ranks"),
+        (parameter(body(matrix=(1,) * 33)), f"at most {MAX_AXES} axes"),
+        (parameter(body(maps=((-1,),) * 33)), "33 tensor maps"),
+        (parameter(body(maps=())), "layers.0.w'"),
+        (parameter(body() + body()), "occurs 2 times, expected one"),
+        (parameter(body())[:-1], "truncated"),
+        (parameter(body()) + b"\x0b", "wire type 3"),
+        (parameter(body()) + b"\x00\x00", "field 0"),
+        (parameter(body()) + encode_varint(3 << 3 | 2) + encode_varint(-5), "field 3 has -5 bytes"),
+        (parameter(body()) + b"\x08" + b"\xff" * 12, "does not end"),
+        (parameter(body()) + _field(3, _field(1, b"\xff") + _field(2, body())), "utf-8"),
+        (
+            parameter(body())
+            + _field(3, _field(1, "layers.0.w") + _field(2, body(maps=((-1, 0),)))),
+            "'layers.0.w' occurs twice",
+        ),
+        (
+            parameter(body(), "0-w") + _field(3, _field(1, "00-w") + _field(2, body())),
+            "'0-w' begins with a stage.*'00-w' does not",
+        ),
+        (
+            parameter(body(), "0-w") + _field(3, _field(1, "b") + _field(2, body())),
+            "'0-w' begins with a stage.*'b' does not",
+        ),
+    ],
+)
 def test_refused_with_path_and_reason(tmp_path, content, says):
     path = tmp_path / "ckpt_strategy_rank_0.ckpt"
     path.write_bytes(content)
@@ -261,12 +393,21 @@ def test_refused_with_path_and_reason(tmp_path, content, says):
 
 
 def test_optimizer_shard_with_step_0_is_none_and_equal_parameters_may_come_twice():
-    content = parameter(body(size=-1)) + _field(3, _field(1, "layers.0.w") + _field(2, body(step=2)))
+    content = parameter(body(size=-1)) + _field(
+        3, _field(1, "layers.0.w") + _field(2, body(step=2))
+    )
     assert decode_strategy(content, "s.ckpt") == {0: {"layers.0.w": W}}
 
 
-ROW = {"dev_matrix": [2, 2], "tensor_map": [0, -1], "param_split_shape": [], "indices_offset": [], "field": 0,
-       "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}
+ROW = {
+    "dev_matrix": [2, 2],
+    "tensor_map": [0, -1],
+    "param_split_shape": [],
+    "indices_offset": [],
+    "field": 0,
+    "opt_weight_shard_step": 0,
+    "opt_weight_shard_size": 0,
+}
 OPERATORS = '"parallel_strategy_item": {"MatMul": {"stage": 0, "parallel_strategy": [[1]]}}'
 
 
@@ -274,22 +415,42 @@ def json_of(rows, operators=OPERATORS):
     return f'{{{operators}, "parallel_layout_item": {{{rows}}}}}'
 
 
-@pytest.mark.parametrize("content, says", [
-    ("", "it is empty"), ("{", "JSONDecodeError"), ("[]", "AttributeError"), ("{}", "no strategy items"),
-    ("[" * 20_000, "nested more than"), ("9" * 6000, "digit"), ('{"parallel_strategy_item": [1]}', "AttributeError"),
-    ("\ufeff{}", "BOM"),
-    (json_of("", '"parallel_strategy_item": {"a": {"stage": "0"}}'), "the stage is '0'"),
-    (json_of(""), "names no parameter"), (f"{{{OPERATORS}}}", "names no parameter"),
-    (json_of('"w": 3'), "parameter 'w': AttributeError"), (json_of('"w": {}'), "parameter 'w': KeyError: 'dev_matrix'"),
-    (json_of(f'"\\ud800": {json.dumps(ROW)}'), "surrogates"),
-    (json_of(f'"w": {json.dumps(ROW)}, "w": {json.dumps({**ROW, "tensor_map": [-1, -1]})}'), "'w' occurs twice"),
-    *((json_of(f'"w": {json.dumps({**ROW, **change})}'), says) for change, says in [
-        ({"field": 1}, "unevenly"), ({"param_split_shape": [3, 5]}, "unevenly"), ({"indices_offset": [0, 3]}, "unevenly"),
-        ({"dev_matrix": [2, True]}, "integer"), ({"dev_matrix": 4}, "not a tensor layout"),
-        ({"tensor_map": None}, "not a tensor layout"),
-        ({"opt_weight_shard_step": 1, "opt_weight_shard_size": -1}, "expected 2 ranks"),
-        ({"opt_weight_shard_step": None}, "None")]),
-])
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("", "it is empty"),
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ("{}", "no strategy items"),
+        ("[" * 20_000, "nested more than"),
+        ("9" * 6000, "digit"),
+        ('{"parallel_strategy_item": [1]}', "AttributeError"),
+        ("\ufeff{}", "BOM"),
+        (json_of("", '"parallel_strategy_item": {"a": {"stage": "0"}}'), "the stage is '0'"),
+        (json_of(""), "names no parameter"),
+        (f"{{{OPERATORS}}}", "names no parameter"),
+        (json_of('"w": 3'), "parameter 'w': AttributeError"),
+        (json_of('"w": {}'), "parameter 'w': KeyError: 'dev_matrix'"),
+        (json_of(f'"\\ud800": {json.dumps(ROW)}'), "surrogates"),
+        (
+            json_of(f'"w": {json.dumps(ROW)}, "w": {json.dumps({**ROW, "tensor_map": [-1, -1]})}'),
+            "'w' occurs twice",
+        ),
+        *(
+            (json_of(f'"w": {json.dumps({**ROW, **change})}'), says)
+            for change, says in [
+                ({"field": 1}, "unevenly"),
+                ({"param_split_shape": [3, 5]}, "unevenly"),
+                ({"indices_offset": [0, 3]}, "unevenly"),
+                ({"dev_matrix": [2, True]}, "integer"),
+                ({"dev_matrix": 4}, "not a tensor layout"),
+                ({"tensor_map": None}, "not a tensor layout"),
+                ({"opt_weight_shard_step": 1, "opt_weight_shard_size": -1}, "expected 2 ranks"),
+                ({"opt_weight_shard_step": None}, "None"),
+            ]
+        ),
+    ],
+)
 def test_json_is_refused_with_path_and_reason(tmp_path, content, says):
     path = tmp_path / "strategy.json"
     path.write_text(content, encoding="utf-8")
@@ -302,28 +463,60 @@ def jobs(tmp_path):
     """Returns a folder with the files of TWO, and one with files of other jobs."""
     write_strategy(TWO, str(tmp_path / "job"))
     write_strategy(Strategy(({**ONE, "w": N}, TWO.stages[1], {"x": W})), str(tmp_path / "other"))
-    write_strategy(Strategy(({"w": TensorLayout((2,), (0, -1))}, {"v": TensorLayout((2,), (0, -1))})), str(tmp_path / "small"))
+    write_strategy(
+        Strategy(({"w": TensorLayout((2,), (0, -1))}, {"v": TensorLayout((2,), (0, -1))})),
+        str(tmp_path / "small"),
+    )
     return tmp_path
 
 
 def put(jobs, source, rank, to):
-    shutil.copyfile(jobs / source / f"ckpt_strategy_rank_{rank}.ckpt", jobs / "job" / f"ckpt_strategy_rank_{to}.ckpt")
+    shutil.copyfile(
+        jobs / source / f"ckpt_strategy_rank_{rank}.ckpt",
+        jobs / "job" / f"ckpt_strategy_rank_{to}.ckpt",
+    )
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda jobs: put(jobs, "other", 2, 2),
-     "rank_0.ckpt and ckpt_strategy_rank_2.ckpt are both of stage 0 and differ in w: .*Keep"),
-    (lambda jobs: put(jobs, "job", 1, 8),
-     "rank_8.ckpt is of stage 0; with 4 ranks a stage and 2 stages, rank 8 is one too many, there are 8"),
-    (lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3), "are both of stage 0 and differ in"),
-    (lambda jobs: [(jobs / "job" / f"ckpt_strategy_rank_{rank}.ckpt").unlink() for rank in range(4)],
-     "the highest pipeline stage is 1, and 1 below it are missing, the first is 0"),
-    (lambda jobs: shutil.copyfile(jobs / "job" / "ckpt_strategy_rank_3.ckpt", jobs / "job" / "x_rank_03.ckpt"),
-     "ckpt_strategy_rank_3.ckpt and x_rank_03.ckpt are both the file of rank 3"),
-    (lambda jobs: (jobs / "job" / "ckpt_strategy_rank_3.ckpt").write_bytes(encode_strategy(numbered(TWO))),
-     "rank_3.ckpt has the name of rank 3's file, but holds 2 stages"),
-    (lambda jobs: (jobs / "job" / "ckpt_strategy_rank_6.ckpt").write_bytes(b""), "rank_6.ckpt: .*it is empty"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (
+            lambda jobs: put(jobs, "other", 2, 2),
+            "rank_0.ckpt and ckpt_strategy_rank_2.ckpt are both of stage 0 and differ in w: .*Keep",
+        ),
+        (
+            lambda jobs: put(jobs, "job", 1, 8),
+            "rank_8.ckpt is of stage 0; with 4 ranks a stage and 2 stages, rank 8 is one too many, "
+            "there are 8",
+        ),
+        (
+            lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3),
+            "are both of stage 0 and differ in",
+        ),
+        (
+            lambda jobs: [
+                (jobs / "job" / f"ckpt_strategy_rank_{rank}.ckpt").unlink() for rank in range(4)
+            ],
+            "the highest pipeline stage is 1, and 1 below it are missing, the first is 0",
+        ),
+        (
+            lambda jobs: shutil.copyfile(
+                jobs / "job" / "ckpt_strategy_rank_3.ckpt", jobs / "job" / "x_rank_03.ckpt"
+            ),
+            "ckpt_strategy_rank_3.ckpt and x_rank_03.ckpt are both the file of rank 3",
+        ),
+        (
+            lambda jobs: (jobs / "job" / "ckpt_strategy_rank_3.ckpt").write_bytes(
+                encode_strategy(numbered(TWO))
+            ),
+            "rank_3.ckpt has the name of rank 3's file, but holds 2 stages",
+        ),
+        (
+            lambda jobs: (jobs / "job" / "ckpt_strategy_rank_6.ckpt").write_bytes(b""),
+            "rank_6.ckpt: .*it is empty",
+        ),
+    ],
+)
 def test_files_of_several_jobs_or_missing_stages_are_refused(jobs, change, says):
     change(jobs)
     with pytest.raises(StrategyError, match=f"{jobs / 'job'}.*{says}"):
@@ -332,28 +525,39 @@ def test_files_of_several_jobs_or_missing_stages_are_refused(jobs, change, says)
 
 def test_a_file_of_another_stage_than_its_rank_is_refused(jobs):
     for rank in range(4):
-        put(jobs, "other", 4, rank)     # stage 1
+        put(jobs, "other", 4, rank)  # stage 1
     for rank in range(4, 8):
-        put(jobs, "small", 0, rank)     # stage 0, of 2 ranks
-    with pytest.raises(StrategyError, match=r"same number of ranks per stage, found 2 \(w of stage 0\), 4 \(. of stage 1\)"):
+        put(jobs, "small", 0, rank)  # stage 0, of 2 ranks
+    with pytest.raises(
+        StrategyError,
+        match=r"same number of ranks per stage, found 2 \(w of stage 0\), 4 \(. of stage 1\)",
+    ):
         read_strategy(str(jobs / "job"))
     for rank in range(4, 8):
         put(jobs, "other", 0, rank)
-    with pytest.raises(StrategyError, match="rank_0.ckpt is of stage 1; with 4 ranks a stage and 2 stages, rank 0 is of stage 0"):
+    with pytest.raises(
+        StrategyError,
+        match="rank_0.ckpt is of stage 1; with 4 ranks a stage and 2 stages, rank 0 is of stage 0",
+    ):
         read_strategy(str(jobs / "job"))
 
 
 def test_invalid_strategy_files_and_folders(tmp_path):
     with pytest.raises(StrategyError, match="nowhere: there is no such strategy file or folder"):
         read_strategy(str(tmp_path / "nowhere"))
-    with pytest.raises(StrategyError, match="no file of a rank .* and no merged file; found nothing"):
+    with pytest.raises(
+        StrategyError, match="no file of a rank .* and no merged file; found nothing"
+    ):
         read_strategy(str(tmp_path))
     (tmp_path / "llama_rank_0-1_10.ckpt").touch()
     with pytest.raises(StrategyError, match="found llama_rank_0-1_10.ckpt"):
         read_strategy(str(tmp_path))
     (tmp_path / "a_strategy.ckpt").write_bytes(b"a")
     (tmp_path / "b_strategy.ckpt").write_bytes(b"b")
-    with pytest.raises(StrategyError, match="2 others that differ: a_strategy.ckpt, b_strategy.ckpt; give one of them"):
+    with pytest.raises(
+        StrategyError,
+        match="2 others that differ: a_strategy.ckpt, b_strategy.ckpt; give one of them",
+    ):
         read_strategy(str(tmp_path))
     with open(tmp_path / "large.ckpt", "wb") as file:
         file.truncate(module.MAX_BYTES + 1)
@@ -363,38 +567,63 @@ def test_invalid_strategy_files_and_folders(tmp_path):
 
 def test_a_merged_file_with_a_gap_is_refused(tmp_path):
     (tmp_path / "merged.ckpt").write_bytes(encode_strategy({0: ONE, 2: ONE, 99_999: ONE}))
-    with pytest.raises(StrategyError, match="stage is 99999, and 99997 below it are missing, the first is 1"):
+    with pytest.raises(
+        StrategyError, match="stage is 99999, and 99997 below it are missing, the first is 1"
+    ):
         read_strategy(str(tmp_path))
 
 
-@pytest.mark.parametrize("stages, says", [
-    ((), "0 stages"), (({},), "1 stages, 0 of them with parameters"), ((ONE, {}), "2 stages, 1 of them"),
-    (({"w": W, "b": TensorLayout((8,), (0,))},), "same number of ranks"),
-    (tuple({f"{i}": TensorLayout((50_000,), (0,))} for i in range(3)), "3 stages of 50000 ranks; a job has up to 100000"),
-])
+@pytest.mark.parametrize(
+    "stages, says",
+    [
+        ((), "0 stages"),
+        (({},), "1 stages, 0 of them with parameters"),
+        ((ONE, {}), "2 stages, 1 of them"),
+        (({"w": W, "b": TensorLayout((8,), (0,))},), "same number of ranks"),
+        (
+            tuple({f"{i}": TensorLayout((50_000,), (0,))} for i in range(3)),
+            "3 stages of 50000 ranks; a job has up to 100000",
+        ),
+    ],
+)
 def test_impossible_strategies_are_refused(stages, says):
     with pytest.raises(StrategyError, match=f"here: .*{says}"):
         Strategy(stages, "here")
 
 
-@pytest.mark.parametrize("value", [
-    None, [], {}, {"source": "", "layouts": [], "stages": [{"w": 0}]},
-    {"source": "", "layouts": [W.to_json()], "stages": [{"w": True}]},
-    {"source": "", "layouts": [W.to_json()], "stages": [{"w": -1}]}, {"source": "", "layouts": [W.to_json()], "stages": [["w"]]},
-    {"source": "", "layouts": [W.to_json()], "stages": []}, {"source": "", "layouts": [{}], "stages": [{"w": 0}]},
-    {"layouts": [W.to_json()], "stages": [{"w": 0}]},
-])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {},
+        {"source": "", "layouts": [], "stages": [{"w": 0}]},
+        {"source": "", "layouts": [W.to_json()], "stages": [{"w": True}]},
+        {"source": "", "layouts": [W.to_json()], "stages": [{"w": -1}]},
+        {"source": "", "layouts": [W.to_json()], "stages": [["w"]]},
+        {"source": "", "layouts": [W.to_json()], "stages": []},
+        {"source": "", "layouts": [{}], "stages": [{"w": 0}]},
+        {"layouts": [W.to_json()], "stages": [{"w": 0}]},
+    ],
+)
 def test_broken_values_of_json_are_refused(value):
     with pytest.raises(StrategyError):
         Strategy.from_json(value)
 
 
-@pytest.mark.parametrize("name, layout, says", [
-    ("layers-0", W, "parameter layers-0: MindSpore cannot read a name with '-'"),
-    ("", W, "a name must be UTF-8 and not empty"),
-    ("\ud800", W, "UTF-8"),
-    ("w", TensorLayout((2, 2), ((1, 0),)), "parameter w: no strategy file can express a vector sharded by several axes"),
-])
+@pytest.mark.parametrize(
+    "name, layout, says",
+    [
+        ("layers-0", W, "parameter layers-0: MindSpore cannot read a name with '-'"),
+        ("", W, "a name must be UTF-8 and not empty"),
+        ("\ud800", W, "UTF-8"),
+        (
+            "w",
+            TensorLayout((2, 2), ((1, 0),)),
+            "parameter w: no strategy file can express a vector sharded by several axes",
+        ),
+    ],
+)
 def test_strategies_that_mindspore_cannot_read_are_refused(name, layout, says):
     with pytest.raises(StrategyError, match=says):
         encode_strategy(numbered(Strategy(({"b": B}, {name: layout}))))
@@ -406,10 +635,14 @@ def test_empty_strategies_are_refused():
             encode_strategy(stages)
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
-DAMAGED = {"ckpt": encode_strategy({0: {"embedding.weight": N, "b": B}, 1: {"w": TensorLayout((2, 2), (0, -1), -1)}}),
-           "json": encode_strategy(numbered(TWO), "json")}
+DAMAGED = {
+    "ckpt": encode_strategy(
+        {0: {"embedding.weight": N, "b": B}, 1: {"w": TensorLayout((2, 2), (0, -1), -1)}}
+    ),
+    "json": encode_strategy(numbered(TWO), "json"),
+}
 
 
 def survives(content, path):
@@ -420,7 +653,10 @@ def survives(content, path):
         assert str(error).startswith(path) and len(str(error)) < 1100
         return
     for layouts in stages.values():
-        assert all(layout.stage_size <= MAX_RANKS and len(layout.tensor_map) <= MAX_AXES for layout in layouts.values())
+        assert all(
+            layout.stage_size <= MAX_RANKS and len(layout.tensor_map) <= MAX_AXES
+            for layout in layouts.values()
+        )
 
 
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
@@ -440,13 +676,19 @@ def test_every_byte_altered(fmt):
 
 
 @few
-@given(st.sampled_from(["ckpt", "json"]),
-       st.lists(st.tuples(st.integers(0, 10_000), st.binary(max_size=6), st.integers(0, 6)), min_size=2, max_size=8))
+@given(
+    st.sampled_from(["ckpt", "json"]),
+    st.lists(
+        st.tuples(st.integers(0, 10_000), st.binary(max_size=6), st.integers(0, 6)),
+        min_size=2,
+        max_size=8,
+    ),
+)
 def test_bytes_replaced_inserted_and_removed(fmt, changes):
     content = DAMAGED[fmt]
     for position, new, old in changes:
         position %= len(content) + 1
-        content = content[:position] + new + content[position + old:]
+        content = content[:position] + new + content[position + old :]
     survives(content, f"s.{fmt}")
 
 
@@ -461,9 +703,11 @@ def test_any_bytes(content):
 
 def test_a_message_of_endless_fields_is_refused(monkeypatch):
     monkeypatch.setattr(strategy, "MAX_FIELDS", 100)
-    assert decode_strategy(items() + _field(1, 1) * 95 + parameter(body())[len(items()):], "s.ckpt") == {0: {"layers.0.w": W}}
+    assert decode_strategy(
+        items() + _field(1, 1) * 95 + parameter(body())[len(items()) :], "s.ckpt"
+    ) == {0: {"layers.0.w": W}}
     with pytest.raises(StrategyError, match="more than 100 fields"):
-        decode_strategy(items() + _field(1, 1) * 98 + parameter(body())[len(items()):], "s.ckpt")
+        decode_strategy(items() + _field(1, 1) * 98 + parameter(body())[len(items()) :], "s.ckpt")
 
 
 def test_two_thousand_parameters_have_few_layouts_in_memory():

@@ -1,4 +1,5 @@
 """Sizes and headers of weight files."""
+
 import os
 import random
 
@@ -38,7 +39,9 @@ def test_sizes_are_compared_with_the_recorded_ones(tmp_path):
     assert sizes_match(dir_at(tmp_path), files)
     os.truncate(tmp_path / files[0].path, 5)
     os.remove(tmp_path / files[1].path)
-    assert file_sizes(dir_at(tmp_path), files[:2]) == [5, None] and not sizes_match(dir_at(tmp_path), files[:1])
+    assert file_sizes(dir_at(tmp_path), files[:2]) == [5, None] and not sizes_match(
+        dir_at(tmp_path), files[:1]
+    )
     assert not sizes_match(dir_at(tmp_path), files[1:2])
     assert sizes_match(dir_at(tmp_path), [FileRecord(files[0].path, "ckpt")])
 
@@ -56,10 +59,16 @@ def test_a_header_and_why_there_is_none(tmp_path):
 
 def test_an_inaccessible_file_has_no_status(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    assert existing(dir_at(tmp_path), [FileRecord("gone", "ckpt"), FileRecord("loop/file", "ckpt")]) == []
+    assert (
+        existing(dir_at(tmp_path), [FileRecord("gone", "ckpt"), FileRecord("loop/file", "ckpt")])
+        == []
+    )
 
 
-@pytest.mark.parametrize("step, epoch, within, per_epoch", [(15, 2, 5, 10), (15, 2, 0, 8), (15, 1, 0, 15), (20, None, 0, 20)])
+@pytest.mark.parametrize(
+    "step, epoch, within, per_epoch",
+    [(15, 2, 5, 10), (15, 2, 0, 8), (15, 1, 0, 15), (20, None, 0, 20)],
+)
 def test_steps_of_an_epoch_follow_from_the_counters(step, epoch, within, per_epoch):
     state = state_from_scalars(step, epoch, None, 8, None, within)
     assert (state.step, state.steps_per_epoch, state.global_step) == (step, per_epoch, step)
@@ -100,8 +109,11 @@ def test_a_damaged_file_is_known_until_it_is_replaced(root):
     assert damage_of(root) is None
     mark(root)
     found = damage_of(root)
-    assert (found.step, found.rank, found.tensors) == (STEP, RANK, ("layer.bias",)) and found.file == str(
-        path_of(root, STEP, RANK).relative_to(root)) and "it rotted" in found.reason
+    assert (
+        (found.step, found.rank, found.tensors) == (STEP, RANK, ("layer.bias",))
+        and found.file == str(path_of(root, STEP, RANK).relative_to(root))
+        and "it rotted" in found.reason
+    )
     path = path_of(root, STEP, RANK)
     path.with_name("new").write_bytes(path.read_bytes())
     os.replace(path.with_name("new"), path)
@@ -129,7 +141,7 @@ def test_an_intact_checkpoint_has_a_time_only(root):
     candidate = candidate_of(root)
     publish_damage(root, [])
     assert damage_of(root) is None and read_result(STORAGE, candidate_of(root)).read_at == 1e9
-    assert read_result(STORAGE, candidate) is None          # the candidate was scanned before
+    assert read_result(STORAGE, candidate) is None  # the candidate was scanned before
 
 
 def test_a_result_of_other_records_says_nothing(root, tmp_path_factory):
@@ -138,7 +150,9 @@ def test_a_result_of_other_records_says_nothing(root, tmp_path_factory):
     save(other, STEP, replicas=4)
     (other / FOLDER / attempt_name(STEP, RUN) / SCRUB_RESULT).write_bytes(content)
     os.utime(path_of(other, STEP, RANK), ns=(0, path_of(root, STEP, RANK).stat().st_mtime_ns))
-    assert candidate_of(other).has_scrub_result and read_result(STORAGE, candidate_of(other)) is None
+    assert (
+        candidate_of(other).has_scrub_result and read_result(STORAGE, candidate_of(other)) is None
+    )
 
 
 def test_a_torn_or_altered_result_says_nothing(root):
@@ -146,7 +160,8 @@ def test_a_torn_or_altered_result_says_nothing(root):
     whole = path.read_bytes()
     for change in [flip, cut] * 40:
         content = change(whole, draw)
-        if content.rstrip(b"\n") != whole.rstrip(b"\n"):            # the last line may lack its line break
+        # the last line may lack its line break
+        if content.rstrip(b"\n") != whole.rstrip(b"\n"):
             path.write_bytes(content)
             assert read_result(STORAGE, candidate_of(root)) is None and damage_of(root) is None
 
@@ -157,10 +172,28 @@ def test_a_result_without_its_last_line_break_is_whole(root):
     assert damage_of(root).rank == RANK
 
 
-@pytest.mark.parametrize("change", [
-    {"read_at": "now"}, {"records": "x"}, {"records": None}, {"damaged": {}}, {"damaged": [1]}, {"read_at": -1},
-    {"path": "../x"}, {"path": "/etc/passwd"}, {"path": 1}, {"size": -1}, {"rank": "0"}, {"mtime": None}, {"changed": "x"},
-    {"reason": 1}, {"tensors": [1]}, {"tensors": "ab"}], ids=repr)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"read_at": "now"},
+        {"records": "x"},
+        {"records": None},
+        {"damaged": {}},
+        {"damaged": [1]},
+        {"read_at": -1},
+        {"path": "../x"},
+        {"path": "/etc/passwd"},
+        {"path": 1},
+        {"size": -1},
+        {"rank": "0"},
+        {"mtime": None},
+        {"changed": "x"},
+        {"reason": 1},
+        {"tensors": [1]},
+        {"tensors": "ab"},
+    ],
+    ids=repr,
+)
 def test_hostile_fields_say_nothing(root, change):
     path = mark(root)
     with path.open("rb") as file:
@@ -175,16 +208,24 @@ def test_it_is_read_as_it_was_written():
     rows = (DamagedFile("rank_0/a.safetensors", 0, 10, 1.5, 2.5, "reason", ("a", "b")),)
     result = ScrubResult(1e9, "0" * 32, rows)
     import io
-    assert decode(ScrubResult, codec.read_head(io.BytesIO(result.encode()), KIND)[0], KIND) == result
+
+    assert (
+        decode(ScrubResult, codec.read_head(io.BytesIO(result.encode()), KIND)[0], KIND) == result
+    )
 
 
 def test_damage_is_listed_and_bounded(root):
     candidate = candidate_of(root)
-    refusals = [candidate.refuse("x" * 5000, file.path, rank, [f"tensor {number}" for number in range(500)])
-                for rank, files in candidate.files.items() for file in files]
+    refusals = [
+        candidate.refuse("x" * 5000, file.path, rank, [f"tensor {number}" for number in range(500)])
+        for rank, files in candidate.files.items()
+        for file in files
+    ]
     publish_damage(root, refusals)
     found = read_result(STORAGE, candidate_of(root))
-    assert len(found.damaged) == 4 and all(len(row.reason) == 1000 and len(row.tensors) == 100 for row in found.damaged)
+    assert len(found.damaged) == 4 and all(
+        len(row.reason) == 1000 and len(row.tensors) == 100 for row in found.damaged
+    )
     assert "3 more files" in damage_of(root).reason
-    flip_bit(path_of(root, STEP, 0))                        # another file: its times changed
+    flip_bit(path_of(root, STEP, 0))  # another file: its times changed
     assert damage_of(root).rank == 1

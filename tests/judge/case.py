@@ -1,4 +1,5 @@
 """A case: steps that a user could do in a folder, and the transcript of what comes out."""
+
 from __future__ import annotations
 
 import hashlib
@@ -24,7 +25,7 @@ from tests.judge import jobs
 from tests.judge.normalise import ROOT, content_of, json_of, text_of, value_of
 
 WEIGHTS = (".safetensors", ".ckpt")
-Change = Callable[[Path], str]      # alters the folder of a case, and says what it did
+Change = Callable[[Path], str]  # alters the folder of a case, and says what it did
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,16 @@ class Train:
     """A training, or the next start of it, by the real Trainer in processes of their own.
 
     Attributes:
-        config: changes of the configuration, {keys with dots between them: value}; ``monitor.KEY``: of the CheckpointMonitor.
+        config: changes of the configuration, {keys with dots between them: value}; ``monitor.KEY``:
+            of the CheckpointMonitor.
         ranks, tp: processes, and how many of them cut the matrix.
-        actions: what happens after a step: [{"step": 7, "do": "kill", ...}], see ``training.DEEDS``.
+        actions: what happens after a step: [{"step": 7, "do": "kill", ...}], see
+            ``training.DEEDS``.
         environment: variables.
         ordered: whether events come in the same order each time; background saves do not.
         plain: mindformers alone, without mindresume.
     """
+
     config: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
     tp: int = 1
@@ -53,8 +57,9 @@ Step = str | Train | Change
 
 @dataclass(frozen=True)
 class Case:
-    """``steps``: a text is a command line of mindresume, or with ``>>> `` in front an expression of Python; the others are
-    trainings and changes of the folder."""
+    """``steps``: a text is a command line of mindresume, or with ``>>> `` in front an expression of
+    Python; the others are trainings and changes of the folder."""
+
     name: str
     steps: tuple[Step, ...]
 
@@ -66,14 +71,20 @@ class Case:
 def play(case: Case, folder: Path) -> str:
     """Does the steps of a case in the empty ``folder``; returns the transcript."""
     rows: list[str] = []
-    hashed = not any(isinstance(step, Train) or getattr(step, "is_trained", False) for step in case.steps)
+    hashed = not any(
+        isinstance(step, Train) or getattr(step, "is_trained", False) for step in case.steps
+    )
     with ExitStack() as end:
         end.enter_context(chdir(folder))
         end.enter_context(_environment(COLUMNS="130", NO_COLOR="1", TERM="dumb"))
         for step in case.steps:
             before = tree(folder)
             if isinstance(step, str):
-                rows += _expression(step[4:], folder) if step.startswith(">>> ") else _command(step, folder)
+                rows += (
+                    _expression(step[4:], folder)
+                    if step.startswith(">>> ")
+                    else _command(step, folder)
+                )
             elif isinstance(step, Train):
                 rows += train(step, folder)
             else:
@@ -101,20 +112,27 @@ class _environment:
         os.environ.update(self.before)
 
 
-# ---- the command line and Python --------------------------------------------------------------------------------------
+# ---- the command line and Python -----------------------------------------------------------------
+
 
 @cache
 def console_script() -> Callable[[], None]:
     """Returns what the installed command ``mindresume`` calls."""
-    target = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]["mindresume"]
+    target = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "scripts"
+    ]["mindresume"]
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 def _command(line: str, folder: Path) -> list[str]:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2))
-    arguments, sys.argv = sys.argv, ["mindresume", *shlex.split(line.replace("REPOSITORY", str(ROOT)))]
-    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")     # its messages name the program
+    arguments, sys.argv = (
+        sys.argv,
+        ["mindresume", *shlex.split(line.replace("REPOSITORY", str(ROOT)))],
+    )
+    # its messages name the program
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     status: object = 0
     try:
         with redirect_stdout(out), redirect_stderr(err):
@@ -127,7 +145,10 @@ def _command(line: str, folder: Path) -> list[str]:
     for name, stream in (("", out), ("stderr: ", err)):
         stream.flush()
         text = stream.buffer.getvalue().decode()
-        rows += [name + row for row in _printed(text, folder, "REPOSITORY/st/data/recorded" in line).splitlines()]
+        rows += [
+            name + row
+            for row in _printed(text, folder, "REPOSITORY/st/data/recorded" in line).splitlines()
+        ]
     return [*rows, *([f"status {status}"] if status else [])]
 
 
@@ -140,7 +161,7 @@ def _printed(text: str, folder: Path, recorded: bool) -> str:
 
 def _expression(text: str, folder: Path) -> list[str]:
     try:
-        value = eval(text, {"mindresume": mindresume, "os": os})        # noqa: S307  the cases are ours
+        value = eval(text, {"mindresume": mindresume, "os": os})  # noqa: S307  the cases are ours
     except Exception as error:
         return [f">>> {text}", *text_of(f"{type(error).__name__}: {error}", folder).splitlines()]
     if hasattr(value, "to_json"):
@@ -148,28 +169,47 @@ def _expression(text: str, folder: Path) -> list[str]:
     return [f">>> {text}", *text_of(repr(value), folder).splitlines()]
 
 
-# ---- trainings --------------------------------------------------------------------------------------------------------
+# ---- trainings -----------------------------------------------------------------------------------
+
 
 def train(step: Train, folder: Path) -> list[str]:
     """Trains in ``folder``; returns the rows of the transcript."""
-    reference = uninterrupted(step.ranks // step.tp)        # before the job: a job in another folder ends those that were stopped
+    # before the job: a job in another folder ends those that were stopped
+    reference = uninterrupted(step.ranks // step.tp)
     events = set(folder.glob("output/mindresume_events/*.jsonl"))
-    rows = [("mindformers alone" if step.plain else "train")
-            + "".join(f" {key}={json.dumps(value)}" for key, value in step.config.items())
-            + (f" ranks={step.ranks} tp={step.tp}" if step.ranks > 1 else "")
-            + "".join(f" {name}={value}" for name, value in step.environment.items())]
-    rows += [f"  after step {action['step']}: " + " ".join(str(value) for key, value in action.items() if key != "step")
-             for action in step.actions]
+    rows = [
+        ("mindformers alone" if step.plain else "train")
+        + "".join(f" {key}={json.dumps(value)}" for key, value in step.config.items())
+        + (f" ranks={step.ranks} tp={step.tp}" if step.ranks > 1 else "")
+        + "".join(f" {name}={value}" for name, value in step.environment.items())
+    ]
+    rows += [
+        f"  after step {action['step']}: "
+        + " ".join(str(value) for key, value in action.items() if key != "step")
+        for action in step.actions
+    ]
     config = json.loads(json.dumps(step.config).replace("TMP", str(folder)))
     log = Path(f"{folder}.log")
-    for rank, row in enumerate(jobs.train(folder, log, step.ranks, step.environment, config=config, tp=step.tp, plain=step.plain,
-                                          actions=list(step.actions))):
+    for rank, row in enumerate(
+        jobs.train(
+            folder,
+            log,
+            step.ranks,
+            step.environment,
+            config=config,
+            tp=step.tp,
+            plain=step.plain,
+            actions=list(step.actions),
+        )
+    ):
         who = f"rank {rank}: " if step.ranks > 1 else ""
         rows.append(f"{who}status {row['status']}" + (f", {row['error']}" if row["error"] else ""))
         if rank == 0 and row["steps"]:
             rows.append(_losses(row["steps"], reference))
     found = sorted(set(folder.glob("output/mindresume_events/*.jsonl")) - events)
-    lines = [json.loads(line) for path in found for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for path in found for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     shown = [_event(line, folder) for line in lines if line["event"] not in ("work_progress",)]
     return [text_of(row, folder) for row in rows] + (shown if step.ordered else sorted(shown))
 
@@ -183,10 +223,19 @@ def _losses(steps: list[dict], reference: dict[int, str]) -> str:
 
 @cache
 def uninterrupted(parts: int) -> dict[int, str]:
-    """Returns the bits of the losses of a training without a stop by mindformers alone, on so many ``parts`` of the data."""
+    """Returns the bits of the losses of a training without a stop by mindformers alone, on so many
+    ``parts`` of the data."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = jobs.train(Path(folder), Path(folder) / "log", parts, {}, config={"runner_config.epochs": 4}, tp=1, plain=True,
-                          actions=[])
+        rows = jobs.train(
+            Path(folder),
+            Path(folder) / "log",
+            parts,
+            {},
+            config={"runner_config.epochs": 4},
+            tp=1,
+            plain=True,
+            actions=[],
+        )
     return {it["step"]: it["bits"] for it in rows[0]["steps"]}
 
 
@@ -196,7 +245,7 @@ def _event(line: dict, folder: Path) -> str:
     return f"  {rank}{line['event']} {text_of(json.dumps(value_of(fields)), folder)}"
 
 
-# ---- files ------------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 # Logs, and the strategy files of MindSpore, which it writes only where it compiles anew.
 IGNORED = ("output/log/", "output/mindresume_events/", "output/strategy/", "config_", "./")
@@ -218,7 +267,8 @@ def tree(folder: Path) -> dict[str, tuple]:
 
 
 def changes(folder: Path, before: dict[str, tuple], hashed: bool) -> list[str]:
-    """Returns a row for each file that is new, gone or another one. ``hashed``: bytes of weights are the same on each machine."""
+    """Returns a row for each file that is new, gone or another one. ``hashed``: bytes of weights
+    are the same on each machine."""
     after, rows = tree(folder), []
     for path in sorted({*before, *after}):
         if before.get(path) == after.get(path):
@@ -227,6 +277,8 @@ def changes(folder: Path, before: dict[str, tuple], hashed: bool) -> list[str]:
         about = ""
         if sign != "-" and path.endswith(WEIGHTS):
             content = content_of((folder / path).read_bytes())
-            about = f" {len(content)}" + (f" {hashlib.sha256(content).hexdigest()[:12]}" if hashed else "")
+            about = f" {len(content)}" + (
+                f" {hashlib.sha256(content).hexdigest()[:12]}" if hashed else ""
+            )
         rows.append(f"{sign} {text_of(path, folder)}{about}")
     return sorted(rows, key=lambda row: (row[2:], row[0]))

@@ -1,4 +1,6 @@
-"""Recipes of folders, and damage: each returns a change of the folder of a case, which says in one line what it did."""
+"""Recipes of folders, and damage: each returns a change of the folder of a case, which says in one
+line what it did."""
+
 from __future__ import annotations
 
 import glob
@@ -20,48 +22,68 @@ FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
 _MADE: dict[str, Path] = {}
 
 
-# ---- folders ----------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
+
 
 def fixture(name: str, to: str = "output") -> Change:
     """Copies what mindformers wrote: checkpoints and strategy files."""
+
     def change(folder: Path) -> str:
         _copy(FIXTURES / name / "output", folder / to)
         return f"# {to}: {name}"
+
     return change
 
 
 def part(source: str, to: str) -> Change:
     """Copies one folder or file of the fixtures."""
+
     def change(folder: Path) -> str:
         _copy(FIXTURES / source, folder / to)
         return f"# {to}: {source}"
+
     return change
 
 
 def trained(name: str, to: str = "output", transcript: bool = False) -> Change:
-    """Copies what a training of TRAININGS left in its folder ``output``. It is trained once. ``transcript``: tell how it went."""
+    """Copies what a training of TRAININGS left in its folder ``output``. It is trained once.
+    ``transcript``: tell how it went."""
+
     def change(folder: Path) -> str:
         base = _made(name, lambda base: _train(base, name))
         _copy(base / "output", folder / to)
-        return f"# {to}: trained, {name}" + ("\n" + (base / "transcript").read_text() if transcript else "")
+        return f"# {to}: trained, {name}" + (
+            "\n" + (base / "transcript").read_text() if transcript else ""
+        )
+
     change.is_trained = True
     return change
 
 
-def converted(name: str, format: str = "safetensors", step: int | None = None, to: str = "output/checkpoint") -> Change:
-    """Copies what ``mindresume.convert`` made of a fixture: files of mindresume, in the same layout."""
+def converted(
+    name: str, format: str = "safetensors", step: int | None = None, to: str = "output/checkpoint"
+) -> Change:
+    """Copies what ``mindresume.convert`` made of a fixture: files of mindresume, in the same
+    layout."""
+
     def make(base: Path) -> None:
         with chdir(base):
-            mindresume.convert(FIXTURES / name / "output" / "checkpoint", "made", format=format, step=step)
+            mindresume.convert(
+                FIXTURES / name / "output" / "checkpoint", "made", format=format, step=step
+            )
 
     def change(folder: Path) -> str:
         _copy(_made(f"{name} {format} {step}", make) / "made", folder / to)
         return f"# {to}: {name}, converted to {format}" + (f", step {step}" if step else "")
+
     return change
 
 
-def four(format: str = "safetensors", steps: tuple[int, ...] = (10, 15), to: str = "output/checkpoint") -> Change:
-    """Copies a folder of mindresume with 4 ranks, dp=2, tp=2, and these steps: mindformers' files, converted step by step."""
+def four(
+    format: str = "safetensors", steps: tuple[int, ...] = (10, 15), to: str = "output/checkpoint"
+) -> Change:
+    """Copies a folder of mindresume with 4 ranks, dp=2, tp=2, and these steps: mindformers' files,
+    converted step by step."""
     source = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output" / "checkpoint"
 
     def make(base: Path) -> None:
@@ -73,31 +95,81 @@ def four(format: str = "safetensors", steps: tuple[int, ...] = (10, 15), to: str
 
     def change(folder: Path) -> str:
         _copy(_made(f"four {format} {steps}", make) / "made", folder / to)
-        return f"# {to}: of mindresume, {format}, 4 ranks (dp=2, tp=2), steps {', '.join(map(str, steps))}"
+        return (
+            f"# {to}: of mindresume, {format}, 4 ranks (dp=2, tp=2), steps "
+            f"{', '.join(map(str, steps))}"
+        )
+
     return change
 
 
 def hf_config(to: str = "Qwen3") -> Change:
     """Writes the config.json of the tiny Qwen3 of the fixtures."""
-    return write(f"{to}/config.json", json.dumps({
-        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "tie_word_embeddings": False,
-        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "head_dim": 8, "rope_theta": 10000.0, "torch_dtype": "float32"}), "of the tiny Qwen3")
+    return write(
+        f"{to}/config.json",
+        json.dumps(
+            {
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+                "num_hidden_layers": 2,
+                "tie_word_embeddings": False,
+                "vocab_size": 128,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "rope_theta": 10000.0,
+                "torch_dtype": "float32",
+            }
+        ),
+        "of the tiny Qwen3",
+    )
 
 
-def lease(to: str, purpose: str = "saving", run: str = "0007-0000abcd", **changes: object) -> Change:
-    """Writes the lease of a job on another host that sends no heartbeats, as docs/format.md describes it."""
-    head = json.dumps({"version": 1, "kind": "claim", "purpose": purpose, "run": run, "host": "node-7", "world_size": 4,
-                       "since": 1.7e9, "machine": "elsewhere", "pid": 4242, "started": 1, "folder": "", "holds": [], "beat": 1,
-                       "step": 20, "every": 0, **changes})
-    return write(f"{to}/.mindresume/claim-{run}.json", f"{xxhash.xxh3_128_hexdigest(head.encode())}\n{head}\n",
-                 f"of a job on another host, {purpose}")
+def lease(
+    to: str, purpose: str = "saving", run: str = "0007-0000abcd", **changes: object
+) -> Change:
+    """Writes the lease of a job on another host that sends no heartbeats, as docs/format.md
+    describes it."""
+    head = json.dumps(
+        {
+            "version": 1,
+            "kind": "claim",
+            "purpose": purpose,
+            "run": run,
+            "host": "node-7",
+            "world_size": 4,
+            "since": 1.7e9,
+            "machine": "elsewhere",
+            "pid": 4242,
+            "started": 1,
+            "folder": "",
+            "holds": [],
+            "beat": 1,
+            "step": 20,
+            "every": 0,
+            **changes,
+        }
+    )
+    return write(
+        f"{to}/.mindresume/claim-{run}.json",
+        f"{xxhash.xxh3_128_hexdigest(head.encode())}\n{head}\n",
+        f"of a job on another host, {purpose}",
+    )
 
 
 def uploads(bucket: str, steps: tuple[int, ...] = (5, 10, 15), run: str = "") -> tuple[dict, ...]:
-    """The steps after a save wait until it is in the bucket, so that none is skipped. ``run``: how the name of the run begins."""
-    return tuple({"step": step + 1, "do": "wait",
-                  "path": f"{bucket}/checkpoint/step-{step:010d}-{run}*/.mindresume/*/manifest.json"} for step in steps)
+    """The steps after a save wait until it is in the bucket, so that none is skipped. ``run``: how
+    the name of the run begins."""
+    return tuple(
+        {
+            "step": step + 1,
+            "do": "wait",
+            "path": f"{bucket}/checkpoint/step-{step:010d}-{run}*/.mindresume/*/manifest.json",
+        }
+        for step in steps
+    )
 
 
 TRAININGS = {
@@ -106,8 +178,14 @@ TRAININGS = {
     "2.0": Train({"use_legacy_format": False}),
     "killed": Train({"mindresume.heartbeat": 3600}, actions=({"step": 17, "do": "kill"},)),
     "mindformers": Train({"resume_training": False, "load_checkpoint": ""}, plain=True),
-    "mindformers 2.0": Train({"resume_training": False, "load_checkpoint": "", "use_legacy_format": False}, plain=True),
-    "uploaded": Train({"remote_save_url": "file://TMP/output/bucket"}, actions=uploads("output/bucket"), ordered=False),
+    "mindformers 2.0": Train(
+        {"resume_training": False, "load_checkpoint": "", "use_legacy_format": False}, plain=True
+    ),
+    "uploaded": Train(
+        {"remote_save_url": "file://TMP/output/bucket"},
+        actions=uploads("output/bucket"),
+        ordered=False,
+    ),
 }
 
 
@@ -117,7 +195,9 @@ def _train(base: Path, name: str) -> None:
         log = base.parent / f"{base.name}.log"
         raise RuntimeError(f"{name}: {rows}\n{log.read_text()[-3000:]}")
     shutil.rmtree(base / "output" / "log")
-    (base / "transcript").write_text("\n".join([*rows, *changes(base, {}, hashed=False)]), encoding="utf-8")
+    (base / "transcript").write_text(
+        "\n".join([*rows, *changes(base, {}, hashed=False)]), encoding="utf-8"
+    )
 
 
 def _made(name: str, make: Callable[[Path], None]) -> Path:
@@ -135,7 +215,8 @@ def _base() -> str:
 
 
 def memory() -> str | None:
-    """Returns a folder in memory for the folders of the cases, if there is room: the processes of trainings flush."""
+    """Returns a folder in memory for the folders of the cases, if there is room: the processes of
+    trainings flush."""
     with suppress(OSError):
         found = os.statvfs("/dev/shm")
         if os.access("/dev/shm", os.W_OK) and found.f_bavail * found.f_frsize > 1 << 29:
@@ -159,7 +240,8 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
+
 
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
     found = sorted(glob.glob(str(folder / pattern), include_hidden=True, recursive=True))
@@ -174,7 +256,9 @@ def _each(what: str, do: Callable[[Path], None]) -> Callable[[str], Change]:
             for path in _files(folder, pattern):
                 do(path)
             return f"# {what} {pattern}"
+
         return change
+
     return of
 
 
@@ -184,12 +268,14 @@ def _truncate(path: Path) -> None:
 
 def _flip(offset: int) -> Callable[[Path], None]:
     """Flips one bit and keeps the time of the file, as a disk that rots does."""
+
     def flip(path: Path) -> None:
         status, content = path.stat(), bytearray(path.read_bytes())
         content[offset] ^= 1
         with open(path, "r+b") as file:
             file.write(content)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
     return flip
 
 
@@ -209,6 +295,7 @@ def write(path: str, text: str, about: str = "") -> Change:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
         return f"# written: {path}: {about or text.strip()}"
+
     return change
 
 
@@ -216,11 +303,13 @@ def folder_at(path: str) -> Change:
     def change(folder: Path) -> str:
         (folder / path).mkdir(parents=True)
         return f"# an empty folder: {path}"
+
     return change
 
 
 def show(pattern: str) -> Change:
     """Shows the content of small files: JSON, also one document a line."""
+
     def change(folder: Path) -> str:
         rows = []
         for path in _files(folder, pattern):
@@ -230,6 +319,7 @@ def show(pattern: str) -> Change:
                     line = json_of(_rounded(json.loads(line)), folder)
                 rows.append(line)
         return "\n".join(rows)
+
     return change
 
 
@@ -244,9 +334,11 @@ def _rounded(value: object) -> object:
 
 def copy(source: str, target: str) -> Change:
     """As ``cp -r`` does; of a pattern the first one."""
+
     def change(folder: Path) -> str:
         _copy(next(_files(folder, source)), folder / target)
         return f"# copied: {source} to {target}"
+
     return change
 
 
@@ -255,41 +347,53 @@ def move(source: str, target: str) -> Change:
         (folder / target).parent.mkdir(parents=True, exist_ok=True)
         os.rename(next(_files(folder, source)), folder / target)
         return f"# moved: {source} to {target}"
+
     return change
 
 
 def unname(step: int, root: str = "output/checkpoint") -> Change:
-    """Moves an iteration folder back, as if the writer had been killed between the manifest and the rename."""
+    """Moves an iteration folder back, as if the writer had been killed between the manifest and the
+    rename."""
+
     def change(folder: Path) -> str:
         made = folder / root / f"iteration_{step:08d}"
         os.rename(made, folder / root / ".mindresume" / next((made / ".mindresume").iterdir()).name)
         (folder / root / ".mindresume" / f"tracker-{step:010d}").touch()
         (folder / root / "latest_checkpointed_iteration.txt").write_text(str(step - 5))
         return f"# as if killed between manifest and rename of step {step}"
+
     return change
 
 
 def link(target: str, path: str) -> Change:
     """Makes ``path`` a symbolic link to ``target``."""
+
     def change(folder: Path) -> str:
         os.symlink(folder / target, folder / path)
         return f"# linked: {path} to {target}"
+
     return change
 
 
 def edit(pattern: str, **changes: object) -> Change:
     """Changes keys of a JSON file."""
+
     def change(folder: Path) -> str:
         for path in _files(folder, pattern):
-            path.write_text(json.dumps({**json.loads(path.read_text()), **changes}), encoding="utf-8")
+            path.write_text(
+                json.dumps({**json.loads(path.read_text()), **changes}), encoding="utf-8"
+            )
         return f"# edited: {pattern}: {changes}"
+
     return change
 
 
 def touch_all(pattern: str, time: int) -> Change:
     """Sets the time of files."""
+
     def change(folder: Path) -> str:
         for path in _files(folder, pattern):
             os.utime(path, (time, time))
         return f"# times of {pattern} set to {time}"
+
     return change

@@ -1,4 +1,5 @@
 """The golden transcripts: one text file a story, one section a case."""
+
 from __future__ import annotations
 
 import difflib
@@ -14,7 +15,7 @@ from tests.judge.folders import memory, remove_made
 
 HERE = Path(__file__).parent
 STORIES = tuple(sorted(path.stem for path in (HERE / "stories").glob("[!_]*.py")))
-RANKS = "_ranks"                    # of st/test_judge.py: only played where it is named
+RANKS = "_ranks"  # of st/test_judge.py: only played where it is named
 HEAD = "## "
 
 
@@ -26,9 +27,14 @@ def cases(story: str) -> dict[str, Case]:
 
 
 def matching(words: list[str]) -> list[tuple[str, Case]]:
-    """Returns (story, case) of all cases, or of those that ``words`` name: a story, or a part of a case's name."""
-    return [(story, case) for story in (*STORIES, RANKS) for case in cases(story).values()
-            if any(word == story or word in case.name for word in words) or not words and story != RANKS]
+    """Returns (story, case) of all cases, or of those that ``words`` name: a story, or a part of a
+    case's name."""
+    return [
+        (story, case)
+        for story in (*STORIES, RANKS)
+        for case in cases(story).values()
+        if any(word == story or word in case.name for word in words) or not words and story != RANKS
+    ]
 
 
 def recorded(story: str) -> dict[str, str]:
@@ -48,7 +54,8 @@ def store(story: str, name: str, transcript: str) -> None:
 
 
 def compared(story: str, case: Case) -> tuple[str, str]:
-    """Plays a case. Returns its transcript, and how it differs from the golden one; empty: not at all."""
+    """Plays a case. Returns its transcript, and how it differs from the golden one; empty: not at
+    all."""
     folder = Path(tempfile.mkdtemp(prefix="mindresume-judge-", dir=memory()))
     try:
         (folder / "case").mkdir()
@@ -56,8 +63,14 @@ def compared(story: str, case: Case) -> tuple[str, str]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     golden = recorded(story).get(case.name, "")
-    difference = difflib.unified_diff(golden.splitlines(), found.splitlines(), f"golden: {story}: {case.name}", "found", n=5,
-                                      lineterm="")
+    difference = difflib.unified_diff(
+        golden.splitlines(),
+        found.splitlines(),
+        f"golden: {story}: {case.name}",
+        "found",
+        n=5,
+        lineterm="",
+    )
     return found, "\n".join(difference)
 
 

@@ -1,4 +1,6 @@
-"""Handing arrays to real MindSpore parameters. No operator runs here: the first takes over the SIGINT of the process."""
+"""Handing arrays to real MindSpore parameters. No operator runs here: the first takes over the
+SIGINT of the process."""
+
 import numpy as np
 import pytest
 
@@ -13,14 +15,20 @@ class Holder(ms.nn.Cell):
     def __init__(self, arrays):
         super().__init__()
         for name, (shape, dtype) in arrays.items():
-            self.insert_param_to_cell(name.replace(".", "_"), ms.Parameter(ms.Tensor(np.zeros(shape), dtype), name=name))
+            self.insert_param_to_cell(
+                name.replace(".", "_"), ms.Parameter(ms.Tensor(np.zeros(shape), dtype), name=name)
+            )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64"])
 @pytest.mark.parametrize("shape", [(3, 4), (1,), ()])
 def test_all_bits_are_restored(shape, dtype):
     bits = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    array = (np.arange(12).reshape(3, 4)[tuple(slice(n) for n in shape)] if len(shape) == 2 else np.full(shape, 7)).astype(bits)
+    array = (
+        np.arange(12).reshape(3, 4)[tuple(slice(n) for n in shape)]
+        if len(shape) == 2
+        else np.full(shape, 7)
+    ).astype(bits)
     network = Holder({"a": (shape, getattr(ms, dtype))})
     assert adapter.load_into(network, {"a": array.copy()}, False) == []
     found = network.parameters_dict()["a"]
@@ -31,7 +39,7 @@ def test_all_bits_are_restored(shape, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_is_copied_and_no_bit_is_lost(dtype):
     array = np.arange(1 << 16, dtype=np.float32).astype(dtype)
-    array.view(np.uint16)[3] = 0x7f81                      # with bfloat16: a signalling NaN
+    array.view(np.uint16)[3] = 0x7F81  # with bfloat16: a signalling NaN
     network, arrays = Holder({"a": ((1 << 16,), getattr(ms, dtype))}), {"a": array}
     adapter.load_into(network, arrays, False)
     assert not arrays and network.parameters_dict()["a"].data_ptr() == array.ctypes.data
@@ -40,27 +48,32 @@ def test_nothing_is_copied_and_no_bit_is_lost(dtype):
 
 def test_names_of_what_got_nothing():
     network = Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)})
-    assert adapter.load_into(network, {"a": np.ones(2, np.float32), "other": np.ones(1, np.float32)}, False) == ["b"]
+    assert adapter.load_into(
+        network, {"a": np.ones(2, np.float32), "other": np.ones(1, np.float32)}, False
+    ) == ["b"]
 
 
 def test_a_parameter_never_gets_the_array_of_another_name():
-    """MindSpore's default gives ``w`` the array of ``adam_m.w``, and does not name it as left out."""
+    """MindSpore's default gives ``w`` the array of ``adam_m.w``, and does not name it as left
+    out."""
     shape = ((2,), ms.float32)
     network = Holder({"w": shape, "adam_m.w": shape})
     assert adapter.load_into(network, {"adam_m.w": np.ones(2, np.float32)}, False) == ["w"]
     assert network.parameters_dict()["w"].asnumpy().tolist() == [0, 0]
 
 
-# ---- a graph out of MindSpore's compile cache: there the counters are not marked as sliced ---------------------------------
+# ---- a graph out of MindSpore's compile cache: there the counters are not marked as sliced -------
 
 COUNTERS = {"global_step": ((1,), ms.int32), "scale_sense": ((), ms.float32)}
 
 
 def cached_network(monkeypatch):
-    """Returns a network as after the compilation of a job of several ranks (mindspore 2.9.0 on four processes,
-    MS_COMPILER_CACHE_ENABLE=1)."""
+    """Returns a network as after the compilation of a job of several ranks (mindspore 2.9.0 on four
+    processes, MS_COMPILER_CACHE_ENABLE=1)."""
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    network = Holder({"w": ((4, 2), ms.float32), "of_another_stage": ((4, 2), ms.float32), **COUNTERS})
+    network = Holder(
+        {"w": ((4, 2), ms.float32), "of_another_stage": ((4, 2), ms.float32), **COUNTERS}
+    )
     network.parameters_dict()["w"].sliced = True
     return network
 
@@ -69,9 +82,16 @@ def test_counters_of_a_cached_graph_are_saved(monkeypatch):
     network = cached_network(monkeypatch)
     weight = network.parameters_dict()["w"]
     monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: [("w", weight)])
-    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: True)] == ["w", *COUNTERS]
-    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: name != "scale_sense")] == [
-        "w", "global_step"]
+    assert [name for name, _ in adapter.parameters_to_save(network, False, lambda name: True)] == [
+        "w",
+        *COUNTERS,
+    ]
+    assert [
+        name
+        for name, _ in adapter.parameters_to_save(
+            network, False, lambda name: name != "scale_sense"
+        )
+    ] == ["w", "global_step"]
     network.parameters_dict()["global_step"].set_data(ms.Tensor([7], ms.int32))
     saved = dict(adapter.parameters_to_save(network, False, lambda name: True))
     assert saved["global_step"].asnumpy().tolist() == [7]
@@ -87,23 +107,30 @@ def test_nothing_is_added_if_a_single_rank_compiles(monkeypatch):
 def test_counters_of_a_cached_graph_are_loaded_if_they_are_offered(monkeypatch):
     network = cached_network(monkeypatch)
     assert adapter.parameters_to_load(network) == {"w": ((4, 2), "float32")}
-    assert adapter.parameters_to_load(network, {"w", "global_step", "of_another_stage"}) == {"w": ((4, 2), "float32"),
-                                                                                            "global_step": ((1,), "int32")}
+    assert adapter.parameters_to_load(network, {"w", "global_step", "of_another_stage"}) == {
+        "w": ((4, 2), "float32"),
+        "global_step": ((1,), "int32"),
+    }
 
 
-# ---- what is saved is remembered ------------------------------------------------------------------------------------------
+# ---- what is saved is remembered -----------------------------------------------------------------
+
 
 @pytest.fixture
 def asked(monkeypatch):
     """Returns a list that grows each time MindSpore is asked what it saves."""
     found, real = [], adapter._saved_by_mindspore
-    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *what: found.append(1) or real(*what))
+    monkeypatch.setattr(
+        adapter, "_saved_by_mindspore", lambda *what: found.append(1) or real(*what)
+    )
     return found
 
 
 def saved_bytes(network, known, choose=lambda name: True):
-    return {name: (str(tensor.dtype), tuple(tensor.shape), tensor.asnumpy().tobytes())
-            for name, tensor in adapter.parameters_to_save(network, False, choose, known)}
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), tensor.asnumpy().tobytes())
+        for name, tensor in adapter.parameters_to_save(network, False, choose, known)
+    }
 
 
 def set_value(network, name, value):
@@ -112,7 +139,9 @@ def set_value(network, name, value):
 
 
 def test_mindspore_is_asked_once_and_later_saves_are_the_same(asked):
-    network = Holder({"a": ((2, 3), ms.float32), "b.c": ((4,), ms.bfloat16), "step": ((), ms.int32)})
+    network = Holder(
+        {"a": ((2, 3), ms.float32), "b.c": ((4,), ms.bfloat16), "step": ((), ms.int32)}
+    )
     known = adapter.SavedParameters()
     for value in range(3):
         for name in ("a", "b.c", "step"):
@@ -122,12 +151,16 @@ def test_mindspore_is_asked_once_and_later_saves_are_the_same(asked):
 
 
 def test_mindspore_is_asked_again_after_any_change(asked):
-    network, known = Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)}), adapter.SavedParameters()
+    network, known = (
+        Holder({"a": ((2,), ms.float32), "b": ((2,), ms.float32)}),
+        adapter.SavedParameters(),
+    )
 
     def is_asked(choose=lambda name: True):
         del asked[:]
         assert saved_bytes(network, known, choose) == saved_bytes(network, None, choose)
         return len(asked) == 2
+
     assert is_asked() and not is_asked()
     assert is_asked(lambda name: name == "a") and not is_asked(lambda name: name == "a")
     assert is_asked() and not is_asked()
@@ -146,17 +179,22 @@ def test_what_may_differ_the_next_time_is_not_remembered(monkeypatch, what):
     network, known = Holder({"a": ((2,), ms.float32)}), adapter.SavedParameters()
     name, calls = "a.__param_key__1" if what == "not of the network" else "a", []
     data = ms.Tensor(np.zeros(4 if what == "gathered" else 2), ms.float32)
-    monkeypatch.setattr(adapter, "_saved_by_mindspore", lambda *_: calls.append(1) or [(name, data)])
+    monkeypatch.setattr(
+        adapter, "_saved_by_mindspore", lambda *_: calls.append(1) or [(name, data)]
+    )
     if what == "exchange":
         monkeypatch.setattr(adapter, "collect_is_collective", lambda *_: True)
     if what == "copies":
         monkeypatch.setenv("MS_ENABLE_D2H_ASYNC", "1")
     for _ in range(2):
-        assert adapter.parameters_to_save(network, False, lambda name: True, known) == [(name, data)]
+        assert adapter.parameters_to_save(network, False, lambda name: True, known) == [
+            (name, data)
+        ]
     assert len(calls) == 2
 
 
-# ---- the remaining ranks when others are lost ------------------------------------------------------------------------------
+# ---- the remaining ranks when others are lost ----------------------------------------------------
+
 
 @pytest.fixture
 def alone(monkeypatch):
@@ -165,6 +203,7 @@ def alone(monkeypatch):
 
     def ask(*arguments):
         raise AssertionError("this waits for ranks that are gone")
+
     for name in ("sync_pipeline_shared_parameters", "_get_merged_param_data", "get_allgather_cell"):
         monkeypatch.setattr(serialization, name, ask)
 
@@ -177,7 +216,8 @@ def row(shared=False, is_send=False):
 def test_a_rescue_has_no_exchange(alone):
     network = Holder({"a": ((2, 2), ms.float32), "b": ((3,), ms.int32)})
     network.parameter_layout_dict = {"a": row()}
-    network.parallel_parameter_merge_net_dict = {"a": lambda tensor: 1 / 0}            # of an earlier save with integrated_save
+    # of an earlier save with integrated_save
+    network.parallel_parameter_merge_net_dict = {"a": lambda tensor: 1 / 0}
     found = adapter.rescued_parameters(network, lambda name: True)
     assert [(name, tensor.shape) for name, tensor in found] == [("a", (2, 2)), ("b", (3,))]
 
@@ -185,13 +225,19 @@ def test_a_rescue_has_no_exchange(alone):
 @pytest.fixture
 def stages(monkeypatch):
     get = ms.context.get_auto_parallel_context
-    monkeypatch.setattr(ms.context, "get_auto_parallel_context", lambda name: 2 if name == "pipeline_stages" else get(name))
+    monkeypatch.setattr(
+        ms.context,
+        "get_auto_parallel_context",
+        lambda name: 2 if name == "pipeline_stages" else get(name),
+    )
 
 
 def test_a_shared_parameter_is_rescued_by_its_owner(alone, stages):
     network = Holder({"embedding": ((2, 2), ms.float32)})
     network.parameter_layout_dict = {"embedding": row(shared=True, is_send=True)}
-    assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == ["embedding"]
+    assert [name for name, _ in adapter.rescued_parameters(network, lambda name: True)] == [
+        "embedding"
+    ]
     assert adapter.collect_is_collective(network, False)
 
 
@@ -205,7 +251,9 @@ def test_a_stage_that_receives_a_shared_parameter_leaves_it_out(alone, stages):
 def test_a_stale_shared_parameter_is_not_saved_in_an_emergency(alone, stages):
     network = Holder({"embedding": ((2, 2), ms.float32)})
     network.parameter_layout_dict = {"embedding": row(shared=True)}
-    with pytest.raises(SaveError, match="cannot save embedding: another pipeline stage has its newest value"):
+    with pytest.raises(
+        SaveError, match="cannot save embedding: another pipeline stage has its newest value"
+    ):
         adapter.rescued_parameters(network, lambda name: True)
 
 
@@ -218,7 +266,8 @@ def test_collecting_is_collective_only_in_parallel(stages, monkeypatch):
     assert adapter.collect_is_collective(network, True)
 
 
-# ---- between compiling and computing ---------------------------------------------------------------------------------------
+# ---- between compiling and computing -------------------------------------------------------------
+
 
 @pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
 def test_work_is_called_between_compiling_and_computing(mode):
@@ -228,12 +277,14 @@ def test_work_is_called_between_compiling_and_computing(mode):
         def compile(self, *args, **kwargs):
             done.append(("compiled", args, kwargs))
             return "phase"
+
     network, before = Network({}), ms.get_context("mode")
     ms.set_context(mode=mode)
     try:
-        for _ in range(2):                              # asked again before anything was compiled: still once
+        # asked again before anything was compiled: still once
+        for _ in range(2):
             adapter.call_when_compiled(network, lambda: done.append("work"))
-        if mode == ms.PYNATIVE_MODE:                    # nothing will ever be compiled
+        if mode == ms.PYNATIVE_MODE:  # nothing will ever be compiled
             assert done == ["work", "work"]
             return
         assert done == [] and network.compile(1, a=2) == "phase"
@@ -248,6 +299,7 @@ def test_no_work_follows_a_failed_compilation():
     class Network(Holder):
         def compile(self, *args, **kwargs):
             raise ValueError("For primitive[Add]")
+
     network, done, before = Network({}), [], ms.get_context("mode")
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
@@ -261,6 +313,7 @@ def test_no_work_follows_a_failed_compilation():
 
 def test_only_training_networks_have_rules_for_hugging_face_weights():
     """Not mindformers' older models, nor its inference networks, which convert names themselves."""
+
     class Old:
         is_train_model = True
 
@@ -270,4 +323,7 @@ def test_only_training_networks_have_rules_for_hugging_face_weights():
 
     class Training(Old, Inference):
         pass
-    assert [adapter.is_graph_training_network(network()) for network in (Old, Inference, Training)] == [False, False, True]
+
+    assert [
+        adapter.is_graph_training_network(network()) for network in (Old, Inference, Training)
+    ] == [False, False, True]

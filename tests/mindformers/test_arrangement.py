@@ -1,4 +1,6 @@
-"""How the elements within a tensor are ordered: what a network has, and which checkpoints it refuses."""
+"""How the elements within a tensor are ordered: what a network has, and which checkpoints it
+refuses."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -36,28 +38,46 @@ KEYS = {"use_contiguous_weight_layout_attention": True, "use_interleaved_weight_
 
 def plan_of(saved, **paths):
     state = TrainingState(5, 10, 5, arrangement=saved) if saved is not None else None
-    chosen = SimpleNamespace(state=state, **{"records_dir": ".mindresume/step", "iteration_dir": "", **paths})
+    chosen = SimpleNamespace(
+        state=state, **{"records_dir": ".mindresume/step", "iteration_dir": "", **paths}
+    )
     return ResumePlan(choice=Choice(chosen, (), (), False, root="/run"))
 
 
-@pytest.mark.parametrize("network, expected", [
-    (Network(**KEYS), KEYS), (Wrapper(Wrapper(Network(**KEYS))), KEYS), (Wrapper(nn.ReLU()), {}), (Network(), {}),
-    (Network(**KEYS, multi_latent_attention=True), {"use_interleaved_weight_layout_mlp": True}),
-    (Network(**KEYS, multi_latent_attention=False), KEYS)])
+@pytest.mark.parametrize(
+    "network, expected",
+    [
+        (Network(**KEYS), KEYS),
+        (Wrapper(Wrapper(Network(**KEYS))), KEYS),
+        (Wrapper(nn.ReLU()), {}),
+        (Network(), {}),
+        (Network(**KEYS, multi_latent_attention=True), {"use_interleaved_weight_layout_mlp": True}),
+        (Network(**KEYS, multi_latent_attention=False), KEYS),
+    ],
+)
 def test_what_a_network_has(network, expected):
     assert adapter.arrangement_of(network) == expected
 
 
-@pytest.mark.parametrize("saved", [None, {}, KEYS, {"use_interleaved_weight_layout_mlp": True}, {"of a later release": False}])
+@pytest.mark.parametrize(
+    "saved",
+    [None, {}, KEYS, {"use_interleaved_weight_layout_mlp": True}, {"of a later release": False}],
+)
 def test_what_may_be_loaded(saved):
     loading.check_arrangement(plan_of(saved), KEYS)
     loading.check_arrangement(ResumePlan(), KEYS)
     loading.check_arrangement(ResumePlan(choice=Choice(None, (), (), True)), KEYS)
-    loading.check_arrangement(plan_of({key: not value for key, value in KEYS.items()}), {})         # no such tensors
+    # no such tensors
+    loading.check_arrangement(plan_of({key: not value for key, value in KEYS.items()}), {})
 
 
-@pytest.mark.parametrize("paths, folder", [({}, "/run/.mindresume/step"),
-                                           ({"records_dir": None, "iteration_dir": "iteration_5"}, "/run/iteration_5")])
+@pytest.mark.parametrize(
+    "paths, folder",
+    [
+        ({}, "/run/.mindresume/step"),
+        ({"records_dir": None, "iteration_dir": "iteration_5"}, "/run/iteration_5"),
+    ],
+)
 @pytest.mark.parametrize("key", KEYS)
 def test_another_order_is_refused(key, paths, folder):
     with pytest.raises(ConfigError) as error:
@@ -68,18 +88,32 @@ def test_another_order_is_refused(key, paths, folder):
 
 
 def test_after_a_conversion_the_source_counts():
-    plan = ResumePlan(None, plan_of(None).choice, plan_of({**KEYS, "use_interleaved_weight_layout_mlp": False}).choice)
+    plan = ResumePlan(
+        None,
+        plan_of(None).choice,
+        plan_of({**KEYS, "use_interleaved_weight_layout_mlp": False}).choice,
+    )
     with pytest.raises(ConfigError, match="use_interleaved_weight_layout_mlp"):
         loading.check_arrangement(plan, KEYS)
 
 
-@pytest.mark.parametrize("is_consolidated, recorded, expected", [
-    (False, {}, KEYS),
-    (False, {"use_interleaved_weight_layout_mlp": False}, {**KEYS, "use_interleaved_weight_layout_mlp": False}),
-    (True, {}, {})])
-def test_files_of_ranks_without_a_record_have_the_order_of_the_network(is_consolidated, recorded, expected):
+@pytest.mark.parametrize(
+    "is_consolidated, recorded, expected",
+    [
+        (False, {}, KEYS),
+        (
+            False,
+            {"use_interleaved_weight_layout_mlp": False},
+            {**KEYS, "use_interleaved_weight_layout_mlp": False},
+        ),
+        (True, {}, {}),
+    ],
+)
+def test_files_of_ranks_without_a_record_have_the_order_of_the_network(
+    is_consolidated, recorded, expected
+):
     weights = SimpleNamespace(is_consolidated=is_consolidated, arrangement=recorded, tensors={})
     network = SimpleNamespace(arrangement=KEYS, target=lambda stored, what: 1 / 0)
-    with pytest.raises(CollectiveError, match="division"):      # it ends behind what is tested
+    with pytest.raises(CollectiveError, match="division"):  # it ends behind what is tested
         loading.load(network, TrainingContext(), SimpleNamespace(weights=weights, what=""))
     assert weights.arrangement == expected

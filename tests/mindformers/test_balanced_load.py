@@ -1,4 +1,5 @@
 """A balanced load gives each rank what it needs, and each piece is read by one rank."""
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,14 @@ from mindresume.reshard.geometry import held, slices_of
 from sim.threads import Condition
 
 RANKS = 4
-WHOLE = {"rows": np.arange(48, dtype=np.float32).reshape(8, 6), "copied": np.arange(5, dtype=np.float32)}
-COPIED = {"rows": (TensorLayout((2, 2), (0, -1)), (8, 6)), "copied": (TensorLayout((2, 2), (-1,)), (5,))}
+WHOLE = {
+    "rows": np.arange(48, dtype=np.float32).reshape(8, 6),
+    "copied": np.arange(5, dtype=np.float32),
+}
+COPIED = {
+    "rows": (TensorLayout((2, 2), (0, -1)), (8, 6)),
+    "copied": (TensorLayout((2, 2), (-1,)), (5,)),
+}
 CUT = {"rows": (TensorLayout((4,), (0, -1)), (8, 6))}
 
 
@@ -38,13 +45,17 @@ def broadcaster(monkeypatch):
 
         def close(self):
             pass
+
     monkeypatch.setattr(loading, "TensorBroadcaster", Broadcaster)
     monkeypatch.setattr(loading, "read_regions", read_regions)
 
 
 def read_regions(weights, regions, *_):
     weights.read.update(regions)
-    return {name: np.ascontiguousarray(WHOLE[name][slices_of(region)]) for name, region in regions.items()}
+    return {
+        name: np.ascontiguousarray(WHOLE[name][slices_of(region)])
+        for name, region in regions.items()
+    }
 
 
 def load(layouts, enabled=True):
@@ -53,12 +64,20 @@ def load(layouts, enabled=True):
 
     def work(group):
         notices = []
-        regions = {name: held(layout, group.rank, shape) for name, (layout, shape) in layouts.items()}
-        weights = SimpleNamespace(tensors=dict.fromkeys(regions, SimpleNamespace(dtype="float32")), read=set())
-        context = SimpleNamespace(group=group, emit=lambda event: notices.append(event.text),
-                                  plan=SimpleNamespace(request=LoadRequest("", balanced=enabled)))
+        regions = {
+            name: held(layout, group.rank, shape) for name, (layout, shape) in layouts.items()
+        }
+        weights = SimpleNamespace(
+            tensors=dict.fromkeys(regions, SimpleNamespace(dtype="float32")), read=set()
+        )
+        context = SimpleNamespace(
+            group=group,
+            emit=lambda event: notices.append(event.text),
+            plan=SimpleNamespace(request=LoadRequest("", balanced=enabled)),
+        )
         arrays, _ = loading.read_balanced(weights, regions, layouts, context)
         results[group.rank] = weights.read, arrays, regions, notices
+
     assert Ranks(RANKS).run(work) == [None] * RANKS
     return results
 
@@ -66,13 +85,15 @@ def load(layouts, enabled=True):
 def same(results):
     for _, arrays, regions, _ in results.values():
         assert {name: array.tolist() for name, array in arrays.items()} == {
-            name: WHOLE[name][slices_of(region)].tolist() for name, region in regions.items()}
+            name: WHOLE[name][slices_of(region)].tolist() for name, region in regions.items()
+        }
 
 
 def test_each_piece_is_read_once_and_reaches_all(broadcaster):
     found = load(COPIED)
     same(found)
-    assert sum(len(read) for read, _, _, _ in found.values()) == 3           # two halves of the rows, and the vector
+    # two halves of the rows, and the vector
+    assert sum(len(read) for read, _, _, _ in found.values()) == 3
     assert all(len(notices) == 1 for _, _, _, notices in found.values())
 
 

@@ -1,4 +1,6 @@
-"""Our CheckpointMonitor with the real mindformers and a tiny real network: arguments, records, emergencies, what others see."""
+"""Our CheckpointMonitor with the real mindformers and a tiny real network: arguments, records,
+emergencies, what others see."""
+
 # ruff: noqa: F811  fixtures are imported
 import inspect
 import json
@@ -16,7 +18,18 @@ pytest.importorskip("mindformers.tools")
 import mindspore as ms  # noqa: E402
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn  # noqa: E402
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister  # noqa: E402
-from monitor_jobs import INJECTED, Job, Writer, build, calls, committed, emergency, files, own_context, resume  # noqa: E402, F401  two are fixtures
+from monitor_jobs import (
+    INJECTED,
+    Job,
+    Writer,
+    build,
+    calls,  # noqa: F401
+    committed,
+    emergency,
+    files,
+    own_context,  # noqa: F401
+    resume,
+)
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders  # noqa: E402
@@ -38,7 +51,8 @@ from mindresume.settings import RetentionSettings, Settings  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
 
-# ---- the load attempt -------------------------------------------------------------------------------------------------
+# ---- the load attempt ----------------------------------------------------------------------------
+
 
 class FakeLoadAttempt:
     def __init__(self):
@@ -53,13 +67,16 @@ class FakeLoadAttempt:
 
 
 @pytest.mark.parametrize("signalled", [False, True])
-def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(tmp_path, signalled):
+def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(
+    tmp_path, signalled
+):
     load_attempt = FakeLoadAttempt()
     training_context.current().resources.pending_load.attempt = load_attempt
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
     assert load_attempt.calls == []
-    job.monitor._checkpoints.preemption.signalled = signalled                  # while it was compiled
+    # while it was compiled
+    job.monitor._checkpoints.preemption.signalled = signalled
     job.monitor.begin_load_attempt()
     assert load_attempt.calls == ([] if signalled else ["begins, run 0001, 1 host"])
     job.monitor._checkpoints.preemption.signalled = False
@@ -69,11 +86,16 @@ def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(
     job.end()
 
 
-# ---- registry and arguments ------------------------------------------------------------------------------------------
+# ---- registry and arguments ----------------------------------------------------------------------
+
 
 def test_the_registry_returns_our_subclass_of_the_built_in():
     found = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
-    assert found is CheckpointMonitor and issubclass(found, BuiltIn) and issubclass(found, ms.ModelCheckpoint)
+    assert (
+        found is CheckpointMonitor
+        and issubclass(found, BuiltIn)
+        and issubclass(found, ms.ModelCheckpoint)
+    )
 
 
 def upstream():
@@ -102,19 +124,27 @@ def test_positional_arguments_are_those_of_upstream(tmp_path):
 
 
 def test_an_unknown_argument_is_named_once(tmp_path):
-    with pytest.raises(ConfigError, match="^unknown key 'keep_max', did you mean 'keep_checkpoint_max'"):
+    with pytest.raises(
+        ConfigError, match="^unknown key 'keep_max', did you mean 'keep_checkpoint_max'"
+    ):
         CheckpointMonitor(directory=str(tmp_path), keep_max=3)
-    with pytest.raises(ConfigError, match="^CheckpointMonitor: unknown key 'keep_max'"):        # of the registry
+    # of the registry
+    with pytest.raises(ConfigError, match="^CheckpointMonitor: unknown key 'keep_max'"):
         build(tmp_path, keep_max=3)
 
 
 def test_build_callback_with_the_arguments_of_the_trainer(tmp_path):
     built = build(tmp_path, done=15)
     assert type(built) is CheckpointMonitor
-    assert (built._append_step_num, built.global_batch_size, built._config.format) == (15, 8, "safetensors")
+    assert (built._append_step_num, built.global_batch_size, built._config.format) == (
+        15,
+        8,
+        "safetensors",
+    )
 
 
-# ---- due steps and names --------------------------------------------------------------------------------------
+# ---- due steps and names -------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("where", ["transformed", "elsewhere"])
 def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
@@ -122,25 +152,42 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
     other = tmp_path / where
     shutil.copytree(tmp_path / "checkpoint", other)
     resume(other, 10)
-    if where == "transformed":                                  # of the chosen one, to another layout: now that is loaded
+    # of the chosen one, to another layout: now that is loaded
+    if where == "transformed":
         current = training_context.current()
-        selected = Choice(current.plan.choice.chosen, (), (), False, (), str(tmp_path / "checkpoint"))
-        converted = replace(current.plan.choice, chosen=replace(selected.chosen, lineage="", run="0001-ffffffff"))
+        selected = Choice(
+            current.plan.choice.chosen, (), (), False, (), str(tmp_path / "checkpoint")
+        )
+        converted = replace(
+            current.plan.choice, chosen=replace(selected.chosen, lineage="", run="0001-ffffffff")
+        )
         current.plan = training_context.ResumePlan(choice=converted, selected=selected)
     Job(build(tmp_path, done=10, keep_checkpoint_max=2), 10).steps(10).end()
     assert committed(tmp_path) == [15, 20]
 
 
-# ---- asynchronous saves ---------------------------------------------------------------------------------------------
+# ---- asynchronous saves --------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("kind", [True, "thread", "process"])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
-    job = Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3)).steps(22).end()
-    assert committed(tmp_path) == [10, 15, 20, 22][-3:] and job.monitor._checkpoints.policy.failed_in_a_row == 0
+    job = (
+        Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3))
+        .steps(22)
+        .end()
+    )
+    assert (
+        committed(tmp_path) == [10, 15, 20, 22][-3:]
+        and job.monitor._checkpoints.policy.failed_in_a_row == 0
+    )
     for candidate in scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates:
-        found = ms.load_checkpoint(str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt)
-        assert (found["weight"].asnumpy() == candidate.step).all() and int(found["step_num"]) == candidate.step
+        found = ms.load_checkpoint(
+            str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt
+        )
+        assert (found["weight"].asnumpy() == candidate.step).all() and int(
+            found["step_num"]
+        ) == candidate.step
     meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
     assert meta["last_ckpt_file"].endswith(f"-3_2.{fmt}")
 
@@ -152,48 +199,60 @@ def test_a_copy_uses_at_most_the_memory_share_of_the_rank(tmp_path, monkeypatch,
     assert "the share of this rank" in caplog.text
 
 
-# ---- other jobs in the folder --------------------------------------------------------------------------------------------
+# ---- other jobs in the folder --------------------------------------------------------------------
+
 
 def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    assert [holder.run
-            for holder in lease_holders(CheckpointDir(PosixStorage(),
-                                                      str(tmp_path / "checkpoint")))] == [job.monitor._checkpoints.target.run]
+    assert [
+        holder.run
+        for holder in lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")))
+    ] == [job.monitor._checkpoints.target.run]
     job.end()
     assert lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))) == []
 
 
 def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypatch):
-    """MindIO repairs a training without a restart. The random state must not go back, and no second session may open."""
+    """MindIO repairs a training without a restart. The random state must not go back, and no second
+    session may open."""
     job, restored = Job(build(tmp_path)), []
-    monkeypatch.setattr(module.training_saves, "restore_random", lambda *given: restored.append(given))
+    monkeypatch.setattr(
+        module.training_saves, "restore_random", lambda *given: restored.append(given)
+    )
     before = job.monitor._checkpoints
     job.steps(3).monitor.on_train_begin(job.context)
     assert job.monitor._checkpoints is before and restored == []
     job.steps(2).end()
-    job.monitor.on_train_begin(job.context)                 # another training of the process
+    job.monitor.on_train_begin(job.context)  # another training of the process
     assert job.monitor._checkpoints is not before
 
 
 def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    later = Lease(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")),
-                  replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"))
+    later = Lease(
+        CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")),
+        replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"),
+    )
     later.publish()
-    later.beat()                                                # it has acquired the folder
+    later.beat()  # it has acquired the folder
     with pytest.raises(LeaseHeldError, match="run 0007-0000ffff on host node9"):
         job.steps(5)
     assert committed(tmp_path) == [5]
     later.release()
 
 
-# ---- content ---------------------------------------------------------------------------------------------------------
+# ---- content -------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 def test_the_same_entries_as_the_built_in_writes(tmp_path, fmt):
     job = Job(build(tmp_path / "ours", checkpoint_format=fmt)).steps(5)
-    theirs = BuiltIn(prefix="net", directory=str(tmp_path / "theirs"), save_checkpoint_steps=5,
-                     **{**INJECTED, "checkpoint_format": fmt})
+    theirs = BuiltIn(
+        prefix="net",
+        directory=str(tmp_path / "theirs"),
+        save_checkpoint_steps=5,
+        **{**INJECTED, "checkpoint_format": fmt},
+    )
     theirs.step_end(job.context)
 
     def entries(folder):
@@ -201,6 +260,7 @@ def test_the_same_entries_as_the_built_in_writes(tmp_path, fmt):
         with open(path, "rb") as file:
             header = read_header(file, str(path))
         return {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
+
     assert entries(tmp_path / "ours") == entries(tmp_path / "theirs")
 
 
@@ -209,31 +269,44 @@ def test_the_state_in_the_record(tmp_path):
     current.progress.sink_size, current.progress.dataset_size = None, 40
     Job(build(tmp_path, done=20), 20).steps(5)
     state = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0].state
-    assert (state.step, state.steps_per_epoch, state.global_step, state.global_batch_size, state.loss_scale, state.dataset_size
-            ) == (25, 10, 25, 8, 1024.0, 40)
+    assert (
+        state.step,
+        state.steps_per_epoch,
+        state.global_step,
+        state.global_batch_size,
+        state.loss_scale,
+        state.dataset_size,
+    ) == (25, 10, 25, 8, 1024.0, 40)
 
 
 def test_transient_parameters_are_not_saved(tmp_path):
     job = Job(build(tmp_path))
-    job.train.insert_param_to_cell("accu_grads", ms.Parameter(ms.Tensor([1.0]), name="accu_grads.w"))
+    job.train.insert_param_to_cell(
+        "accu_grads", ms.Parameter(ms.Tensor([1.0]), name="accu_grads.w")
+    )
     job.steps(5)
     path = tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors"
     with open(path, "rb") as file:
         assert "accu_grads.w" not in read_header(file, str(path)).tensors
 
 
-# ---- left to the built-in ------------------------------------------------------------------------------------
+# ---- left to the built-in ------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("other", [False, True])
 @pytest.mark.parametrize("kind", [False, "thread"])
 def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
-    """Saved by the monitor of the training, or by a second one outside any training, which mindformers 1.9.0 creates before it
-    trains: the built-in removes an empty folder, so not while the first file is being written to it."""
+    """Saved by the monitor of the training, or by a second one outside any training, which
+    mindformers 1.9.0 creates before it trains: the built-in removes an empty folder, so not while
+    the first file is being written to it."""
     spare = build(tmp_path, async_save=kind) if other else None
     job = Job(build(tmp_path, async_save=kind)).steps(7)
     emergency(job, spare)
     job.monitor._checkpoints._saver.wait(600)
-    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"] and calls == []
+    assert (
+        files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"]
+        and calls == []
+    )
     newest = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0]
     assert (newest.step, newest.origin, newest.problem, newest.state.epoch) == (7, OURS, None, 1)
     assert (tmp_path / "checkpoint" / ".mindresume" / newest.name / "emergency").exists()
@@ -253,24 +326,50 @@ def test_an_emergency_save_that_needs_the_lost_ranks_is_an_error(tmp_path, calls
     monkeypatch.setattr(module.adapter, "rescued_parameters", lambda *_: 1 / 0)
     monkeypatch.setattr(module.adapter, "collect_is_collective", lambda *_: True)
     job.monitor._append_dict["__exception_save__"] = True
-    with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
+    with pytest.raises(
+        SaveError, match="step 7 was not saved before the end on rank 0: division by zero"
+    ):
         job.monitor._save_ckpt(job.params, True)
     assert calls == []
 
 
-# ---- metrics, and retention by metrics ------------------------------------------------------------------------
+# ---- metrics, and retention by metrics -----------------------------------------------------------
 
-@pytest.mark.parametrize("outputs, expected", [
-    ((ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)), {"loss": 0.5}), (ms.Tensor([1.0, 2.0]), {"loss": 1.5}),
-    (ms.Tensor(2.0, ms.bfloat16), {"loss": 2.0}), ([np.float32(0.25), None], {"loss": 0.25}), (3.0, {"loss": 3.0}),
-    (ms.Tensor(float("nan")), {}), (np.array([np.inf]), {}), (None, {}), ((), {}), ("text", {}), (True, {}),
-    ((None, ms.Tensor(1.0)), {})])
+
+@pytest.mark.parametrize(
+    "outputs, expected",
+    [
+        ((ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)), {"loss": 0.5}),
+        (ms.Tensor([1.0, 2.0]), {"loss": 1.5}),
+        (ms.Tensor(2.0, ms.bfloat16), {"loss": 2.0}),
+        ([np.float32(0.25), None], {"loss": 0.25}),
+        (3.0, {"loss": 3.0}),
+        (ms.Tensor(float("nan")), {}),
+        (np.array([np.inf]), {}),
+        (None, {}),
+        ((), {}),
+        ("text", {}),
+        (True, {}),
+        ((None, ms.Tensor(1.0)), {}),
+    ],
+)
 def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
     assert state_collector.loss_metric(outputs) == expected
 
 
-@pytest.mark.parametrize("name, value", [("", 1.0), (" ", 1.0), (None, 1.0), ("loss", "1.0"), ("loss", None), ("loss", True),
-                                         ("loss", [1.0, 2.0]), ("loss", [])])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("", 1.0),
+        (" ", 1.0),
+        (None, 1.0),
+        ("loss", "1.0"),
+        ("loss", None),
+        ("loss", True),
+        ("loss", [1.0, 2.0]),
+        ("loss", []),
+    ],
+)
 def test_a_metric_that_is_none(name, value):
     with pytest.raises(ConfigError, match="report_metric"):
         mindresume.plugin.report_metric(name, value)
@@ -278,17 +377,26 @@ def test_a_metric_that_is_none(name, value):
 
 
 def test_a_training_keeps_the_checkpoints_of_its_settings(tmp_path):
-    training_context.set_current(training_context.TrainingContext(Settings(retention=RetentionSettings(
-        keep_every_steps=20, keep_best=1, keep_best_metric="score", keep_best_mode="max"))))
+    training_context.set_current(
+        training_context.TrainingContext(
+            Settings(
+                retention=RetentionSettings(
+                    keep_every_steps=20, keep_best=1, keep_best_metric="score", keep_best_mode="max"
+                )
+            )
+        )
+    )
     job = Job(build(tmp_path, keep_checkpoint_max=2))
-    for score in (1, 9, 3, 2, 5, 4, 8):                                     # steps 5, 10, ... 35
+    for score in (1, 9, 3, 2, 5, 4, 8):  # steps 5, 10, ... 35
         mindresume.plugin.report_metric("score", score)
         job.steps(5)
     assert committed(tmp_path) == [10, 20, 30, 35]
 
 
 def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
-    training_context.set_current(training_context.TrainingContext(Settings(retention=RetentionSettings(keep_best=1))))
+    training_context.set_current(
+        training_context.TrainingContext(Settings(retention=RetentionSettings(keep_best=1)))
+    )
     with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
         Job(build(tmp_path, keep_checkpoint_max=None))
 
@@ -299,13 +407,20 @@ def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, 
     monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: next(found))
     Job(monitor).steps(10)
     rows = json.loads((tmp_path / "health_ckpts.json").read_text())
-    assert [row["is_health"] for row in rows] == [0, 1] and [row["ckpt_name"] for row in rows] == sorted(files(tmp_path), key=len)
-    states = [candidate.state.health for candidate in scan(CheckpointDir(PosixStorage(),
-                                                                         str(tmp_path / "checkpoint"))).candidates]
-    assert states == [1, 0]                                     # newest first
+    assert [row["is_health"] for row in rows] == [0, 1] and [
+        row["ckpt_name"] for row in rows
+    ] == sorted(files(tmp_path), key=len)
+    states = [
+        candidate.state.health
+        for candidate in scan(
+            CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))
+        ).candidates
+    ]
+    assert states == [1, 0]  # newest first
 
 
-# ---- visible output ----------------------------------------------------------------------------------------------
+# ---- visible output ------------------------------------------------------------------------------
+
 
 class Seen:
     """A handler that keeps the events."""
@@ -325,13 +440,24 @@ def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch,
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
     own_context.emit.add(seen)
     own_context.progress.load_seconds = 2.5
-    own_context.plan = training_context.ResumePlan(lost=LostWork(4, 100.0), choice=SimpleNamespace(
-        chosen=SimpleNamespace(world_size=1, run=None), shards=(), root="elsewhere", checkpoint_dir="elsewhere"))
+    own_context.plan = training_context.ResumePlan(
+        lost=LostWork(4, 100.0),
+        choice=SimpleNamespace(
+            chosen=SimpleNamespace(world_size=1, run=None),
+            shards=(),
+            root="elsewhere",
+            checkpoint_dir="elsewhere",
+        ),
+    )
     Job(build(tmp_path, done=10), 10)
-    assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows["mindresume/load-seconds"] == {10: 2.5}
+    assert writer.rows["mindresume/steps-lost"] == {10: 4} and writer.rows[
+        "mindresume/load-seconds"
+    ] == {10: 2.5}
     [resumed] = [event for event in seen.events if isinstance(event, Resumed)]
     assert (resumed.step, resumed.lost_steps, resumed.load_seconds) == (10, 4, 2.5)
-    assert [row[:2] for row in resumed.summary] == [("random state", "absent")] and resumed.lost_seconds > 0
+    assert [row[:2] for row in resumed.summary] == [
+        ("random state", "absent")
+    ] and resumed.lost_seconds > 0
     [opened] = [event for event in seen.events if isinstance(event, RunOpened)]
     assert opened.checkpoint_dir == str(tmp_path / "checkpoint") and opened.world_size == 1
 
@@ -340,4 +466,7 @@ def test_the_lease_has_the_step_of_the_training(tmp_path):
     job = Job(build(tmp_path)).steps(7)
     lease = job.monitor._checkpoints.session.lease
     lease.beat()
-    assert [holder.step for holder in lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")))] == [7]
+    assert [
+        holder.step
+        for holder in lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")))
+    ] == [7]

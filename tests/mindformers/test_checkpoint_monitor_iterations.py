@@ -1,4 +1,5 @@
 """The same CheckpointMonitor with ``use_legacy_format: False``: iteration folders."""
+
 import json
 import os
 
@@ -25,7 +26,11 @@ from mindresume.saving import save_session  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
 
-FILES = ["common.json", "net-model-0000000-0000001.safetensors", "net-opt-0000000-0000001.safetensors"]
+FILES = [
+    "common.json",
+    "net-model-0000000-0000001.safetensors",
+    "net-opt-0000000-0000001.safetensors",
+]
 
 
 def build(folder, done=0, **options):
@@ -49,11 +54,17 @@ def test_folders_tracker_and_the_last_step_once(tmp_path, kind):
     folder = tmp_path / "iteration_00000010"
     assert sorted(os.listdir(folder)) == sorted([FOLDER, *FILES])
     assert [name for name in os.listdir(tmp_path / FOLDER) if not name.startswith("ended-")] == []
-    assert [(c.step, c.committed, c.problem) for c in scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates] == [
-        (12, True, None), (10, True, None), (5, True, None)]
-    assert ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0] == 10
+    assert [
+        (c.step, c.committed, c.problem)
+        for c in scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
+    ] == [(12, True, None), (10, True, None), (5, True, None)]
+    assert (
+        ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0]
+        == 10
+    )
     assert job.monitor._checkpoints.policy.saved == {5, 10, 12}
-    job.monitor.on_train_end(job.context)                       # the built-in would save the last step here
+    # the built-in would save the last step here
+    job.monitor.on_train_end(job.context)
     assert folders(tmp_path)[-1] == "iteration_00000012"
 
 
@@ -67,8 +78,14 @@ def test_a_training_that_ends_at_a_multiple_saves_its_last_step_once(tmp_path, m
 def test_mindformers_reads_the_step(tmp_path):
     Job(build(tmp_path, done=10), 10).steps(5)
     common = CommonInfo.load_common(str(tmp_path / "iteration_00000015" / "common.json"))
-    assert (common.epoch_num, common.step_num, common.global_step, common.loss_scale, common.global_batch_size,
-            common.ckpt_status) == (2, 15, 15, 1024.0, 8, None)
+    assert (
+        common.epoch_num,
+        common.step_num,
+        common.global_step,
+        common.loss_scale,
+        common.global_batch_size,
+        common.ckpt_status,
+    ) == (2, 15, 15, 1024.0, 8, None)
 
 
 def test_weights_and_other_state_are_in_separate_files(tmp_path):
@@ -76,7 +93,7 @@ def test_weights_and_other_state_are_in_separate_files(tmp_path):
     model, rest = (tensors(tmp_path / "iteration_00000005" / name) for name in FILES[1:])
     assert model == {"weight", "bias"} == set(job.train.network.parameters_dict())
     assert {"moment1.weight", "moment2.bias", "global_step"} <= rest and not model & rest
-    path, = (tmp_path / "iteration_00000005" / FOLDER).glob("*/rank_00000.json")
+    (path,) = (tmp_path / "iteration_00000005" / FOLDER).glob("*/rank_00000.json")
     with open(path, "rb") as file:
         record, details = read_details(file)
     assert [row.path for row in record.files] == FILES[1:] and not record.deduplicated
@@ -92,16 +109,26 @@ def test_without_the_optimizer(tmp_path):
 
 def test_transient_parameters_are_left_out(tmp_path):
     job = Job(build(tmp_path))
-    job.train.insert_param_to_cell("accu_grads_weight", ms.Parameter(ms.Tensor(np.ones(3, np.float32)), name="accu_grads.weight"))
+    job.train.insert_param_to_cell(
+        "accu_grads_weight",
+        ms.Parameter(ms.Tensor(np.ones(3, np.float32)), name="accu_grads.weight"),
+    )
     job.steps(5)
-    assert not any("accu_grads" in name for file in FILES[1:] for name in tensors(tmp_path / "iteration_00000005" / file))
+    assert not any(
+        "accu_grads" in name
+        for file in FILES[1:]
+        for name in tensors(tmp_path / "iteration_00000005" / file)
+    )
 
 
 def test_retention_counts_earlier_runs_and_the_tracker_follows(tmp_path):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
     resume(tmp_path, 15)
     Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5).end()
-    assert folders(tmp_path) == ["iteration_00000015", "iteration_00000020"] and (tmp_path / TRACKER).read_text() == "20"
+    assert (
+        folders(tmp_path) == ["iteration_00000015", "iteration_00000020"]
+        and (tmp_path / TRACKER).read_text() == "20"
+    )
     assert [name for name in os.listdir(tmp_path / FOLDER) if name.startswith("ended-0002")]
 
 
@@ -118,7 +145,9 @@ def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_ste
     Job(build(tmp_path)).steps(15).end()
     Job(build(tmp_path, keep_checkpoint_max=1)).steps(10).end()
     found = scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
-    assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (tmp_path / TRACKER).read_text() == "10"
+    assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (
+        tmp_path / TRACKER
+    ).read_text() == "10"
     kept = [name for name in folders(tmp_path) if ".kept-" in name]
     assert [name[:20] for name in kept] == ["iteration_00000005.k", "iteration_00000010.k"]
     choice = select_checkpoint(PosixStorage(), str(tmp_path / kept[1]), SingleProcess())
@@ -130,14 +159,23 @@ def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, norm, status):
     monitor = build(tmp_path, use_checkpoint_health_monitor=True)
     monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: norm)
     Job(monitor).steps(5)
-    assert json.loads((tmp_path / "iteration_00000005" / "common.json").read_text())["ckpt_status"] == status
+    assert (
+        json.loads((tmp_path / "iteration_00000005" / "common.json").read_text())["ckpt_status"]
+        == status
+    )
     assert scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates[0].state.health == status
     assert not (tmp_path / "health_ckpts.json").exists()
 
 
-def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_session, "find_shared_groups", lambda directory, group: SharedGroups((0,) * 8 + (8, 8)))
-    with pytest.raises(ConfigError, match="not supported in non-shared storage environments .* rank 8, 9 cannot"):
+def test_a_folder_that_other_hosts_do_not_see_is_refused_before_the_first_step(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        save_session, "find_shared_groups", lambda directory, group: SharedGroups((0,) * 8 + (8, 8))
+    )
+    with pytest.raises(
+        ConfigError, match="not supported in non-shared storage environments .* rank 8, 9 cannot"
+    ):
         Job(build(tmp_path))
 
 

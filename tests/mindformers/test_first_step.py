@@ -1,5 +1,7 @@
-"""What every training of the graph trainer does between the load and its first step, with MindSpore's own ``Model.train``: the
-parameters are compared behind all callbacks, with and without a CheckpointMonitor."""
+"""What every training of the graph trainer does between the load and its first step, with
+MindSpore's own ``Model.train``: the parameters are compared behind all callbacks, with and without
+a CheckpointMonitor."""
+
 import signal
 from types import SimpleNamespace
 
@@ -46,14 +48,16 @@ def pairs():
 
 @pytest.fixture(autouse=True)
 def interrupts():
-    """MindSpore replaces the handler of SIGINT in C when it compiles, and Ctrl-C would end the process of the tests."""
+    """MindSpore replaces the handler of SIGINT in C when it compiles, and Ctrl-C would end the
+    process of the tests."""
     yield
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 @pytest.fixture(params=[ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["graph", "pynative"])
 def train(request, monkeypatch):
-    """Returns a function that loads a network, trains it with callbacks, and returns the events of the training."""
+    """Returns a function that loads a network, trains it with callbacks, and returns the events of
+    the training."""
     before, mode = training_context.current(), ms.get_context("mode")
     monkeypatch.setattr(ms.Model, "train", WRAPPERS["Model.train"](ms.Model.train))
     ms.set_context(mode=request.param)
@@ -63,10 +67,15 @@ def train(request, monkeypatch):
         context = training_context.set_current(TrainingContext(task=task))
         context.resources.emit, context.plan = emitted.append, SimpleNamespace(resumes=True)
         net = nn.Dense(3, 2)
-        context.resources.loaded = LoadedWeights.of({it.name: it.asnumpy().copy() for it in net.get_parameters()})
+        context.resources.loaded = LoadedWeights.of(
+            {it.name: it.asnumpy().copy() for it in net.get_parameters()}
+        )
         model = ms.Model(net, nn.MSELoss(), nn.SGD(net.trainable_params()))
-        model.train(1, ms.dataset.GeneratorDataset(pairs, ["data", "label"]).batch(1), callbacks=callbacks)
+        model.train(
+            1, ms.dataset.GeneratorDataset(pairs, ["data", "label"]).batch(1), callbacks=callbacks
+        )
         return emitted
+
     yield run
     ms.set_context(mode=mode)
     training_context.set_current(before)
@@ -93,18 +102,29 @@ def test_only_a_training_of_the_trainer_is_compared(train):
     train([Loader("on_train_begin")], task="")
 
 
-# ---- the load attempt -------------------------------------------------------------------------------------------------
+# ---- the load attempt ----------------------------------------------------------------------------
+
 
 def test_the_load_attempt_begins_when_the_network_is_compiled(monkeypatch):
     compiled, begun = [], []
-    monkeypatch.setattr(checkpoint_monitor.adapter, "call_when_compiled", lambda network, work: compiled.append((network, work)))
-    before, context = training_context.current(), training_context.set_current(TrainingContext(task=load_request.TRAIN))
+    monkeypatch.setattr(
+        checkpoint_monitor.adapter,
+        "call_when_compiled",
+        lambda network, work: compiled.append((network, work)),
+    )
+    before, context = (
+        training_context.current(),
+        training_context.set_current(TrainingContext(task=load_request.TRAIN)),
+    )
     try:
         attempt = context.resources.pending_load.attempt = SimpleNamespace(begun=False)
         context.monitor = SimpleNamespace(begin_load_attempt=lambda: begun.append(True))
         net = nn.Dense(3, 2)
         cb_params = SimpleNamespace(train_network=net, list_callback=[])
-        callback, run_context = checkpoint_monitor.FirstStep(), SimpleNamespace(original_args=lambda: cb_params)
+        callback, run_context = (
+            checkpoint_monitor.FirstStep(),
+            SimpleNamespace(original_args=lambda: cb_params),
+        )
         callback.on_train_step_begin(run_context)
         assert compiled[0][0] is net and not begun
         compiled[0][1]()

@@ -1,4 +1,6 @@
-"""mindformers/heartbeat.py: which phase and which numbers a rank has after the events of its training."""
+"""mindformers/heartbeat.py: which phase and which numbers a rank has after the events of its
+training."""
+
 import os
 import subprocess
 import sys
@@ -7,7 +9,13 @@ import time
 import pytest
 
 from mindresume import events as ev
-from mindresume.coordination.rank_heartbeat import ENDING, SAVING, TRAINING, RankHeartbeat, read_heartbeat
+from mindresume.coordination.rank_heartbeat import (
+    ENDING,
+    SAVING,
+    TRAINING,
+    RankHeartbeat,
+    read_heartbeat,
+)
 from mindresume.mindformers import heartbeat
 
 
@@ -22,12 +30,17 @@ def seen(tmp_path, monkeypatch):
         for event in events:
             handler.handle(event, 0.0)
         return read_heartbeat(own.path)
+
     return handle
 
 
-@pytest.mark.parametrize("end", [ev.SaveStaged(10, "name", 0.1), ev.SaveWritten(10, 1, 0.1), ev.SaveFailed(10, "no space", 1)])
+@pytest.mark.parametrize(
+    "end",
+    [ev.SaveStaged(10, "name", 0.1), ev.SaveWritten(10, 1, 0.1), ev.SaveFailed(10, "no space", 1)],
+)
 def test_the_phase_saving_lasts_as_long_as_the_training_thread_saves(seen, end):
-    """The end of a step can be a collective, in which a rank that has saved waits for one that has died."""
+    """The end of a step can be a collective, in which a rank that has saved waits for one that has
+    died."""
     heartbeat.step(9)
     assert seen(ev.SaveBegun(10)).phase == SAVING
     assert seen(end).phase == TRAINING
@@ -53,7 +66,8 @@ def test_what_a_thread_writes(seen):
     assert seen().saves.writing == 0
 
 
-# ---- when this process began ------------------------------------------------------------------------------------------
+# ---- when this process began ---------------------------------------------------------------------
+
 
 def test_the_start_of_this_process_was_before_now():
     assert 0 <= time.time() - heartbeat.process_started() < 1e7
@@ -62,8 +76,13 @@ def test_the_start_of_this_process_was_before_now():
 def test_the_start_of_a_new_process(tmp_path):
     before = time.time()
     code = "from mindresume.mindformers.heartbeat import process_started; print(process_started())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert before - 0.1 <= float(done.stdout) <= time.time()
 
 

@@ -1,4 +1,5 @@
 """Streaming data of Hugging Face continues at its saved position, or the resume is refused."""
+
 import json
 from types import SimpleNamespace
 
@@ -6,14 +7,17 @@ import pytest
 
 pytest.importorskip("mindformers.tools")
 from datasets import IterableDataset  # noqa: E402
-from mindformers.dataset.dataloader.hf_dataloader import HFIterableDataset, _resume_hf_iterable_dataset  # noqa: E402
+from mindformers.dataset.dataloader.hf_dataloader import (
+    HFIterableDataset,
+    _resume_hf_iterable_dataset,
+)  # noqa: E402
 
 from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
 from mindresume.mindformers import counters, load_request, patches, training_context  # noqa: E402
 from mindresume.model.training_state import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
-SAMPLES, BATCH = 20, 2                          # 10 steps a pass
+SAMPLES, BATCH = 20, 2  # 10 steps a pass
 
 
 def samples():
@@ -23,10 +27,20 @@ def samples():
 
 def reader(folder, batch=BATCH):
     """Returns mindformers' own reader, in a pipeline as mindspore's datasets form it."""
-    config = SimpleNamespace(size=SAMPLES, dataset_state_dir=str(folder), save_step=1, resume_step=None, batch_size=batch,
-                             process=None, create_compressed_eod_mask=False, compressed_eod_mask_length=128)
+    config = SimpleNamespace(
+        size=SAMPLES,
+        dataset_state_dir=str(folder),
+        save_step=1,
+        resume_step=None,
+        batch_size=batch,
+        process=None,
+        create_compressed_eod_mask=False,
+        compressed_eod_mask_length=128,
+    )
     source = HFIterableDataset(config, IterableDataset.from_generator(samples), None, None)
-    return SimpleNamespace(children=[SimpleNamespace(source=source)], get_dataset_size=lambda: SAMPLES // batch), source
+    return SimpleNamespace(
+        children=[SimpleNamespace(source=source)], get_dataset_size=lambda: SAMPLES // batch
+    ), source
 
 
 def read(source, skip, steps, batch=BATCH):
@@ -61,10 +75,13 @@ def gone_on(dataset, progress, current):
 
 @pytest.mark.parametrize("skip", [1, 3, 9, 10, 11, 13, 20])
 def test_a_stream_continues_at_its_position(states, current, skip):
-    """Also between two passes, where mindformers returns the first sample forever; later states have the right names."""
+    """Also between two passes, where mindformers returns the first sample forever; later states
+    have the right names."""
     dataset, source = reader(states)
     gone_on(dataset, at(skip), current)
-    assert read(source, skip, 9) == [number % SAMPLES for number in range(skip * BATCH, (skip + 9) * BATCH)]
+    assert read(source, skip, 9) == [
+        number % SAMPLES for number in range(skip * BATCH, (skip + 9) * BATCH)
+    ]
     assert source.global_step == skip + 9
 
 
@@ -75,10 +92,25 @@ def test_a_new_data_set_starts_with_its_first_sample(states, current):
     assert read(source, 0, 5) == list(range(10)) and source.global_step == 5
 
 
-@pytest.mark.parametrize("skip, batch, match", [
-    (2, 4, "step_2/dataset_state_rank0.json: the state of the streaming data set is of another position: {'cur_epoch': 1, "
-           "'cur_step': 2, 'cur_iter': 4}, expected {'cur_epoch': 1, 'cur_step': 2, 'cur_iter': 8}"),
-    (25, 2, "step_25/dataset_state_rank0.json: the state .* after 25 steps cannot be read .FileNotFoundError")])
+@pytest.mark.parametrize(
+    "skip, batch, match",
+    [
+        (
+            2,
+            4,
+            "step_2/dataset_state_rank0.json: the state of the streaming data set is of another "
+            "position: {'cur_epoch': 1, "
+            "'cur_step': 2, 'cur_iter': 4}, expected {'cur_epoch': 1, 'cur_step': 2, 'cur_iter': "
+            "8}",
+        ),
+        (
+            25,
+            2,
+            "step_25/dataset_state_rank0.json: the state .* after 25 steps cannot be read "
+            ".FileNotFoundError",
+        ),
+    ],
+)
 def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, batch, match):
     dataset, source = reader(states, batch)
     with pytest.raises(CollectiveError, match=match):
@@ -86,7 +118,9 @@ def test_a_state_that_is_not_of_the_place_is_an_error(states, current, skip, bat
     assert source.resume_step is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"_train_state": {"cur_epoch": 1}})])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", json.dumps({"_train_state": {"cur_epoch": 1}})]
+)
 def test_a_damaged_state_is_an_error(states, content):
     (states / "step_3" / "dataset_state_rank0.json").write_text(content)
     with pytest.raises(ProgressError, match="cannot be read"):
@@ -94,13 +128,23 @@ def test_a_damaged_state_is_an_error(states, content):
 
 
 def test_steps_of_it_cannot_be_skipped(states):
-    for run in (lambda data: counters.resume_streaming(data, at(3, begins=True)), lambda data: counters.refuse_skip(data, 3)):
-        with pytest.raises(ProgressError, match="data_skip_steps: 3 steps of a streaming data set .* cannot be skipped"):
+    for run in (
+        lambda data: counters.resume_streaming(data, at(3, begins=True)),
+        lambda data: counters.refuse_skip(data, 3),
+    ):
+        with pytest.raises(
+            ProgressError,
+            match="data_skip_steps: 3 steps of a streaming data set .* cannot be skipped",
+        ):
             run(reader(states)[0])
     counters.refuse_skip(reader(states)[0], 0)
 
 
 def test_other_data_is_left_alone():
-    for dataset in (SimpleNamespace(children=[SimpleNamespace(source=[1, 2])]), SimpleNamespace(children=[]), None):
+    for dataset in (
+        SimpleNamespace(children=[SimpleNamespace(source=[1, 2])]),
+        SimpleNamespace(children=[]),
+        None,
+    ):
         counters.resume_streaming(dataset, at(3))
         counters.refuse_skip(dataset, 3)

@@ -1,4 +1,5 @@
-"""When checkpoints go to an object store, and into which folder they come back. Real mindformers, a fake moxing."""
+"""When checkpoints go to an object store, and into which folder they come back. Real mindformers, a
+fake moxing."""
 
 import pytest
 from fakes import moxing
@@ -37,7 +38,10 @@ def test_modelarts_is_detected_as_by_mindformers(monkeypatch, name):
 
 def test_the_url_is_ignored_outside_modelarts_with_one_warning():
     events = []
-    assert modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append) is None
+    assert (
+        modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append)
+        is None
+    )
     assert [event.level for event in events] == [WARNING] and "obs://bucket/job" in events[0].text
 
 
@@ -46,7 +50,11 @@ def test_any_fsspec_store_is_used_outside_modelarts(url):
     pytest.importorskip("s3fs")
     events = []
     remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append)
-    assert isinstance(remote.store.driver, FsspecStore) and remote.url == url.rstrip("/") + "/checkpoint" and events == []
+    assert (
+        isinstance(remote.store.driver, FsspecStore)
+        and remote.url == url.rstrip("/") + "/checkpoint"
+        and events == []
+    )
 
 
 @pytest.mark.parametrize("url", [5, "bucket/job"])
@@ -59,19 +67,27 @@ def test_an_invalid_url_outside_modelarts_is_an_error(url):
 def test_nothing_is_logged_without_a_url(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
     events = []
-    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None and events == []
+    assert (
+        modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None
+        and events == []
+    )
 
 
 @pytest.mark.parametrize("url", ["obs://bucket/job", "s3://bucket/job/"])
 def test_below_the_url(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
-    assert modelarts.remote_of(MindFormerConfig(remote_save_url=url)).url == url.rstrip("/") + "/checkpoint"
+    assert (
+        modelarts.remote_of(MindFormerConfig(remote_save_url=url)).url
+        == url.rstrip("/") + "/checkpoint"
+    )
 
 
 @pytest.mark.parametrize("url", ["/cache/job", 5])
 def test_an_invalid_url_is_an_error_that_names_the_expected_form(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
-    with pytest.raises(ConfigError, match=f"remote_save_url is {url!r}; expected .* obs:// or s3://"):
+    with pytest.raises(
+        ConfigError, match=f"remote_save_url is {url!r}; expected .* obs:// or s3://"
+    ):
         modelarts.remote_of(MindFormerConfig(remote_save_url=url))
 
 
@@ -84,32 +100,55 @@ def test_modelarts_without_moxing(monkeypatch):
 
 
 @pytest.mark.parametrize("section", [False, True])
-@pytest.mark.parametrize("directory, path, looked_at", [
-    (None, "output/checkpoint", True), (None, "output/checkpoint/", True), (None, "output/checkpoint/rank_0", True),
-    (None, "output", True), (None, "pretrained", False), ("other", "other/checkpoint", True), ("other", "other", True),
-    ("other", "output/checkpoint", False)])
-def test_downloads_go_only_to_the_folder_in_which_the_job_saves(monkeypatch, tmp_path, directory, path, looked_at,
-                                                                  section):
+@pytest.mark.parametrize(
+    "directory, path, looked_at",
+    [
+        (None, "output/checkpoint", True),
+        (None, "output/checkpoint/", True),
+        (None, "output/checkpoint/rank_0", True),
+        (None, "output", True),
+        (None, "pretrained", False),
+        ("other", "other/checkpoint", True),
+        ("other", "other", True),
+        ("other", "output/checkpoint", False),
+    ],
+)
+def test_downloads_go_only_to_the_folder_in_which_the_job_saves(
+    monkeypatch, tmp_path, directory, path, looked_at, section
+):
     """``section``: the directory is save_path of the section checkpoint."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path / "output"))
     asked, events = [], []
-    monkeypatch.setattr(selection.BucketSource, "fetch_newer", lambda self, *rest: asked.append(self.root))
+    monkeypatch.setattr(
+        selection.BucketSource, "fetch_newer", lambda self, *rest: asked.append(self.root)
+    )
     monkeypatch.setattr(selection.BucketSource, "allow", lambda self, choice: choice)
     monitor = {"type": "CheckpointMonitor", **({} if section else {"directory": directory})}
-    config = MindFormerConfig(callbacks=[{"type": "MFLossMonitor"}, monitor],
-                              checkpoint={"save_path": directory} if section and directory else {})
-    sources = selection.CheckpointSources(saved_to=modelarts.checkpoint_roots(config), remote=RemoteCheckpoints(None, "obs://b/c"))
-    choice = selection.select_checkpoint(PosixStorage(), path, SingleProcess(), SelectionPolicy(1), sources, events.append)
+    config = MindFormerConfig(
+        callbacks=[{"type": "MFLossMonitor"}, monitor],
+        checkpoint={"save_path": directory} if section and directory else {},
+    )
+    sources = selection.CheckpointSources(
+        saved_to=modelarts.checkpoint_roots(config), remote=RemoteCheckpoints(None, "obs://b/c")
+    )
+    choice = selection.select_checkpoint(
+        PosixStorage(), path, SingleProcess(), SelectionPolicy(1), sources, events.append
+    )
     assert choice.is_fresh_start and bool(asked) is looked_at
-    assert looked_at == (events == []) and all("obs://b/c" in event.text and path in event.text for event in events)
+    assert looked_at == (events == []) and all(
+        "obs://b/c" in event.text and path in event.text for event in events
+    )
 
 
 def test_a_store_that_cannot_list_run_numbers_is_a_warning(tmp_path):
     class Refuses:
         def list(self, prefix):
             raise RemoteError("403")
+
     events = []
-    remote_checkpoints.number_runs(dir_at(tmp_path), RemoteCheckpoints(Refuses(), "obs://b/c"), "", events.append)
+    remote_checkpoints.number_runs(
+        dir_at(tmp_path), RemoteCheckpoints(Refuses(), "obs://b/c"), "", events.append
+    )
     remote_checkpoints.number_runs(dir_at(tmp_path), None, "", events.append)
     assert events == [warning("403")]

@@ -1,4 +1,6 @@
-"""What our CheckpointMonitor saves, when, and what a failure does, in the files and events that a user sees."""
+"""What our CheckpointMonitor saves, when, and what a failure does, in the files and events that a
+user sees."""
+
 # ruff: noqa: F811  fixtures are imported
 import json
 from types import SimpleNamespace
@@ -10,7 +12,18 @@ from senders import from_outside
 pytest.importorskip("mindformers.tools")
 
 import mindspore as ms  # noqa: E402
-from monitor_jobs import Job, Writer, build, calls, committed, emergency, files, own_context, resume, spoil  # noqa: E402, F401  two are fixtures
+from monitor_jobs import (
+    Job,
+    Writer,
+    build,
+    calls,  # noqa: F401
+    committed,
+    emergency,
+    files,
+    own_context,  # noqa: F401
+    resume,
+    spoil,
+)
 
 import mindresume  # noqa: E402
 from mindresume import runtime  # noqa: E402
@@ -20,7 +33,11 @@ from mindresume.settings import Settings  # noqa: E402
 
 def test_names_meta_json_records_and_the_last_step_once(tmp_path):
     Job(build(tmp_path)).steps(12).end()
-    assert files(tmp_path) == ["net_rank_0-1_10.safetensors", "net_rank_0-1_5.safetensors", "net_rank_0-2_2.safetensors"]
+    assert files(tmp_path) == [
+        "net_rank_0-1_10.safetensors",
+        "net_rank_0-1_5.safetensors",
+        "net_rank_0-2_2.safetensors",
+    ]
     meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
     assert meta == {"last_epoch": 2, "last_step": 2, "last_ckpt_file": "net_rank_0-2_2.safetensors"}
     assert committed(tmp_path) == [5, 10, 12]
@@ -31,7 +48,9 @@ def test_a_last_step_that_is_saved_already_is_not_saved_again(tmp_path):
     assert len(files(tmp_path)) == 2 and committed(tmp_path) == [5, 10]
 
 
-@pytest.mark.parametrize("done, expected", [(7, [10, 15, 19]), (10, [15, 20, 22]), (13, [15, 20, 25])])
+@pytest.mark.parametrize(
+    "done, expected", [(7, [10, 15, 19]), (10, [15, 20, 22]), (13, [15, 20, 25])]
+)
 def test_saves_fall_on_absolute_multiples_after_a_resume(tmp_path, done, expected):
     Job(build(tmp_path, done=done), done).steps(12).end()
     assert committed(tmp_path) == expected
@@ -43,7 +62,11 @@ def test_sinks_of_two_steps(tmp_path):
     """An epoch is one sink: the first callback at or after a multiple saves."""
     Job(build(tmp_path, save_checkpoint_steps=5), per_epoch=2).steps(8, stride=2).end()
     assert committed(tmp_path) == [6, 10, 16]
-    assert files(tmp_path) == ["net_rank_0-3_2.safetensors", "net_rank_0-5_2.safetensors", "net_rank_0-8_2.safetensors"]
+    assert files(tmp_path) == [
+        "net_rank_0-3_2.safetensors",
+        "net_rank_0-5_2.safetensors",
+        "net_rank_0-8_2.safetensors",
+    ]
 
 
 def test_by_seconds(tmp_path, monkeypatch):
@@ -58,7 +81,9 @@ def test_by_seconds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("steps, seconds", [(0, 0), (None, None)])
 def test_neither_steps_nor_seconds_saves_the_end_only(tmp_path, steps, seconds):
-    Job(build(tmp_path, save_checkpoint_steps=steps, save_checkpoint_seconds=seconds)).steps(7).end()
+    Job(build(tmp_path, save_checkpoint_steps=steps, save_checkpoint_seconds=seconds)).steps(
+        7
+    ).end()
     assert committed(tmp_path) == [7]
 
 
@@ -67,7 +92,11 @@ def test_the_suffix_grows_with_each_run_and_nothing_is_overwritten(tmp_path):
     first = (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes()
     Job(build(tmp_path)).steps(5)
     Job(build(tmp_path)).steps(5)
-    assert files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0_1-1_5.safetensors", "net_rank_0_2-1_5.safetensors"]
+    assert files(tmp_path) == [
+        "net_rank_0-1_5.safetensors",
+        "net_rank_0_1-1_5.safetensors",
+        "net_rank_0_2-1_5.safetensors",
+    ]
     assert (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").read_bytes() == first
     runs = [row.run_id for row in mindresume.open(tmp_path / "checkpoint").list()]
     assert [run[:4] for run in runs] == ["0003", "0002", "0001"] and len(set(runs)) == 3
@@ -90,14 +119,20 @@ def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_p
     assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
 
 
-def test_a_fresh_start_beside_another_training_keeps_its_checkpoints_with_a_warning(tmp_path, caplog):
+def test_a_fresh_start_beside_another_training_keeps_its_checkpoints_with_a_warning(
+    tmp_path, caplog
+):
     Job(build(tmp_path, keep_checkpoint_max=2)).steps(15).end()
     caplog.clear()
     Job(build(tmp_path, keep_checkpoint_max=1)).steps(12).end()
-    assert "holds 2 checkpoints of another training, step 10, 15, which this run does not continue" in caplog.text
+    assert (
+        "holds 2 checkpoints of another training, step 10, 15, which this run does not continue"
+        in caplog.text
+    )
     assert committed(tmp_path) == [10, 12, 15]
     resume(tmp_path / "checkpoint", 12)
-    Job(build(tmp_path, done=12, keep_checkpoint_max=1), 12).steps(8).end()        # its own are counted over its runs
+    # its own are counted over its runs
+    Job(build(tmp_path, done=12, keep_checkpoint_max=1), 12).steps(8).end()
     assert committed(tmp_path) == [10, 15, 20]
 
 
@@ -108,7 +143,8 @@ def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_context,
     (tmp_path / "checkpoint" / "rank_0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
     job.steps(5)
-    job.monitor._checkpoints._saver._wait_until_idle(600)         # until it has failed; the failure is not reported yet
+    # until it has failed; the failure is not reported yet
+    job.monitor._checkpoints._saver._wait_until_idle(600)
     with pytest.raises(SaveError, match="exists already"):
         job.steps(1)
 
@@ -141,21 +177,35 @@ def test_a_save_due_during_another_is_skipped_if_configured(tmp_path, own_contex
 
 def test_async_save_writes_weights_only_files(tmp_path):
     Job(build(tmp_path, async_save=True, save_network_params=True)).steps(10).end()
-    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-1_5.safetensors"]
+    assert files(tmp_path, "checkpoint_network") == [
+        "net_rank_0-network-1_10.safetensors",
+        "net_rank_0-network-1_5.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 def test_mindspore_loads_our_files_with_equal_values_and_counters(tmp_path, fmt):
     job = Job(build(tmp_path, done=20, checkpoint_format=fmt), 20).steps(5)
-    name, = files(tmp_path, fmt=fmt)
+    (name,) = files(tmp_path, fmt=fmt)
     assert name == f"net_rank_0-3_5.{fmt}"
     found = ms.load_checkpoint(str(tmp_path / "checkpoint" / "rank_0" / name), format=fmt)
     for parameter in job.train.get_parameters():
         assert np.array_equal(found[parameter.name].asnumpy(), parameter.asnumpy()), parameter.name
-        assert found[parameter.name].dtype == parameter.dtype and found[parameter.name].shape == parameter.shape
-    counters = {name: found[name].asnumpy().reshape(-1)[0] for name in
-                ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")}
-    assert counters == {"epoch_num": 3, "step_num": 25, "global_step": 25, "loss_scale": 1024.0, "global_batch_size": 8}
+        assert (
+            found[parameter.name].dtype == parameter.dtype
+            and found[parameter.name].shape == parameter.shape
+        )
+    counters = {
+        name: found[name].asnumpy().reshape(-1)[0]
+        for name in ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
+    }
+    assert counters == {
+        "epoch_num": 3,
+        "step_num": 25,
+        "global_step": 25,
+        "loss_scale": 1024.0,
+        "global_batch_size": 8,
+    }
 
 
 def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
@@ -165,17 +215,28 @@ def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
 
 
 def test_weights_only_files_are_saved(tmp_path):
-    job = Job(build(tmp_path, save_network_params=True, save_trainable_params=True, keep_checkpoint_max=2))
+    job = Job(
+        build(tmp_path, save_network_params=True, save_trainable_params=True, keep_checkpoint_max=2)
+    )
     job.net.bias.requires_grad = False
     job.steps(15)
-    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_10.safetensors", "net_rank_0-network-2_5.safetensors"]
-    assert files(tmp_path, "checkpoint_trainable") == ["net_rank_0-trainable_params-1_10.safetensors",
-                                                       "net_rank_0-trainable_params-2_5.safetensors"]
-    network = ms.load_checkpoint(str(tmp_path / "checkpoint_network/rank_0/net_rank_0-network-2_5.safetensors"),
-                                 format="safetensors")
+    assert files(tmp_path, "checkpoint_network") == [
+        "net_rank_0-network-1_10.safetensors",
+        "net_rank_0-network-2_5.safetensors",
+    ]
+    assert files(tmp_path, "checkpoint_trainable") == [
+        "net_rank_0-trainable_params-1_10.safetensors",
+        "net_rank_0-trainable_params-2_5.safetensors",
+    ]
+    network = ms.load_checkpoint(
+        str(tmp_path / "checkpoint_network/rank_0/net_rank_0-network-2_5.safetensors"),
+        format="safetensors",
+    )
     assert set(network) == {"weight", "bias"} and float(network["weight"].asnumpy()[0, 0]) == 15.0
-    trainable = ms.load_checkpoint(str(tmp_path / "checkpoint_trainable/rank_0/net_rank_0-trainable_params-2_5.safetensors"),
-                                   format="safetensors")
+    trainable = ms.load_checkpoint(
+        str(tmp_path / "checkpoint_trainable/rank_0/net_rank_0-trainable_params-2_5.safetensors"),
+        format="safetensors",
+    )
     assert set(trainable) == {"weight"}
 
 
@@ -205,7 +266,11 @@ def test_a_stop_of_all_ranks_ends_the_training(tmp_path, own_context):
     job.context.request_stop = lambda: stopped.append(True)
     from_outside()
     job.steps(1)
-    assert (committed(tmp_path), own_context.progress.stop_reason, stopped) == ([3], "SIGTERM", [True])
+    assert (committed(tmp_path), own_context.progress.stop_reason, stopped) == (
+        [3],
+        "SIGTERM",
+        [True],
+    )
 
 
 def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
@@ -223,14 +288,18 @@ def test_encryption_is_left_to_the_built_in(tmp_path, calls):
 
 def test_an_encrypted_file_is_written_by_the_built_in(tmp_path):
     Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(5)
-    assert files(tmp_path, fmt="ckpt") == ["net_rank_0-1_5.ckpt"] and not (tmp_path / "checkpoint" / ".mindresume").exists()
+    assert (
+        files(tmp_path, fmt="ckpt") == ["net_rank_0-1_5.ckpt"]
+        and not (tmp_path / "checkpoint" / ".mindresume").exists()
+    )
 
 
 def test_an_emergency_in_a_saved_step_writes_nothing_again(tmp_path):
     job = Job(build(tmp_path)).steps(5)
     emergency(job)
     assert files(tmp_path) == ["net_rank_0-1_5.safetensors"] and committed(tmp_path) == [5]
-    job.steps(5).end()                                                  # MindIO repaired it, and the training went on
+    # MindIO repaired it, and the training went on
+    job.steps(5).end()
     assert committed(tmp_path) == [5, 10]
 
 
@@ -243,7 +312,8 @@ def test_an_emergency_outside_any_training_is_left_to_the_built_in(tmp_path, cal
 
 def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_path):
     job = Job(build(tmp_path / "other"))
-    monitor = build(tmp_path)                                           # as the second monitor for MindIO TTP
+    # as the second monitor for MindIO TTP
+    monitor = build(tmp_path)
     job.params.cur_step_num, job.params.cur_epoch_num = 3, 1
     monitor._save_ckpt(job.params, True)
     assert files(tmp_path) == ["net_rank_0-1_3.safetensors"] and committed(tmp_path) == []
@@ -252,14 +322,17 @@ def test_a_monitor_whose_training_never_began_leaves_saving_to_the_built_in(tmp_
 def test_the_loss_and_reported_metrics_are_recorded(tmp_path):
     def newest():
         return dict(mindresume.open(tmp_path / "checkpoint").latest().state.metrics)
+
     job = Job(build(tmp_path)).steps(5)
     assert newest() == {"loss": 0.5}
     mindresume.plugin.report_metric("eval_loss", ms.Tensor([2.5]))
     mindresume.plugin.report_metric("bleu", ms.Tensor(30, ms.bfloat16))
     job.steps(5)
     assert newest() == {"loss": 0.5, "eval_loss": 2.5, "bleu": 30.0}
-    mindresume.plugin.report_metric("eval_loss", float("nan"))              # the older value would be wrong now
-    mindresume.plugin.report_metric("loss", 0.75)                           # the user knows better than the last batch
+    # the older value would be wrong now
+    mindresume.plugin.report_metric("eval_loss", float("nan"))
+    # the user knows better than the last batch
+    mindresume.plugin.report_metric("loss", 0.75)
     job.steps(5)
     assert newest() == {"loss": 0.75, "bleu": 30.0}
 
@@ -270,9 +343,14 @@ def test_a_health_that_cannot_be_recorded_fails_the_save_to_disk_alone(tmp_path,
 
     def fail(health, name):
         raise SaveError("no space")
+
     monkeypatch.setattr(monitor, "_record_health", fail)
     job = Job(monitor)
-    monkeypatch.setattr(monitor._checkpoints, "_tier", SimpleNamespace(step_end=lambda state, collected: given.append(collected)))
+    monkeypatch.setattr(
+        monitor._checkpoints,
+        "_tier",
+        SimpleNamespace(step_end=lambda state, collected: given.append(collected)),
+    )
     job.steps(5)
     assert given[-1].step == 5 and committed(tmp_path) == []
 
@@ -283,7 +361,12 @@ def test_saves_write_scalars_if_tensorboard_is_enabled(tmp_path, monkeypatch, ki
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
     Job(build(tmp_path, async_save=kind)).steps(10).end()
     for tag in ("save-seconds", "save-stall-seconds", "save-MiB"):
-        assert set(writer.rows[f"mindresume/{tag}"]) == {5, 10} and min(writer.rows[f"mindresume/{tag}"].values()) >= 0
-    assert writer.rows["mindresume/save-MiB"][5] * 2**20 == (
-        tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").stat().st_size
-    assert "mindresume/steps-lost" not in writer.rows                           # no job failed
+        assert (
+            set(writer.rows[f"mindresume/{tag}"]) == {5, 10}
+            and min(writer.rows[f"mindresume/{tag}"].values()) >= 0
+        )
+    assert (
+        writer.rows["mindresume/save-MiB"][5] * 2**20
+        == (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").stat().st_size
+    )
+    assert "mindresume/steps-lost" not in writer.rows  # no job failed

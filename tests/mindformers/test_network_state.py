@@ -1,4 +1,6 @@
-"""The arrays of a live MindSpore network, what their layouts are read from, and whether a checkpoint fits. CPU, one process."""
+"""The arrays of a live MindSpore network, what their layouts are read from, and whether a
+checkpoint fits. CPU, one process."""
+
 import json
 import random
 import types
@@ -23,24 +25,40 @@ from mindresume.model.layout import TensorLayout  # noqa: E402
 from mindresume.tensor_files import encode, read_header, read_tensor  # noqa: E402
 from mindresume.tensor_files.header import tensor_bytes  # noqa: E402
 
-BITS = np.array([0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x0001, 0x4049, 0xC2F7], np.uint16)     # infinities, a denormal
+# infinities, a denormal
+BITS = np.array([0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x0001, 0x4049, 0xC2F7], np.uint16)
 
 
 def bf16(name="w"):
-    return ms.Parameter(ms.Tensor(BITS.view(ml_dtypes.bfloat16).astype(np.float32), ms.bfloat16), name=name)
+    return ms.Parameter(
+        ms.Tensor(BITS.view(ml_dtypes.bfloat16).astype(np.float32), ms.bfloat16), name=name
+    )
 
 
-# ---- arrays ----------------------------------------------------------------------------------------------------------
+# ---- arrays --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("value, dtype", [
-    (7, "int64"), (-2**62, "int64"), (np.int32(3), "int64"), (0.5, "float32"), (np.float64(0.5), "float32"), (True, "bool"),
-    (np.bool_(False), "bool"), ("text", "<U4")])
+
+@pytest.mark.parametrize(
+    "value, dtype",
+    [
+        (7, "int64"),
+        (-(2**62), "int64"),
+        (np.int32(3), "int64"),
+        (0.5, "float32"),
+        (np.float64(0.5), "float32"),
+        (True, "bool"),
+        (np.bool_(False), "bool"),
+        ("text", "<U4"),
+    ],
+)
 def test_plain_numbers(value, dtype):
     array = to_numpy("x", value)
     assert array.dtype == np.dtype(dtype) and array.shape == () and array.item() == value
 
 
-@pytest.mark.parametrize("value", [np.arange(6, dtype=np.int8).reshape(2, 3), np.array(1.5, np.float64)])
+@pytest.mark.parametrize(
+    "value", [np.arange(6, dtype=np.int8).reshape(2, 3), np.array(1.5, np.float64)]
+)
 def test_arrays_are_kept_unchanged(value):
     assert to_numpy("x", value) is value
 
@@ -50,11 +68,15 @@ def test_a_value_that_is_no_tensor_is_named():
         to_numpy("table", [1, 2])
 
 
-@pytest.mark.parametrize("dtype", [ms.float32, ms.float16, ms.float64, ms.int32, ms.int64, ms.int8, ms.uint8, ms.bool_])
+@pytest.mark.parametrize(
+    "dtype", [ms.float32, ms.float16, ms.float64, ms.int32, ms.int64, ms.int8, ms.uint8, ms.bool_]
+)
 def test_tensors_of_every_dtype(dtype):
     value = ms.Tensor(np.array([[0, 1], [1, 0]]), dtype)
     array = to_numpy("x", value)
-    assert array.dtype.name == str(dtype).lower().rstrip("_") and np.array_equal(array, value.asnumpy())
+    assert array.dtype.name == str(dtype).lower().rstrip("_") and np.array_equal(
+        array, value.asnumpy()
+    )
 
 
 def test_bfloat16_keeps_its_bits():
@@ -64,22 +86,33 @@ def test_bfloat16_keeps_its_bits():
 
 def test_a_parameter_that_was_never_filled_is_initialised():
     from mindspore.common.initializer import initializer
+
     parameter = ms.Parameter(initializer("ones", (2, 3), ms.float32), name="w")
     assert np.array_equal(to_numpy("w", parameter), np.ones((2, 3), np.float32))
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_the_same_names_dtypes_shapes_and_bytes_as_mindspore_save_checkpoint(tmp_path, fmt):
-    parameters = {"w": bf16("w"), "half": ms.Parameter(ms.Tensor([[1.5]], ms.float16), name="half"),
-                  "scalar": ms.Parameter(ms.Tensor(2.5, ms.float32), name="scalar"),
-                  "count": ms.Parameter(ms.Tensor([3], ms.int32), name="count")}
+    parameters = {
+        "w": bf16("w"),
+        "half": ms.Parameter(ms.Tensor([[1.5]], ms.float16), name="half"),
+        "scalar": ms.Parameter(ms.Tensor(2.5, ms.float32), name="scalar"),
+        "count": ms.Parameter(ms.Tensor([3], ms.int32), name="count"),
+    }
     plain = {"step_num": 7, "loss_scale": 0.5, "flag": True, "global_step": parameters["count"]}
     path = str(tmp_path / f"theirs.{fmt}")
-    ms.save_checkpoint([{"name": name, "data": value} for name, value in parameters.items()], path,
-                       append_dict=dict(plain), format=fmt)
+    ms.save_checkpoint(
+        [{"name": name, "data": value} for name, value in parameters.items()],
+        path,
+        append_dict=dict(plain),
+        format=fmt,
+    )
     ours = snapshot([*parameters.items(), *plain.items()])
     with open(path, "rb") as file:
-        theirs = {name: read_tensor(file, entry) for name, entry in read_header(file, path).tensors.items()}
+        theirs = {
+            name: read_tensor(file, entry)
+            for name, entry in read_header(file, path).tensors.items()
+        }
     assert set(ours) == set(theirs)
     for name, array in theirs.items():
         assert (ours[name].dtype, ours[name].tobytes()) == (array.dtype, array.tobytes()), name
@@ -88,102 +121,199 @@ def test_the_same_names_dtypes_shapes_and_bytes_as_mindspore_save_checkpoint(tmp
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_mindspore_reads_our_file(tmp_path, fmt):
-    arrays = snapshot([("w", bf16()), ("step_num", 7), ("loss_scale", 0.5), ("m", ms.Tensor([[1, 2]], ms.float32))])
+    arrays = snapshot(
+        [
+            ("w", bf16()),
+            ("step_num", 7),
+            ("loss_scale", 0.5),
+            ("m", ms.Tensor([[1, 2]], ms.float32)),
+        ]
+    )
     path = tmp_path / f"ours.{fmt}"
     path.write_bytes(b"".join(bytes(piece) for _, piece in encode(fmt, arrays, {"format": "ms"})))
     found = ms.load_checkpoint(str(path), format=fmt)
     assert np.array_equal(to_numpy("w", found["w"]).view(np.uint16), BITS)
-    assert int(found["step_num"]) == 7 and float(found["loss_scale"]) == 0.5 and found["step_num"].shape == ()
+    assert (
+        int(found["step_num"]) == 7
+        and float(found["loss_scale"]) == 0.5
+        and found["step_num"].shape == ()
+    )
     assert np.array_equal(found["m"].asnumpy(), [[1, 2]])
 
 
-# ---- layouts ---------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
+
 
 def row(matrix, tensor_map, slice_shape, full, group=""):
     """Returns a row of ``network.parameter_layout_dict`` as after a compilation."""
-    return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, list(full), [], False, False, -1, -1)
+    return (
+        list(matrix),
+        list(tensor_map),
+        list(slice_shape),
+        0,
+        True,
+        group,
+        list(full),
+        [],
+        False,
+        False,
+        -1,
+        -1,
+    )
 
 
 def no_warning(text):
     raise AssertionError(text)
 
 
-@pytest.mark.parametrize("matrix, tensor_map, held, full, pieces", [
-    ((2, 2), [0, -1], (4, 4), (8, 4), 0),                   # dp 2 x tp 2, rows cut
-    ((2, 2), [-1, 0], (8, 2), (8, 4), 0),
-    ((2, 2), [0, -1], (2, 4), (8, 4), 2),                   # and the optimizer's share of the dp replicas
-    ((2, 2), [-1], (2,), (8,), 4),                          # replicated: cut over all four ranks
-    ((2, 2), [-1], (4,), (8,), 2),
-    ((4,), [-1, -1], (4, 4), (4, 4), 0),                    # dp 4, nothing cut
-    ((2, 2), [[1, 0], -1], (2, 4), (8, 4), 0),              # two axes on one dimension
-    ((2, 2, 2), [(2, 0), -1], (1, 4), (8, 4), 2),
-    ((2, 2), [], (), (), 0),                                # no dimensions
-])
-def test_layouts_with_the_optimizer_shard_that_the_sizes_tell(matrix, tensor_map, held, full, pieces):
-    # the row says the slice before the optimizer shard: only the shape of the parameter shows it (facts of MindSpore 2.9.0)
+@pytest.mark.parametrize(
+    "matrix, tensor_map, held, full, pieces",
+    [
+        ((2, 2), [0, -1], (4, 4), (8, 4), 0),  # dp 2 x tp 2, rows cut
+        ((2, 2), [-1, 0], (8, 2), (8, 4), 0),
+        # and the optimizer's share of the dp replicas
+        ((2, 2), [0, -1], (2, 4), (8, 4), 2),
+        ((2, 2), [-1], (2,), (8,), 4),  # replicated: cut over all four ranks
+        ((2, 2), [-1], (4,), (8,), 2),
+        ((4,), [-1, -1], (4, 4), (4, 4), 0),  # dp 4, nothing cut
+        ((2, 2), [[1, 0], -1], (2, 4), (8, 4), 0),  # two axes on one dimension
+        ((2, 2, 2), [(2, 0), -1], (1, 4), (8, 4), 2),
+        ((2, 2), [], (), (), 0),  # no dimensions
+    ],
+)
+def test_layouts_with_the_optimizer_shard_that_the_sizes_tell(
+    matrix, tensor_map, held, full, pieces
+):
+    # the row says the slice before the optimizer shard: only the shape of the parameter shows it
+    # (facts of MindSpore 2.9.0)
     found = layouts({"w": row(matrix, tensor_map, full, full, "4-1234")}, {"w": held}, no_warning)
     layout, shape = found["w"]
     assert shape == full and layout.optimizer_shards == pieces and layout.local_shape(full) == held
-    assert layout == TensorLayout(matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces)
+    assert layout == TensorLayout(
+        matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces
+    )
 
 
 def cached(matrix, tensor_map, slice_shape, group=""):
     """Returns rows of a graph from the compile cache: without the full shape (mindspore 2.9.0)."""
-    return (list(matrix), list(tensor_map), list(slice_shape), 0, True, group, [], [], False, False, 0, 0, [])
+    return (
+        list(matrix),
+        list(tensor_map),
+        list(slice_shape),
+        0,
+        True,
+        group,
+        [],
+        [],
+        False,
+        False,
+        0,
+        0,
+        [],
+    )
 
 
-@pytest.mark.parametrize("matrix, tensor_map, before, held, full, pieces", [
-    ((2, 2), [0, -1], (4, 4), (4, 4), (8, 4), 0),
-    ((2, 2), [-1, 0], (8, 2), (8, 2), (8, 4), 0),
-    ((2, 2), [-1, -1], (8, 4), (8, 4), (8, 4), 0),
-    ((2, 2), [0, -1], (4, 4), (2, 4), (8, 4), 2),           # the row says the slice before the optimizer shard
-    ((2, 2), [[1, 0], -1], (2, 4), (2, 4), (8, 4), 0),
-    ((2, 2), [], (), (), (), 0)])
-def test_layouts_of_a_graph_out_of_the_compile_cache(matrix, tensor_map, before, held, full, pieces):
-    found = layouts({"w": cached(matrix, tensor_map, before, "4-1234" if pieces else "")}, {"w": held}, no_warning)
-    assert found == {"w": (TensorLayout(matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces), full)}
+@pytest.mark.parametrize(
+    "matrix, tensor_map, before, held, full, pieces",
+    [
+        ((2, 2), [0, -1], (4, 4), (4, 4), (8, 4), 0),
+        ((2, 2), [-1, 0], (8, 2), (8, 2), (8, 4), 0),
+        ((2, 2), [-1, -1], (8, 4), (8, 4), (8, 4), 0),
+        # the row says the slice before the optimizer shard
+        ((2, 2), [0, -1], (4, 4), (2, 4), (8, 4), 2),
+        ((2, 2), [[1, 0], -1], (2, 4), (2, 4), (8, 4), 0),
+        ((2, 2), [], (), (), (), 0),
+    ],
+)
+def test_layouts_of_a_graph_out_of_the_compile_cache(
+    matrix, tensor_map, before, held, full, pieces
+):
+    found = layouts(
+        {"w": cached(matrix, tensor_map, before, "4-1234" if pieces else "")},
+        {"w": held},
+        no_warning,
+    )
+    assert found == {
+        "w": (
+            TensorLayout(
+                matrix, tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), pieces
+            ),
+            full,
+        )
+    }
 
 
 def test_a_cached_row_that_hides_the_optimizer_shard_is_left_out_with_a_warning():
     warnings = []
-    assert layouts({"w": cached((2, 2), [0, -1], (2, 4), "4-1234")}, {"w": (2, 4)}, warnings.append) == {}
+    assert (
+        layouts({"w": cached((2, 2), [0, -1], (2, 4), "4-1234")}, {"w": (2, 4)}, warnings.append)
+        == {}
+    )
     [warned] = warnings
-    assert warned.text.startswith("w: its layout is not recorded: ") and "group 4-1234" in warned.text
+    assert (
+        warned.text.startswith("w: its layout is not recorded: ") and "group 4-1234" in warned.text
+    )
 
 
-@pytest.mark.parametrize("what, held, full", [
-    ("more than there is", (8, 4), (8, 4)), ("not divisible", (3, 4), (8, 4)), ("another rank", (4,), (8, 4)),
-    ("cut in the other dimension", (8, 2), (8, 4)), ("smaller than the smallest piece", (1, 4), (8, 4)),
-    ("indivisible full shape", (4, 4), (7, 4))])
+@pytest.mark.parametrize(
+    "what, held, full",
+    [
+        ("more than there is", (8, 4), (8, 4)),
+        ("not divisible", (3, 4), (8, 4)),
+        ("another rank", (4,), (8, 4)),
+        ("cut in the other dimension", (8, 2), (8, 4)),
+        ("smaller than the smallest piece", (1, 4), (8, 4)),
+        ("indivisible full shape", (4, 4), (7, 4)),
+    ],
+)
 def test_a_row_that_does_not_fit_is_left_out_with_a_warning(what, held, full):
     warnings = []
-    found = layouts({"w": row((2, 2), [0, -1], held, full), "v": row((2, 2), [0], (4,), (8,))}, {"w": held, "v": (4,)},
-                    warnings.append)
-    assert list(found) == ["v"] and len(warnings) == 1 and warnings[0].text.startswith("w: its layout is not recorded")
+    found = layouts(
+        {"w": row((2, 2), [0, -1], held, full), "v": row((2, 2), [0], (4,), (8,))},
+        {"w": held, "v": (4,)},
+        warnings.append,
+    )
+    assert (
+        list(found) == ["v"]
+        and len(warnings) == 1
+        and warnings[0].text.startswith("w: its layout is not recorded")
+    )
 
 
-@pytest.mark.parametrize("matrix, tensor_map", [([], [0, -1]), ([2, 2], [5, -1]), ([2, 2], [0, 0]), ([0, 2], [0, -1])])
+@pytest.mark.parametrize(
+    "matrix, tensor_map", [([], [0, -1]), ([2, 2], [5, -1]), ([2, 2], [0, 0]), ([0, 2], [0, -1])]
+)
 def test_an_impossible_layout_is_left_out_with_a_warning(matrix, tensor_map):
     warnings = []
-    assert layouts({"w": row(matrix, tensor_map, (4, 4), (8, 4))}, {"w": (4, 4)}, warnings.append) == {} and len(warnings) == 1
+    assert (
+        layouts({"w": row(matrix, tensor_map, (4, 4), (8, 4))}, {"w": (4, 4)}, warnings.append)
+        == {}
+        and len(warnings) == 1
+    )
 
 
 def test_rows_of_unsaved_tensors_are_ignored_and_a_missing_table_has_no_layouts():
     assert layouts({"inputs0": row((2,), [0], (4,), (8,))}, {"w": (4,)}, no_warning) == {}
-    assert layouts(None, {"w": (4,)}, no_warning) == {} and layouts({}, {"w": (4,)}, no_warning) == {}
+    assert (
+        layouts(None, {"w": (4,)}, no_warning) == {} and layouts({}, {"w": (4,)}, no_warning) == {}
+    )
 
 
 def test_an_empty_tensor_has_a_layout():
-    assert layouts({"w": row((2, 2), [0, -1], (0, 4), (0, 4))}, {"w": (0, 4)}, no_warning)["w"][1] == (0, 4)
+    assert layouts({"w": row((2, 2), [0, -1], (0, 4), (0, 4))}, {"w": (0, 4)}, no_warning)["w"][
+        1
+    ] == (0, 4)
 
 
-# ---- random states ---------------------------------------------------------------------------------------------------
+# ---- random states -------------------------------------------------------------------------------
+
 
 def test_random_states_survive_json():
-    # of MindSpore the state itself: no operator of the CPU back end draws from this generator (those of ops and nn.Dropout
-    # have one of their own in each kernel, which nothing can read)
+    # of MindSpore the state itself: no operator of the CPU back end draws from this generator
+    # (those of ops and nn.Dropout have one of their own in each kernel, which nothing can read)
     def draws():
         return [random.random(), np.random.rand(), ms.get_rng_state().asnumpy().tolist()]
+
     ms.manual_seed(5)
     random.seed(1)
     np.random.seed(2)
@@ -203,13 +333,23 @@ def test_state_that_was_not_saved_is_not_restored():
 
 
 def test_a_deferred_tensor_is_what_a_snapshot_is():
-    rows = [("f32", ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))), ("bf16", ms.Tensor([1.5, -2.0], ms.bfloat16)),
-            ("zero", ms.Tensor(3, ms.int64)), ("flag", ms.Tensor([True, False])), ("number", 7), ("text", "dynamic"),
-            ("numpy", np.arange(3, dtype=np.int8))]
+    rows = [
+        ("f32", ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))),
+        ("bf16", ms.Tensor([1.5, -2.0], ms.bfloat16)),
+        ("zero", ms.Tensor(3, ms.int64)),
+        ("flag", ms.Tensor([True, False])),
+        ("number", 7),
+        ("text", "dynamic"),
+        ("numpy", np.arange(3, dtype=np.int8)),
+    ]
     now, later = snapshot(rows), deferred(rows)
     for name, array in now.items():
         found = later[name]
-        assert (found.dtype.name, tuple(found.shape), found.nbytes) == (array.dtype.name, array.shape, array.nbytes)
+        assert (found.dtype.name, tuple(found.shape), found.nbytes) == (
+            array.dtype.name,
+            array.shape,
+            array.nbytes,
+        )
         assert np.asarray(found).tobytes() == array.tobytes()
 
 
@@ -220,29 +360,55 @@ def test_a_deferred_tensor_is_read_on_demand():
         def asnumpy(self):
             self.reads += 1
             return np.array([1, 2], np.float32)
+
     tensor = Tensor()
     found = deferred([("x", tensor)])["x"]
     assert found.nbytes == 8 and tensor.reads == 0
-    assert bytes(tensor_bytes(found)) == np.array([1, 2], np.float32).tobytes() and tensor.reads == 1
+    assert (
+        bytes(tensor_bytes(found)) == np.array([1, 2], np.float32).tobytes() and tensor.reads == 1
+    )
 
 
-@pytest.mark.parametrize("state", [{"python": {"version": 3}}, {"numpy": 5}, {"mindspore": {"state": "%%"}},
-                                   {"python": {"version": 3, "internal": "AAAA", "gauss": None}}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"python": {"version": 3}},
+        {"numpy": 5},
+        {"mindspore": {"state": "%%"}},
+        {"python": {"version": 3, "internal": "AAAA", "gauss": None}},
+    ],
+)
 def test_an_invalid_random_state_is_our_error(state):
     with pytest.raises(LoadError, match="the random state in the record cannot be restored"):
         restore_random(state)
 
 
-# ---- strategy metadata -----------------------------------------------------------------------------------------------
+# ---- strategy metadata ---------------------------------------------------------------------------
+
 
 def described(matrix, tensor_map, full):
-    """Returns a row of MindSpore's strategy metadata, in which the optimizer shard is part of the tensor map."""
+    """Returns a row of MindSpore's strategy metadata, in which the optimizer shard is part of the
+    tensor map."""
     row = {"device_matrix": matrix, "tensor_map": tensor_map, "interleaved_parallel": False}
     return types.SimpleNamespace(to_dict=lambda: row), "float32", full
 
 
-# parameter_layout_dict and strategy metadata of one parameter, as MindSpore 2.9.0 gave them for dp2 tp2 with optimizer shards
-QKV_ROW = ([2, 2], [0, -1], [288, 192], 0, True, "dp-0-2", [576, 192], [288, 192], False, False, 0, 0)
+# parameter_layout_dict and strategy metadata of one parameter, as MindSpore 2.9.0 gave them for dp2
+# tp2 with optimizer shards
+QKV_ROW = (
+    [2, 2],
+    [0, -1],
+    [288, 192],
+    0,
+    True,
+    "dp-0-2",
+    [576, 192],
+    [288, 192],
+    False,
+    False,
+    0,
+    0,
+)
 
 
 def test_the_optimizer_shard_is_kept_apart_from_tensor_parallelism():
@@ -253,13 +419,24 @@ def test_the_optimizer_shard_is_kept_apart_from_tensor_parallelism():
     assert split == {"w": apart}
     folded = {"w": described((2, 1, 2), ((0, 2, 1), -1), (576, 192))}
     assert strategy_layouts(folded, shapes, warnings.append, split) == {"w": apart}
-    assert strategy_layouts(folded, shapes, warnings.append) == {"w": (TensorLayout((2, 1, 2), ((0, 2, 1), -1)), (576, 192))}
+    assert strategy_layouts(folded, shapes, warnings.append) == {
+        "w": (TensorLayout((2, 1, 2), ((0, 2, 1), -1)), (576, 192))
+    }
     assert warnings == []
 
 
-@pytest.mark.parametrize("row", [described((2, 1, 2), ((2, 1, 0), -1), (576, 192)), described((2, 2), (0, 1), (576, 192)),
-                                 described((2, 1, 2), ((0, 2, 1), -1), (1152, 96))])
+@pytest.mark.parametrize(
+    "row",
+    [
+        described((2, 1, 2), ((2, 1, 0), -1), (576, 192)),
+        described((2, 2), (0, 1), (576, 192)),
+        described((2, 1, 2), ((0, 2, 1), -1), (1152, 96)),
+    ],
+)
 def test_a_layout_that_mindspore_describes_in_two_ways_is_unknown(row):
     shapes, warnings = {"w": (144, 192)}, []
     split = layouts({"w": QKV_ROW}, shapes, warnings.append)
-    assert strategy_layouts({"w": row}, shapes, warnings.append, split) == {} and "its layout is not recorded" in warnings[0].text
+    assert (
+        strategy_layouts({"w": row}, shapes, warnings.append, split) == {}
+        and "its layout is not recorded" in warnings[0].text
+    )

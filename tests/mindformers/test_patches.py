@@ -1,4 +1,6 @@
-"""The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no Trainer. CPU, one process."""
+"""The hooks in mindformers' graph trainer, called by hand: real mindformers and mindspore, no
+Trainer. CPU, one process."""
+
 import contextlib
 import importlib
 import json
@@ -13,7 +15,17 @@ import numpy as np
 import pytest
 import rank_folders
 from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
-from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, state_of, target_of, write_foreign
+from rank_folders import (
+    RUN,
+    STORAGE,
+    dir_at,
+    flip_bit,
+    path_of,
+    save,
+    state_of,
+    target_of,
+    write_foreign,
+)
 
 from mindresume.formats import CheckpointDir
 
@@ -67,7 +79,11 @@ from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 
-WRAPPED = [symbol for symbol in upstream.PROFILES[1].symbols if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)]
+WRAPPED = [
+    symbol
+    for symbol in upstream.PROFILES[1].symbols
+    if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)
+]
 
 
 def place(module, name):
@@ -81,7 +97,8 @@ def place(module, name):
 def current():
     before, own = training_context.current(), training_context.TrainingContext()
     yield training_context.set_current(own)
-    own.resources.release()                             # its read lock and kept bytes, as at the end of a training
+    # its read lock and kept bytes, as at the end of a training
+    own.resources.release()
     training_context.set_current(before)
 
 
@@ -89,18 +106,21 @@ def config_of(path="", **values):
     return MindFormerConfig(**{"resume_training": True, "load_checkpoint": str(path), **values})
 
 
-# ---- installation ----------------------------------------------------------------------------------------------------
+# ---- installation --------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("symbol", WRAPPED, ids=lambda symbol: symbol.path)
 def test_every_function_is_wrapped_once_and_keeps_its_name(symbol):
     hooked = place(symbol.module, symbol.name)
     assert hooked._mindresume and hooked.__name__ == symbol.name.rpartition(".")[2]
     mindresume.plugin.install()
-    assert place(symbol.module, symbol.name) == hooked          # a bound method is a new object each time
+    # a bound method is a new object each time
+    assert place(symbol.module, symbol.name) == hooked
     assert not getattr(hooked.__wrapped__, "_mindresume", False)
 
 
-# ---- configuration ---------------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------------------
+
 
 class TaskTrainer:
     def __init__(self, model_name=None):
@@ -108,32 +128,54 @@ class TaskTrainer:
 
 
 def test_data_keys_below_trainer_reach_the_top_level():
-    config = MindFormerConfig(trainer={"type": "X", "ignore_data_skip": True, "data_skip_steps": 7}, resume_training=False)
+    config = MindFormerConfig(
+        trainer={"type": "X", "ignore_data_skip": True, "data_skip_steps": 7}, resume_training=False
+    )
     checked = patches.WRAPPERS["Trainer._check_config_rules"](
-        lambda self: (self.config.ignore_data_skip, self.config.data_skip_steps, dict(self.config.trainer)))
+        lambda self: (
+            self.config.ignore_data_skip,
+            self.config.data_skip_steps,
+            dict(self.config.trainer),
+        )
+    )
     assert checked(SimpleNamespace(config=config)) == (True, 7, {"type": "X"})
 
 
 def test_data_keys_that_contradict_each_other_are_an_error():
     config = MindFormerConfig(trainer={"data_skip_steps": 7}, data_skip_steps=8)
-    with pytest.raises(ConfigError, match="data_skip_steps is 8 at the top level of the configuration but 7 in trainer"):
-        patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(SimpleNamespace(config=config))
+    with pytest.raises(
+        ConfigError,
+        match="data_skip_steps is 8 at the top level of the configuration but 7 in trainer",
+    ):
+        patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(
+            SimpleNamespace(config=config)
+        )
 
 
 def test_the_constructor_of_the_task_trainer_never_sees_them():
     """Asked of the real registry, which other kinds of classes leave untouched."""
-    MindFormerRegister.register_cls(TaskTrainer, module_type=MindFormerModuleType.TRAINER, alias="TaskTrainerOfTheTest")
+    MindFormerRegister.register_cls(
+        TaskTrainer, module_type=MindFormerModuleType.TRAINER, alias="TaskTrainerOfTheTest"
+    )
     built = MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(
-        model_name="m", ignore_data_skip=True, data_skip_steps=1)
+        model_name="m", ignore_data_skip=True, data_skip_steps=1
+    )
     assert type(built) is TaskTrainer and built.model_name == "m"
     with pytest.raises(TypeError, match="something_else"):
-        MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(something_else=1)
-    assert isinstance(MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor"), type)
+        MindFormerRegister.get_cls(MindFormerModuleType.TRAINER, "TaskTrainerOfTheTest")(
+            something_else=1
+        )
+    assert isinstance(
+        MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor"), type
+    )
 
 
 FOLDERS = {
-    "rank folders": (["rank_0/", "rank_1/"], False), "rank folders and a loose file": (["rank_0/", "a.ckpt"], False),
-    "an empty folder": ([], False), "only records": ([".mindresume/"], False), "loose safetensors": (["a.safetensors"], True),
+    "rank folders": (["rank_0/", "rank_1/"], False),
+    "rank folders and a loose file": (["rank_0/", "a.ckpt"], False),
+    "an empty folder": ([], False),
+    "only records": ([".mindresume/"], False),
+    "loose safetensors": (["a.safetensors"], True),
     "loose ckpt": (["a.ckpt", "config.json"], True),
     "consolidated weights": (["hyper_param.safetensors", "part0.safetensors"], True),
 }
@@ -148,13 +190,24 @@ def test_folders_are_recognized_by_their_files(tmp_path, names, complete):
         assert selection.selects_consolidated(STORAGE, str(path), False) is complete
 
 
-@pytest.mark.parametrize("values, iterations", [({"use_legacy_format": False}, True), ({"checkpoint": {"load_path": "x"}}, True),
-                                                ({"use_legacy_format": True}, False), ({}, False)])
+@pytest.mark.parametrize(
+    "values, iterations",
+    [
+        ({"use_legacy_format": False}, True),
+        ({"checkpoint": {"load_path": "x"}}, True),
+        ({"use_legacy_format": True}, False),
+        ({}, False),
+    ],
+)
 def test_the_format_of_a_job_is_recognized(tmp_path, values, iterations):
-    assert job_start.uses_iterations(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values})) is iterations
+    assert (
+        job_start.uses_iterations(MindFormerConfig(**{"load_checkpoint": str(tmp_path), **values}))
+        is iterations
+    )
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
+
 
 def test_the_selection_sets_the_configuration(tmp_path, current):
     for step in (5, 10):
@@ -162,7 +215,11 @@ def test_the_selection_sets_the_configuration(tmp_path, current):
     flip_bit(path_of(tmp_path, 10, 0, fmt="ckpt"), 200)
     config = config_of(tmp_path / "rank_0", load_ckpt_format="safetensors")
     job_start.select_checkpoint(config, current)
-    assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (str(tmp_path), True, "ckpt")
+    assert (config.load_checkpoint, config.resume_training, config.load_ckpt_format) == (
+        str(tmp_path),
+        True,
+        "ckpt",
+    )
     assert current.plan.resumes and current.plan.choice.chosen.step == 5 and current.shard.rank == 0
     assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
 
@@ -181,7 +238,9 @@ def test_an_unhealthy_one_is_refused_where_health_is_monitored(tmp_path, current
         save(tmp_path / "checkpoint", saved, world=1)
     listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
     (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
-    config = config_of(tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored)
+    config = config_of(
+        tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored
+    )
     job_start.select_checkpoint(config, current)
     assert current.plan.choice.chosen.step == step
     current.resources.release()
@@ -190,12 +249,19 @@ def test_an_unhealthy_one_is_refused_where_health_is_monitored(tmp_path, current
 def test_an_empty_folder_is_a_fresh_start(tmp_path, current):
     config = config_of(tmp_path)
     job_start.select_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, "", False)
+    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (
+        False,
+        "",
+        False,
+    )
 
 
-@pytest.mark.parametrize("task, found", [(load_request.TRAIN, "/output/checkpoint"), (load_request.EVALUATE, "a file")])
+@pytest.mark.parametrize(
+    "task, found", [(load_request.TRAIN, "/output/checkpoint"), (load_request.EVALUATE, "a file")]
+)
 def test_resume_from_checkpoint_true_means_the_folder(current, monkeypatch, task, found):
-    """The newest file of a rank can be of a save that never completed, and as a file it would be requested alone."""
+    """The newest file of a rank can be of a save that never completed, and as a file it would be
+    requested alone."""
     monkeypatch.setattr(training_context, "_current", [replace(current, task=task)])
     trainer = SimpleNamespace(config=MindFormerConfig(output_dir="/output"))
     assert patches.WRAPPERS["Trainer.get_last_checkpoint"](lambda self: "a file")(trainer) == found
@@ -208,23 +274,43 @@ def test_an_empty_folder_begins_with_the_pretrained_weights(tmp_path, current, i
     weights = tmp_path / "weights"
     mindresume.merge(tmp_path / "source", weights)
     (tmp_path / "checkpoint").mkdir()
-    config = config_of(tmp_path / "checkpoint" if is_given else "", pretrained_model_dir=str(weights))
+    config = config_of(
+        tmp_path / "checkpoint" if is_given else "", pretrained_model_dir=str(weights)
+    )
     job_start.select_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (False, str(weights), False)
+    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (
+        False,
+        str(weights),
+        False,
+    )
     assert current.plan.request.path == str(weights)
     current.resources.release()
 
 
 @pytest.mark.parametrize("keys", [{"use_checkpoint_health_monitor": True}, {}])
-def test_the_selection_sees_the_keys_as_mindformers_converts_them(tmp_path, current, monkeypatch, keys):
-    """Checkpoint 2.0 with the older key of the health monitor: mindformers converts it only after the selection."""
+def test_the_selection_sees_the_keys_as_mindformers_converts_them(
+    tmp_path, current, monkeypatch, keys
+):
+    """Checkpoint 2.0 with the older key of the health monitor: mindformers converts it only after
+    the selection."""
     from mindformers import Trainer
-    config = MindFormerConfig(resume_training=True, load_checkpoint=str(tmp_path), use_legacy_format=False, monitor_config=None,
-                              callbacks=[], **keys)
+
+    config = MindFormerConfig(
+        resume_training=True,
+        load_checkpoint=str(tmp_path),
+        use_legacy_format=False,
+        monitor_config=None,
+        callbacks=[],
+        **keys,
+    )
     trainer, asked = object.__new__(Trainer), []
     trainer.config = config
     monkeypatch.setattr(training_context, "_current", [replace(current, task=load_request.TRAIN)])
-    monkeypatch.setattr(job_start, "select_plan", lambda config, request, *more: asked.append(request.health_dir is not None))
+    monkeypatch.setattr(
+        job_start,
+        "select_plan",
+        lambda config, request, *more: asked.append(request.health_dir is not None),
+    )
     patches.WRAPPERS["Trainer._check_config_rules"](lambda self: None)(trainer)
     assert asked == [bool(keys)]
 
@@ -240,7 +326,9 @@ def test_the_folder_above_is_accepted(tmp_path, current, place):
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path, current):
     (tmp_path / "data.bin").write_bytes(b"x")
-    with pytest.raises(MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"):
+    with pytest.raises(
+        MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"
+    ):
         job_start.select_checkpoint(config_of(tmp_path), current)
     save(tmp_path / "a", 5, world=1)
     save(tmp_path / "b", 5, world=1)
@@ -258,9 +346,13 @@ def test_the_output_folder_of_a_killed_first_start_is_a_fresh_start(tmp_path, cu
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(tmp_path, current, monkeypatch, there):
+def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(
+    tmp_path, current, monkeypatch, there
+):
     """An older one may be selected with a warning, but never none."""
-    late = Visibility(65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",))
+    late = Visibility(
+        65, ("rank 1 sees /x/manifest.json, and rank 0 does not list it, after 65 s",)
+    )
     monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: late)
     if there:
         save(tmp_path, 5, world=1)
@@ -279,7 +371,9 @@ def test_only_damaged_ones_are_an_error(tmp_path, current):
     assert not current.plan.resumes
 
 
-@pytest.mark.parametrize("values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}])
+@pytest.mark.parametrize(
+    "values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}]
+)
 def test_jobs_that_do_not_resume_are_left_alone(tmp_path, current, values):
     save(tmp_path, 5, world=1)
     config = config_of(tmp_path, **values)
@@ -294,13 +388,16 @@ def test_quick_does_not_read_the_contents(tmp_path, current):
     current.settings = type(current.settings)(verify="quick")
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert current.plan.choice.chosen.step == 5
-    with pytest.raises(LoadError, match="changed after it was checked"):        # still not loaded
+    with pytest.raises(LoadError, match="changed after it was checked"):  # still not loaded
         loading.read_shard(CheckpointDir(STORAGE, current.plan.choice.root), current.shard)
 
 
-# ---- a training and its end ------------------------------------------------------------------------------------------
+# ---- a training and its end ----------------------------------------------------------------------
 
-def load_by_mindformers(config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False):
+
+def load_by_mindformers(
+    config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False
+):
     raise AssertionError("mindformers loads what mindresume has chosen")
 
 
@@ -332,38 +429,67 @@ def ends(outcome):
             raise TrainingCompleteError("step 40 is the end")
         elif outcome == "failed":
             raise ValueError("loss is nan")
+
     return train
 
 
-@pytest.mark.parametrize("outcome, reason, step", [
-    ("finished", "", 7), ("preempted", "a graceful exit", 7), ("nothing_to_train", "step 40 is the end", None),
-    ("failed", "ValueError: loss is nan", 7)])
+@pytest.mark.parametrize(
+    "outcome, reason, step",
+    [
+        ("finished", "", 7),
+        ("preempted", "a graceful exit", 7),
+        ("nothing_to_train", "step 40 is the end", None),
+        ("failed", "ValueError: loss is nan", 7),
+    ],
+)
 def test_the_event_file_records_how_a_training_ended(output, outcome, reason, step):
     with contextlib.suppress(ValueError):
         patches.WRAPPERS["Trainer.train"](ends(outcome))(FakeTrainer())
     first, last = recorded(output)
     assert (first["event"], first["world_size"]) == ("training_started", 1)
     assert first["utc_offset_seconds"] == time.localtime().tm_gmtoff
-    assert (last["event"], last["outcome"], last["reason"], last.get("step")) == ("training_ended", outcome, reason, step)
-    assert training_context.current().task == "" and training_context.current().progress.step is None
+    assert (last["event"], last["outcome"], last["reason"], last.get("step")) == (
+        "training_ended",
+        outcome,
+        reason,
+        step,
+    )
+    assert (
+        training_context.current().task == "" and training_context.current().progress.step is None
+    )
 
 
 def test_sigterm_is_not_a_failure(output):
     def train(self):
         training_context.current().progress.stop_reason = preemption.BY_SIGNAL
+
     with pytest.raises(SystemExit):
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert recorded(output)[-1]["outcome"] == "preempted"
 
 
-@pytest.mark.parametrize("status, stop_reason, outcome, reason", [
-    (0, "", "finished", ""), (None, "", "finished", ""), (0, "a graceful exit", "preempted", "a graceful exit"),
-    (preemption.STATUS, "", "preempted", preemption.BY_SIGNAL), (3, "", "failed", "SystemExit: 3")])
-def test_an_exit_of_the_program_is_recorded_by_its_status(output, status, stop_reason, outcome, reason):
+@pytest.mark.parametrize(
+    "status, stop_reason, outcome, reason",
+    [
+        (0, "", "finished", ""),
+        (None, "", "finished", ""),
+        (0, "a graceful exit", "preempted", "a graceful exit"),
+        (preemption.STATUS, "", "preempted", preemption.BY_SIGNAL),
+        (3, "", "failed", "SystemExit: 3"),
+    ],
+)
+def test_an_exit_of_the_program_is_recorded_by_its_status(
+    output, status, stop_reason, outcome, reason
+):
     """``sys.exit(0)`` out of a training was recorded as a failure."""
+
     def train(self):
-        training_context.current().progress.step, training_context.current().progress.stop_reason = 7, stop_reason
+        (
+            training_context.current().progress.step,
+            training_context.current().progress.stop_reason,
+        ) = 7, stop_reason
         raise SystemExit(status)
+
     with pytest.raises(SystemExit):
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     last = recorded(output)[-1]
@@ -373,9 +499,12 @@ def test_an_exit_of_the_program_is_recorded_by_its_status(output, status, stop_r
 def test_wrong_settings_are_in_the_event_file_too(output):
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save": "raise"})
+
     with pytest.raises(ConfigError):
         patches.WRAPPERS["Trainer.train"](lambda self: None)(Trainer())
-    assert recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
+    assert (
+        recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
+    )
 
 
 def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch):
@@ -384,27 +513,38 @@ def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch
     assert not output.exists()
     with pytest.raises(ValueError, match="loss is nan"):
         patches.WRAPPERS["Trainer.train"](ends("failed"))(FakeTrainer())
-    assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1]["outcome"] == "failed"
+    assert [row["rank"] for row in recorded(output)] == [3, 3] and recorded(output)[-1][
+        "outcome"
+    ] == "failed"
 
 
 def test_all_resources_are_closed_once_although_one_fails(output):
-    """The save in flight is finished, the event file closed, and the context idle, whatever the release does."""
+    """The save in flight is finished, the event file closed, and the context idle, whatever the
+    release does."""
     closed = []
 
     def train(self):
         current = training_context.current()
         current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
         current.monitor = SimpleNamespace(finish_after_error=lambda: closed.append("settled"))
+
     with pytest.raises(ZeroDivisionError):
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
-    assert closed == ["settled"] and training_context.current().task == "" and recorded(output)[-1]["event"] == "training_ended"
+    assert (
+        closed == ["settled"]
+        and training_context.current().task == ""
+        and recorded(output)[-1]["event"] == "training_ended"
+    )
 
 
 def test_an_evaluation_within_a_training_leaves_its_context_alone():
     def train(self):
         current = training_context.current()
-        patches.WRAPPERS[f"Trainer.{load_request.EVALUATE}"](lambda self: training_context.current().task)(FakeTrainer())
+        patches.WRAPPERS[f"Trainer.{load_request.EVALUATE}"](
+            lambda self: training_context.current().task
+        )(FakeTrainer())
         return training_context.current() is current
+
     assert patches.WRAPPERS["Trainer.train"](train)(FakeTrainer()) is True
 
 
@@ -416,29 +556,40 @@ def test_a_context_exists_during_its_training(tmp_path):
         assert current.task == load_request.TRAIN
         job_start.select_checkpoint(config_of(tmp_path), current)
         return current.plan.resumes
+
     assert patches.WRAPPERS["Trainer.train"](train)(FakeTrainer()) is True
     assert training_context.current().task == ""
-    assert not training_context.current().plan.resumes   # an evaluation afterwards in this process loads what it asks for
+    # an evaluation afterwards in this process loads what it asks for
+    assert not training_context.current().plan.resumes
 
 
 def test_a_failed_training_finishes_its_saves():
     stopped = []
 
     def train(self):
-        training_context.current().monitor = SimpleNamespace(finish_after_error=lambda: stopped.append(True))
+        training_context.current().monitor = SimpleNamespace(
+            finish_after_error=lambda: stopped.append(True)
+        )
         raise RuntimeError("out of memory")
+
     with pytest.raises(RuntimeError, match="out of memory"):
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert stopped == [True] and training_context.current().monitor is None
 
 
-@pytest.mark.parametrize("error", [RuntimeError("loss is nan"), LoadError("changed"), KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("loss is nan"), LoadError("changed"), KeyboardInterrupt(), SystemExit(143)],
+)
 def test_the_load_attempt_receives_the_error_of_the_training(error):
     failures = []
 
     def train(self):
-        training_context.current().resources.pending_load.attempt = SimpleNamespace(failed=failures.append)
+        training_context.current().resources.pending_load.attempt = SimpleNamespace(
+            failed=failures.append
+        )
         raise error
+
     with pytest.raises(type(error)):
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     assert failures == [error] and training_context.current().resources.pending_load.attempt is None
@@ -450,23 +601,32 @@ def test_a_complete_training_ends_quietly_and_other_errors_do_not():
 
     def broken(self):
         raise ValueError("something else")
+
     assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
     with pytest.raises(ValueError, match="something else"):
         patches.WRAPPERS["Trainer.train"](broken)(FakeTrainer())
     assert training_context.current().task == ""
 
 
-def test_a_training_that_is_complete_with_a_save_in_memory_writes_it_to_disk(tmp_path, memory):      # noqa: F811
+def test_a_training_that_is_complete_with_a_save_in_memory_writes_it_to_disk(tmp_path, memory):  # noqa: F811
     tier = make_owned_tier(memory, tmp_path / "checkpoint")
     save(tier, 40, world=1)
     (chosen,) = scan_records(dir_at(tier))[0]
 
     def done(self):
-        choice = Choice(chosen, (), (), False, (), str(tier), directory=str(tmp_path / "checkpoint"))
-        training_context.current().plan = training_context.ResumePlan(choice=choice, selected=choice)
+        choice = Choice(
+            chosen, (), (), False, (), str(tier), directory=str(tmp_path / "checkpoint")
+        )
+        training_context.current().plan = training_context.ResumePlan(
+            choice=choice, selected=choice
+        )
         raise TrainingCompleteError("the training is complete: step 40")
+
     assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
-    assert [(c.step, c.committed) for c in scan_records(CheckpointDir(STORAGE, str(tmp_path / "checkpoint")))[0]] == [(40, True)]
+    assert [
+        (c.step, c.committed)
+        for c in scan_records(CheckpointDir(STORAGE, str(tmp_path / "checkpoint")))[0]
+    ] == [(40, True)]
 
 
 def test_a_training_that_is_complete_commits_its_last_step_if_the_run_before_had_died(tmp_path):
@@ -478,10 +638,16 @@ def test_a_training_that_is_complete_commits_its_last_step_if_the_run_before_had
 
     def done(self):
         choice, current = Choice(chosen, (), (), False, (), str(root)), training_context.current()
-        current.plan, current.resources.storage = training_context.ResumePlan(choice=choice, selected=choice), STORAGE
+        current.plan, current.resources.storage = (
+            training_context.ResumePlan(choice=choice, selected=choice),
+            STORAGE,
+        )
         raise TrainingCompleteError("the training is complete: step 40")
+
     assert patches.WRAPPERS["Trainer.train"](done)(FakeTrainer()) is None
-    assert [(c.step, c.committed) for c in scan_records(CheckpointDir(STORAGE, str(root)))[0]] == [(40, True)]
+    assert [(c.step, c.committed) for c in scan_records(CheckpointDir(STORAGE, str(root)))[0]] == [
+        (40, True)
+    ]
 
 
 def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
@@ -494,7 +660,13 @@ def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
 def test_settings_come_from_the_yaml_section():
     class Trainer:
         config = MindFormerConfig(mindresume={"on_save_error": "raise"})
-    assert patches.WRAPPERS["Trainer.train"](lambda self: training_context.current().settings.on_save_error)(Trainer()) == "raise"
+
+    assert (
+        patches.WRAPPERS["Trainer.train"](
+            lambda self: training_context.current().settings.on_save_error
+        )(Trainer())
+        == "raise"
+    )
     Trainer.config = MindFormerConfig(mindresume={"on_save": "raise"})
     with pytest.raises(ConfigError, match="unknown key 'on_save'"):
         patches.WRAPPERS["Trainer.train"](lambda self: None)(Trainer())
@@ -518,22 +690,38 @@ def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
 def test_a_training_that_is_complete_already(tmp_path, current, epochs, complete):
     save(tmp_path, 20, world=1)
     job_start.select_checkpoint(config_of(tmp_path), current)
-    config = MindFormerConfig(data_size=10, runner_config={
-        "epochs": epochs, "origin_epochs": epochs, "initial_epoch": 2, "initial_step": 20, "sink_mode": False, "sink_size": 1})
+    config = MindFormerConfig(
+        data_size=10,
+        runner_config={
+            "epochs": epochs,
+            "origin_epochs": epochs,
+            "initial_epoch": 2,
+            "initial_step": 20,
+            "sink_mode": False,
+            "sink_size": 1,
+        },
+    )
     check = patches.WRAPPERS["check_runner_config"](lambda config, dataset: None)
     if complete:
-        with pytest.raises(TrainingCompleteError, match="step 20 is the end of 2 epochs of 10 steps.*raise runner_config.epochs"):
+        with pytest.raises(
+            TrainingCompleteError,
+            match="step 20 is the end of 2 epochs of 10 steps.*raise runner_config.epochs",
+        ):
             check(config, None)
     else:
         check(config, None)
     assert (current.progress.dataset_size, current.progress.sink_size) == (10, None)
 
 
-# ---- counters --------------------------------------------------------------------------------------------------------
+# ---- counters ------------------------------------------------------------------------------------
+
 
 def runner(batch=8, sink_mode=False, sink_size=1, scale_sense=None, **more):
-    return MindFormerConfig(runner_config={"global_batch_size": batch, "sink_mode": sink_mode, "sink_size": sink_size},
-                            runner_wrapper={"type": "W", "scale_sense": scale_sense}, **more)
+    return MindFormerConfig(
+        runner_config={"global_batch_size": batch, "sink_mode": sink_mode, "sink_size": sink_size},
+        runner_wrapper={"type": "W", "scale_sense": scale_sense},
+        **more,
+    )
 
 
 def chosen(tmp_path, current, step=15, foreign=False, **values):
@@ -542,15 +730,29 @@ def chosen(tmp_path, current, step=15, foreign=False, **values):
 
 
 def test_a_run_from_its_beginning_that_skips_data(current):
-    """In sink mode the skipped sinks are not trained after the end of the data; a whole pass cannot be skipped."""
+    """In sink mode the skipped sinks are not trained after the end of the data; a whole pass cannot
+    be skipped."""
     skips = []
     dataset = SimpleNamespace(set_init_step=skips.append)
-    for skip, sink, epoch, position in ((4, None, 0, 32), (4, 2, 2, 32), (14, 2, 2, 32), (14, None, 0, 32), (None, 2, 0, 0)):
-        config = runner(sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip)
+    for skip, sink, epoch, position in (
+        (4, None, 0, 32),
+        (4, 2, 2, 32),
+        (14, 2, 2, 32),
+        (14, None, 0, 32),
+        (None, 2, 0, 0),
+    ):
+        config = runner(
+            sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip
+        )
         config.runner_config.origin_epochs = 3
         origin = counters.fresh_origin(config, dataset, current)
-        assert (config.runner_config.initial_epoch, origin.position.passes, origin.position.samples) == (epoch, 0, position)
-    assert skips == [4, 4]                                              # of the 14; mindformers itself did the others
+        assert (
+            config.runner_config.initial_epoch,
+            origin.position.passes,
+            origin.position.samples,
+        ) == (epoch, 0, position)
+    # of the 14; mindformers itself did the others
+    assert skips == [4, 4]
 
 
 class ScaleObject:
@@ -563,8 +765,14 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
     config = runner()
     counters.restore_progress(config, 10, current)
     got = config.runner_config
-    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (15, 1, 1.0, 15)
-    assert config.runner_wrapper.scale_sense is None                    # none configured, none invented
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (
+        15,
+        1,
+        1.0,
+        15,
+    )
+    # none configured, none invented
+    assert config.runner_wrapper.scale_sense is None
 
 
 def test_counters_at_another_global_batch_size(tmp_path, current):
@@ -572,14 +780,22 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
     config = runner(batch=16)
     counters.restore_progress(config, 5, current)
     got = config.runner_config
-    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (10, 2, 0.5, 10)
+    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (
+        10,
+        2,
+        0.5,
+        10,
+    )
 
 
 def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
     chosen(tmp_path, current, 15)
     log = []
-    monkeypatch.setattr(counters, "resume_warnings", lambda *given: log.extend(resume_progress.resume_warnings(*given))
-                        or [])
+    monkeypatch.setattr(
+        counters,
+        "resume_warnings",
+        lambda *given: log.extend(resume_progress.resume_warnings(*given)) or [],
+    )
     config = runner(batch=16)
     counters.restore_progress(config, 5, current)
     assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
@@ -605,11 +821,19 @@ def set_scale(current, scale):
     """Stores this loss scale in the selected checkpoint."""
     state = replace(current.plan.choice.chosen.state, loss_scale=scale)
     choice = current.plan.choice
-    current.plan = replace(current.plan, choice=replace(choice, chosen=replace(choice.chosen, state=state)))
+    current.plan = replace(
+        current.plan, choice=replace(choice, chosen=replace(choice.chosen, state=state))
+    )
 
 
-@pytest.mark.parametrize("scale, sense, expected", [
-    (4096.0, 1.0, 4096.0), (4096.0, {"type": "S", "loss_scale_value": 1.0}, 4096.0), (None, 7.0, 7.0)])
+@pytest.mark.parametrize(
+    "scale, sense, expected",
+    [
+        (4096.0, 1.0, 4096.0),
+        (4096.0, {"type": "S", "loss_scale_value": 1.0}, 4096.0),
+        (None, 7.0, 7.0),
+    ],
+)
 def test_the_loss_scale_is_set_on_its_owner(tmp_path, current, scale, sense, expected):
     chosen(tmp_path, current, 15)
     set_scale(current, scale)
@@ -630,23 +854,35 @@ def test_the_loss_scale_of_an_object(tmp_path, current):
 
 def test_no_wrapper_no_loss_scale(tmp_path, current):
     chosen(tmp_path, current, 15)
-    config = MindFormerConfig(runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1})
+    config = MindFormerConfig(
+        runner_config={"global_batch_size": 8, "sink_mode": False, "sink_size": 1}
+    )
     counters.restore_progress(config, 10, current)
     assert config.get("runner_wrapper") is None
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
+
 
 def network(value, dtype=ms.float32):
     net = nn.Dense(3, 2, dtype=dtype)
     net.weight.set_data(ms.Tensor(np.full((2, 3), value), dtype))
-    return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 0.1))
+    return nn.TrainOneStepCell(
+        nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 0.1)
+    )
 
 
 def saved_network(root, net, step=5, drop=()):
     tensors = snapshot([(p.name, p) for p in net.get_parameters() if p.name not in drop])
-    write_shard(target_of(root, 0, 1), rank_shard(FileName("net", 0, 0, 1, step, "safetensors"), state_of(step), tensors,
-                                             metadata={"format": "ms", "remove_redundancy": "False"}))
+    write_shard(
+        target_of(root, 0, 1),
+        rank_shard(
+            FileName("net", 0, 0, 1, step, "safetensors"),
+            state_of(step),
+            tensors,
+            metadata={"format": "ms", "remove_redundancy": "False"},
+        ),
+    )
     Committer(target_of(root, 0, 1)).saved(step)
 
 
@@ -677,69 +913,116 @@ def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, mo
     def read_and_tell(*arguments):
         reading.set()
         return read(*arguments)
+
     monkeypatch.setattr(loading, "read_shard", read_and_tell)
     monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    monkeypatch.setattr(adapter, "parameters_to_load", lambda net,
-                        offered: {p.name: (p.shape, "float32") for p in net.get_parameters()
-                                                                    if p.name == "weight"})
-    monkeypatch.setattr(adapter, "compile_for_load", lambda *arguments: seen.append(reading.wait(600 if beside else 0)))
-    graph_load.load_resume(config_of(tmp_path, load_ckpt_async=beside, use_parallel=True),
-                           SimpleNamespace(_train_network=net), None, current)
-    assert seen == [beside] and float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == np.float32(1.7)
+    monkeypatch.setattr(
+        adapter,
+        "parameters_to_load",
+        lambda net, offered: {
+            p.name: (p.shape, "float32") for p in net.get_parameters() if p.name == "weight"
+        },
+    )
+    monkeypatch.setattr(
+        adapter,
+        "compile_for_load",
+        lambda *arguments: seen.append(reading.wait(600 if beside else 0)),
+    )
+    graph_load.load_resume(
+        config_of(tmp_path, load_ckpt_async=beside, use_parallel=True),
+        SimpleNamespace(_train_network=net),
+        None,
+        current,
+    )
+    assert seen == [beside] and float(
+        net.parameters_dict()["weight"].asnumpy()[0, 0]
+    ) == np.float32(1.7)
 
 
-def test_an_error_of_the_early_reading_is_raised_after_the_compilation(tmp_path, current, monkeypatch):
+def test_an_error_of_the_early_reading_is_raised_after_the_compilation(
+    tmp_path, current, monkeypatch
+):
     saved_network(tmp_path, network(1.0))
     job_start.select_checkpoint(config_of(tmp_path), current)
     current.resources.storage = STORAGE
     flip_bit(tmp_path / "rank_0" / "net_rank_0-1_5.safetensors")
     with pytest.raises(CollectiveError, match="rank 0: LoadError: .*changed after it was checked"):
-        graph_load.load_resume(config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
-                                 SimpleNamespace(_train_network=network(5.0)), None, current)
+        graph_load.load_resume(
+            config_of(tmp_path, load_ckpt_async=True, use_parallel=False),
+            SimpleNamespace(_train_network=network(5.0)),
+            None,
+            current,
+        )
 
 
 def test_regions_into_a_real_network(tmp_path, current):
     """Weights and moments, through auto_trans_ckpt, of a checkpoint of one rank."""
     source = network(1.7)
     saved_network(tmp_path / "checkpoint", source)
-    config = config_of(tmp_path / "checkpoint", auto_trans_ckpt=True, output_dir=str(tmp_path / "output"), use_parallel=False)
+    config = config_of(
+        tmp_path / "checkpoint",
+        auto_trans_ckpt=True,
+        output_dir=str(tmp_path / "output"),
+        use_parallel=False,
+    )
     job_start.select_checkpoint(config, current)
     current.progress.global_step = 3
     net = network(0.0)
     graph_load.load_resume(config, SimpleNamespace(_train_network=net), None, current)
     found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
     assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
-    assert {name: array.tobytes() for name, array in found.items()} == {name: array.tobytes() for name, array in wanted.items()}
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["weight", "moment1.weight"])
-def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(tmp_path, current, name):
+def test_a_tensor_that_the_checkpoint_lacks_is_an_error_and_nothing_is_loaded(
+    tmp_path, current, name
+):
     saved_network(tmp_path, network(1.0), drop=(name,))
     job_start.select_checkpoint(config_of(tmp_path), current)
     net = network(5.0)
-    with pytest.raises(CollectiveError, match=rf"LoadError: .*\(1 tensor\): {name} is not in the checkpoint"):
+    with pytest.raises(
+        CollectiveError, match=rf"LoadError: .*\(1 tensor\): {name} is not in the checkpoint"
+    ):
         load_shard(net, current)
     assert float(net.parameters_dict()["weight"].asnumpy()[0, 0]) == 5.0
 
 
-@pytest.mark.parametrize("layout", [TensorLayout((2,), (0, -1)), TensorLayout((2,), (-1, -1), 2), TensorLayout((2,), (-1, -1))])
-def test_the_file_of_one_rank_is_not_loaded_by_all_ranks_of_a_job_that_cuts_tensors(current, monkeypatch, layout):
-    """It fits in shape, and each rank would load the slices of that one. Without cuts each rank holds everything."""
+@pytest.mark.parametrize(
+    "layout",
+    [TensorLayout((2,), (0, -1)), TensorLayout((2,), (-1, -1), 2), TensorLayout((2,), (-1, -1))],
+)
+def test_the_file_of_one_rank_is_not_loaded_by_all_ranks_of_a_job_that_cuts_tensors(
+    current, monkeypatch, layout
+):
+    """It fits in shape, and each rank would load the slices of that one. Without cuts each rank
+    holds everything."""
     names = ["net_rank_0-1_5.safetensors", "rank_1/net_rank_1-1_5.safetensors"]
     one, other = (FileRecord(name, "safetensors") for name in names)
-    monkeypatch.setattr(graph_load, "job_layouts", lambda *given: {"weight": (layout, layout.global_shape((4, 2)))})
+    monkeypatch.setattr(
+        graph_load, "job_layouts", lambda *given: {"weight": (layout, layout.global_shape((4, 2)))}
+    )
     current.resources.group = SimpleNamespace(rank=0, size=2)
 
     def check(files):
         choice = Choice(SimpleNamespace(files=dict(enumerate(files))), (), (), True, root="/run")
         current.plan = training_context.ResumePlan(choice=choice)
         target = LoadTarget({"weight": ((4, 2), "float32")}, {})
-        loading._check_not_of_one_rank(graph_load.GraphNetwork(current, None, None), target, current)
+        loading._check_not_of_one_rank(
+            graph_load.GraphNetwork(current, None, None), target, current
+        )
+
     check([(one,), (other,)])
     if max(layout.pieces(layout.global_shape((4, 2)))) == 1:
         check([(one,), (one,)])
         return
-    with pytest.raises(LoadError, match="/run/net_rank_0-1_5.safetensors is one file.*so the file holds the slices of one rank"):
+    with pytest.raises(
+        LoadError,
+        match="/run/net_rank_0-1_5.safetensors is one file.*so the file holds the slices of one "
+        "rank",
+    ):
         check([(one,), (one,)])
 
 
@@ -747,12 +1030,20 @@ def test_the_load_looks_for_the_file_of_one_rank(tmp_path, current, monkeypatch)
     class Pair(SingleProcess):
         def gather(self, message):
             return [message, message]
-    tensors = {**snapshot([(p.name, p) for p in network(1.0).get_parameters()]), **rank_folders.counters(5)}
-    write_shard(target_of(tmp_path / "other", 0, 1), rank_shard(FileName("net", 0, 0, 1, 5, "safetensors"), state_of(5), tensors))
+
+    tensors = {
+        **snapshot([(p.name, p) for p in network(1.0).get_parameters()]),
+        **rank_folders.counters(5),
+    }
+    write_shard(
+        target_of(tmp_path / "other", 0, 1),
+        rank_shard(FileName("net", 0, 0, 1, 5, "safetensors"), state_of(5), tensors),
+    )
     path = shutil.copy(tmp_path / "other" / "rank_0" / "net_rank_0-1_5.safetensors", tmp_path)
     current.resources.group = Pair(0, 2)
     job_start.select_checkpoint(config_of(path), current)
-    cut = TensorLayout((2,), (0, -1)), (4, 3)               # of a network that was compiled for two ranks
+    # of a network that was compiled for two ranks
+    cut = TensorLayout((2,), (0, -1)), (4, 3)
     monkeypatch.setattr(graph_load, "job_layouts", lambda *given: {"weight": cut})
     with pytest.raises(CollectiveError, match="is one file, which each of the 2 ranks would load"):
         load_shard(network(5.0), current)
@@ -763,7 +1054,10 @@ def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, curr
     job_start.select_checkpoint(config_of(tmp_path), current)
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     flip_bit(path)
-    with pytest.raises(CollectiveError, match="rank 0: LoadError: .*changed after it was checked; start the job again"):
+    with pytest.raises(
+        CollectiveError,
+        match="rank 0: LoadError: .*changed after it was checked; start the job again",
+    ):
         load_shard(network(5.0), current)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CollectiveError, match="CorruptFileError"):
@@ -783,11 +1077,18 @@ def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
 def test_counters_of_files_without_records(tmp_path, current):
     chosen(tmp_path, current, 15, foreign=True)
     state = counters.selected_state(current.plan.choice)
-    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (15, 15, 8, 1.0)
-    assert state == mindresume.open(tmp_path)[15].state                 # what the API shows is what a resume takes
+    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (
+        15,
+        15,
+        8,
+        1.0,
+    )
+    # what the API shows is what a resume takes
+    assert state == mindresume.open(tmp_path)[15].state
 
 
-# ---- shared paths ----------------------------------------------------------------------------------------------------
+# ---- shared paths --------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("module", upstream.ACCESSIBLE_PATH_USERS)
 def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
@@ -797,14 +1098,16 @@ def test_shared_paths_as_mindformers_sees_them(module, monkeypatch):
     asked = place(module, "is_publicly_accessible_path")
     assert asked("/data/job") and not asked("/data01/job")
     monkeypatch.setenv("MA_JOB_DIR", "/home")
-    assert asked("/data01/job")                                     # on ModelArts everything counts as shared
+    # on ModelArts everything counts as shared
+    assert asked("/data01/job")
     monkeypatch.delenv("MA_JOB_DIR")
     monkeypatch.setattr("mindformers.utils.file_utils.get_real_group_size", lambda: 8)
-    assert asked("/data01/job")                                     # one node
+    assert asked("/data01/job")  # one node
 
 
 def test_verified_files_are_loaded_from_memory(tmp_path, current):
-    """The file is read once: what becomes of it afterwards does not matter. Without memory for it, it is read twice."""
+    """The file is read once: what becomes of it afterwards does not matter. Without memory for it,
+    it is read twice."""
     saved_network(tmp_path, network(1.0))
     path = tmp_path / "rank_0" / "net_rank_0-1_5.safetensors"
     content = path.read_bytes()
@@ -824,8 +1127,8 @@ def test_verified_files_are_loaded_from_memory(tmp_path, current):
 
 
 def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypatch):
-    """Without shared storage, the damaged bytes of the first verification stayed in the cache, and the replacement from the
-    object store was refused too."""
+    """Without shared storage, the damaged bytes of the first verification stayed in the cache, and
+    the replacement from the object store was refused too."""
     save(tmp_path, 15, world=1)
     path = path_of(tmp_path, 15, 0)
     content = path.read_bytes()
@@ -838,6 +1141,7 @@ def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypa
         (tmp_path / "new").write_bytes(content)
         (tmp_path / "new").replace(path)
         return True
+
     monkeypatch.setattr(selection.BucketSource, "fetch_newer", restore)
     monkeypatch.setattr(selection, "job_directory", lambda path, saved_to: path)
     together = SimpleNamespace(is_split=True, is_leader=lambda rank: True)
@@ -848,7 +1152,8 @@ def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypa
 
 
 def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, monkeypatch):
-    """A tracker read before the selection, while waiting for other hosts, stayed in the cache and decided."""
+    """A tracker read before the selection, while waiting for other hosts, stayed in the cache and
+    decided."""
     iteration_folders.save(tmp_path, 5)
     iteration_folders.save(tmp_path, 10)
     iteration_folders.track(tmp_path, "5")
@@ -857,14 +1162,17 @@ def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, mon
         assert tracked(CheckpointDir(storage, path)) == 5
         iteration_folders.track(tmp_path, "10")
         return Visibility(1)
+
     monkeypatch.setattr(job_selection, "wait_until_visible", wait)
-    job_start.select_checkpoint(config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current)
+    job_start.select_checkpoint(
+        config_of(tmp_path, use_legacy_format=False, output_dir=str(tmp_path / "output")), current
+    )
     assert current.plan.choice.chosen.step == 10
 
 
 def test_nothing_is_cached_for_a_plain_load_nor_kept_after_the_load(tmp_path, current):
-    """Files of mindformers are not verified by their bytes; reading them kept a second copy, for the whole training without a
-    CheckpointMonitor."""
+    """Files of mindformers are not verified by their bytes; reading them kept a second copy, for
+    the whole training without a CheckpointMonitor."""
     chosen(tmp_path, current, foreign=True)
     loading.read_shard(CheckpointDir(current.resources.storage, str(tmp_path)), current.shard)
     assert path_of(tmp_path, 15, 0).stat().st_size > current.resources.storage.size

@@ -1,4 +1,5 @@
 """Messages as int32 words, and the group of a single process."""
+
 import numpy as np
 import pytest
 
@@ -20,24 +21,31 @@ def test_messages_of_every_small_length_are_received(length):
 def test_shorter_messages_are_filled_up_to_the_longest(length, longest):
     longest = max(length, longest)
     words = _words(bytes(range(1, length + 1)), longest)
-    assert len(words) == len(_words(b"", longest)) and _bytes(words, length) == bytes(range(1, length + 1))
+    assert len(words) == len(_words(b"", longest)) and _bytes(words, length) == bytes(
+        range(1, length + 1)
+    )
 
 
 def test_received_arrays_are_writeable():
-    assert _words(b"abc", 3).flags.writeable                # a tensor made of them may share their memory
+    # a tensor made of them may share their memory
+    assert _words(b"abc", 3).flags.writeable
 
 
 class Wire(MindSporeGroup):
-    """The group of several ranks with numpy instead of communication: every rank's messages are known beforehand."""
+    """The group of several ranks with numpy instead of communication: every rank's messages are
+    known beforehand."""
 
     def __init__(self, rank, messages):
         super().__init__(rank, len(messages))
         self.messages = messages
 
-    def _broadcast(self, array):                            # what rank 0 would send
+    def _broadcast(self, array):  # what rank 0 would send
         message = self.messages[0]
-        return np.array([len(message)], np.int32) if array.shape == (1,) and not hasattr(self, "announced") and self._tell() \
+        return (
+            np.array([len(message)], np.int32)
+            if array.shape == (1,) and not hasattr(self, "announced") and self._tell()
             else _words(message, len(message))
+        )
 
     def _tell(self):
         self.announced = True
@@ -53,7 +61,10 @@ class Wire(MindSporeGroup):
         return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("messages", [[b"a", b"", b"hello world"], [b"", b"", b""], [b"1234", b"5678"], [b"x" * 1000, b"y"]])
+@pytest.mark.parametrize(
+    "messages",
+    [[b"a", b"", b"hello world"], [b"", b"", b""], [b"1234", b"5678"], [b"x" * 1000, b"y"]],
+)
 def test_unequal_messages_of_all_ranks(messages):
     for rank, message in enumerate(messages):
         assert Wire(rank, messages).gather(message) == messages

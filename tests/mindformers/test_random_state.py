@@ -7,15 +7,21 @@ from mindresume.mindformers.network_state import capture_generators, restore_gen
 
 
 def draws():
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(3).tolist(), random.randint(0, 9)]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(3).tolist(),
+        random.randint(0, 9),
+    ]
 
 
 def test_generators_continue_from_their_saved_state():
     random.seed(3)
     np.random.seed(4)
-    random.gauss(0, 1)                        # leaves half of a pair inside the generator
+    random.gauss(0, 1)  # leaves half of a pair inside the generator
     np.random.randn()
-    saved = json.dumps(capture_generators())             # it must survive the way through JSON
+    saved = json.dumps(capture_generators())  # it must survive the way through JSON
     expected = [draws() for _ in range(700)]  # more than the 624 words of the Mersenne Twister
     random.seed(99)
     np.random.seed(98)

@@ -1,4 +1,6 @@
-"""The table of upstream symbols: it is complete, it fits the installed release, and what does not fit is reported at once."""
+"""The table of upstream symbols: it is complete, it fits the installed release, and what does not
+fit is reported at once."""
+
 import ast
 import functools
 import inspect
@@ -15,7 +17,11 @@ import mindresume
 
 PACKAGE = Path(mindresume.__file__).parent
 ROOT = PACKAGE.parent
-ENTERING = [*sorted((PACKAGE / "mindformers").rglob("*.py")), PACKAGE / "plugin.py", ROOT / "run_mindformer.py"]
+ENTERING = [
+    *sorted((PACKAGE / "mindformers").rglob("*.py")),
+    PACKAGE / "plugin.py",
+    ROOT / "run_mindformer.py",
+]
 
 pytest.importorskip("mindformers.tools")
 
@@ -28,20 +34,24 @@ INSTALLED = next(profile for profile in PROFILES if profile.versions["mindformer
 PATHS = {symbol.path for symbol in (*upstream.MINDFORMERS, *upstream.MINDSPORE, *upstream.PYNATIVE)}
 
 
-# ---- the table is complete -------------------------------------------------------------------------------------------
+# ---- the table is complete -----------------------------------------------------------------------
+
 
 def of_upstream(module):
     return module.split(".")[0] in ("mindformers", "mindspore")
 
 
 def names_used(tree):
-    """Returns dotted paths of everything of mindformers and mindspore that a module imports or uses from its imports."""
+    """Returns dotted paths of everything of mindformers and mindspore that a module imports or uses
+    from its imports."""
     imported, used = {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if of_upstream(alias.name):
-                    imported[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+                    imported[alias.asname or alias.name.split(".")[0]] = (
+                        alias.name if alias.asname else alias.name.split(".")[0]
+                    )
                     used.add(alias.name)
         elif isinstance(node, ast.ImportFrom) and node.module and of_upstream(node.module):
             for alias in node.names:
@@ -59,7 +69,11 @@ def names_used(tree):
 
 def uncovered(tree):
     """Returns names that are neither a row nor the beginning of one (a module, a class)."""
-    return sorted(name for name in names_used(tree) - PATHS if not any(path.startswith(f"{name}.") for path in PATHS))
+    return sorted(
+        name
+        for name in names_used(tree) - PATHS
+        if not any(path.startswith(f"{name}.") for path in PATHS)
+    )
 
 
 @pytest.mark.parametrize("path", ENTERING, ids=lambda path: path.name)
@@ -68,39 +82,63 @@ def test_everything_that_is_used_is_a_row(path):
 
 
 def test_uses_without_a_row_are_found():
-    program = ("import mindspore as ms\nfrom mindspore import context, nn\nfrom mindformers.trainer import utils\n"
-               "ms.get_seed(); ms.reset_seed(); context.set_context(mode=1); nn.Cell.compile; utils.other(1)")
-    assert uncovered(ast.parse(program)) == ["mindformers.trainer.utils.other", "mindspore.context.set_context",
-                                             "mindspore.reset_seed"]
+    program = (
+        "import mindspore as ms\nfrom mindspore import context, nn\nfrom mindformers.trainer "
+        "import utils\n"
+        "ms.get_seed(); ms.reset_seed(); context.set_context(mode=1); nn.Cell.compile; "
+        "utils.other(1)"
+    )
+    assert uncovered(ast.parse(program)) == [
+        "mindformers.trainer.utils.other",
+        "mindspore.context.set_context",
+        "mindspore.reset_seed",
+    ]
 
 
 def test_only_these_modules_import_mindformers_or_mindspore():
-    found = [path for path in PACKAGE.rglob("*.py") if names_used(ast.parse(path.read_text(encoding="utf-8")))]
+    found = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if names_used(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert found and [path for path in found if path not in ENTERING] == []
 
 
 def test_only_the_plugin_itself_installs_when_it_is_imported():
-    """The other modules can be imported without a change in mindformers: what they run is definitions."""
+    """The other modules can be imported without a change in mindformers: what they run is
+    definitions."""
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for path in ENTERING:
         statements = ast.parse(path.read_text(encoding="utf-8")).body
         others = [ast.unparse(node) for node in statements[1:] if not isinstance(node, allowed)]
-        expected = {"plugin.py": ["install()"], "run_mindformer.py": 1, "transform_worker.py": 1}.get(path.name, [])
+        expected = {
+            "plugin.py": ["install()"],
+            "run_mindformer.py": 1,
+            "transform_worker.py": 1,
+        }.get(path.name, [])
         assert others == expected or len(others) == expected, path
 
 
 def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
-    wrapped = {symbol.name for profile in upstream.PROFILES for symbol in profile.symbols
-               if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)}
+    wrapped = {
+        symbol.name
+        for profile in upstream.PROFILES
+        for symbol in profile.symbols
+        if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)
+    }
     assert wrapped == set(patches.WRAPPERS)
 
 
 @pytest.mark.parametrize("module", ["mindformers.upstream", "mindformers.transform_worker"])
 def test_listed_modules_import_neither_mindformers_nor_mindspore(module):
     """The table, and the worker processes of ``transform_engine: mindspore``."""
-    program = (f"import sys, mindresume.{module}; "
-               "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindspore'})")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        f"import sys, mindresume.{module}; "
+        "print({name.split('.')[0] for name in sys.modules} & {'mindformers', 'mindspore'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "set()\n"
 
 
@@ -110,7 +148,8 @@ def test_no_row_twice():
     assert len(upstream.to_json(INSTALLED)) == len(rows)
 
 
-# ---- the installed release -------------------------------------------------------------------------------------------
+# ---- the installed release -----------------------------------------------------------------------
+
 
 def test_the_installed_release_matches_the_table():
     """Also after the installation: a wrapper has the signature of the wrapped function."""
@@ -119,21 +158,35 @@ def test_the_installed_release_matches_the_table():
     assert upstream_check.require(INSTALLED) == (frozenset(), [])
 
 
-@pytest.mark.parametrize("versions, of, untested", [
-    ({"mindformers": "1.9.1", "mindspore": "2.9"}, "1.9.0", []),
-    ({"mindformers": "1.8.0", "mindspore": "2.7.2"}, "1.8.0", []),
-    ({"mindformers": "2.1.0", "mindspore": "2.10.0"}, "2.1.0", []),
-    ({"mindformers": "2.1.0rc1", "mindspore": "2.11.0"}, "2.1.0", ["mindspore 2.11.0"]),
-    ({"mindformers": "1.90.0", "mindspore": "2.9.0"}, "1.9.0", ["mindformers 1.90.0"]),
-    ({"mindformers": "3.0.0", "mindspore": "3.0.0"}, "2.1.0", ["mindformers 3.0.0", "mindspore 3.0.0"])])
+@pytest.mark.parametrize(
+    "versions, of, untested",
+    [
+        ({"mindformers": "1.9.1", "mindspore": "2.9"}, "1.9.0", []),
+        ({"mindformers": "1.8.0", "mindspore": "2.7.2"}, "1.8.0", []),
+        ({"mindformers": "2.1.0", "mindspore": "2.10.0"}, "2.1.0", []),
+        ({"mindformers": "2.1.0rc1", "mindspore": "2.11.0"}, "2.1.0", ["mindspore 2.11.0"]),
+        ({"mindformers": "1.90.0", "mindspore": "2.9.0"}, "1.9.0", ["mindformers 1.90.0"]),
+        (
+            {"mindformers": "3.0.0", "mindspore": "3.0.0"},
+            "2.1.0",
+            ["mindformers 3.0.0", "mindspore 3.0.0"],
+        ),
+    ],
+)
 def test_a_release_gets_the_profile_of_the_newest_one_that_is_not_newer(versions, of, untested):
     profile, notice = upstream_check.profile_for(versions)
-    assert profile.versions["mindformers"] == of and bool(notice) is bool(untested) and all(text in notice for text in untested)
+    assert (
+        profile.versions["mindformers"] == of
+        and bool(notice) is bool(untested)
+        and all(text in notice for text in untested)
+    )
 
 
 @pytest.mark.parametrize("release", ["1.7.0", "1.6.0", "1.7.9"])
 def test_a_release_that_is_too_old_is_refused_by_name(release):
-    with pytest.raises(ConfigError, match=rf"mindformers {release} is installed; mindresume needs 1.8.0 or newer"):
+    with pytest.raises(
+        ConfigError, match=rf"mindformers {release} is installed; mindresume needs 1.8.0 or newer"
+    ):
         upstream_check.profile_for({"mindformers": release, "mindspore": "2.7.1"})
 
 
@@ -147,7 +200,8 @@ def test_what_mindformers_has_only_later_is_off_and_refused(monkeypatch):
     upstream_check.refuse_if_off(upstream.SAVE)
 
 
-# ---- a release that differs ------------------------------------------------------------------------------------------
+# ---- a release that differs ----------------------------------------------------------------------
+
 
 @pytest.fixture
 def module(monkeypatch):
@@ -167,6 +221,7 @@ def module(monkeypatch):
 
     class Child(Trainer):
         """Inherits ``get``."""
+
     made.load, made.Trainer, made.Child = load, Trainer, Child
     monkeypatch.setitem(sys.modules, made.__name__, made)
     return made
@@ -180,34 +235,73 @@ def profile_of(*rows):
     return Profile(INSTALLED.versions, rows)
 
 
-@pytest.mark.parametrize("symbol", [
-    row("load", "path, network, optimizer=None"), row("Trainer.get", "cls, name", Kind.REPLACED), row("Trainer.config"),
-    row("Child.get", "cls, name", Kind.CALLED), row("Trainer")], ids=lambda symbol: symbol.name)
+@pytest.mark.parametrize(
+    "symbol",
+    [
+        row("load", "path, network, optimizer=None"),
+        row("Trainer.get", "cls, name", Kind.REPLACED),
+        row("Trainer.config"),
+        row("Child.get", "cls, name", Kind.CALLED),
+        row("Trainer"),
+    ],
+    ids=lambda symbol: symbol.name,
+)
 def test_an_expected_signature_is_no_finding(module, symbol):
     assert upstream_check.check([symbol]) == []
 
 
-@pytest.mark.parametrize("symbol, found", [
-    (row("load", "path, cell, optimizer=None"), "path, network, optimizer=None"), (row("gone", "path"), None),
-    (row("Trainer.gone"), None), (row("NoSuchClass.train", "self"), None), (row("Child.get", "cls, name", Kind.REPLACED), None),
-    (row("load", "path, network, optimizer"), "path, network, optimizer=None"),
-    (row("load", "path, network"), "path, network, optimizer=None")], ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(
+    "symbol, found",
+    [
+        (row("load", "path, cell, optimizer=None"), "path, network, optimizer=None"),
+        (row("gone", "path"), None),
+        (row("Trainer.gone"), None),
+        (row("NoSuchClass.train", "self"), None),
+        (row("Child.get", "cls, name", Kind.REPLACED), None),
+        (row("load", "path, network, optimizer"), "path, network, optimizer=None"),
+        (row("load", "path, network"), "path, network, optimizer=None"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_a_different_signature_is_a_finding(module, symbol, found):
     [finding] = upstream_check.check([symbol])
     assert (finding.symbol, finding.found) == (symbol, found)
 
 
-@pytest.mark.parametrize("expected, found, compatible", [
-    ("checkpoint", "checkpoint, require_optimizer=True", True), ("a, b=1", "a, b=2", True), ("a, b", "a, b=2", True),
-    ("a, **kwargs", "a, b=1, **kwargs", True), ("a", "a, *args, **kwargs", True), ("a", "a, b", False), ("a, b=1", "a, b", False),
-    ("a, b", "b, a", False), ("a, b=1", "a", False), ("a, **kwargs", "a", False), ("a", "unknown", False), ("", "a=1", True),
-    ("a, b=1", "a, *args, **kwargs", True), ("a, b", "a, *args, **kwargs", False), ("a, b=1", "a, *args", False)])
+@pytest.mark.parametrize(
+    "expected, found, compatible",
+    [
+        ("checkpoint", "checkpoint, require_optimizer=True", True),
+        ("a, b=1", "a, b=2", True),
+        ("a, b", "a, b=2", True),
+        ("a, **kwargs", "a, b=1, **kwargs", True),
+        ("a", "a, *args, **kwargs", True),
+        ("a", "a, b", False),
+        ("a, b=1", "a, b", False),
+        ("a, b", "b, a", False),
+        ("a, b=1", "a", False),
+        ("a, **kwargs", "a", False),
+        ("a", "unknown", False),
+        ("", "a=1", True),
+        ("a, b=1", "a, *args, **kwargs", True),
+        ("a, b", "a, *args, **kwargs", False),
+        ("a, b=1", "a, *args", False),
+    ],
+)
 def test_signatures_are_compared_for_compatibility(expected, found, compatible):
     assert upstream_check._compatible(expected, found) is compatible
 
 
-@pytest.mark.parametrize("found, compatible", [
-    ("file, network", True), ("path, cell", False), ("network, path", False), ("file, network, more", False), ("file", False)])
+@pytest.mark.parametrize(
+    "found, compatible",
+    [
+        ("file, network", True),
+        ("path, cell", False),
+        ("network, path", False),
+        ("file, network, more", False),
+        ("file", False),
+    ],
+)
 def test_only_names_that_a_wrapper_looks_up_matter(found, compatible):
     assert upstream_check._compatible("path, network", found, ("network",)) is compatible
 
@@ -224,19 +318,30 @@ def test_a_renamed_parameter_that_a_wrapper_passes_on_switches_nothing_off(modul
 
 def looked_up_in(wrapper):
     """Returns the names that a wrapper looks up in the arguments of a call."""
-    return set(re.findall(r"""call(?:\[|\.get\()["'](\w+)["']""", inspect.getsource(wrapper))) - {"self", "cls"}
+    return set(re.findall(r"""call(?:\[|\.get\()["'](\w+)["']""", inspect.getsource(wrapper))) - {
+        "self",
+        "cls",
+    }
 
 
-@pytest.mark.parametrize("name, wrapper", [*patches.WRAPPERS.items(), *patches.PYNATIVE_WRAPPERS.items()])
+@pytest.mark.parametrize(
+    "name, wrapper", [*patches.WRAPPERS.items(), *patches.PYNATIVE_WRAPPERS.items()]
+)
 def test_the_names_that_a_wrapper_looks_up_are_in_the_table(name, wrapper):
-    if name != "CheckpointCallback":                                    # a class
-        shared = {"load_hf_checkpoint": {"optimizer"}}                  # looked up with a default, which is right there
-        assert looked_up_in(wrapper) - shared.get(name, set()) == set(upstream.LOOKED_UP.get(name, ())) - {"self", "cls"}
+    if name != "CheckpointCallback":  # a class
+        # looked up with a default, which is right there
+        shared = {"load_hf_checkpoint": {"optimizer"}}
+        assert looked_up_in(wrapper) - shared.get(name, set()) == set(
+            upstream.LOOKED_UP.get(name, ())
+        ) - {"self", "cls"}
 
 
 def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monkeypatch):
-    rows = (row("load", "path, cell, optimizer=None", Kind.CALLED), row("Trainer.get", "cls, name", Kind.REPLACED),
-            row("gone", "path"))
+    rows = (
+        row("load", "path, cell, optimizer=None", Kind.CALLED),
+        row("Trainer.get", "cls, name", Kind.REPLACED),
+        row("gone", "path"),
+    )
     before = dict(vars(module)), vars(module.Trainer)["get"]
     monkeypatch.setattr(upstream_check, "profile_for", lambda versions: (profile_of(*rows), ""))
     with pytest.raises(ConfigError) as error:
@@ -250,7 +355,8 @@ def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monk
 def test_an_optional_feature_is_disabled(module):
     rows = (row("gone", "", Kind.CALLED, TENSORBOARD), row("load", "path, network", Kind.WRAPPED))
     off, notices = upstream_check.require(profile_of(*rows))
-    assert off == {TENSORBOARD} and len(notices) == 2               # the other: a parameter more, which does no harm
+    # the other: a parameter more, which does no harm
+    assert off == {TENSORBOARD} and len(notices) == 2
     assert TENSORBOARD.without in notices[0] and "optimizer=None" in notices[1]
 
 
@@ -263,11 +369,17 @@ def off():
 def test_disabled_features_do_nothing(off, monkeypatch):
     from mindresume.mindformers import adapter, auto_transform
     from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor
+
     off({upstream.TENSORBOARD, upstream.RESCUE, upstream.TRANSFORM})
-    monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", SimpleNamespace())
+    monkeypatch.setattr(
+        "mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", SimpleNamespace()
+    )
     adapter.TensorBoard().handle(SaveWritten(10, 1, 0.1), 0.0)
     assert CheckpointMonitor.emergency_save(None, None) is False
-    assert upstream.TRANSFORM.without in auto_transform._by_mindspore(None, None, "", 1, None)["refused"]
+    assert (
+        upstream.TRANSFORM.without
+        in auto_transform._by_mindspore(None, None, "", 1, None)["refused"]
+    )
 
 
 def test_wrapping_twice_wraps_once_and_keeps_the_kind_of_method(module):
@@ -275,16 +387,28 @@ def test_wrapping_twice_wraps_once_and_keeps_the_kind_of_method(module):
         @functools.wraps(original)
         def get(*args, **kwargs):
             return "wrapped", original(*args, **kwargs)
+
         return get
+
     for _ in range(2):
         installation.replace(row("Trainer.get", "cls, name", Kind.REPLACED), make)
-    assert module.Trainer.get("x") == ("wrapped", None) and isinstance(vars(module.Trainer)["get"], classmethod)
+    assert module.Trainer.get("x") == ("wrapped", None) and isinstance(
+        vars(module.Trainer)["get"], classmethod
+    )
 
 
-# ---- the wrappers ----------------------------------------------------------------------------------------------------
+# ---- the wrappers --------------------------------------------------------------------------------
 
-PASSING = sorted(set(patches.WRAPPERS) - {"Trainer.train", "Trainer.finetune", "Trainer.evaluate", "Trainer.predict",
-                                          "Trainer._check_config_rules"})
+PASSING = sorted(
+    set(patches.WRAPPERS)
+    - {
+        "Trainer.train",
+        "Trainer.finetune",
+        "Trainer.evaluate",
+        "Trainer.predict",
+        "Trainer._check_config_rules",
+    }
+)
 
 
 def signatures():
@@ -299,28 +423,48 @@ def test_a_wrapper_forwards_unknown_arguments(name, monkeypatch, tmp_path):
     expected = signatures()[name]
     more = f"{expected.removesuffix('**kwargs').rstrip(', ')}, added=None".removeprefix(", ")
     scope = {"seen": seen}
-    exec(f"def original({more}): seen.append(added)", scope)                    # noqa: S102
+    exec(f"def original({more}): seen.append(added)", scope)  # noqa: S102
     wrapper = patches.WRAPPERS[name](scope["original"])
-    runner = types.SimpleNamespace(sink_mode=False, sink_size=1, global_batch_size=1, epochs=1, initial_epoch=0)
-    config = types.SimpleNamespace(only_save_strategy=False, data_size=1, get=lambda *_: None, runner_config=runner)
-    values = {"config": config, "checkpoint_path": str(tmp_path), "common_filename": str(tmp_path / "common.json"),
-              "path": str(tmp_path), "dataset": types.SimpleNamespace(set_init_step=None), "load_checkpoint": None}
-    required = [part for part in (expected.split(", ") if expected else ()) if "=" not in part and "*" not in part]
+    runner = types.SimpleNamespace(
+        sink_mode=False, sink_size=1, global_batch_size=1, epochs=1, initial_epoch=0
+    )
+    config = types.SimpleNamespace(
+        only_save_strategy=False, data_size=1, get=lambda *_: None, runner_config=runner
+    )
+    values = {
+        "config": config,
+        "checkpoint_path": str(tmp_path),
+        "common_filename": str(tmp_path / "common.json"),
+        "path": str(tmp_path),
+        "dataset": types.SimpleNamespace(set_init_step=None),
+        "load_checkpoint": None,
+    }
+    required = [
+        part
+        for part in (expected.split(", ") if expected else ())
+        if "=" not in part and "*" not in part
+    ]
     training_context.set_current(training_context.TrainingContext())
     try:
         wrapper(*(values.get(part, part) for part in required), added="new")
-        wrapper(**{part: values.get(part, part) for part in required if part not in ("self", "cls")}, added="newer",
-                **{part: part for part in required if part in ("self", "cls")})
+        wrapper(
+            **{part: values.get(part, part) for part in required if part not in ("self", "cls")},
+            added="newer",
+            **{part: part for part in required if part in ("self", "cls")},
+        )
     finally:
         training_context.set_current(before)
     assert seen == ["new", "newer"]
 
 
-# ---- packages that cannot be imported ----------------------------------------------------------------------------------
+# ---- packages that cannot be imported ------------------------------------------------------------
+
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """broken(source, package): a module named mindformers_broken with this source, and an empty ``package`` if it is not ""."""
+    """broken(source, package): a module named mindformers_broken with this source, and an empty
+    ``package`` if it is not ""."""
+
     def make(source: str, package: str = "") -> str:
         (tmp_path / "mindformers_broken.py").write_text(source)
         if package:
@@ -328,26 +472,50 @@ def broken(tmp_path, monkeypatch):
             (tmp_path / package / "__init__.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
         return "mindformers_broken"
-    monkeypatch.setattr(upstream_check.metadata, "requires", lambda name: ["hyper-absent~=1.0.0", 'other; extra == "test"'])
+
+    monkeypatch.setattr(
+        upstream_check.metadata,
+        "requires",
+        lambda name: ["hyper-absent~=1.0.0", 'other; extra == "test"'],
+    )
     return make
 
 
-@pytest.mark.parametrize("source, package, words", [
-    ("import hyper_absent", "", ["No module named 'hyper_absent'", "Install hyper-absent~=1.0.0, which it requires"]),
-    ("from hyper_absent import DTensor", "hyper_absent", ["cannot import name 'DTensor'", "hyper-absent~=1.0.0", "incomplete"]),
-    ("import hyper_absent.core", "hyper_absent", ["No module named 'hyper_absent.core'", "hyper-absent~=1.0.0", "incomplete"]),
-    ("import unheard_of", "", ["No module named 'unheard_of'", "Install mindformers again"]),
-    ("context.__all__", "", ["NameError", "Install mindformers again"])])
+@pytest.mark.parametrize(
+    "source, package, words",
+    [
+        (
+            "import hyper_absent",
+            "",
+            ["No module named 'hyper_absent'", "Install hyper-absent~=1.0.0, which it requires"],
+        ),
+        (
+            "from hyper_absent import DTensor",
+            "hyper_absent",
+            ["cannot import name 'DTensor'", "hyper-absent~=1.0.0", "incomplete"],
+        ),
+        (
+            "import hyper_absent.core",
+            "hyper_absent",
+            ["No module named 'hyper_absent.core'", "hyper-absent~=1.0.0", "incomplete"],
+        ),
+        ("import unheard_of", "", ["No module named 'unheard_of'", "Install mindformers again"]),
+        ("context.__all__", "", ["NameError", "Install mindformers again"]),
+    ],
+)
 def test_a_package_that_cannot_be_imported_is_named(broken, source, package, words):
     with pytest.raises(ConfigError) as caught:
         upstream_check.require_import(broken(source, package))
-    assert [word for word in words if word not in str(caught.value)] == [] and "\n" not in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == [] and "\n" not in str(
+        caught.value
+    )
     assert "mindformers " + upstream_check.metadata.version("mindformers") in str(caught.value)
 
 
 def test_an_environment_without_mindformers_is_named(monkeypatch):
     def version(name):
         raise upstream_check.metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(upstream_check.metadata, "version", version)
     with pytest.raises(ConfigError, match="mindformers is not installed"):
         upstream_check.installed_versions()

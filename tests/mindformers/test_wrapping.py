@@ -1,4 +1,5 @@
 """Work that waits for the import of a module."""
+
 import importlib
 import sys
 
@@ -20,6 +21,7 @@ def module(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         importlib.invalidate_caches()
         return name
+
     yield written
     sys.meta_path[:] = finders
     for name in names:
@@ -76,6 +78,7 @@ def test_work_that_fails_is_the_error_of_the_import_and_is_tried_again(module):
         calls.append(1)
         if len(calls) == 1:
             raise ValueError("another signature")
+
     when_imported(name, work)
     with pytest.raises(ValueError, match="another signature"):
         importlib.import_module(name)
@@ -97,6 +100,7 @@ def test_a_module_that_does_not_exist_stays_absent():
 def test_arguments_by_name():
     def function(first, second=2, *, third=3, **kwargs):
         return first, second, third, kwargs
+
     call = Call(function, (1,), {"more": 4})
     assert call.arguments == {"first": 1, "second": 2, "third": 3, "kwargs": {"more": 4}, "more": 4}
     assert (call["second"], call.get("fourth", 4), call()) == (2, 4, (1, 2, 3, {"more": 4}))

@@ -14,7 +14,8 @@ ALL = slice(0, 4)
 
 @st.composite
 def layouts(draw):
-    """(layout, a global shape that divides), of every kind: unused, single, nested axes, any optimizer shard."""
+    """(layout, a global shape that divides), of every kind: unused, single, nested axes, any
+    optimizer shard."""
     matrix = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     assume(math.prod(matrix) <= 64)
     axes = draw(st.permutations(range(len(matrix))))
@@ -24,24 +25,72 @@ def layouts(draw):
         taken, axes = tuple(axes[:count]), axes[count:]
         cuts.append(-1 if not taken else taken[0] if count == 1 and draw(st.booleans()) else taken)
     replicas = TensorLayout(matrix, cuts).replicas
-    shards = draw(st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0]))
+    shards = draw(
+        st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0])
+    )
     layout = TensorLayout(matrix, cuts, shards)
     factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
     return layout, tuple(map(math.prod, zip(factors, layout.pieces([0] * len(cuts)), strict=True)))
 
 
-@pytest.mark.parametrize("tensor_map, shards, stride, shape, held", [
-    ((0, -1), 0, 0, (8, 4), [(slice(0, 4), ALL), (slice(4, 8), ALL), (slice(0, 4), ALL), (slice(4, 8), ALL)]),
-    ((0, -1), 2, 2, (8, 4), [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)]),
-    ((0, -1), -1, 2, (8, 4), [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)]),
-    *(((-1, 0), shards, 2, (8, 4), [(slice(0, 4), slice(0, 2)), (slice(0, 4), slice(2, 4)),
-                                    (slice(4, 8), slice(0, 2)), (slice(4, 8), slice(2, 4))]) for shards in (2, -1)),
-    ((-1,), 2, 1, (8,), [(slice(0, 4),), (slice(4, 8),), (slice(0, 4),), (slice(4, 8),)]),
-    ((-1,), -1, 1, (8,), [(slice(0, 2),), (slice(2, 4),), (slice(4, 6),), (slice(6, 8),)]),
-    (((0, 1), -1), 0, 0, (8, 4), [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)]),
-    (((1, 0), -1), 0, 0, (8, 4), [(slice(0, 2), ALL), (slice(2, 4), ALL), (slice(4, 6), ALL), (slice(6, 8), ALL)]),
-    ((), -1, 0, (), [(), (), (), ()]),
-])
+@pytest.mark.parametrize(
+    "tensor_map, shards, stride, shape, held",
+    [
+        (
+            (0, -1),
+            0,
+            0,
+            (8, 4),
+            [(slice(0, 4), ALL), (slice(4, 8), ALL), (slice(0, 4), ALL), (slice(4, 8), ALL)],
+        ),
+        (
+            (0, -1),
+            2,
+            2,
+            (8, 4),
+            [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)],
+        ),
+        (
+            (0, -1),
+            -1,
+            2,
+            (8, 4),
+            [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)],
+        ),
+        *(
+            (
+                (-1, 0),
+                shards,
+                2,
+                (8, 4),
+                [
+                    (slice(0, 4), slice(0, 2)),
+                    (slice(0, 4), slice(2, 4)),
+                    (slice(4, 8), slice(0, 2)),
+                    (slice(4, 8), slice(2, 4)),
+                ],
+            )
+            for shards in (2, -1)
+        ),
+        ((-1,), 2, 1, (8,), [(slice(0, 4),), (slice(4, 8),), (slice(0, 4),), (slice(4, 8),)]),
+        ((-1,), -1, 1, (8,), [(slice(0, 2),), (slice(2, 4),), (slice(4, 6),), (slice(6, 8),)]),
+        (
+            ((0, 1), -1),
+            0,
+            0,
+            (8, 4),
+            [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)],
+        ),
+        (
+            ((1, 0), -1),
+            0,
+            0,
+            (8, 4),
+            [(slice(0, 2), ALL), (slice(2, 4), ALL), (slice(4, 6), ALL), (slice(6, 8), ALL)],
+        ),
+        ((), -1, 0, (), [(), (), (), ()]),
+    ],
+)
 def test_dp2_tp2(tensor_map, shards, stride, shape, held):
     layout = TensorLayout((2, 2), tensor_map, shards)
     assert [layout.slices(rank, shape) for rank in range(4)] == held
@@ -66,44 +115,76 @@ def test_holders_is_the_inverse_of_slices(case):
     layout, shape = case
     held = [layout.slices(rank, shape) for rank in range(layout.stage_size)]
     for part in held:
-        assert layout.holders(part, shape) == [rank for rank, other in enumerate(held) if other == part]
+        assert layout.holders(part, shape) == [
+            rank for rank, other in enumerate(held) if other == part
+        ]
     if math.prod(shape):
         counted = Counter(str(part) for part in held)
-        assert len(counted) == math.prod(layout.pieces(shape)) and set(counted.values()) == {layout.copies}
+        assert len(counted) == math.prod(layout.pieces(shape)) and set(counted.values()) == {
+            layout.copies
+        }
 
 
-@pytest.mark.parametrize("part", [slice(0, 3), slice(1, 5), slice(8, 12), slice(-4, 0), slice(0, 8), slice(None),
-                                  slice(0, 4, 2), slice(4, 4), slice(0, None)])
+@pytest.mark.parametrize(
+    "part",
+    [
+        slice(0, 3),
+        slice(1, 5),
+        slice(8, 12),
+        slice(-4, 0),
+        slice(0, 8),
+        slice(None),
+        slice(0, 4, 2),
+        slice(4, 4),
+        slice(0, None),
+    ],
+)
 def test_slices_that_no_rank_holds_have_no_holders(part):
     assert TensorLayout((2, 2), (0,)).holders((part,), (8,)) == []
 
 
 @given(layouts())
 def test_json_round_trip(case):
-    found = TensorLayout.from_json(json.loads(json.dumps({**case[0].to_json(), "of a later version": 1})))
+    found = TensorLayout.from_json(
+        json.loads(json.dumps({**case[0].to_json(), "of a later version": 1}))
+    )
     assert found == case[0] and hash(found) == hash(case[0])
 
 
-@pytest.mark.parametrize("broken", [
-    None, [], {}, {"device_matrix": [2], "tensor_map": [0]},
-    {"device_matrix": 2, "tensor_map": [0], "optimizer_shards": 0},
-    {"device_matrix": ["2"], "tensor_map": [0], "optimizer_shards": 0},
-    {"device_matrix": [2], "tensor_map": [None], "optimizer_shards": 0},
-    {"device_matrix": [2], "tensor_map": [0], "optimizer_shards": 1.5},
-    {"device_matrix": [2], "tensor_map": [[True]], "optimizer_shards": 0},
-    {"device_matrix": [2], "tensor_map": [1], "optimizer_shards": 0},
-])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        None,
+        [],
+        {},
+        {"device_matrix": [2], "tensor_map": [0]},
+        {"device_matrix": 2, "tensor_map": [0], "optimizer_shards": 0},
+        {"device_matrix": ["2"], "tensor_map": [0], "optimizer_shards": 0},
+        {"device_matrix": [2], "tensor_map": [None], "optimizer_shards": 0},
+        {"device_matrix": [2], "tensor_map": [0], "optimizer_shards": 1.5},
+        {"device_matrix": [2], "tensor_map": [[True]], "optimizer_shards": 0},
+        {"device_matrix": [2], "tensor_map": [1], "optimizer_shards": 0},
+    ],
+)
 def test_broken_json_is_a_value_error(broken):
     with pytest.raises(ValueError):
         TensorLayout.from_json(broken)
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (((), ()), "at least one axis"), (((2, 0), ()), "at least one axis"), (((2,), (1,)), "does not have"),
-    (((2,), (-2,)), "does not have"), (((2, 2), (0, 0)), "an axis twice"), (((2, 2), ((1, 0), 1)), "an axis twice"),
-    (((4,), (-1,), 3), "3 optimizer shards do not divide 4 replicas"), (((2, 2), (0,), 4), "4 optimizer shards"),
-    (((4,), (-1,), -2), "-2 optimizer shards"),
-])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (((), ()), "at least one axis"),
+        (((2, 0), ()), "at least one axis"),
+        (((2,), (1,)), "does not have"),
+        (((2,), (-2,)), "does not have"),
+        (((2, 2), (0, 0)), "an axis twice"),
+        (((2, 2), ((1, 0), 1)), "an axis twice"),
+        (((4,), (-1,), 3), "3 optimizer shards do not divide 4 replicas"),
+        (((2, 2), (0,), 4), "4 optimizer shards"),
+        (((4,), (-1,), -2), "-2 optimizer shards"),
+    ],
+)
 def test_impossible_layouts_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         TensorLayout(*arguments)
@@ -111,10 +192,16 @@ def test_impossible_layouts_are_refused(arguments, says):
 
 def test_a_shape_that_does_not_divide_is_refused_by_dimension_size_pieces_and_layout():
     layout = TensorLayout((2, 4), (0, -1), 2)
-    expected = (r"dimension 0 of shape \(12, 3\) has 12 elements and does not divide into 8 equal pieces: "
-                r"TensorLayout\(device_matrix=\(2, 4\), tensor_map=\(0, -1\), optimizer_shards=2\)")
-    for function in (layout.pieces, layout.local_shape, lambda shape: layout.slices(0, shape),
-                     lambda shape: layout.holders((slice(0, 1), slice(0, 3)), shape)):
+    expected = (
+        r"dimension 0 of shape \(12, 3\) has 12 elements and does not divide into 8 equal pieces: "
+        r"TensorLayout\(device_matrix=\(2, 4\), tensor_map=\(0, -1\), optimizer_shards=2\)"
+    )
+    for function in (
+        layout.pieces,
+        layout.local_shape,
+        lambda shape: layout.slices(0, shape),
+        lambda shape: layout.holders((slice(0, 1), slice(0, 3)), shape),
+    ):
         with pytest.raises(ValueError, match=expected):
             function((12, 3))
 

@@ -1,4 +1,5 @@
 """Records and manifests: round trips, and refusal of anything torn, altered or invalid."""
+
 import io
 import json
 
@@ -33,8 +34,15 @@ RUN = run_name(7, "1f3a9c04")
 STATE = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
 FILE = FileRecord("rank_1/net_rank_1-2_5.safetensors", "safetensors", 1234, "ab" * 16)
 RECORD = Record(RUN, 1, 2, STATE, 1700000000.5, (FILE,))
-DETAILS = Details({"w": TensorRecord("bfloat16", (1, 2), "cd" * 16, TensorLayout((2, 2, 2), ((2, 0), -1), -1), (8, 2)),
-                   "bias": TensorRecord("float32", (), "ef" * 16)}, {"python": {"gauss": None}})
+DETAILS = Details(
+    {
+        "w": TensorRecord(
+            "bfloat16", (1, 2), "cd" * 16, TensorLayout((2, 2, 2), ((2, 0), -1), -1), (8, 2)
+        ),
+        "bias": TensorRecord("float32", (), "ef" * 16),
+    },
+    {"python": {"gauss": None}},
+)
 OTHER = FileRecord("rank_0/net_rank_0-2_5.safetensors", "safetensors", 1234, "ab" * 16)
 MANIFEST = Manifest(RUN, 2, STATE, 1700000000.5, ((OTHER,), (FILE,)), ("01" * 16, "23" * 16))
 
@@ -44,23 +52,27 @@ def read_back(content):
 
 
 def changed(content, change):
-    """Returns the same file with another head and correct checksums, as a later version or an attacker may write it."""
+    """Returns the same file with another head and correct checksums, as a later version or an
+    attacker may write it."""
     _, line, tail = content.split(b"\n", 2)
     head = json.loads(line)
     change(head)
     return encode_head(head) + tail
 
 
-# ---- round trips -----------------------------------------------------------------------------------------------------
+# ---- round trips ---------------------------------------------------------------------------------
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)
-file_names = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\"), max_size=30)
+file_names = st.text(
+    st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\"), max_size=30
+)
 shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 
 
 @st.composite
 def layouts(draw):
-    """Draws any division of the device axes over the dimensions: nested maps, uncut dimensions, unused axes, no dimensions."""
+    """Draws any division of the device axes over the dimensions: nested maps, uncut dimensions,
+    unused axes, no dimensions."""
     matrix = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
     axes = draw(st.permutations(range(len(matrix))))
     cuts, rest = [], list(axes)
@@ -80,25 +92,42 @@ def tensor_records(draw):
         pieces = layout.pieces((0,) * len(layout.tensor_map))
         shape = tuple(draw(st.integers(0, 2**40)) for _ in pieces)
         whole = tuple(size * count for size, count in zip(shape, pieces, strict=True))
-    return TensorRecord(draw(st.sampled_from(["float32", "bfloat16", "str"])), shape, "00" * 16, layout, whole)
+    return TensorRecord(
+        draw(st.sampled_from(["float32", "bfloat16", "str"])), shape, "00" * 16, layout, whole
+    )
 
 
 @settings(max_examples=150)
-@given(st.dictionaries(names, tensor_records(), max_size=5), st.dictionaries(names, st.integers() | names, max_size=3))
+@given(
+    st.dictionaries(names, tensor_records(), max_size=5),
+    st.dictionaries(names, st.integers() | names, max_size=3),
+)
 def test_details_are_read_back_unchanged(tensors, random):
     details = Details(tensors, random)
     record, found = read_back(RECORD.encode(details))
     assert (record, found) == (RECORD, details)
-    assert list(found.tensors) == list(tensors)             # the order of the file
+    assert list(found.tensors) == list(tensors)  # the order of the file
 
 
 @settings(max_examples=80)
-@given(st.builds(TrainingState, st.integers(0, 2**50), st.integers(1, 2**30), st.integers(0, 2**50),
-                 st.none() | st.integers(1, 2**30), st.none() | st.floats(allow_nan=False, allow_infinity=False),
-                 st.none() | st.integers(1, 2**20), st.none() | st.integers(1, 2**40)),
-       st.lists(file_names, min_size=1, max_size=6))
+@given(
+    st.builds(
+        TrainingState,
+        st.integers(0, 2**50),
+        st.integers(1, 2**30),
+        st.integers(0, 2**50),
+        st.none() | st.integers(1, 2**30),
+        st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        st.none() | st.integers(1, 2**20),
+        st.none() | st.integers(1, 2**40),
+    ),
+    st.lists(file_names, min_size=1, max_size=6),
+)
 def test_records_and_manifests_are_read_back_unchanged(state, names):
-    files = tuple((FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16),) for rank, name in enumerate(names))
+    files = tuple(
+        (FileRecord(f"rank_{rank}/{name}.ckpt", "ckpt", len(name), "00" * 16),)
+        for rank, name in enumerate(names)
+    )
     manifest = Manifest(RUN, len(files), state, 1.5, files, tuple("11" * 16 for _ in files))
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
     for rank, file in enumerate(files):
@@ -108,14 +137,20 @@ def test_records_and_manifests_are_read_back_unchanged(state, names):
 
 def test_equal_layouts_are_stored_once():
     layout = TensorLayout((2, 1), (1, -1))
-    details = Details({f"w{i}": TensorRecord("float32", (4, 4), "00" * 16, layout, (8, 4)) for i in range(50)})
+    details = Details(
+        {f"w{i}": TensorRecord("float32", (4, 4), "00" * 16, layout, (8, 4)) for i in range(50)}
+    )
     assert RECORD.encode(details).count(b"device_matrix") == 1
 
 
 def test_the_checksum_of_a_record_is_that_of_its_head_line():
     content = RECORD.encode(DETAILS)
     _, checksum = read_record(io.BytesIO(content))
-    assert checksum == content.split(b"\n")[0].decode() == xxhash.xxh3_128_hexdigest(content.split(b"\n")[1])
+    assert (
+        checksum
+        == content.split(b"\n")[0].decode()
+        == xxhash.xxh3_128_hexdigest(content.split(b"\n")[1])
+    )
 
 
 def test_the_head_alone_does_not_need_the_details():
@@ -123,10 +158,12 @@ def test_the_head_alone_does_not_need_the_details():
     assert read_record(io.BytesIO(head))[0] == RECORD
 
 
-# ---- torn, altered, of another kind ----------------------------------------------------------------------------------
+# ---- torn, altered, of another kind --------------------------------------------------------------
 
-READERS = {"record": (RECORD.encode(DETAILS), read_back), "manifest": (MANIFEST.encode(),
-                                                                      lambda content: Manifest.read(io.BytesIO(content)))}
+READERS = {
+    "record": (RECORD.encode(DETAILS), read_back),
+    "manifest": (MANIFEST.encode(), lambda content: Manifest.read(io.BytesIO(content))),
+}
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -135,14 +172,16 @@ def test_every_torn_prefix_is_refused(kind):
     for end in range(len(content) - 1):
         with pytest.raises(RecordError):
             read(content[:end])
-    assert read(content[:-1]) == read(content)              # only the last line break is missing: nothing is lost
+    # only the last line break is missing: nothing is lost
+    assert read(content[:-1]) == read(content)
 
 
 @pytest.mark.parametrize("kind", READERS)
 def test_every_altered_byte_is_refused(kind):
     content, read = READERS[kind]
     for position in range(len(content)):
-        for mask in (0x01, 0x20, 0x80, content[position] ^ 0x0A, content[position]):    # also into "\n" and into 0
+        # also into "\n" and into 0
+        for mask in (0x01, 0x20, 0x80, content[position] ^ 0x0A, content[position]):
             if not mask:
                 continue
             altered = bytearray(content)
@@ -151,7 +190,9 @@ def test_every_altered_byte_is_refused(kind):
                 read(bytes(altered))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\n\n", b"\0" * 4096, b"{}", b"{}\n{}\n", b"\xff" * 100, b"\n" * 100])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\n\n", b"\0" * 4096, b"{}", b"{}\n{}\n", b"\xff" * 100, b"\n" * 100]
+)
 @pytest.mark.parametrize("kind", READERS)
 def test_garbage_is_refused(kind, content):
     with pytest.raises(RecordError):
@@ -166,26 +207,38 @@ def test_manifests_and_records_are_not_interchangeable():
 
 
 def test_details_of_another_record_are_refused():
-    head, other = RECORD.encode(DETAILS), RECORD.encode(Details({"v": TensorRecord("float32", (1,), "00" * 16)}))
+    head, other = (
+        RECORD.encode(DETAILS),
+        RECORD.encode(Details({"v": TensorRecord("float32", (1,), "00" * 16)})),
+    )
     mixed = b"\n".join(head.split(b"\n")[:2]) + b"\n" + other.split(b"\n")[2] + b"\n"
     with pytest.raises(RecordError, match="list of tensors is truncated or altered"):
         read_back(mixed)
 
 
 def test_details_of_millions_of_entries_are_refused_before_they_are_parsed():
-    tail = b'{"tensors":{' + b",".join([b'"%07d":[]' % number for number in range(3_000_000)]) + b'},"layouts":[],"random":{}}'
-    head = json.loads(RECORD.encode(DETAILS).split(b"\n")[1]) | {"details": xxhash.xxh3_128_hexdigest(tail)}
+    tail = (
+        b'{"tensors":{'
+        + b",".join([b'"%07d":[]' % number for number in range(3_000_000)])
+        + b'},"layouts":[],"random":{}}'
+    )
+    head = json.loads(RECORD.encode(DETAILS).split(b"\n")[1]) | {
+        "details": xxhash.xxh3_128_hexdigest(tail)
+    }
     with pytest.raises(RecordError, match="some 3000003 keys, expected at most"):
         read_back(encode_head(head) + tail + b"\n")
 
 
-# ---- versions and fields ---------------------------------------------------------------------------------------------
+# ---- versions and fields -------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("kind", READERS)
 def test_a_newer_version_is_refused_with_advice(kind):
     content, read = READERS[kind]
     newer = changed(content, lambda head: head.update(version=VERSION + 1))
-    with pytest.raises(RecordError, match=rf"{kind} of version {VERSION + 1}.*up to {VERSION}: install a newer one"):
+    with pytest.raises(
+        RecordError, match=rf"{kind} of version {VERSION + 1}.*up to {VERSION}: install a newer one"
+    ):
         read(newer)
 
 
@@ -196,6 +249,7 @@ def test_unknown_fields_are_ignored(kind):
     def add(head):
         head["of a later minor version"] = {"a": 1}
         head["state"]["also new"] = [1]
+
     assert read(changed(content, add)) == read(content)
 
 
@@ -203,13 +257,18 @@ def test_unknown_fields_are_ignored(kind):
 def test_a_missing_or_ill_typed_field_is_refused(kind):
     content, read = READERS[kind]
     for field in json.loads(content.split(b"\n")[1]):
-        for change in (lambda head, f=field: head.pop(f), lambda head, f=field: head.update({f: {"what": "?"}})):
+        for change in (
+            lambda head, f=field: head.pop(f),
+            lambda head, f=field: head.update({f: {"what": "?"}}),
+        ):
             with pytest.raises(RecordError):
                 read(changed(content, change))
 
 
-@pytest.mark.parametrize("field, value", [("step", -1), ("step", None), ("step", "5"), ("steps_per_epoch", 0),
-                                          ("global_step", 1.5)])
+@pytest.mark.parametrize(
+    "field, value",
+    [("step", -1), ("step", None), ("step", "5"), ("steps_per_epoch", 0), ("global_step", 1.5)],
+)
 @pytest.mark.parametrize("kind", READERS)
 def test_an_impossible_state_is_refused(kind, field, value):
     content, read = READERS[kind]
@@ -217,44 +276,78 @@ def test_an_impossible_state_is_refused(kind, field, value):
         read(changed(content, lambda head: head["state"].update({field: value})))
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x.ckpt", "rank_0/../../x.ckpt", "rank_0/..", "..", None, 3, ["a"], "",
-                                  "rank_0/a\0.ckpt"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "../x.ckpt",
+        "rank_0/../../x.ckpt",
+        "rank_0/..",
+        "..",
+        None,
+        3,
+        ["a"],
+        "",
+        "rank_0/a\0.ckpt",
+    ],
+)
 @pytest.mark.parametrize("kind", READERS)
 def test_a_path_that_leaves_the_folder_is_refused(kind, path):
     content, read = READERS[kind]
 
     def change(head):
         (head["files"] if kind == "record" else head["files"][1])[0][0] = path
+
     with pytest.raises(RecordError, match="leaves the checkpoint folder"):
         read(changed(content, change))
 
 
-@pytest.mark.parametrize("value", [[], ["a"], ["a", "ckpt", 1], ["a", "ckpt", 1, "x", "more"], "abcd", None,
-                                   {"a": 1, "b": 2, "c": 3, "d": 4}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        ["a"],
+        ["a", "ckpt", 1],
+        ["a", "ckpt", 1, "x", "more"],
+        "abcd",
+        None,
+        {"a": 1, "b": 2, "c": 3, "d": 4},
+    ],
+)
 def test_a_file_row_of_another_length_is_refused(value):
     with pytest.raises(RecordError):
         read_back(changed(RECORD.encode(DETAILS), lambda head: head.update(files=[value])))
 
 
 def test_two_dots_within_a_name_are_a_name():
-    assert FileRecord.recorded(["rank_0/a..b.ckpt", "ckpt", 1, "ab" * 16], 0).path == "rank_0/a..b.ckpt"
+    assert (
+        FileRecord.recorded(["rank_0/a..b.ckpt", "ckpt", 1, "ab" * 16], 0).path
+        == "rank_0/a..b.ckpt"
+    )
 
 
 def test_a_manifest_with_a_wrong_count_is_refused():
     with pytest.raises(RecordError, match="2 files and 2 records for 3 ranks"):
-        Manifest.read(io.BytesIO(changed(MANIFEST.encode(), lambda head: head.update(world_size=3))))
+        Manifest.read(
+            io.BytesIO(changed(MANIFEST.encode(), lambda head: head.update(world_size=3)))
+        )
     with pytest.raises(RecordError, match="2 files and 1 records for 2 ranks"):
         Manifest.read(io.BytesIO(changed(MANIFEST.encode(), lambda head: head["records"].pop())))
 
 
 def test_details_with_a_missing_layout_are_refused():
-    tail = json.dumps({"tensors": {"w": ["float32", [1], "00", 3, [1]]}, "layouts": [], "random": {}}).encode()
-    content = changed(RECORD.encode(DETAILS), lambda head: head.update(details=xxhash.xxh3_128_hexdigest(tail)))
+    tail = json.dumps(
+        {"tensors": {"w": ["float32", [1], "00", 3, [1]]}, "layouts": [], "random": {}}
+    ).encode()
+    content = changed(
+        RECORD.encode(DETAILS), lambda head: head.update(details=xxhash.xxh3_128_hexdigest(tail))
+    )
     with pytest.raises(RecordError):
         read_back(b"\n".join(content.split(b"\n")[:2]) + b"\n" + tail + b"\n")
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
+
 
 @given(st.integers(1, 10**6), st.integers(0, 2**32 - 1), st.integers(0, 10**12))
 def test_names_of_runs_and_attempts_are_read_back(number, token, step):
@@ -274,19 +367,41 @@ def test_names_are_as_documented():
     assert record_name(0) == "rank_00000.json"
 
 
-@pytest.mark.parametrize("name", ["", "1-1f3a9c04", "0001-1F3A9C04", "0001-1f3a9c0", "0001_1f3a9c04", "x0001-1f3a9c04",
-                                  "0001-1f3a9c04\n"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "1-1f3a9c04",
+        "0001-1F3A9C04",
+        "0001-1f3a9c0",
+        "0001_1f3a9c04",
+        "x0001-1f3a9c04",
+        "0001-1f3a9c04\n",
+    ],
+)
 def test_invalid_run_ids_are_refused(name):
     with pytest.raises(RecordError, match="is not a run id"):
         run_sequence(name)
 
 
-@pytest.mark.parametrize("name", ["", "step-15-run-0001-1f3a9c04", "trash-step-0000000015-run-0001-1f3a9c04", "rank_00000.json",
-                                  "step-0000000015-run-0001-1f3a9c04.tmp", ".nfs0001"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "step-15-run-0001-1f3a9c04",
+        "trash-step-0000000015-run-0001-1f3a9c04",
+        "rank_00000.json",
+        "step-0000000015-run-0001-1f3a9c04.tmp",
+        ".nfs0001",
+    ],
+)
 def test_other_names_are_not_attempts(name):
     assert parse_attempt(name) is None and list(attempts([name])) == []
 
 
-@pytest.mark.parametrize("name", ["rank_0.json", "rank_00000.json.tmp", ".rank_00000.json.x.mindresume-tmp", "manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["rank_0.json", "rank_00000.json.tmp", ".rank_00000.json.x.mindresume-tmp", "manifest.json"],
+)
 def test_other_names_are_not_records(name):
     assert record_rank(name) is None

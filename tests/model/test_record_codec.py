@@ -1,10 +1,18 @@
 """Lines of records and manifests: round trips and refusals."""
+
 import io
 
 import pytest
 
 from mindresume.errors import RecordError
-from mindresume.model.manifest import HEAD_LIMIT, encode_head, field_errors, parse_ranks, rank_ranges, read_head
+from mindresume.model.manifest import (
+    HEAD_LIMIT,
+    encode_head,
+    field_errors,
+    parse_ranks,
+    rank_ranges,
+    read_head,
+)
 
 
 def test_a_head_is_read_back_with_its_checksum():
@@ -25,20 +33,42 @@ def test_a_head_that_could_not_be_read_back_is_not_written():
         encode_head({"a": "x" * HEAD_LIMIT})
 
 
-@pytest.mark.parametrize("ranks, ranges", [((), []), ((0,), [[0, 0]]), ((0, 1, 2, 5, 7, 8), [[0, 2], [5, 5], [7, 8]])])
+@pytest.mark.parametrize(
+    "ranks, ranges", [((), []), ((0,), [[0, 0]]), ((0, 1, 2, 5, 7, 8), [[0, 2], [5, 5], [7, 8]])]
+)
 def test_ranks_as_ranges(ranks, ranges):
     assert rank_ranges(ranks) == ranges
     assert not ranks or parse_ranks(ranges, 10) == parse_ranks(list(ranks), 10) == ranks
 
 
-@pytest.mark.parametrize("value", [[], [0, 1], [[0, 1]], [1, 0], [0, 0], [2], [-1], [True], [[1, 0]], [[0, 0], [0, 0]],
-                                   "0", [None]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        [0, 1],
+        [[0, 1]],
+        [1, 0],
+        [0, 0],
+        [2],
+        [-1],
+        [True],
+        [[1, 0]],
+        [[0, 0], [0, 0]],
+        "0",
+        [None],
+    ],
+)
 def test_invalid_subsets_of_ranks_are_refused(value):
     with pytest.raises(RecordError, match="part"):
         parse_ranks(value, 2)
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), TypeError("a"), OverflowError("a"), RecursionError("a")])
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), TypeError("a"), OverflowError("a"), RecursionError("a")]
+)
 def test_field_errors_become_record_errors(error):
-    with pytest.raises(RecordError, match="record: a field is missing or wrong"), field_errors("record"):
+    with (
+        pytest.raises(RecordError, match="record: a field is missing or wrong"),
+        field_errors("record"),
+    ):
         raise error

@@ -13,28 +13,56 @@ from mindresume.model.training_state import (
 )
 
 
-@pytest.mark.parametrize("step, per_epoch, epoch, inside", [
-    (1, 10, 1, 1), (10, 10, 1, 10), (11, 10, 2, 1), (15, 10, 2, 5),
-    (24, 2, 12, 2), (40, 2, 20, 2), (7, 1, 7, 1), (0, 10, 0, 0),   # sink size 2: step 24 is named -12_2, step 40 -20_2
-])
+@pytest.mark.parametrize(
+    "step, per_epoch, epoch, inside",
+    [
+        (1, 10, 1, 1),
+        (10, 10, 1, 10),
+        (11, 10, 2, 1),
+        (15, 10, 2, 5),
+        # sink size 2: step 24 is named -12_2, step 40 -20_2
+        (24, 2, 12, 2),
+        (40, 2, 20, 2),
+        (7, 1, 7, 1),
+        (0, 10, 0, 0),
+    ],
+)
 def test_epoch_and_step_follow_from_the_absolute_step(step, per_epoch, epoch, inside):
     state = TrainingState(step, per_epoch, step)
     assert (state.epoch, state.step_in_epoch) == (epoch, inside)
 
 
-@pytest.mark.parametrize("before, now, interval, due", [
-    (4, 5, 5, True), (5, 6, 5, False), (16, 17, 5, False), (19, 20, 5, True),
-    (4, 6, 5, True), (8, 10, 5, True), (10, 12, 5, False), (14, 16, 5, True),        # sink size 2: 6, 10, 16, 20
-    (0, 1, 1, True),
-])
+@pytest.mark.parametrize(
+    "before, now, interval, due",
+    [
+        (4, 5, 5, True),
+        (5, 6, 5, False),
+        (16, 17, 5, False),
+        (19, 20, 5, True),
+        # sink size 2: 6, 10, 16, 20
+        (4, 6, 5, True),
+        (8, 10, 5, True),
+        (10, 12, 5, False),
+        (14, 16, 5, True),
+        (0, 1, 1, True),
+    ],
+)
 def test_saves_fall_on_absolute_multiples(before, now, interval, due):
     assert crosses_multiple(before, now, interval) is due
 
 
-@pytest.mark.parametrize("name, absent, transient", [
-    ("decoder.layers.0.hidden_states_dropout.seed", True, False), ("embedding.embedding_dropout.offset", True, False),
-    ("indexer_loss", True, False), ("decoder.indexer_loss", False, False),
-    ("accu_grads.w", True, True), ("decoder.layers.0.dropout.weight", False, False), ("seed", False, False)])
+@pytest.mark.parametrize(
+    "name, absent, transient",
+    [
+        ("decoder.layers.0.hidden_states_dropout.seed", True, False),
+        ("embedding.embedding_dropout.offset", True, False),
+        ("indexer_loss", True, False),
+        ("decoder.indexer_loss", False, False),
+        ("accu_grads.w", True, True),
+        ("decoder.layers.0.dropout.weight", False, False),
+        ("seed", False, False),
+    ],
+)
 def test_some_saved_parameters_may_be_absent(name, absent, transient):
     assert (may_be_absent(name), is_transient(name)) == (absent, transient)
 
@@ -46,19 +74,48 @@ def test_json_round_trip_ignores_unknown_fields():
 
 
 def test_the_position_in_the_data_is_kept():
-    state = TrainingState(15, 10, 14, 8, dataset_size=10, consumed=120, data=DataPosition(1, 40, 0, "", {"type": "MindDataset"}))
+    state = TrainingState(
+        15,
+        10,
+        14,
+        8,
+        dataset_size=10,
+        consumed=120,
+        data=DataPosition(1, 40, 0, "", {"type": "MindDataset"}),
+    )
     assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
-    old = {name: value for name, value in state.to_json().items() if name not in ("data", "consumed")}
-    assert (TrainingState.from_json(old).data, TrainingState.from_json(old).consumed) == (None, None)
+    old = {
+        name: value for name, value in state.to_json().items() if name not in ("data", "consumed")
+    }
+    assert (TrainingState.from_json(old).data, TrainingState.from_json(old).consumed) == (
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize("key, value", [("passes", -1), ("samples", 1.5), ("first_epoch", None), ("declared", 1),
-                                        ("identity", []), ("identity", {"a": 1}), ("passes", 2**63), ("samples", True),
-                                        (None, "a text")])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("passes", -1),
+        ("samples", 1.5),
+        ("first_epoch", None),
+        ("declared", 1),
+        ("identity", []),
+        ("identity", {"a": 1}),
+        ("passes", 2**63),
+        ("samples", True),
+        (None, "a text"),
+    ],
+)
 def test_a_position_of_another_form_is_refused(key, value):
     data = {"passes": 1, "samples": 40, "first_epoch": 0, "declared": "", "identity": {}}
     with pytest.raises(RecordError, match="training state: data"):
-        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "data": value if key is None else {**data, key: value}})
+        TrainingState.from_json(
+            {
+                **TrainingState(15, 10, 14).to_json(),
+                "data": value if key is None else {**data, key: value},
+            }
+        )
 
 
 def test_metrics_are_an_object_of_finite_numbers():
@@ -70,29 +127,59 @@ def test_metrics_are_an_object_of_finite_numbers():
     assert TrainingState.from_json({**old, "metrics": {"samples": 3}}).metrics == {"samples": 3.0}
 
 
-@pytest.mark.parametrize("metrics", [{"loss": "2.5"}, {"loss": None}, {"loss": True}, {"loss": float("nan")},
-                                     {"loss": float("inf")}, [["loss", 2.5]], "loss", None, {"loss": [1.0]}])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"loss": "2.5"},
+        {"loss": None},
+        {"loss": True},
+        {"loss": float("nan")},
+        {"loss": float("inf")},
+        [["loss", 2.5]],
+        "loss",
+        None,
+        {"loss": [1.0]},
+    ],
+)
 def test_metrics_of_another_form_are_refused(metrics):
     with pytest.raises(RecordError, match="metric"):
         TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "metrics": metrics})
 
 
 def test_the_arrangement_and_the_counts_of_the_trainer_are_kept():
-    state = TrainingState(15, 10, 14, arrangement={"use_a": True, "use_b": False},
-                          trainer={"skipped_steps": 3, "best": 0.1 + 0.2, "path": "/a", "flag": True, "none": None})
+    state = TrainingState(
+        15,
+        10,
+        14,
+        arrangement={"use_a": True, "use_b": False},
+        trainer={"skipped_steps": 3, "best": 0.1 + 0.2, "path": "/a", "flag": True, "none": None},
+    )
     assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
-    assert not {"arrangement", "trainer"} & set(TrainingState(15, 10, 14).to_json())        # as before these fields
+    # as before these fields
+    assert not {"arrangement", "trainer"} & set(TrainingState(15, 10, 14).to_json())
 
 
-@pytest.mark.parametrize("name, value", [
-    ("arrangement", {"a": 1}), ("arrangement", {"a": None}), ("arrangement", [["a", True]]), ("arrangement", "a"),
-    ("trainer", {"a": []}), ("trainer", {"a": float("nan")}), ("trainer", {"a": "x" * 5000}), ("trainer", 3)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("arrangement", {"a": 1}),
+        ("arrangement", {"a": None}),
+        ("arrangement", [["a", True]]),
+        ("arrangement", "a"),
+        ("trainer", {"a": []}),
+        ("trainer", {"a": float("nan")}),
+        ("trainer", {"a": "x" * 5000}),
+        ("trainer", 3),
+    ],
+)
 def test_an_arrangement_or_a_count_of_another_form_is_refused(name, value):
     with pytest.raises(RecordError, match=f"training state: {name}"):
         TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), name: value})
 
 
-@pytest.mark.parametrize("broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}])
+@pytest.mark.parametrize(
+    "broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}]
+)
 def test_a_state_without_its_counters_is_refused(broken):
     with pytest.raises(RecordError):
         TrainingState.from_json(broken)
@@ -106,13 +193,21 @@ def test_an_optimizer_that_counts_from_minus_one_can_be_saved_before_its_first_u
         TrainingState.from_json({**state.to_json(), "global_step": -2})
 
 
-# ---- the position in the data ------------------------------------------------------------------------------------------
+# ---- the position in the data --------------------------------------------------------------------
 
-@pytest.mark.parametrize("passes, samples, steps, size, batch, expected", [
-    (0, 0, 0, 10, 8, (0, 0)), (0, 0, 10, 10, 8, (1, 0)), (1, 40, 4, 10, 8, (1, 72)), (1, 40, 5, 10, 8, (2, 0)),
-    (1, 40, 35, 10, 8, (5, 0)), (0, 64, 1, 5, 16, (1, 0)),
-    (0, 44, 1, 10, 8, (0, 48)),                     # half a step was left over
-])
+
+@pytest.mark.parametrize(
+    "passes, samples, steps, size, batch, expected",
+    [
+        (0, 0, 0, 10, 8, (0, 0)),
+        (0, 0, 10, 10, 8, (1, 0)),
+        (1, 40, 4, 10, 8, (1, 72)),
+        (1, 40, 5, 10, 8, (2, 0)),
+        (1, 40, 35, 10, 8, (5, 0)),
+        (0, 64, 1, 5, 16, (1, 0)),
+        (0, 44, 1, 10, 8, (0, 48)),  # half a step was left over
+    ],
+)
 def test_after_advances_passes_and_samples(passes, samples, steps, size, batch, expected):
     found = DataPosition(passes, samples, 2, "said", {"type": "T"}).after(steps, size, batch)
     assert (found.passes, found.samples) == expected
@@ -122,9 +217,13 @@ def test_after_advances_passes_and_samples(passes, samples, steps, size, batch, 
 def test_steps_counts_whole_steps():
     assert DataPosition(2, 40).steps(10, 8) == 25
     assert DataPosition(2, 47).steps(10, 8) == 25
-    assert DataPosition(0, 400).steps(10, 8) == 10          # never into the next pass
+    assert DataPosition(0, 400).steps(10, 8) == 10  # never into the next pass
 
 
 def test_a_data_request_as_text():
     assert [str(DataRequest(*given)) for given in ((), (True,), (False, 3), (False, 0))] == [
-        "", "ignore_data_skip: True", "data_skip_steps: 3", ""]
+        "",
+        "ignore_data_skip: True",
+        "data_skip_steps: 3",
+        "",
+    ]

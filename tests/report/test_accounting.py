@@ -1,4 +1,5 @@
 """Accounting of steps and seconds: computed by hand, and as properties of any history."""
+
 import math
 from dataclasses import replace
 
@@ -15,15 +16,28 @@ from mindresume.report.runs import UNKNOWN, Losses, Origin, RunAttempt, Save, Sa
 
 
 def attempt(number, first, last, parent=None, outcome=FAILED, run=None, **more):
-    """Returns an attempt with steps ``first`` to ``last``, each of a second, resumed after ``first - 1``. ``parent``: the run
-    that saved it."""
+    """Returns an attempt with steps ``first`` to ``last``, each of a second, resumed after ``first
+    - 1``. ``parent``: the run that saved it."""
     start, count = 100.0 * number, last - first + 1
     steps = np.arange(first, last + 1)
     losses = Losses(steps, np.ones(count), start + 10 + np.arange(count), np.ones(count))
     ended = more.pop("ended", start + 9 + count)
-    origin = Origin(**{"is_fresh": first == 1, "step": first - 1 or None, "run_id": parent, "base_step": first - 1,
-                       **{name: more.pop(name) for name in ("step", "step_scale", "is_fresh", "base_step") if name in more}})
-    given = dict(run_id=run or RUNS[number], first_step=first, last_step=last, losses=losses, origin=origin)
+    origin = Origin(
+        **{
+            "is_fresh": first == 1,
+            "step": first - 1 or None,
+            "run_id": parent,
+            "base_step": first - 1,
+            **{
+                name: more.pop(name)
+                for name in ("step", "step_scale", "is_fresh", "base_step")
+                if name in more
+            },
+        }
+    )
+    given = dict(
+        run_id=run or RUNS[number], first_step=first, last_step=last, losses=losses, origin=origin
+    )
     return RunAttempt(number, start, ended, outcome, **{**given, **more})
 
 
@@ -32,24 +46,38 @@ def lost(*attempts):
 
 
 def built(training):
-    return attempts_of(training.recorded, [found for line in training.lines for found in parse(line, Clock())])
+    return attempts_of(
+        training.recorded, [found for line in training.lines for found in parse(line, Clock())]
+    )
 
 
 def test_two_attempts_second_by_second():
     first, second = accounts_of(built(two_attempts()))
     assert (first.steps, first.steps_lost, first.kept) == (8, 3, 5)
-    # step 1 took 10 s, of which one is an ordinary step; then 4 steps and a save of 0.5 s; then 3 steps that are lost
-    assert first.seconds == Seconds(productive=5.0, lost=3.0, saving=0.5, startup=11.0, shutdown=0.0, downtime=20.5)
-    assert second.seconds == Seconds(productive=5.0, lost=0.0, saving=0.5, startup=9.0, shutdown=0.5)
+    # step 1 took 10 s, of which one is an ordinary step; then 4 steps and a save of 0.5 s; then 3
+    # steps that are lost
+    assert first.seconds == Seconds(
+        productive=5.0, lost=3.0, saving=0.5, startup=11.0, shutdown=0.0, downtime=20.5
+    )
+    assert second.seconds == Seconds(
+        productive=5.0, lost=0.0, saving=0.5, startup=9.0, shutdown=0.5
+    )
     total = total_of([first, second])
     assert total.total == pytest.approx(55.0) and total.goodput == pytest.approx(10 / 55)
     assert [(span.kind, span.begin - ZERO, span.end - ZERO) for span in first.timeline] == [
-        ("startup", 0, 11), ("productive", 11, 16), ("lost", 16, 19.5), ("downtime", 19.5, 40)]
+        ("startup", 0, 11),
+        ("productive", 11, 16),
+        ("lost", 16, 19.5),
+        ("downtime", 19.5, 40),
+    ]
 
 
 def test_the_use_of_time_is_unknown_without_a_log():
     first, second = accounts_of(attempts_of(two_attempts().recorded, []))
-    assert (first.seconds.unknown, first.seconds.saving) == (pytest.approx(15.9), 0.5) and first.seconds.productive == 0
+    assert (first.seconds.unknown, first.seconds.saving) == (
+        pytest.approx(15.9),
+        0.5,
+    ) and first.seconds.productive == 0
     assert total_of([first, second]).goodput is None and total_of([]).goodput is None
     assert (first.steps, first.steps_lost) == (5, 0)
 
@@ -65,12 +93,17 @@ def test_steps_that_are_lost_again_and_again():
 
 
 def test_an_older_checkpoint_loses_steps_of_more_than_one_attempt():
-    assert lost(attempt(1, 1, 28), attempt(2, 26, 33, RUNS[1]), attempt(3, 21, 40, RUNS[1], FINISHED)) == [8, 8, 0]
+    assert lost(
+        attempt(1, 1, 28), attempt(2, 26, 33, RUNS[1]), attempt(3, 21, 40, RUNS[1], FINISHED)
+    ) == [8, 8, 0]
 
 
 def test_an_attempt_in_between_that_resumed_from_elsewhere_is_lost():
-    """It resumed from an older checkpoint, because the newer one was unreadable then; the next attempt used the newer one."""
-    assert lost(attempt(1, 1, 20), attempt(2, 11, 15, RUNS[1]), attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 5, 0]
+    """It resumed from an older checkpoint, because the newer one was unreadable then; the next
+    attempt used the newer one."""
+    assert lost(
+        attempt(1, 1, 20), attempt(2, 11, 15, RUNS[1]), attempt(3, 21, 30, RUNS[1], FINISHED)
+    ) == [0, 5, 0]
 
 
 def test_an_attempt_that_failed_while_it_loaded_loses_nothing():
@@ -86,17 +119,25 @@ def test_a_fresh_start_after_a_failure_loses_everything_and_after_an_end_nothing
 
 
 def test_steps_saved_on_preemption_are_not_lost():
-    assert lost(attempt(1, 1, 17, outcome=PREEMPTED), attempt(2, 18, 20, RUNS[1], FINISHED)) == [0, 0]
+    assert lost(attempt(1, 1, 17, outcome=PREEMPTED), attempt(2, 18, 20, RUNS[1], FINISHED)) == [
+        0,
+        0,
+    ]
 
 
 def test_the_attempt_that_reached_the_step_counts_if_the_saving_run_is_unknown():
-    assert lost(attempt(1, 1, 20), attempt(2, 16, 18), attempt(3, 19, 30, outcome=FINISHED)) == [5, 0, 0]
+    assert lost(attempt(1, 1, 20), attempt(2, 16, 18), attempt(3, 19, 30, outcome=FINISHED)) == [
+        5,
+        0,
+        0,
+    ]
 
 
 def test_a_saving_run_without_an_attempt_is_not_another_run():
     gone = attempt(3, 19, 30, RUNS[9], FINISHED)
     assert lost(attempt(1, 1, 20), gone) == [20, 0]
-    assert lost(attempt(1, 1, 20, run_id=None, has_events=False), gone) == [2, 0]     # it can be the one without events
+    # it can be the one without events
+    assert lost(attempt(1, 1, 20, run_id=None, has_events=False), gone) == [2, 0]
 
 
 def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
@@ -105,31 +146,38 @@ def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
 
 
 def test_a_pause_after_a_normal_end_is_not_downtime():
-    first, _ = accounts_of([attempt(1, 1, 5, outcome=PREEMPTED), attempt(2, 6, 9, RUNS[1], FINISHED)])
+    first, _ = accounts_of(
+        [attempt(1, 1, 5, outcome=PREEMPTED), attempt(2, 6, 9, RUNS[1], FINISHED)]
+    )
     assert (first.seconds.idle, first.seconds.downtime) == (86.0, 0.0)
 
 
 def test_a_log_that_begins_in_the_middle_was_training_from_its_first_line():
-    account, = accounts_of([attempt(1, 51, 60, outcome=UNKNOWN, is_cut=True)])
+    (account,) = accounts_of([attempt(1, 51, 60, outcome=UNKNOWN, is_cut=True)])
     assert account.seconds.startup == 0
 
 
 def test_a_log_with_a_loss_every_few_steps_began_so_many_steps_before_its_first():
     losses = Losses(np.array([5, 10, 15]), np.ones(3), np.array([130.0, 135.0, 140.0]), np.ones(3))
-    account, = accounts_of([attempt(1, 1, 15, outcome=FINISHED, losses=losses, ended=141.0)])
+    (account,) = accounts_of([attempt(1, 1, 15, outcome=FINISHED, losses=losses, ended=141.0)])
     assert account.seconds == Seconds(productive=15.0, startup=25.0, shutdown=1.0)
 
 
 def test_steps_after_the_newest_checkpoint_are_at_risk():
     failed = accounts_of([attempt(1, 1, 8)])
-    assert (steps_at_risk(failed, 5), steps_at_risk(failed, None), steps_at_risk(failed, 10)) == (3, 8, 0)
+    assert (steps_at_risk(failed, 5), steps_at_risk(failed, None), steps_at_risk(failed, 10)) == (
+        3,
+        8,
+        0,
+    )
     assert steps_at_risk(accounts_of([attempt(1, 1, 8, outcome=FINISHED)]), 5) is None
     assert steps_at_risk([], None) is None
 
 
 @st.composite
 def histories(draw):
-    """Draws attempts that resume from a checkpoint of an earlier one, or start from the beginning; saves at any time."""
+    """Draws attempts that resume from a checkpoint of an earlier one, or start from the beginning;
+    saves at any time."""
     attempts, at = [], 0.0
     for number in range(1, draw(st.integers(1, 6)) + 1):
         parents = [other for other in attempts if other.last_step]
@@ -141,13 +189,34 @@ def histories(draw):
         times = start + draw(st.floats(0, 9)) + np.cumsum(seconds)
         end = float(times[-1]) + draw(st.floats(0, 3)) if count else start
         steps = np.arange(base + 1, base + count + 1)
-        losses = Losses(steps, np.ones(count), times, np.array(seconds)) if draw(st.booleans()) else Losses()
-        saves = tuple(Save(base + 1, draw(st.floats(start, end)), draw(st.floats(0, 4))) for _ in range(draw(st.integers(0, 2))))
-        attempts.append(RunAttempt(
-            number, start, end, draw(st.sampled_from([FAILED, PREEMPTED, FINISHED])), run_id=RUNS[number],
-            origin=Origin(parent is None, base or None if parent else None, run_id=parent.run_id if parent else None,
-                          base_step=base),
-            losses=losses, saves=Saves(saves), first_step=base + 1 if count else None, last_step=base + count if count else None))
+        losses = (
+            Losses(steps, np.ones(count), times, np.array(seconds))
+            if draw(st.booleans())
+            else Losses()
+        )
+        saves = tuple(
+            Save(base + 1, draw(st.floats(start, end)), draw(st.floats(0, 4)))
+            for _ in range(draw(st.integers(0, 2)))
+        )
+        attempts.append(
+            RunAttempt(
+                number,
+                start,
+                end,
+                draw(st.sampled_from([FAILED, PREEMPTED, FINISHED])),
+                run_id=RUNS[number],
+                origin=Origin(
+                    parent is None,
+                    base or None if parent else None,
+                    run_id=parent.run_id if parent else None,
+                    base_step=base,
+                ),
+                losses=losses,
+                saves=Saves(saves),
+                first_step=base + 1 if count else None,
+                last_step=base + count if count else None,
+            )
+        )
         at = end
     return attempts
 
@@ -161,17 +230,29 @@ def test_every_second_is_counted_once_and_every_step_is_kept_or_lost(attempts):
     for account in accounts:
         assert 0 <= account.steps_lost <= account.steps
         assert min(vars(account.seconds).values()) >= 0
-        assert all(before.end == after.begin for before, after in zip(account.timeline, account.timeline[1:], strict=False))
+        assert all(
+            before.end == after.begin
+            for before, after in zip(account.timeline, account.timeline[1:], strict=False)
+        )
     assert accounts[-1].steps_lost == 0
     last = attempts[-1]
-    if last.first_step is not None and not any(one.outcome in (PREEMPTED, FINISHED) for one in attempts):
-        assert sum(account.steps - account.steps_lost for account in accounts) == last.last_step    # one chain of kept steps
+    if last.first_step is not None and not any(
+        one.outcome in (PREEMPTED, FINISHED) for one in attempts
+    ):
+        # one chain of kept steps
+        assert sum(account.steps - account.steps_lost for account in accounts) == last.last_step
 
 
 def test_stops_for_saves_in_memory_are_not_productive():
     rows = accounts_of(built(history(attempts=3, memory=3, sources="md", every=50)))
-    assert [(row.steps_lost, len(row.attempt.saves.memory)) for row in rows] == [(2, 36), (18, 36), (0, 37)]
-    for row in rows:            # those in lost steps count as saving, too
-        assert row.seconds.saving == pytest.approx(0.1 * len(row.attempt.saves.memory) + 0.5 * len(row.attempt.saves.disk))
+    assert [(row.steps_lost, len(row.attempt.saves.memory)) for row in rows] == [
+        (2, 36),
+        (18, 36),
+        (0, 37),
+    ]
+    for row in rows:  # those in lost steps count as saving, too
+        assert row.seconds.saving == pytest.approx(
+            0.1 * len(row.attempt.saves.memory) + 0.5 * len(row.attempt.saves.disk)
+        )
         assert row.seconds.lost == pytest.approx(2.0 * row.steps_lost, abs=0.2)
         assert row.seconds.productive == pytest.approx(2.0 * (row.steps - row.steps_lost), abs=0.2)

@@ -1,4 +1,6 @@
-"""The advice on the intervals between saves: what is measured of a training, and the interval of each tier."""
+"""The advice on the intervals between saves: what is measured of a training, and the interval of
+each tier."""
+
 import math
 from dataclasses import replace
 
@@ -11,7 +13,14 @@ from training_logs import RUNS, Training, history
 import mindresume
 from mindresume import events as ev
 from mindresume.events import DISK, MEMORY
-from mindresume.report.advice import TierAdvice, TooLittleMeasuredError, advice_of, count_range, lines_of, sentence_of
+from mindresume.report.advice import (
+    TierAdvice,
+    TooLittleMeasuredError,
+    advice_of,
+    count_range,
+    lines_of,
+    sentence_of,
+)
 from mindresume.report.builder import build_report
 
 
@@ -24,12 +33,17 @@ def advice(tmp_path):
 def with_costs(training, **costs):
     """Returns the training with other fields of its events."""
     for recorded in training.recorded:
-        recorded[:] = [row._replace(event=replace(row.event, **costs.get(type(row.event).__name__, {}))) for row in recorded]
+        recorded[:] = [
+            row._replace(event=replace(row.event, **costs.get(type(row.event).__name__, {})))
+            for row in recorded
+        ]
     return training
 
 
-@pytest.mark.parametrize("count, low, high", [(0, 0, 2.996), (0.5, 0, 3.907), (2, 0.355, 6.296), (5, 1.970, 10.513),
-                                              (100, 84.14, 118.08)])
+@pytest.mark.parametrize(
+    "count, low, high",
+    [(0, 0, 2.996), (0.5, 0, 3.907), (2, 0.355, 6.296), (5, 1.970, 10.513), (100, 84.14, 118.08)],
+)
 def test_the_range_of_a_count_is_that_of_the_chi_squared_quantiles(count, low, high):
     assert count_range(count) == pytest.approx((low, high), rel=0.03)
 
@@ -37,75 +51,189 @@ def test_the_range_of_a_count_is_that_of_the_chi_squared_quantiles(count, low, h
 def test_one_tier(advice):
     found = advice(history(attempts=7))
     (tier,) = found.tiers
-    assert (found.step_seconds, found.failures, found.training_seconds) == (2.0, 6, pytest.approx(7 * 222.5, rel=1e-3))
-    assert replace(tier, seconds_between_failures=None, steps_advised=None, steps_low=None, steps_high=None) == TierAdvice(
-        DISK, 35, 0.5, 5.5, pytest.approx(70.0), 6, 20)     # 40 s, then 30 s to the begin of the first step
-    assert tier.seconds_between_failures == found.seconds_between_failures == pytest.approx(found.training_seconds / 6)
+    assert (found.step_seconds, found.failures, found.training_seconds) == (
+        2.0,
+        6,
+        pytest.approx(7 * 222.5, rel=1e-3),
+    )
+    assert replace(
+        tier, seconds_between_failures=None, steps_advised=None, steps_low=None, steps_high=None
+    ) == TierAdvice(
+        # 40 s, then 30 s to the begin of the first step
+        DISK,
+        35,
+        0.5,
+        5.5,
+        pytest.approx(70.0),
+        6,
+        20,
+    )
+    assert (
+        tier.seconds_between_failures
+        == found.seconds_between_failures
+        == pytest.approx(found.training_seconds / 6)
+    )
     assert (tier.steps_advised, tier.steps_low, tier.steps_high) == (8, 6, 12)
-    assert found.seconds_between_failures_low < found.seconds_between_failures < found.seconds_between_failures_high
-    assert found.change == "Set save_checkpoint_steps: 8 in the CheckpointMonitor of callbacks; it is 20."
-    assert advice(history(attempts=7, every=10)).change == "save_checkpoint_steps: 10 stays; it lies in the 90 % range."
+    assert (
+        found.seconds_between_failures_low
+        < found.seconds_between_failures
+        < found.seconds_between_failures_high
+    )
+    assert (
+        found.change
+        == "Set save_checkpoint_steps: 8 in the CheckpointMonitor of callbacks; it is 20."
+    )
+    assert (
+        advice(history(attempts=7, every=10)).change
+        == "save_checkpoint_steps: 10 stays; it lies in the 90 % range."
+    )
 
 
-@pytest.mark.parametrize("attempts, finished, failures, words", [
-    (1, False, 0, "no estimate"), (2, False, 1, "1 of at least 5"), (5, False, 4, "4 of at least 5"), (6, True, 5, "Set")])
+@pytest.mark.parametrize(
+    "attempts, finished, failures, words",
+    [
+        (1, False, 0, "no estimate"),
+        (2, False, 1, "1 of at least 5"),
+        (5, False, 4, "4 of at least 5"),
+        (6, True, 5, "Set"),
+    ],
+)
 def test_too_few_failures_propose_nothing(advice, attempts, finished, failures, words):
     found = advice(history(attempts=attempts, finished=finished, background=False))
-    assert found.failures == failures and words in found.change and found.tiers[0].write_seconds == 0
-    assert (found.tiers[0].steps_advised is None) == (failures < 5) and (found.seconds_between_failures is None) == (not failures)
+    assert (
+        found.failures == failures and words in found.change and found.tiers[0].write_seconds == 0
+    )
+    assert (found.tiers[0].steps_advised is None) == (failures < 5) and (
+        found.seconds_between_failures is None
+    ) == (not failures)
 
 
-@pytest.mark.parametrize("sources, served", [("mmmdmm", (5, 1)), ("mmmmmm", (6, 0)), ("dddddd", (0, 6))])
+@pytest.mark.parametrize(
+    "sources, served", [("mmmdmm", (5, 1)), ("mmmmmm", (6, 0)), ("dddddd", (0, 6))]
+)
 def test_each_tier_serves_its_share_of_the_failures(advice, sources, served):
     found = advice(history(attempts=7, memory=3, sources=sources))
-    assert [(tier.name, tier.failures) for tier in found.tiers] == [(MEMORY, served[0]), (DISK, served[1])]
+    assert [(tier.name, tier.failures) for tier in found.tiers] == [
+        (MEMORY, served[0]),
+        (DISK, served[1]),
+    ]
     for tier in found.tiers:
-        assert tier.seconds_between_failures == pytest.approx(found.seconds_between_failures * 7 / (tier.failures + 0.5))
+        assert tier.seconds_between_failures == pytest.approx(
+            found.seconds_between_failures * 7 / (tier.failures + 0.5)
+        )
         young = math.sqrt(2 * tier.stall_seconds * tier.seconds_between_failures) / 2
         assert tier.steps_advised == max(round(float(f"{young:.2g}")), 1)
         assert tier.steps_low <= tier.steps_advised <= (tier.steps_high or math.inf)
         assert (tier.steps_high is None) == (tier.failures == 0) == (tier.restart_seconds is None)
 
 
-@pytest.mark.parametrize("training, served", [
-    (history(attempts=2, memory=54, sources="d"), (0, 1)),      # 108 is whole in memory, the disk has 100
-    (history(attempts=2, memory=55, sources="d"), (0, 0)),      # 110 is not surely whole, 55 is older
-    (history(attempts=2, memory=109, sources="d"), (0, 0)), (history(attempts=2, memory=100, sources="d"), (0, 0)),
-    (history(attempts=1, memory=3).start(300).fresh(301).run(302, RUNS[1]).steps(310, 1, 9, 2.0), (0, 1)),
-    (history(attempts=2, memory=3, sources="m").start(1100).resume(1101, 200, RUNS[1]).run(1102, RUNS[2]).steps(
-        1110, 201, 260, 2.0).save(1231, 260), (2,))])           # the tier is off by now
+@pytest.mark.parametrize(
+    "training, served",
+    [
+        # 108 is whole in memory, the disk has 100
+        (history(attempts=2, memory=54, sources="d"), (0, 1)),
+        # 110 is not surely whole, 55 is older
+        (history(attempts=2, memory=55, sources="d"), (0, 0)),
+        (history(attempts=2, memory=109, sources="d"), (0, 0)),
+        (history(attempts=2, memory=100, sources="d"), (0, 0)),
+        (
+            history(attempts=1, memory=3)
+            .start(300)
+            .fresh(301)
+            .run(302, RUNS[1])
+            .steps(310, 1, 9, 2.0),
+            (0, 1),
+        ),
+        (
+            history(attempts=2, memory=3, sources="m")
+            .start(1100)
+            .resume(1101, 200, RUNS[1])
+            .run(1102, RUNS[2])
+            .steps(1110, 201, 260, 2.0)
+            .save(1231, 260),
+            (2,),
+        ),
+    ],
+)  # the tier is off by now
 def test_a_resume_from_the_disk_tells_only_if_memory_had_a_newer_save(advice, training, served):
     assert tuple(tier.failures for tier in advice(training).tiers) == served
 
 
 def test_the_write_bounds_the_interval_and_checksums_stop_the_next_step(advice):
-    memory, disk = advice(with_costs(history(attempts=7, memory=3, sources="mmmmmd"), TierSaved={"background_seconds": 12.5},
-                                     SaveWritten={"write_seconds": 1001})).tiers
-    assert (memory.stall_seconds, memory.write_seconds) == (pytest.approx(0.1 + 10.5), 12.5) and not memory.is_limited_by_write
+    memory, disk = advice(
+        with_costs(
+            history(attempts=7, memory=3, sources="mmmmmd"),
+            TierSaved={"background_seconds": 12.5},
+            SaveWritten={"write_seconds": 1001},
+        )
+    ).tiers
+    assert (memory.stall_seconds, memory.write_seconds) == (
+        pytest.approx(0.1 + 10.5),
+        12.5,
+    ) and not memory.is_limited_by_write
     assert (disk.steps_low, disk.steps_advised, disk.is_limited_by_write) == (501, 501, True)
 
 
 def test_a_start_that_fails_lengthens_the_restart_and_is_no_failure_of_the_training(advice):
-    training = history(attempts=1).start(300).event(301, ev.TrainingEnded(ev.FAILED, "no such file"))
-    found = advice(training.start(400).resume(401, 100, RUNS[0]).run(402, RUNS[1]).steps(430, 101, 140, 2.0).save(520, 140))
+    training = (
+        history(attempts=1).start(300).event(301, ev.TrainingEnded(ev.FAILED, "no such file"))
+    )
+    found = advice(
+        training.start(400)
+        .resume(401, 100, RUNS[0])
+        .run(402, RUNS[1])
+        .steps(430, 101, 140, 2.0)
+        .save(520, 140)
+    )
     assert found.failures == 1 and found.tiers[0].restart_seconds > 400 - 300
 
 
-@pytest.mark.parametrize("saved, configured, now", [
-    ([7, 8], 7, 7), ([7, 8], None, 1), ([7, 14, 15], None, 7), ([7], 7, 7), ([7, 14, 28], 7, 7), ([10, 20, 23], 4, 10),
-    ([7], None, None)], ids=["preempted", "earlier version", "earlier version, 3", "one", "one failed", "sink of 10", "unknown"])
+@pytest.mark.parametrize(
+    "saved, configured, now",
+    [
+        ([7, 8], 7, 7),
+        ([7, 8], None, 1),
+        ([7, 14, 15], None, 7),
+        ([7], 7, 7),
+        ([7, 14, 28], 7, 7),
+        ([10, 20, 23], 4, 10),
+        ([7], None, None),
+    ],
+    ids=[
+        "preempted",
+        "earlier version",
+        "earlier version, 3",
+        "one",
+        "one failed",
+        "sink of 10",
+        "unknown",
+    ],
+)
 def test_the_present_interval_is_the_configured_one(advice, saved, configured, now):
-    training = Training().start(0).fresh(1).run(2, RUNS[0], configured, configured).steps(10, 1, max(saved))
+    training = (
+        Training()
+        .start(0)
+        .fresh(1)
+        .run(2, RUNS[0], configured, configured)
+        .steps(10, 1, max(saved))
+    )
     for step in saved:
-        training.save(10.5 + step, step).event(10.5 + step, ev.TierSaved(step, 13_000_000, 0.1, 0.3))
+        training.save(10.5 + step, step).event(
+            10.5 + step, ev.TierSaved(step, 13_000_000, 0.1, 0.3)
+        )
     found = advice(training.event(90, ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", max(saved))))
     assert [tier.steps_now for tier in found.tiers] == [now, now]
 
 
-@pytest.mark.parametrize("training, words", [
-    (Training(), "no logs"), (Training().start(0).fresh(1).run(2, RUNS[0]), "no time of a step"),
-    (Training().start(0).steps(10, 1, 9), "at least one save"),
-    (Training().start(12).run(12, RUNS[0]).loss(12, 1).save(12.5, 1), "two logged steps")])
+@pytest.mark.parametrize(
+    "training, words",
+    [
+        (Training(), "no logs"),
+        (Training().start(0).fresh(1).run(2, RUNS[0]), "no time of a step"),
+        (Training().start(0).steps(10, 1, 9), "at least one save"),
+        (Training().start(12).run(12, RUNS[0]).loss(12, 1).save(12.5, 1), "two logged steps"),
+    ],
+)
 def test_too_little_is_refused(advice, tmp_path, training, words):
     with pytest.raises(TooLittleMeasuredError, match=words):
         advice(training)
@@ -113,12 +241,19 @@ def test_too_little_is_refused(advice, tmp_path, training, words):
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.lists(st.floats(0, 1e18) | st.sampled_from([1e-300, 1e18]), min_size=4, max_size=4), st.integers(0, 1 << 59))
+@given(
+    st.lists(st.floats(0, 1e18) | st.sampled_from([1e-300, 1e18]), min_size=4, max_size=4),
+    st.integers(0, 1 << 59),
+)
 def test_any_numbers_of_an_event_file_have_an_advice(tmp_path_factory, numbers, every):
     """Events are not trusted: a report of them must not fail."""
-    training = with_costs(history(attempts=6, steps=25, memory=3, sources="mmdmm"), SaveStaged={"stall_seconds": numbers[0]},
-                          SaveWritten={"write_seconds": numbers[1]}, RunOpened={"save_steps": every, "memory_steps": every},
-                          TierSaved={"stall_seconds": numbers[2], "background_seconds": numbers[3]})
+    training = with_costs(
+        history(attempts=6, steps=25, memory=3, sources="mmdmm"),
+        SaveStaged={"stall_seconds": numbers[0]},
+        SaveWritten={"write_seconds": numbers[1]},
+        RunOpened={"save_steps": every, "memory_steps": every},
+        TierSaved={"stall_seconds": numbers[2], "background_seconds": numbers[3]},
+    )
     training.write_all(folder := tmp_path_factory.mktemp("hostile"))
     found = advice_of(build_report(STORAGE, str(folder), str(folder)))
     assert list(lines_of(found)) and sentence_of(found)

@@ -1,4 +1,6 @@
-"""A folder becomes one report: the ranks that are read, the notes about them, and the JSON document."""
+"""A folder becomes one report: the ranks that are read, the notes about them, and the JSON
+document."""
+
 import json
 import os
 import time
@@ -36,8 +38,15 @@ def test_the_log_of_one_rank_counts_once(tmp_path):
         Log(printed=True).start(0).write(tmp_path / "msrun_log" / f"worker_{rank}.log")
     two_attempts().write_all(tmp_path)
     report = made(tmp_path)
-    assert (report.rank, report.loss_rank, len(report.attempts), report.steps_done, report.steps_lost) == (0, None, 2, 13, 3)
-    assert len(report.read) == 4 and report.notes == ()                 # both logs of rank 0, both event files
+    assert (
+        report.rank,
+        report.loss_rank,
+        len(report.attempts),
+        report.steps_done,
+        report.steps_lost,
+    ) == (0, None, 2, 13, 3)
+    # both logs of rank 0, both event files
+    assert len(report.read) == 4 and report.notes == ()
     assert (report.restarts, report.failures) == (1, 1)
 
 
@@ -70,7 +79,10 @@ def test_the_last_stage_of_each_attempt_if_the_number_of_ranks_changed(tmp_path)
     info(tmp_path, 2, pipeline(0, 1, 5, 7.0))
     info(tmp_path, 1, pipeline(50, 4, 8, 5.0))
     report = made(tmp_path)
-    assert [set(attempt.losses.values) for attempt in report.attempts] == [{6.0}, {5.0}] and report.loss_rank == 3
+    assert [set(attempt.losses.values) for attempt in report.attempts] == [
+        {6.0},
+        {5.0},
+    ] and report.loss_rank == 3
 
 
 def test_a_missing_log_of_the_last_stage_is_reported(tmp_path):
@@ -87,10 +99,19 @@ def test_another_log_is_used_without_that_of_rank_0(tmp_path):
 def test_missing_or_odd_input_is_reported(tmp_path):
     log = Training().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan")
     log.start(9).resume(10, 35, RUNS[0], after=17, scale=0.5).save(20, 25).write_all(tmp_path)
-    Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan").write(tmp_path / "log" / "rank_0" / "info.log")
+    Log().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan").write(
+        tmp_path / "log" / "rank_0" / "info.log"
+    )
     notes = " ".join(made(tmp_path).notes)
-    for words in ("no event file of attempt 1", "no log of attempt 2", "begins within an attempt", "every 10 steps",
-                  "up to 9 more steps", "not finite", "The batch size changed"):
+    for words in (
+        "no event file of attempt 1",
+        "no log of attempt 2",
+        "begins within an attempt",
+        "every 10 steps",
+        "up to 9 more steps",
+        "not finite",
+        "The batch size changed",
+    ):
         assert words in notes
 
 
@@ -98,7 +119,7 @@ def test_the_reason_comes_from_the_rank_that_failed_first(tmp_path):
     Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4).write_all(tmp_path)
     fail(tmp_path, 1, 9, "CollectiveError: rank 2 is gone")
     fail(tmp_path, 2, 8, "SaveError: full")
-    row, = to_json(made(tmp_path))["attempts"]
+    (row,) = to_json(made(tmp_path))["attempts"]
     assert (row["outcome"], row["failed_rank"], row["reason"]) == (FAILED, 2, "SaveError: full")
 
 
@@ -116,31 +137,43 @@ def test_event_files_and_logs_in_a_folder_of_their_own(tmp_path):
 
 
 def test_a_log_of_another_time_zone_is_put_to_its_events(tmp_path):
-    """The report is made on a machine elsewhere: the log has local times of the cluster, the events have the time since 1970."""
+    """The report is made on a machine elsewhere: the log has local times of the cluster, the events
+    have the time since 1970."""
     east = time.localtime(ZERO).tm_gmtoff + 3 * 3600
     training, there = two_attempts(), Training()
     for events in training.recorded:
-        there.recorded.append([RecordedEvent(found.time - 3 * 3600, found.event) for found in events])
+        there.recorded.append(
+            [RecordedEvent(found.time - 3 * 3600, found.event) for found in events]
+        )
         at, started = there.recorded[-1][0]
         there.recorded[-1][0] = RecordedEvent(at, replace(started, utc_offset_seconds=east))
     there.lines = training.lines
     there.write_all(tmp_path / "there")
     training.write_all(tmp_path / "here")
-    here, there = (build_report(STORAGE, str(tmp_path / name), str(tmp_path / name)) for name in ("here", "there"))
+    here, there = (
+        build_report(STORAGE, str(tmp_path / name), str(tmp_path / name))
+        for name in ("here", "there")
+    )
     assert there.seconds.productive == here.seconds.productive == 10.0
     assert [round(row.started + 3 * 3600 - ZERO, 3) for row in there.attempts] == [0, 40]
 
 
 def test_logs_of_two_time_zones_are_reported(tmp_path):
     for number, offset in enumerate((86400, 72000)):
-        record(tmp_path, 0, [RecordedEvent(ZERO + 9 * number, ev.TrainingStarted("a", 1, 1, "x", offset))])
+        record(
+            tmp_path,
+            0,
+            [RecordedEvent(ZERO + 9 * number, ev.TrainingStarted("a", 1, 1, "x", offset))],
+        )
     assert "+20 h, +24 h" in made(tmp_path).notes[-1]
 
 
 def test_a_failed_save_has_the_reason_of_another_rank(tmp_path):
-    Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(8, ev.SaveWritten(5, 1, 0.1, 0.1)).write_all(tmp_path)
+    Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(
+        8, ev.SaveWritten(5, 1, 0.1, 0.1)
+    ).write_all(tmp_path)
     record(tmp_path, 3, [RecordedEvent(ZERO + 8, ev.SaveFailed(5, "full"))])
-    save, = to_json(made(tmp_path))["attempts"][0]["saves"]
+    (save,) = to_json(made(tmp_path))["attempts"][0]["saves"]
     assert "full" in save["failure"] and not save["is_committed"]
 
 
@@ -149,7 +182,8 @@ def test_steps_that_the_next_start_would_do_again(tmp_path):
     Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8).write_all(tmp_path)
     report = made(tmp_path)
     assert (report.steps_at_risk, report.attempts[-1].outcome, report.steps_lost) == (3, FAILED, 0)
-    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "gone"))               # the checkpoints are unknown
+    # the checkpoints are unknown
+    report = build_report(STORAGE, str(tmp_path), str(tmp_path / "gone"))
     assert (report.steps_at_risk, report.attempts[-1].outcome) == (None, "unknown")
 
 
@@ -161,7 +195,10 @@ def test_checkpoints_are_those_of_ls(tmp_path):
     write_rank(root, 15, 0, 4)
     rows = made(tmp_path).disk.checkpoints
     assert [(row.step, row.state, row.committed, row.world_size) for row in rows] == [
-        (15, "incomplete", False, 4), (10, "unusable", True, 4), (5, "complete", True, 4)]
+        (15, "incomplete", False, 4),
+        (10, "unusable", True, 4),
+        (5, "complete", True, 4),
+    ]
     assert "rank 2" in rows[1].reason and rows[2].reason == "" and rows[2].size_bytes > 1000
     iteration_folders.save(tmp_path / "b" / "checkpoint", 20)
     for folder in (tmp_path, tmp_path / "b"):
@@ -177,14 +214,33 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
     text = json.dumps(to_json(made(tmp_path)), allow_nan=False)
     document = json.loads(text)
     assert document["attempts"][0]["loss"] == {"first": None, "last": None}
-    assert set(document) == {"output", "root", "sources", "restarts", "failures", "goodput", "steps", "seconds", "attempts",
-                             "timeline", "recoveries", "checkpoints", "notes"}
-    assert document["attempts"][0]["saves"] is None                     # unknown without events
+    assert set(document) == {
+        "output",
+        "root",
+        "sources",
+        "restarts",
+        "failures",
+        "goodput",
+        "steps",
+        "seconds",
+        "attempts",
+        "timeline",
+        "recoveries",
+        "checkpoints",
+        "notes",
+    }
+    assert document["attempts"][0]["saves"] is None  # unknown without events
 
 
 def test_an_empty_folder_has_no_attempts(tmp_path):
     report = made(tmp_path, tmp_path / "more")
-    assert (report.rank, report.attempts, report.reached, report.steps_at_risk, report.steps_lost) == (None, (), None, None, 0)
+    assert (
+        report.rank,
+        report.attempts,
+        report.reached,
+        report.steps_at_risk,
+        report.steps_lost,
+    ) == (None, (), None, None, 0)
     assert len(to_json(report)["sources"]["looked_for"]) == 6
 
 
@@ -193,7 +249,7 @@ def test_a_note_names_event_files_that_record_a_part_of_the_saves(tmp_path, monk
     monkeypatch.setattr("mindresume.report.event_log.LIMIT", 900)
     first, second = sorted((tmp_path / "mindresume_events").iterdir())
     assert first.stat().st_size > 450 and second.stat().st_size > 450
-    note, = made(tmp_path).notes
+    (note,) = made(tmp_path).notes
     assert note.endswith("larger than is counted.") and f"({first.name}, {second.name})" in note
     monkeypatch.setattr("mindresume.report.event_log.LIMIT", 1 << 24)
     assert made(tmp_path).notes == ()

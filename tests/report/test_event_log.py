@@ -1,4 +1,5 @@
 """Event files are found, and read without trusting them."""
+
 import json
 import os
 import random
@@ -50,26 +51,61 @@ def test_a_rank_that_a_signal_killed_is_read(tmp_path):
     """Its status is negative."""
     died = RankDied(1, "node0", 7, rank=0, status=-9)
     record(tmp_path, 0, [(5.0, died)])
-    assert [event.event for log in find_event_logs([str(tmp_path)]) for event in read_events(log)] == [died]
+    assert [
+        event.event for log in find_event_logs([str(tmp_path)]) for event in read_events(log)
+    ] == [died]
 
 
 def test_files_are_found_by_their_names_once_and_in_order(tmp_path):
-    for name in ("20261121T200000-rank_0-9.jsonl", "20261121T190000.250-rank_12-9.jsonl", "notes.jsonl",
-                 "20261121T200000-rank_x-9.jsonl", "20261121T200000-rank_0-9.jsonl.swp"):
+    for name in (
+        "20261121T200000-rank_0-9.jsonl",
+        "20261121T190000.250-rank_12-9.jsonl",
+        "notes.jsonl",
+        "20261121T200000-rank_x-9.jsonl",
+        "20261121T200000-rank_0-9.jsonl.swp",
+    ):
         written(tmp_path / "output" / FOLDER / name)
     places = [tmp_path / "output", tmp_path / "output" / FOLDER, tmp_path / "gone"]
     found = find_event_logs(map(str, places))
-    assert [(os.path.basename(log.path)[:15], log.rank) for log in found] == [("20261121T190000", 12), ("20261121T200000", 0)]
+    assert [(os.path.basename(log.path)[:15], log.rank) for log in found] == [
+        ("20261121T190000", 12),
+        ("20261121T200000", 0),
+    ]
 
 
-@pytest.mark.parametrize("text", [
-    b"", b"{", b"[]", b"7", b"null", b'{"time": 5.0}', line(event="of_a_later_version"), line(event=7), line(step=None),
-    line(step="7"), line(step=-1), line(step=1 << 80), line(step=10 ** 400), line(time="5"), line(time=None), line(time=True),
-    line(time=-1), line(time=1e30), line(time=float("nan")), line(time=10 ** 400), line()[:-9],
-    b"\xff" + line(), b'{"time": 5, "time": 6}', line(event="training_ended", outcome="later"),
-    b"[" * 100_000, line(extra=[[[0] * 40_000]])])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"null",
+        b'{"time": 5.0}',
+        line(event="of_a_later_version"),
+        line(event=7),
+        line(step=None),
+        line(step="7"),
+        line(step=-1),
+        line(step=1 << 80),
+        line(step=10**400),
+        line(time="5"),
+        line(time=None),
+        line(time=True),
+        line(time=-1),
+        line(time=1e30),
+        line(time=float("nan")),
+        line(time=10**400),
+        line()[:-9],
+        b"\xff" + line(),
+        b'{"time": 5, "time": 6}',
+        line(event="training_ended", outcome="later"),
+        b"[" * 100_000,
+        line(extra=[[[0] * 40_000]]),
+    ],
+)
 def test_an_invalid_line_is_skipped(tmp_path, text):
-    if text != b"\xff" + line():                            # its end is complete
+    if text != b"\xff" + line():  # its end is complete
         assert parse_event(text.rstrip()) is None
     log = written(tmp_path / "x", text.rstrip() + b"\n", line())
     assert list(read_events(log))[-1:] == [BEGUN]
@@ -83,10 +119,14 @@ def test_fields_of_a_later_version_are_ignored():
 def test_a_torn_last_line_is_skipped_and_a_complete_one_after_a_torn_one_counts(tmp_path, cut):
     assert list(read_events(written(tmp_path / "x", line(), line()[:cut]))) == [BEGUN]
     assert list(read_events(written(tmp_path / "x", line()[:cut], line(step=8), line(step=9)))) == [
-        RecordedEvent(5.0, ev.SaveBegun(8)), RecordedEvent(5.0, ev.SaveBegun(9))]
+        RecordedEvent(5.0, ev.SaveBegun(8)),
+        RecordedEvent(5.0, ev.SaveBegun(9)),
+    ]
 
 
-@pytest.mark.parametrize("size", [3, event_log.LINE_LIMIT - 1, event_log.LINE_LIMIT, 3 * event_log.LINE_LIMIT + 5])
+@pytest.mark.parametrize(
+    "size", [3, event_log.LINE_LIMIT - 1, event_log.LINE_LIMIT, 3 * event_log.LINE_LIMIT + 5]
+)
 @pytest.mark.parametrize("filling", [b"\0", b"x"])
 def test_holes_and_lines_that_are_too_long(tmp_path, size, filling):
     log = written(tmp_path / "x", line(), filling * size, line(step=8), line(step=9))
@@ -98,7 +138,7 @@ def test_memory_and_time_are_bounded(tmp_path, monkeypatch):
     path = tmp_path / "x"
     with open(path, "wb") as file:
         file.write(line())
-        file.truncate(1 << 40)                              # a hole of a terabyte
+        file.truncate(1 << 40)  # a hole of a terabyte
     assert list(read_events(EventLog(str(path), 0))) == [BEGUN]
     monkeypatch.setattr(event_log, "FILE_LIMIT", 10 * len(line()))
     log = written(path, line() * 1000)
@@ -116,7 +156,9 @@ def test_long_texts_are_cut():
     assert len(found.event.text) == 2000
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path), lambda path: None])
+@pytest.mark.parametrize(
+    "make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path), lambda path: None]
+)
 def test_a_missing_file_has_no_events(tmp_path, make):
     path = str(tmp_path / "20261121T200000-rank_0-9.jsonl")
     make(path)
@@ -125,18 +167,28 @@ def test_a_missing_file_has_no_events(tmp_path, make):
 
 @given(st.binary(max_size=300))
 def test_no_content_is_an_error(content):
-    for text in (content, b'{"time": 1.0, "event": ' + content, line().strip() + content, content + line().strip()):
+    for text in (
+        content,
+        b'{"time": 1.0, "event": ' + content,
+        line().strip() + content,
+        content + line().strip(),
+    ):
         assert parse_event(text) is None or isinstance(parse_event(text), RecordedEvent)
 
 
 def test_any_damage_to_a_file_is_no_error(tmp_path):
-    path = record(tmp_path, 0, [recorded for events in two_attempts().recorded for recorded in events])
+    path = record(
+        tmp_path, 0, [recorded for events in two_attempts().recorded for recorded in events]
+    )
     whole, draw = path.read_bytes(), random.Random(5)
     for _ in range(200):
         damaged = bytearray(whole)
         for _ in range(draw.randint(1, 20)):
             damaged[draw.randrange(len(damaged))] = draw.randrange(256)
-        assert all(isinstance(found.event, ev.Event) for found in read_events(written(path, bytes(damaged))))
+        assert all(
+            isinstance(found.event, ev.Event)
+            for found in read_events(written(path, bytes(damaged)))
+        )
 
 
 def test_two_processes_in_one_file(tmp_path):
@@ -145,22 +197,40 @@ def test_two_processes_in_one_file(tmp_path):
     for step in (1, 2):
         first.handle(ev.SaveBegun(step), ZERO)
         second.handle(ev.SaveBegun(10 * step), ZERO)
-    log, = find_event_logs([str(tmp_path)])
+    (log,) = find_event_logs([str(tmp_path)])
     assert [found.event.step for found in read_events(log)] == [1, 10, 2, 20]
 
 
 def test_failures_of_other_ranks_by_time(tmp_path):
     fail(tmp_path, 1, 9, "CollectiveError: gone")
     fail(tmp_path, 2, 8, "SaveError: full", RUNS[3])
-    record(tmp_path, 3, [RecordedEvent(ZERO + 4, ev.SaveFailed(5, "full")), RecordedEvent(ZERO + 5, ev.SaveFailed(None, "?"))])
+    record(
+        tmp_path,
+        3,
+        [
+            RecordedEvent(ZERO + 4, ev.SaveFailed(5, "full")),
+            RecordedEvent(ZERO + 5, ev.SaveFailed(None, "?")),
+        ],
+    )
     fail(tmp_path, 0, 7, "of rank 0, which is in its own events")
     assert failures_in(find_event_logs([str(tmp_path)])) == [
-        Failure(ZERO + 4, 3, "full", 5), Failure(ZERO + 8, 2, "SaveError: full", None, RUNS[3]),
-        Failure(ZERO + 9, 1, "CollectiveError: gone")]
+        Failure(ZERO + 4, 3, "full", 5),
+        Failure(ZERO + 8, 2, "SaveError: full", None, RUNS[3]),
+        Failure(ZERO + 9, 1, "CollectiveError: gone"),
+    ]
 
 
-@pytest.mark.parametrize("offsets, expected", [([], []), ([None], []), ([5400], [5400]), ([5400, 5400], [5400]),
-                                               ([7200, 5400], [5400, 7200]), (["own"], [])])
+@pytest.mark.parametrize(
+    "offsets, expected",
+    [
+        ([], []),
+        ([None], []),
+        ([5400], [5400]),
+        ([5400, 5400], [5400]),
+        ([7200, 5400], [5400, 7200]),
+        (["own"], []),
+    ],
+)
 def test_the_time_zone_of_the_log(tmp_path, offsets, expected):
 
     for number, offset in enumerate(offsets):

@@ -1,9 +1,10 @@
 """Lines of any length, and holes, in bounded memory."""
+
 import pytest
 
 from mindresume.report.log_parser import pieces_of
 
-LIMIT = 1 << 14                 # as long as what Python buffers, or longer
+LIMIT = 1 << 14  # as long as what Python buffers, or longer
 
 
 def pieces(path, *parts, total=None):

@@ -1,4 +1,5 @@
 """The curve thinned out keeps its ends and its extremes."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,7 +34,9 @@ def test_few_points_are_kept_unchanged():
 
 
 def losses(steps, seconds=()):
-    return Losses(np.array(steps), np.ones(len(steps)), np.arange(len(steps)), np.array(seconds, float))
+    return Losses(
+        np.array(steps), np.ones(len(steps)), np.arange(len(steps)), np.array(seconds, float)
+    )
 
 
 def test_interval_and_typical_step():
@@ -43,4 +46,7 @@ def test_interval_and_typical_step():
 
 
 def test_losses_that_are_not_finite_are_counted():
-    assert Losses(np.arange(4), np.array([1, np.nan, np.inf, 2]), np.arange(4), np.ones(4)).not_finite == 2
+    assert (
+        Losses(np.arange(4), np.array([1, np.nan, np.inf, 2]), np.arange(4), np.ones(4)).not_finite
+        == 2
+    )

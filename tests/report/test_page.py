@@ -1,4 +1,5 @@
 """The page: well-formed, alone, nothing of a log gets out of its place."""
+
 import base64
 import hashlib
 import json
@@ -25,11 +26,19 @@ BASE = "default-src 'none'; script-src '{}'; style-src '{}'; base-uri 'none'; fo
 
 
 class Checker(HTMLParser):
-    """Checks that tags are closed in order; collects attributes that load something, and the text of tables."""
+    """Checks that tags are closed in order; collects attributes that load something, and the text
+    of tables."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.attributes, self.rows, self.scripts, self.styles = [], [], [], [], [], []
+        self.open, self.tags, self.attributes, self.rows, self.scripts, self.styles = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.feed(text)
         assert self.open == []
 
@@ -79,11 +88,20 @@ def test_a_row_for_each_attempt_and_each_checkpoint(tmp_path):
     rows = Checker(text).rows
     attempts = [row for row in rows if len(row) == 9 and row[1] in RUNS]
     assert [(row[0], row[3], row[4], row[5], row[6], row[7]) for row in attempts[:2]] == [
-        ("1", "failed" + KILLED, "fresh start", "1 to 8", "3", "1"), ("2", "finished", "step 5", "6 to 10", "0", "1")]
+        ("1", "failed" + KILLED, "fresh start", "1 to 8", "3", "1"),
+        ("2", "finished", "step 5", "6 to 10", "0", "1"),
+    ]
     assert [row[0] for row in rows if row[-1] == "complete"] == ["10", "5"]
     assert ["2", "8", "the save never completed: no rank recorded what they wrote"] in rows
     assert text.count("<caption>") == text.count("<table>") == 6
-    assert ["1", "2", "disk", "30 s", "3 steps", ""] in rows and ["Total", "", "", "30 s", "3 steps", ""] in rows
+    assert ["1", "2", "disk", "30 s", "3 steps", ""] in rows and [
+        "Total",
+        "",
+        "",
+        "30 s",
+        "3 steps",
+        "",
+    ] in rows
     assert "3 of 13" in text and ["", "Total", "34 s", "100 %", ""] in rows
 
 
@@ -93,7 +111,10 @@ def test_the_page_says_what_the_advice_would_change(tmp_path):
     assert advice_of(report).change in text and "; 36 in memory" in text
     rows = Checker(text).rows
     assert [row[:3] for row in rows if row[2:3] in (["memory"], ["disk"])] == [
-        ["1", "2", "memory"], ["2", "3", "memory"], ["3", "4", "disk"]]
+        ["1", "2", "memory"],
+        ["2", "3", "memory"],
+        ["3", "4", "disk"],
+    ]
     assert "step 108 in memory" in [cell for row in rows for cell in row]
     assert page.recovery_summary(report).startswith("3 recoveries: 2 from memory")
 
@@ -105,20 +126,55 @@ def test_without_a_failure_there_is_no_estimate_and_no_recovery(tmp_path):
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(tmp_path):
     checker = Checker(page.html(written(tmp_path, two_attempts()), "<svg ></svg>"))
-    assert not {"link", "iframe", "img", "object", "base", "form", "image", "foreignObject"} & set(checker.tags)
-    assert not [name for name, _ in checker.attributes if name.startswith("on") or name in ("src", "href", "style", "srcdoc")]
+    assert not {"link", "iframe", "img", "object", "base", "form", "image", "foreignObject"} & set(
+        checker.tags
+    )
+    assert not [
+        name
+        for name, _ in checker.attributes
+        if name.startswith("on") or name in ("src", "href", "style", "srcdoc")
+    ]
     (block, _), (attributes, script) = checker.scripts
     (style,) = checker.styles
-    assert (block, attributes, script, style) == ({"type": "application/json", "id": "data"}, {}, page.script(), page.style())
-    policies = [value for name, value in checker.attributes if name == "content" and "default-src" in value]
-    assert len(policies) == 1 and policies[0].startswith(BASE.format(hash_of(script), hash_of(style)))
-    assert "unsafe" not in policies[0] and "require-trusted-types-for 'script'; trusted-types 'none'" in policies[0]
+    assert (block, attributes, script, style) == (
+        {"type": "application/json", "id": "data"},
+        {},
+        page.script(),
+        page.style(),
+    )
+    policies = [
+        value for name, value in checker.attributes if name == "content" and "default-src" in value
+    ]
+    assert len(policies) == 1 and policies[0].startswith(
+        BASE.format(hash_of(script), hash_of(style))
+    )
+    assert (
+        "unsafe" not in policies[0]
+        and "require-trusted-types-for 'script'; trusted-types 'none'" in policies[0]
+    )
 
 
 def test_the_script_writes_no_markup_and_asks_no_network():
     script = page.script()
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "setTimeout", "fetch(",
-                 "XMLHttpRequest", "WebSocket", "sendBeacon", "import(", "http:", "https:", "</script", "<!--", "localStorage"):
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "setTimeout",
+        "fetch(",
+        "XMLHttpRequest",
+        "WebSocket",
+        "sendBeacon",
+        "import(",
+        "http:",
+        "https:",
+        "</script",
+        "<!--",
+        "localStorage",
+    ):
         assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
     style = page.style().replace("url(#hatch)", "")
     assert not [word for word in ("</style", "url(", "@import", "expression") if word in style]
@@ -134,7 +190,14 @@ def test_the_static_figure_has_no_inline_style(tmp_path):
 
 
 def test_hostile_text_is_escaped(tmp_path):
-    log = Training().start(0).event(1, ev.CandidateRefused(5, EVIL, EVIL)).resume(2, 0, EVIL).run(3, EVIL).steps(4, 1, 3)
+    log = (
+        Training()
+        .start(0)
+        .event(1, ev.CandidateRefused(5, EVIL, EVIL))
+        .resume(2, 0, EVIL)
+        .run(3, EVIL)
+        .steps(4, 1, 3)
+    )
     log.event(8, ev.SaveFailed(3, EVIL)).event(9, ev.TrainingEnded(ev.FAILED, EVIL))
     report = written(tmp_path, log)
     text = page.html(report, "<svg ></svg>")
@@ -145,11 +208,18 @@ def test_hostile_text_is_escaped(tmp_path):
     assert not [name for name, _ in checker.attributes if name.startswith("on")]
     (_, block), _ = checker.scripts
     assert not set("<>&") & set(block)
-    assert EVIL in next(mark for mark in data_of(text)["chart"]["marks"] if mark["kind"] == "failed")["text"][1]["reason"]
+    assert (
+        EVIL
+        in next(mark for mark in data_of(text)["chart"]["marks"] if mark["kind"] == "failed")[
+            "text"
+        ][1]["reason"]
+    )
     assert ["failed_save", {"reason": EVIL}] in data_of(text)["phrases"]
 
 
-@pytest.mark.parametrize("text", ["</script>", "<!--<script>", "a\u2028b\u2029c", "\x1b[2J\u202e", "\udc80", "&lt;"])
+@pytest.mark.parametrize(
+    "text", ["</script>", "<!--<script>", "a\u2028b\u2029c", "\x1b[2J\u202e", "\udc80", "&lt;"]
+)
 def test_nothing_gets_out_of_the_data_block(text):
     block = page.json_block({text: [text, {"x": (text,)}]})
     assert not set("<>&\u2028\u2029\x1b\u202e") & set(block) and block.encode()
@@ -158,20 +228,31 @@ def test_nothing_gets_out_of_the_data_block(text):
 
 
 def test_numbers_that_are_not_finite_are_null():
-    assert json.loads(page.json_block([math.nan, math.inf, -math.inf, 1.5])) == [None, None, None, 1.5]
+    assert json.loads(page.json_block([math.nan, math.inf, -math.inf, 1.5])) == [
+        None,
+        None,
+        None,
+        1.5,
+    ]
 
 
 def test_a_hostile_name_of_a_folder_is_text(tmp_path):
     folder = tmp_path / "a<script>b"
     Checker(text := page.html(written(folder, two_attempts()), ""))
-    assert text.count("<script") == 2 and f"Training report: {tmp_path}/a&lt;script&gt;b</title>" in text
+    assert (
+        text.count("<script") == 2
+        and f"Training report: {tmp_path}/a&lt;script&gt;b</title>" in text
+    )
 
 
 def test_each_phrase_of_the_page_is_in_its_data(tmp_path):
     text = page.html(written(tmp_path, two_attempts()), "<svg ></svg>")
     found = data_of(text)
     numbers = [int(value) for name, value in Checker(text).attributes if name == "data-t"]
-    assert sorted(set(numbers)) == list(range(len(found["phrases"]))) and found["title"][0] == "title.of"
+    assert (
+        sorted(set(numbers)) == list(range(len(found["phrases"])))
+        and found["title"][0] == "title.of"
+    )
     assert found["texts"]["zh"].keys() == found["texts"]["en"].keys() == TEXTS.keys()
 
 
@@ -189,11 +270,21 @@ def test_the_chart_has_a_text_alternative(tmp_path):
 
 def test_a_page_without_logs_names_the_searched_folders(tmp_path):
     save(tmp_path / "checkpoint", 5)
-    text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), "")
+    text = page.html(
+        build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"]), ""
+    )
     rows = Checker(text).rows
-    assert [row[0] for row in rows[1:]] == ["5"] and ">Run attempts<" not in text and data_of(text)["chart"] is None
-    for path in (f"{tmp_path}/mindresume_events/*.jsonl", f"{tmp_path}/log*/rank_*/info.log*",
-                 f"{tmp_path}/msrun_log*/worker_*.log", "/elsewhere/log*/rank_*/info.log*"):
+    assert (
+        [row[0] for row in rows[1:]] == ["5"]
+        and ">Run attempts<" not in text
+        and data_of(text)["chart"] is None
+    )
+    for path in (
+        f"{tmp_path}/mindresume_events/*.jsonl",
+        f"{tmp_path}/log*/rank_*/info.log*",
+        f"{tmp_path}/msrun_log*/worker_*.log",
+        "/elsewhere/log*/rank_*/info.log*",
+    ):
         assert path in text
 
 
@@ -212,22 +303,46 @@ def test_unknown_values_are_marked(tmp_path):
     two_attempts().write(tmp_path / "log" / "rank_0" / "info.log")
     report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
     rows = [row for row in Checker(page.html(report, "")).rows if len(row) == 9]
-    assert [(row[1], row[7]) for row in rows[1:]] == [("not known", "not known")] * 2 and "inferred" in rows[2][4]
+    assert [(row[1], row[7]) for row in rows[1:]] == [
+        ("not known", "not known")
+    ] * 2 and "inferred" in rows[2][4]
 
 
 def test_the_summary_is_one_sentence(tmp_path):
     assert page.summary(written(tmp_path, two_attempts())) == (
-        "2 run attempts, 1 failure; step 10 reached, 3 of 13 steps lost; 55 s, goodput 18 %")
+        "2 run attempts, 1 failure; step 10 reached, 3 of 13 steps lost; 55 s, goodput 18 %"
+    )
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "0.00 s"), (0.321, "0.32 s"), (4.04, "4.0 s"), (59.4, "59 s"),
-                                           (59.6, "1 min 00 s"), (725, "12 min 05 s"), (3599.7, "1 h 00 min"),
-                                           (12000, "3 h 20 min"), (86400 * 2 + 4 * 3600, "2 d 4 h"), (-1, "0.00 s")])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0.00 s"),
+        (0.321, "0.32 s"),
+        (4.04, "4.0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (725, "12 min 05 s"),
+        (3599.7, "1 h 00 min"),
+        (12000, "3 h 20 min"),
+        (86400 * 2 + 4 * 3600, "2 d 4 h"),
+        (-1, "0.00 s"),
+    ],
+)
 def test_spans(seconds, text):
     assert page.span_text(seconds) == text
 
 
-@pytest.mark.parametrize("part, whole, text", [(0, 0, "0 %"), (1, 3, "33 %"), (1, 40, "2.5 %"), (0, 5, "0 %"),
-                                               (5, 5, "100 %"), (1, 5000, "< 0.1 %")])
+@pytest.mark.parametrize(
+    "part, whole, text",
+    [
+        (0, 0, "0 %"),
+        (1, 3, "33 %"),
+        (1, 40, "2.5 %"),
+        (0, 5, "0 %"),
+        (5, 5, "100 %"),
+        (1, 5000, "< 0.1 %"),
+    ],
+)
 def test_percent(part, whole, text):
     assert tables.percent(part, whole) == text

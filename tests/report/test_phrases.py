@@ -1,4 +1,5 @@
 """The texts in both languages: complete, with the same arguments, and used."""
+
 import copy
 import json
 import re
@@ -7,7 +8,18 @@ from pathlib import Path
 import pytest
 
 import mindresume.report
-from mindresume.report.phrases import CHINESE, LANGUAGES, TEXTS, as_json, counted, in_language, joined, phrase, sentences, text_of
+from mindresume.report.phrases import (
+    CHINESE,
+    LANGUAGES,
+    TEXTS,
+    as_json,
+    counted,
+    in_language,
+    joined,
+    phrase,
+    sentences,
+    text_of,
+)
 
 ROOM = Path(mindresume.report.__file__).parent
 SAME = {"run", "epoch", "loss", "{key}: {steps}", "{first} + {second}", "{phase} {span}"}
@@ -35,8 +47,11 @@ def test_the_english_text_has_no_chinese_and_no_hidden_character(key):
 
 
 def test_each_text_is_used():
-    source = "".join(path.read_text(encoding="utf-8") for path in ROOM.iterdir()
-                     if path.suffix in (".py", ".js", ".html") and path.name != "texts.json")
+    source = "".join(
+        path.read_text(encoding="utf-8")
+        for path in ROOM.iterdir()
+        if path.suffix in (".py", ".js", ".html") and path.name != "texts.json"
+    )
     prefixes = set(re.findall(r'f"([a-z_.]+)\{|"([a-z_]+\.)"', source))
     begins = tuple(one or other for one, other in prefixes)
     assert not [key for key in TEXTS if f'"{key}"' not in source and not key.startswith(begins)]
@@ -44,7 +59,11 @@ def test_each_text_is_used():
 
 def test_a_phrase_is_its_english_text():
     found = phrase("tile.lost.more", share="3 %")
-    assert found == "3 % of the steps done" and f"{found}." == "3 % of the steps done." and json.dumps([found])
+    assert (
+        found == "3 % of the steps done"
+        and f"{found}." == "3 % of the steps done."
+        and json.dumps([found])
+    )
     assert text_of(found.key, found.arguments, CHINESE) == "占已执行步数的 3 %"
     assert copy.deepcopy(found).arguments == found.arguments
 
@@ -52,16 +71,26 @@ def test_a_phrase_is_its_english_text():
 def test_forms_and_phrases_in_phrases():
     assert [counted("step", count) for count in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     found = phrase("tile.reached.more", steps=counted("step", 1))
-    assert found == "1 step done for it" and as_json(found) == ["tile.reached.more", {"steps": ["count.step", {"count": 1}]}]
+    assert found == "1 step done for it" and as_json(found) == [
+        "tile.reached.more",
+        {"steps": ["count.step", {"count": 1}]},
+    ]
     assert in_language(found, CHINESE) == "共执行 1 步"
 
 
 def test_what_looks_like_a_place_in_an_argument_is_kept():
-    assert phrase("failed_save", reason="{reason} {x} \\1 $& |") == "failed save: {reason} {x} \\1 $& |"
+    assert (
+        phrase("failed_save", reason="{reason} {x} \\1 $& |")
+        == "failed save: {reason} {x} \\1 $& |"
+    )
 
 
 def test_joined():
-    assert joined([]) == "" and joined(["a"]) == "a" and joined(["a", counted("step", 2), "c"]) == "a, 2 steps, c"
+    assert (
+        joined([]) == ""
+        and joined(["a"]) == "a"
+        and joined(["a", counted("step", 2), "c"]) == "a, 2 steps, c"
+    )
     assert in_language(joined(["a", counted("step", 2), "c"]), CHINESE) == "a，2 步，c"
     assert sentences(["A.", "", None, "B."]) == "A. B."
 
@@ -72,4 +101,6 @@ def test_a_missing_argument_is_an_error():
 
 
 def test_the_languages_are_columns_of_the_table():
-    assert sorted(LANGUAGES.values()) == [0, 1] and all(len(forms) == len(LANGUAGES) for forms in TEXTS.values())
+    assert sorted(LANGUAGES.values()) == [0, 1] and all(
+        len(forms) == len(LANGUAGES) for forms in TEXTS.values()
+    )

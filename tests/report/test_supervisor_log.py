@@ -1,4 +1,6 @@
-"""The event files of supervisors: what a supervisor records divides the recoveries of the report."""
+"""The event files of supervisors: what a supervisor records divides the recoveries of the
+report."""
+
 import pytest
 from rank_folders import STORAGE
 from training_logs import RUNS, ZERO, Training
@@ -17,23 +19,36 @@ from mindresume.report.runs import attempts_of
 TRAINING = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
 TRAINING.start(30).event(31, ev.TrainingEnded(ev.FAILED, "no such file"))
 TRAINING.start(60).resume(61, 5, RUNS[0]).run(62, RUNS[1]).steps(70, 6, 9)
-EVENTS = [RecordedEvent(ZERO + at, event) for at, event in (
-    (-5.0, ev.SupervisorStarted("node-0", 1, "0.1.0", ("train",))),
-    (-4.0, ev.JobStarted(1, 2)),
-    (21.0, ev.RankDied(1, "node-0", 5, 3, -9, "training", 8)),
-    (22.5, ev.JobEnded(1, 137, "rank 3 was killed by SIGKILL", 26.5, 1.5, None, 8, 5)),
-    (25.0, ev.JobStarted(2, 9)),
-    (33.0, ev.JobEnded(2, 1, "the command ended with status 1", 8.0, 0.5)),
-    (50.0, ev.JobStarted(3, 10)),
-    (55.0, ev.JobEnded(3, 1, "no rank has begun", 5.0, 0.25)),
-    (57.0, ev.JobStarted(4, 11)))]
+EVENTS = [
+    RecordedEvent(ZERO + at, event)
+    for at, event in (
+        (-5.0, ev.SupervisorStarted("node-0", 1, "0.1.0", ("train",))),
+        (-4.0, ev.JobStarted(1, 2)),
+        (21.0, ev.RankDied(1, "node-0", 5, 3, -9, "training", 8)),
+        (22.5, ev.JobEnded(1, 137, "rank 3 was killed by SIGKILL", 26.5, 1.5, None, 8, 5)),
+        (25.0, ev.JobStarted(2, 9)),
+        (33.0, ev.JobEnded(2, 1, "the command ended with status 1", 8.0, 0.5)),
+        (50.0, ev.JobStarted(3, 10)),
+        (55.0, ev.JobEnded(3, 1, "no rank has begun", 5.0, 0.25)),
+        (57.0, ev.JobStarted(4, 11)),
+    )
+]
 
 
 def test_each_start_belongs_to_the_attempt_that_it_began():
     found = supervisor_moments(EVENTS, attempts_of(TRAINING.recorded, []))
-    assert {number: (row.noticed and row.noticed - ZERO, row.ended and row.ended - ZERO, row.started - ZERO)
-            for number, row in found.items()} == {1: (None, None, -4), 2: (21, 22.5, 25), 3: (54.75, 55, 57)}
-    assert supervisor_moments(EVENTS, ()) == {} and supervisor_moments((), attempts_of(TRAINING.recorded, [])) == {}
+    assert {
+        number: (
+            row.noticed and row.noticed - ZERO,
+            row.ended and row.ended - ZERO,
+            row.started - ZERO,
+        )
+        for number, row in found.items()
+    } == {1: (None, None, -4), 2: (21, 22.5, 25), 3: (54.75, 55, 57)}
+    assert (
+        supervisor_moments(EVENTS, ()) == {}
+        and supervisor_moments((), attempts_of(TRAINING.recorded, [])) == {}
+    )
     assert all(row == Moments(row.noticed, row.ended, row.started) for row in found.values())
 
 
@@ -51,12 +66,14 @@ def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
     report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
     (found,) = report.recoveries
     assert [phase.names for phase in found.phases][:3] == [("notice",), ("end",), ("start",)]
-    assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx([21, 22.5, 57])     # the start between fails, too
+    # the start between fails, too
+    assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx([21, 22.5, 57])
     assert to_json(report)["recoveries"]["seconds"]["end"] == 1.5 and html(report, "")
     assert sum("supervisor" in path for path in report.read) == 1
 
 
-# ---- why a start ended, and when it began -----------------------------------------------------------------------------------
+# ---- why a start ended, and when it began --------------------------------------------------------
+
 
 def attempts(*events, end=None):
     """Two starts; the first one has ``events`` of the supervisor and, of rank 0, ``end``."""
@@ -66,7 +83,12 @@ def attempts(*events, end=None):
     training.start(60).resume(61, 5, RUNS[0]).run(62, RUNS[1]).steps(70, 6, 9)
     rows = [(0.0, ev.JobStarted(1, 2)), *events, (50.0, ev.JobStarted(2, 9))]
     starts = supervised_starts([RecordedEvent(ZERO + at, event) for at, event in rows])
-    return attempts_of(training.recorded, [found for line in training.lines for found in parse(line, Clock())], (), starts)
+    return attempts_of(
+        training.recorded,
+        [found for line in training.lines for found in parse(line, Clock())],
+        (),
+        starts,
+    )
 
 
 KILLED = (29.0, ev.RankDied(1, "node-0", 5, 3, -9, "training", 8))
@@ -74,24 +96,58 @@ HUNG = (29.0, ev.HangDetected(1, "node-0", (2, 0), 120.0, "training", 8))
 ENDED = (31.0, ev.JobEnded(1, 137, "rank 3 was killed by SIGKILL", 31.0, 2.5))
 
 
-@pytest.mark.parametrize("events, end, rank, reason", [
-    ([KILLED, ENDED], None, 3, "was killed by SIGKILL"),
-    ([KILLED], None, 3, "was killed by SIGKILL"),                                       # the supervisor was killed, too
-    ([HUNG], None, 2, "made no progress for 120 s while training"),
-    ([HUNG, (31.0, ev.JobEnded(1, 124, "rank 2 made no progress (--hang-timeout)", 31.0, 2.5))], None, 2,
-     "made no progress (--hang-timeout)"),
-    ([(31.0, ev.JobEnded(1, 130, "SIGINT was received", 31.0, 2.5))], None, None, "SIGINT was received"),
-    ([KILLED, ENDED], (28.0, ev.TrainingEnded(ev.FAILED, "no such file")), 0, "no such file"),
-    ([KILLED, ENDED], (30.0, ev.TrainingEnded(ev.FAILED, "rank 3 is lost")), 3, "was killed by SIGKILL")])
+@pytest.mark.parametrize(
+    "events, end, rank, reason",
+    [
+        ([KILLED, ENDED], None, 3, "was killed by SIGKILL"),
+        # the supervisor was killed, too
+        ([KILLED], None, 3, "was killed by SIGKILL"),
+        ([HUNG], None, 2, "made no progress for 120 s while training"),
+        (
+            [
+                HUNG,
+                (31.0, ev.JobEnded(1, 124, "rank 2 made no progress (--hang-timeout)", 31.0, 2.5)),
+            ],
+            None,
+            2,
+            "made no progress (--hang-timeout)",
+        ),
+        (
+            [(31.0, ev.JobEnded(1, 130, "SIGINT was received", 31.0, 2.5))],
+            None,
+            None,
+            "SIGINT was received",
+        ),
+        ([KILLED, ENDED], (28.0, ev.TrainingEnded(ev.FAILED, "no such file")), 0, "no such file"),
+        (
+            [KILLED, ENDED],
+            (30.0, ev.TrainingEnded(ev.FAILED, "rank 3 is lost")),
+            3,
+            "was killed by SIGKILL",
+        ),
+    ],
+)
 def test_a_killed_or_hanging_rank_is_the_reason_of_a_failure(events, end, rank, reason):
     first, second = attempts(*events, end=end)
     assert (first.outcome, first.failed_rank, first.reason) == (ev.FAILED, rank, reason)
     assert second.outcome == "unknown"
 
 
-@pytest.mark.parametrize("end, events, outcome", [
-    (ev.TrainingEnded(ev.PREEMPTED, "", 8), [(31.0, ev.JobEnded(1, 143, "SIGTERM was received", 31.0, 2.5))], ev.PREEMPTED),
-    (ev.TrainingEnded(ev.FINISHED, "", 8), [(31.0, ev.JobEnded(1, 0, "it finished", 31.0, 2.5))], ev.FINISHED)])
+@pytest.mark.parametrize(
+    "end, events, outcome",
+    [
+        (
+            ev.TrainingEnded(ev.PREEMPTED, "", 8),
+            [(31.0, ev.JobEnded(1, 143, "SIGTERM was received", 31.0, 2.5))],
+            ev.PREEMPTED,
+        ),
+        (
+            ev.TrainingEnded(ev.FINISHED, "", 8),
+            [(31.0, ev.JobEnded(1, 0, "it finished", 31.0, 2.5))],
+            ev.FINISHED,
+        ),
+    ],
+)
 def test_an_end_that_rank_0_recorded_stays(end, events, outcome):
     assert attempts(*events, end=(28.5, end))[0].outcome == outcome
 
@@ -100,4 +156,8 @@ def test_a_start_begins_with_its_command():
     first, second = attempts(KILLED, ENDED)
     assert (first.started - ZERO, first.ended - ZERO, second.started - ZERO) == (0, 28, 50)
     account, later = accounts_of([first, second])
-    assert (account.seconds.startup, account.seconds.downtime, later.seconds.startup) == (20, 22, 20)
+    assert (account.seconds.startup, account.seconds.downtime, later.seconds.startup) == (
+        20,
+        22,
+        20,
+    )

@@ -1,4 +1,6 @@
-"""Merged weights whose header was changed in place: the bytes and their checksums are right, and the tensors are others."""
+"""Merged weights whose header was changed in place: the bytes and their checksums are right, and
+the tensors are others."""
+
 import json
 import struct
 
@@ -27,17 +29,20 @@ SINGLE = FIXTURES / "mf190_10_safetensors_single" / "output" / "checkpoint"
 def alter(path, change):
     """Changes the header of a safetensors file, and pads it to its length."""
     data = path.read_bytes()
-    length, = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8:8 + length])
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
     change(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     assert len(text) <= length
-    path.write_bytes(data[:8] + text.ljust(length) + data[8 + length:])
+    path.write_bytes(data[:8] + text.ljust(length) + data[8 + length :])
 
 
 def matrix(header):
-    return next(row for name, row in header.items() if name != "__metadata__" and len(row["shape"]) == 2 and row["dtype"] == "F32"
-                )
+    return next(
+        row
+        for name, row in header.items()
+        if name != "__metadata__" and len(row["shape"]) == 2 and row["dtype"] == "F32"
+    )
 
 
 def turn(header):
@@ -73,7 +78,9 @@ def test_other_shapes_and_dtypes_are_refused_by_all(merged, change, whole):
     assert verify(STORAGE, path, lambda count: None)[1]
     for target in (merged.parent / "again", merged.parent / "ranks"):
         with pytest.raises(MindResumeError):
-            mindresume.merge(path, target) if target.name == "again" else mindresume.convert(path, target, to="tp=1")
+            mindresume.merge(path, target) if target.name == "again" else mindresume.convert(
+                path, target, to="tp=1"
+            )
         assert not target.exists()
 
 
@@ -96,22 +103,30 @@ def earlier(folder):
 
 
 @pytest.mark.parametrize("change", [turn, retype, flatten])
-@pytest.mark.parametrize("by", [lambda folder: None, earlier], ids=["this version", "an earlier version"])
+@pytest.mark.parametrize(
+    "by", [lambda folder: None, earlier], ids=["this version", "an earlier version"]
+)
 def test_a_training_and_which_refuse_them(merged, change, by):
-    """Weights of an earlier version are still loaded, and protected by the checksums of their files."""
+    """Weights of an earlier version are still loaded, and protected by the checksums of their
+    files."""
     by(merged)
     source = ConsolidatedSource(SingleProcess(), full=True, resume=False)
     assert source.choose(STORAGE, str(merged)).chosen.step
     alter(merged / "part0.safetensors", change)
-    with pytest.raises(CollectiveError, match="its header was changed|damaged: no tensor, but the header"):
+    with pytest.raises(
+        CollectiveError, match="its header was changed|damaged: no tensor, but the header"
+    ):
         source.choose(STORAGE, str(merged))
     assert mindresume.open(merged).select().chosen is None
     assert mindresume.open(merged).verify().damaged
 
 
-@pytest.mark.parametrize("change", [lambda row: row.update(dtype="F16"), lambda row: row["shape"].reverse()])
+@pytest.mark.parametrize(
+    "change", [lambda row: row.update(dtype="F16"), lambda row: row["shape"].reverse()]
+)
 def test_an_exported_folder_is_not_loaded_with_another_dtype_or_shape(tmp_path, change):
-    """bfloat16 that claims to be float16 has as many bytes, and both are converted to what the network has."""
+    """bfloat16 that claims to be float16 has as many bytes, and both are converted to what the
+    network has."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     target = tmp_path / "hf"
@@ -131,4 +146,6 @@ def test_an_exported_tensor_with_other_bytes_is_not_loaded(tmp_path):
     flip_bit(tmp_path / "hf" / "model.safetensors")
     weights = view_of_folder(STORAGE, str(tmp_path / "hf"))
     with pytest.raises(CorruptFileError, match="is not what was written"):
-        read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
+        read_regions(
+            weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
+        )

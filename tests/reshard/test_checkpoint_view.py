@@ -1,4 +1,6 @@
-"""Where the slices of a checkpoint are stored: layouts from records or a strategy, replicas, counters, and refusals."""
+"""Where the slices of a checkpoint are stored: layouts from records or a strategy, replicas,
+counters, and refusals."""
+
 import os
 from collections import Counter
 from dataclasses import replace
@@ -46,7 +48,9 @@ def weights_of(root, candidate, strategy=None):
 def content(weights, name):
     """Returns the global tensor, assembled from its slices."""
     tensor = weights.tensors[name]
-    array = np.full(tensor.shape, 77, TENSORS[name].dtype if name in TENSORS else COUNTERS[name].dtype)
+    array = np.full(
+        tensor.shape, 77, TENSORS[name].dtype if name in TENSORS else COUNTERS[name].dtype
+    )
     for cut in tensor.cuts(whole(tensor.shape)):
         place = weights.locate(name, cut)
         with open(place.path, "rb") as file:
@@ -65,7 +69,8 @@ def check_all(weights, tensors=TENSORS, counters=COUNTERS):
         assert content(weights, name).tobytes() == array.tobytes(), name
 
 
-# ---- accepted checkpoints --------------------------------------------------------------------------------------------
+# ---- accepted checkpoints ------------------------------------------------------------------------
+
 
 def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_path):
     """Only the tensor shows the number of dimensions."""
@@ -73,10 +78,15 @@ def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_pat
     tensors, plan = random_tensors(model), Plan.parse("dp2tp2axes10", model)
     nested = TensorLayout((2, 2), ((1, 0),))
     for rank in range(4):
-        arrays = {"bias": part_of(tensors["bias"], nested, rank), **COUNTERS,
-                  "weight": part_of(tensors["weight"], plan.layouts(rank)["weight"], rank)}
+        arrays = {
+            "bias": part_of(tensors["bias"], nested, rank),
+            **COUNTERS,
+            "weight": part_of(tensors["weight"], plan.layouts(rank)["weight"], rank),
+        }
         put(path_of(tmp_path, STEP, rank), arrays, {"format": "ms"})
-    strategy = Strategy(({"bias": TensorLayout((2, 2), (1, 0)), "weight": plan.layouts(0)["weight"]},))
+    strategy = Strategy(
+        ({"bias": TensorLayout((2, 2), (1, 0)), "weight": plan.layouts(0)["weight"]},)
+    )
     weights = weights_of(tmp_path, newest(tmp_path), strategy)
     assert weights.tensors["bias"].shape == (8,) and weights.tensors["bias"].layout == nested
     for rank in range(4):
@@ -87,7 +97,9 @@ def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_pat
 
 def test_layouts_of_a_stage_of_one_rank_have_no_dimensions(tmp_path):
     plan = plan_of("pp2")
-    strategy = Strategy(tuple({name: TensorLayout((1,), ()) for name in stage} for stage in plan.stages), "of files")
+    strategy = Strategy(
+        tuple({name: TensorLayout((1,), ()) for name in stage} for stage in plan.stages), "of files"
+    )
     check_all(weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), strategy))
 
 
@@ -104,14 +116,20 @@ def test_tensors_of_several_stages_are_taken_from_the_first(tmp_path):
     shared = plan.stages[0]["embedding.weight"]
     stages = (plan.stages[0], {**plan.stages[1], "embedding.weight": shared})
     for rank in range(4):
-        arrays = {**shard_file(plan, TENSORS, rank), "embedding.weight": part_of(TENSORS["embedding.weight"], shared, rank % 2)}
+        arrays = {
+            **shard_file(plan, TENSORS, rank),
+            "embedding.weight": part_of(TENSORS["embedding.weight"], shared, rank % 2),
+        }
         put(path_of(tmp_path, STEP, rank), arrays, {"format": "ms"})
     weights = weights_of(tmp_path, newest(tmp_path), Strategy(stages, "shared"))
     check_all(weights)
-    assert weights.tensors["embedding.weight"].first == 0 and weights.tensors["head.weight"].first == 2
+    assert (
+        weights.tensors["embedding.weight"].first == 0 and weights.tensors["head.weight"].first == 2
+    )
 
 
-# ---- counters, and tensors without a layout ----------------------------------------------------------------------------
+# ---- counters, and tensors without a layout ------------------------------------------------------
+
 
 def test_counters_are_taken_from_rank_0(tmp_path):
     plan = plan_of("tp2pp2")
@@ -134,7 +152,11 @@ def test_a_number_that_only_the_last_stage_has(tmp_path):
     plan = plan_of("tp2pp2")
     for rank in range(4):
         extra = {"aux_loss": np.array([0.5], np.float32)} if rank > 1 else {}
-        put(path_of(tmp_path, STEP, rank), {**shard_file(plan, TENSORS, rank), **extra}, {"format": "ms"})
+        put(
+            path_of(tmp_path, STEP, rank),
+            {**shard_file(plan, TENSORS, rank), **extra},
+            {"format": "ms"},
+        )
     weights = weights_of(tmp_path, newest(tmp_path), plan.strategy())
     tensor = weights.tensors["aux_loss"]
     assert weights.locate("aux_loss", tensor.cuts(((0, 1),))[0]).rank == 2
@@ -150,48 +172,78 @@ def test_data_parallel_without_layouts_is_proven_by_the_records(tmp_path):
 @pytest.mark.parametrize("text", ["tp2", "dp2opt2", "pp2"])
 def test_ranks_that_differ_and_have_no_layouts_are_refused(tmp_path, text):
     plan = plan_of(text)
-    with pytest.raises(StrategyError, match=r"tensors have no layout: .* no strategy is given \(src_strategy.*, --from\)"):
+    with pytest.raises(
+        StrategyError,
+        match=r"tensors have no layout: .* no strategy is given \(src_strategy.*, --from\)",
+    ):
         weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False))
 
 
 def test_a_tensor_that_the_strategy_does_not_name_is_named(tmp_path):
     plan = plan_of("tp2")
-    short = {name: layout for name, layout in plan.stages[0].items() if name not in ("head.weight", "layers.1.qkv.weight")}
+    short = {
+        name: layout
+        for name, layout in plan.stages[0].items()
+        if name not in ("head.weight", "layers.1.qkv.weight")
+    }
     with pytest.raises(StrategyError, match="2 tensors have no layout: ") as found:
         weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), Strategy((short,), "/job/strategy"))
-    for part in ("head.weight (8, 8)", "layers.1.qkv.weight (12, 8)", "/job/strategy", str(tmp_path), f"step {STEP}"):
+    for part in (
+        "head.weight (8, 8)",
+        "layers.1.qkv.weight (12, 8)",
+        "/job/strategy",
+        str(tmp_path),
+        f"step {STEP}",
+    ):
         assert part in str(found.value)
 
 
 def test_a_strategy_completes_records_without_layouts(tmp_path):
     plan = plan_of("tp2")
-    check_all(weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False), plan.strategy()))
+    check_all(
+        weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False), plan.strategy())
+    )
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("wanted", ["dp4", "dp2tp2opt2", "tp2pp2", "dp2tp2axes10", "dp2tp2opt-1"])
 def test_a_strategy_that_contradicts_the_records(tmp_path, wanted):
     candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
-    with pytest.raises(StrategyError, match=r"would hold another part of \(.* Leave src_.* \(--from\) away") as found:
+    with pytest.raises(
+        StrategyError, match=r"would hold another part of \(.* Leave src_.* \(--from\) away"
+    ) as found:
         weights_of(tmp_path, candidate, plan_of(wanted).strategy())
     assert str(found.value).partition(":")[0] in TENSORS
 
 
 def test_an_equivalent_strategy_is_accepted(tmp_path):
     candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
-    other = {name: TensorLayout((2, 2), tuple((1, 0) if axis == 0 else -1 for axis in layout.tensor_map))
-             for name, layout in plan_of("tp4").stages[0].items()}
+    other = {
+        name: TensorLayout((2, 2), tuple((1, 0) if axis == 0 else -1 for axis in layout.tensor_map))
+        for name, layout in plan_of("tp4").stages[0].items()
+    }
     check_all(weights_of(tmp_path, candidate, Strategy((other,))))
 
 
-@pytest.mark.parametrize("name, layout", [("head.weight", TensorLayout((1, 2), (0, -1, -1))),
-                                          ("head.weight", TensorLayout((1, 2), (0,))), ("head.weight", TensorLayout((1, 2), ())),
-                                          ("layers.0.norm.weight", TensorLayout((1, 2), ()))])
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("head.weight", TensorLayout((1, 2), (0, -1, -1))),
+        ("head.weight", TensorLayout((1, 2), (0,))),
+        ("head.weight", TensorLayout((1, 2), ())),
+        ("layers.0.norm.weight", TensorLayout((1, 2), ())),
+    ],
+)
 def test_a_layout_of_other_dimensions(tmp_path, name, layout):
     plan = plan_of("tp2")
     with pytest.raises(StrategyError, match=f"{name} has . dimensions?, the strategy has"):
-        weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), Strategy(({**plan.stages[0], name: layout},), "x"))
+        weights_of(
+            tmp_path,
+            foreign(tmp_path, plan, TENSORS),
+            Strategy(({**plan.stages[0], name: layout},), "x"),
+        )
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -199,8 +251,10 @@ def test_a_file_of_another_job(tmp_path, fmt):
     """The file is of the same model cut differently, of another model, or of another dtype."""
     plan = plan_of("tp4")
     candidate = foreign(tmp_path, plan, TENSORS, fmt)
-    odd = {1: shard_file(plan_of("dp4"), TENSORS, 1),
-           3: {**shard_file(plan, TENSORS, 3), "head.weight": np.ones((4, 8), np.float16)}}
+    odd = {
+        1: shard_file(plan_of("dp4"), TENSORS, 1),
+        3: {**shard_file(plan, TENSORS, 3), "head.weight": np.ones((4, 8), np.float16)},
+    }
     for rank, arrays in odd.items():
         put(tmp_path / candidate.files[rank][0].path, arrays, {})
     weights = weights_of(tmp_path, candidate, plan.strategy())
@@ -209,13 +263,22 @@ def test_a_file_of_another_job(tmp_path, fmt):
         if rank not in odd:
             assert weights.locate("head.weight", cut).rank == rank
             continue
-        with pytest.raises(CorruptFileError, match=f"rank {rank} holds head.weight as .* the file is of another job") as found:
+        with pytest.raises(
+            CorruptFileError,
+            match=f"rank {rank} holds head.weight as .* the file is of another job",
+        ) as found:
             weights.locate("head.weight", cut)
-        assert found.value.path == str(tmp_path / candidate.files[rank][0].path) and found.value.tensor == "head.weight"
-        assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(found.value)
+        assert (
+            found.value.path == str(tmp_path / candidate.files[rank][0].path)
+            and found.value.tensor == "head.weight"
+        )
+        assert f"expected float32 of shape (4, 8), a part of {LITTLE['head.weight'].shape}" in str(
+            found.value
+        )
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
+# ---- copies --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("write", [foreign, recorded])
 def test_lost_tensors_of_a_deduplicated_checkpoint_are_missed(tmp_path, write):
@@ -236,7 +299,8 @@ def test_lost_tensors_of_a_deduplicated_checkpoint_are_missed(tmp_path, write):
 
 
 def test_a_scan_does_not_count_ranks_whose_files_are_lost(tmp_path):
-    """The number of ranks is unknown for files of mindformers: the candidate has as many ranks as have a file."""
+    """The number of ranks is unknown for files of mindformers: the candidate has as many ranks as
+    have a file."""
     plan = plan_of("dp2tp2")
     lose(tmp_path, foreign(tmp_path, plan, TENSORS), [3])
     candidate = newest(tmp_path)
@@ -246,7 +310,8 @@ def test_a_scan_does_not_count_ranks_whose_files_are_lost(tmp_path):
     check_all(weights_of(tmp_path, replace(candidate, world_size=4), plan.strategy()))
 
 
-# ---- costs -----------------------------------------------------------------------------------------------------------
+# ---- costs ---------------------------------------------------------------------------------------
+
 
 class Counting(PosixStorage):
     def __init__(self):
@@ -267,7 +332,9 @@ def test_one_header_and_one_record_per_stage_are_read(tmp_path, write):
 
 def test_headers_are_read_once(tmp_path):
     plan, storage = plan_of("tp4"), Counting()
-    weights = view_of_rank_folders(CheckpointDir(storage, str(tmp_path)), recorded(tmp_path, plan, TENSORS))
+    weights = view_of_rank_folders(
+        CheckpointDir(storage, str(tmp_path)), recorded(tmp_path, plan, TENSORS)
+    )
     for _ in range(2):
         for name, tensor in weights.tensors.items():
             for cut in tensor.cuts(whole(tensor.shape)):

@@ -1,4 +1,6 @@
-"""Consolidated weights that mindresume wrote: checked like any other checkpoint, by a job and by the commands."""
+"""Consolidated weights that mindresume wrote: checked like any other checkpoint, by a job and by
+the commands."""
+
 import json
 import os
 from pathlib import Path
@@ -20,8 +22,11 @@ from mindresume.reshard.open_checkpoint import open_checkpoint, open_consolidate
 from mindresume.resume.choice import describe_candidate
 from mindresume.tensor_files import read_header
 
-TINY = {"embedding.weight": Spec((16, 8), 0, "first"), "layers.0.weight": Spec((8, 8), 1, 0),
-        "layers.1.weight": Spec((8, 8), 1, 1)}
+TINY = {
+    "embedding.weight": Spec((16, 8), 0, "first"),
+    "layers.0.weight": Spec((8, 8), 1, 0),
+    "layers.1.weight": Spec((8, 8), 1, 1),
+}
 TENSORS = random_tensors(TINY)
 
 
@@ -57,20 +62,30 @@ def verify(path):
 def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     folder = merge(tmp_path, kind)
     name = damage(folder, "layers.1.weight")
-    assert consolidated_checkpoint.look(STORAGE, str(folder))[1] is None  # names, headers and sizes are right
+    # names, headers and sizes are right
+    assert consolidated_checkpoint.look(STORAGE, str(folder))[1] is None
     _, (problem,), _ = verify(folder)
     assert problem.file == name and "damaged: layers.1.weight (checksum " in problem.reason
-    assert verify(folder / name)[1] == [problem]                        # one file of it
+    assert verify(folder / name)[1] == [problem]  # one file of it
     other = next(path for path in folder.glob("*.safetensors") if path.name != name)
     assert verify(other)[1] == []
     with pytest.raises(CollectiveError, match=f"{name}.*layers.1.weight"):
-        consolidated_checkpoint.ConsolidatedSource(SingleProcess(), True, False).choose(STORAGE, str(folder))
-    consolidated_checkpoint.ConsolidatedSource(SingleProcess(), False, False).choose(STORAGE, str(folder))
+        consolidated_checkpoint.ConsolidatedSource(SingleProcess(), True, False).choose(
+            STORAGE, str(folder)
+        )
+    consolidated_checkpoint.ConsolidatedSource(SingleProcess(), False, False).choose(
+        STORAGE, str(folder)
+    )
 
 
-@pytest.mark.parametrize("spoil, says", [
-    (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes"), (os.remove, "is missing"),
-    (lambda path: flip_bit(path, 20), "")])
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes"),
+        (os.remove, "is missing"),
+        (lambda path: flip_bit(path, 20), ""),
+    ],
+)
 def test_other_damage_of_a_file(tmp_path, kind, spoil, says):
     folder = merge(tmp_path, kind)
     path = sorted(folder.glob("*.safetensors"))[-1]
@@ -101,10 +116,22 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
         open_consolidated(STORAGE, str(folder))
 
 
-@pytest.mark.parametrize("field, value", [
-    ("files", [["../a", 1, "0" * 32]]), ("files", [["/etc/passwd", 1, "0" * 32]]), ("files", [["a", -1, "0" * 32]]),
-    ("files", [["a", 1, "x"]]), ("files", [["a", 1]]), ("files", [7]), ("files", None), ("tensors", {"a": 5}), ("tensors", []),
-    ("what", None), ("fingerprint", 5)])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("files", [["../a", 1, "0" * 32]]),
+        ("files", [["/etc/passwd", 1, "0" * 32]]),
+        ("files", [["a", -1, "0" * 32]]),
+        ("files", [["a", 1, "x"]]),
+        ("files", [["a", 1]]),
+        ("files", [7]),
+        ("files", None),
+        ("tensors", {"a": 5}),
+        ("tensors", []),
+        ("what", None),
+        ("fingerprint", 5),
+    ],
+)
 def test_fields_that_cannot_be(tmp_path, field, value):
     good = {"version": 1, "kind": "conversion", "fingerprint": "f", "what": "w", "files": []}
     (tmp_path / CONVERSION).write_bytes(encode_head(good, LIMIT))
@@ -120,5 +147,8 @@ def test_weights_of_others_have_no_checksums(tmp_path):
     assert (candidate.origin, candidate.step, problems, read) == ("mindformers", STEP, [], 0)
     assert "written by mindformers without records" in describe_candidate(candidate)
     ours = consolidated_checkpoint.look(STORAGE, str(merge(tmp_path)))[0]
-    assert "consolidated weights that mindresume wrote, every byte of the tensors checked" in describe_candidate(ours)
+    assert (
+        "consolidated weights that mindresume wrote, every byte of the tensors checked"
+        in describe_candidate(ours)
+    )
     assert set(COUNTERS) <= set(open_consolidated(STORAGE, str(folder)).weights.tensors)

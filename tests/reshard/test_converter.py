@@ -1,5 +1,7 @@
-"""A conversion is one transaction: after a failure or kill at any operation the target is absent or complete, the source is
-unchanged, and the same conversion started again completes it. The result is a checkpoint."""
+"""A conversion is one transaction: after a failure or kill at any operation the target is absent or
+complete, the source is unchanged, and the same conversion started again completes it. The result is
+a checkpoint."""
+
 import errno
 import os
 import random
@@ -35,8 +37,11 @@ STEP_NUM = {"step_num": COUNTERS["step_num"]}
 
 @pytest.fixture
 def in_memory():
-    """Returns a folder in memory: on disk the removal of thousands of files takes longer than the test."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    """Returns a folder in memory: on disk the removal of thousands of files takes longer than the
+    test."""
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as folder:
         yield Path(folder)
 
 
@@ -64,7 +69,8 @@ def conversion(job, target, storage=STORAGE, emit=ignore):
 
 
 def carry_out(made):
-    """Runs a conversion as the command line does: an error or Ctrl-C removes the unfinished work."""
+    """Runs a conversion as the command line does: an error or Ctrl-C removes the unfinished
+    work."""
     if not made.finished():
         made.run(Engine(workers=1))
 
@@ -78,14 +84,17 @@ def write(made, number):
 
 def contents(folder):
     """{path below: bytes, None for a folder}"""
-    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def stamps(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.rglob("*")}
 
 
-# ---- failures and kills ----------------------------------------------------------------------------------------------
+# ---- failures and kills --------------------------------------------------------------------------
 
 CTRL_C = "Ctrl-C"
 
@@ -98,7 +107,8 @@ class Disk(RankStorage):
         with self.operation("create", path):
             self.injector.before_change(folder, name)
             made = STORAGE.create(path, size)
-            self.injector.record_change({folder: {name: b""}})           # its bytes are not durable yet
+            # its bytes are not durable yet
+            self.injector.record_change({folder: {name: b""}})
         return Pieces(self, path, made)
 
     def count(self, name):
@@ -117,8 +127,13 @@ class Pieces:
         try:
             with self.disk.operation("finish", self.path):
                 self.inner.finish()
-                self.disk.injector.record_change({
-                    os.path.dirname(self.path): {os.path.basename(self.path): Path(self.path).read_bytes()}})
+                self.disk.injector.record_change(
+                    {
+                        os.path.dirname(self.path): {
+                            os.path.basename(self.path): Path(self.path).read_bytes()
+                        }
+                    }
+                )
         except OSError:
             self.abandon()
             raise
@@ -126,7 +141,7 @@ class Pieces:
     def abandon(self):
         if not self.disk.injector.dead:
             self.inner.abandon()
-        elif self.inner._handle >= 0:               # a file of a dead process is closed and remains
+        elif self.inner._handle >= 0:  # a file of a dead process is closed and remains
             os.close(self.inner._handle)
             self.inner._handle = -1
 
@@ -178,7 +193,7 @@ def expected(root, tmp_path_factory):
         assert os.listdir(out) == ["new"]
         names = [operation.name for operation in watched.injector.operations]
         found[what] = contents(out / "new"), names
-        assert len(set(names)) == 12                # every kind there is
+        assert len(set(names)) == 12  # every kind there is
     return found
 
 
@@ -186,8 +201,16 @@ def without_hints(found):
     return {path: content for path, content in found.items() if not path.endswith(META)}
 
 
-@pytest.mark.parametrize("what, kind", [("ranks", "EIO"), ("ranks", "EIO after"), ("ranks", CTRL_C), ("consolidated", "EIO"),
-                                        ("consolidated", CTRL_C)])
+@pytest.mark.parametrize(
+    "what, kind",
+    [
+        ("ranks", "EIO"),
+        ("ranks", "EIO after"),
+        ("ranks", CTRL_C),
+        ("consolidated", "EIO"),
+        ("consolidated", CTRL_C),
+    ],
+)
 def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, kind):
     wanted, names = expected[what]
     job, before, raised, numbers = JOBS[what](root), contents(root), 0, struck_by(kind, names)
@@ -197,23 +220,42 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
             carry_out(conversion(on(failing, job), out / "new", failing, log.append))
         except (OSError, SaveError, KeyboardInterrupt):
             raised += 1
-            assert not out.exists() or not os.listdir(out) or contents(out / "new") == wanted, failing.injector.operations[at - 1]
-        else:                                       # meta.json is a hint: its failure is only reported
+            assert not out.exists() or not os.listdir(out) or contents(out / "new") == wanted, (
+                failing.injector.operations[at - 1]
+            )
+        else:
+            # meta.json is a hint: its failure is only reported
             made = contents(out / "new")
-            assert made == wanted or log and without_hints(made) == without_hints(wanted), failing.injector.operations[at - 1]
+            assert made == wanted or log and without_hints(made) == without_hints(wanted), (
+                failing.injector.operations[at - 1]
+            )
         struck = failing.injector.operations[at - 1]
-        locks = {os.path.basename(struck.path)} if struck.path.endswith(LOCK) else set()      # its removal failed: next time
+        # its removal failed: next time
+        locks = {os.path.basename(struck.path)} if struck.path.endswith(LOCK) else set()
         assert not out.exists() or set(os.listdir(out)) <= {"new", *locks}, struck
         carry_out(conversion(job, out / "new"))
-        assert without_hints(contents(out / "new")) == without_hints(wanted), failing.injector.operations[at - 1]
+        assert without_hints(contents(out / "new")) == without_hints(wanted), (
+            failing.injector.operations[at - 1]
+        )
         assert os.listdir(out) == ["new"], failing.injector.operations[at - 1]
     assert raised > len(numbers) * 2 // 3 and contents(root) == before
 
 
-@pytest.mark.parametrize("what, kind", [("ranks", "kill all"), ("ranks", "torn"), ("ranks", "power"), ("ranks", "reorder"),
-                                        ("consolidated", "kill all"), ("consolidated", "power"), ("consolidated", "reorder")])
+@pytest.mark.parametrize(
+    "what, kind",
+    [
+        ("ranks", "kill all"),
+        ("ranks", "torn"),
+        ("ranks", "power"),
+        ("ranks", "reorder"),
+        ("consolidated", "kill all"),
+        ("consolidated", "power"),
+        ("consolidated", "reorder"),
+    ],
+)
 def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected, what, kind):
-    """Killed, killed in the middle of a write, and power loss: unflushed bytes are lost completely or in part."""
+    """Killed, killed in the middle of a write, and power loss: unflushed bytes are lost completely
+    or in part."""
     wanted, names = expected[what]
     job, before, went_on, numbers = JOBS[what](root), contents(root), 0, struck_by(kind, names)
     for at in numbers:
@@ -222,15 +264,24 @@ def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected
         with pytest.raises(Killed):
             carry_out(made)
         if made._lock >= 0:
-            os.close(made._lock)                    # as the kernel does
+            os.close(made._lock)  # as the kernel does
         struck = dying.injector.operations[at - 1]
         there = (out / "new").exists()
         assert not there or contents(out / "new") == wanted, struck
-        done = {int(name[:-len(".json")]) for name in STORAGE.list(f"{made.work}/done") if not name.startswith(".")}
+        done = {
+            int(name[: -len(".json")])
+            for name in STORAGE.list(f"{made.work}/done")
+            if not name.startswith(".")
+        }
         carry_out(conversion(on(again, job), out / "new", again))
         assert contents(out / "new") == wanted and os.listdir(out) == ["new"], struck
-        missing = [] if there else [group for number, group in enumerate(job.groups) if number not in done]
-        assert again.count("create") == sum(map(len, missing)), struck          # what was finished is not done again
+        missing = (
+            []
+            if there
+            else [group for number, group in enumerate(job.groups) if number not in done]
+        )
+        # what was finished is not done again
+        assert again.count("create") == sum(map(len, missing)), struck
         went_on += bool(done)
     assert contents(root) == before and went_on > len(numbers) // 3
 
@@ -240,7 +291,9 @@ def test_a_power_loss_after_the_end_loses_nothing(in_memory, root, expected, wha
     durable = disk()
     carry_out(conversion(on(durable, JOBS[what](root)), in_memory / "deep" / "new", durable))
     durable.injector.lose_power(0.0)
-    assert contents(in_memory / "deep" / "new") == expected[what][0] and os.listdir(in_memory / "deep") == ["new"]
+    assert contents(in_memory / "deep" / "new") == expected[what][0] and os.listdir(
+        in_memory / "deep"
+    ) == ["new"]
 
 
 @pytest.mark.parametrize("spoil", ["a torn mark", "a shorter file", "a missing file"])
@@ -265,7 +318,12 @@ def test_a_killed_conversion_continues_with_another_memory_share(tmp_path, root,
     first.prepare()
     write(first, 0)
     first._release()
-    job = to_ranks(open_checkpoint(STORAGE, str(root)), Plan.parse("pp2", TINY).strategy(), "safetensors", ranks_per_group=2)
+    job = to_ranks(
+        open_checkpoint(STORAGE, str(root)),
+        Plan.parse("pp2", TINY).strategy(),
+        "safetensors",
+        ranks_per_group=2,
+    )
     carry_out(conversion(job, tmp_path / "new"))
     assert contents(tmp_path / "new") == expected["ranks"][0]
 
@@ -281,7 +339,8 @@ def test_nothing_is_committed_while_a_group_is_missing(tmp_path, root):
     assert os.listdir(tmp_path) == []
 
 
-# ---- room and locks --------------------------------------------------------------------------------------------------
+# ---- room and locks ------------------------------------------------------------------------------
+
 
 class Room(Disk):
     bytes = 0
@@ -295,12 +354,19 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, root):
     small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
     small.bytes = job.size() + module._SPARE - 1
     (tmp_path / "out").mkdir()
-    with pytest.raises(OutOfSpaceError, match=r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written"):
+    with pytest.raises(
+        OutOfSpaceError,
+        match=r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written",
+    ):
         carry_out(conversion(job, tmp_path / "out" / "new", small))
-    assert not small.count("create") and not small.count("write") and contents(tmp_path / "out") == {}
+    assert (
+        not small.count("create") and not small.count("write") and contents(tmp_path / "out") == {}
+    )
     small.bytes += 1
     carry_out(conversion(job, tmp_path / "out" / "new", small))
-    assert job.size() == sum(path.stat().st_size for path in (tmp_path / "out" / "new").glob("rank_*/*.safetensors"))
+    assert job.size() == sum(
+        path.stat().st_size for path in (tmp_path / "out" / "new").glob("rank_*/*.safetensors")
+    )
 
 
 def test_finished_files_need_no_space(tmp_path, root):
@@ -309,16 +375,25 @@ def test_finished_files_need_no_space(tmp_path, root):
     write(first, 0)
     first._release()
     small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
-    small.bytes = module._SPARE + (Path(first.work) / "rank_0" / "net_rank_0-2_5.safetensors").stat().st_size
+    small.bytes = (
+        module._SPARE + (Path(first.work) / "rank_0" / "net_rank_0-2_5.safetensors").stat().st_size
+    )
     carry_out(conversion(job, tmp_path / "new", small))
 
 
-RUNNING = r"the same conversion to .*new is running in another process; wait for it, and then start this one again"
+RUNNING = (
+    r"the same conversion to .*new is running in another process; wait for it, and then "
+    r"start this one again"
+)
 
 
 def test_two_different_conversions_at_once(tmp_path, root):
-    """Both may run; the second one to commit finds that the target exists, and leaves the first one's files alone."""
-    first, second = conversion(ranks_job(root), tmp_path / "new"), conversion(consolidated_job(root), tmp_path / "new")
+    """Both may run; the second one to commit finds that the target exists, and leaves the first
+    one's files alone."""
+    first, second = (
+        conversion(ranks_job(root), tmp_path / "new"),
+        conversion(consolidated_job(root), tmp_path / "new"),
+    )
     for made in (first, second):
         assert not made.finished()
         made.prepare()
@@ -333,6 +408,7 @@ def test_two_different_conversions_at_once(tmp_path, root):
 
 class Meanwhile(Disk):
     """Calls ``act`` once, right before the operation for which ``when(name, path)`` is true."""
+
     when = then = None
 
     def operation(self, name, path):
@@ -357,17 +433,25 @@ def test_the_other_process_commits_between_our_check_and_our_lock(tmp_path, root
 
 
 @pytest.mark.parametrize("operation", ["sync", "rename"])
-def test_no_conversion_starts_between_the_end_of_the_lock_and_the_rename(tmp_path, root, expected, operation):
+def test_no_conversion_starts_between_the_end_of_the_lock_and_the_rename(
+    tmp_path, root, expected, operation
+):
     committing = Meanwhile(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
-    first, second, started = conversion(ranks_job(root), tmp_path / "new", committing), conversion(
-        ranks_job(root), tmp_path / "new"), []
-    committing.when = lambda name, path: name == operation and path == first.work and not os.path.exists(path + LOCK)
+    first, second, started = (
+        conversion(ranks_job(root), tmp_path / "new", committing),
+        conversion(ranks_job(root), tmp_path / "new"),
+        [],
+    )
+    committing.when = lambda name, path: (
+        name == operation and path == first.work and not os.path.exists(path + LOCK)
+    )
 
     def start():
         with suppress(SaveError):
             second.prepare()
             started.append(True)
             write(second, 0)
+
     committing.then = start
     with suppress(pytest.fail.Exception):
         carry_out(first)
@@ -377,8 +461,10 @@ def test_no_conversion_starts_between_the_end_of_the_lock_and_the_rename(tmp_pat
 
 def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
     """Neither finds the work of the other, so neither removes it; the second one gets an error."""
+
     def no_locks(handle, operation):
         raise OSError(errno.ENOLCK, "No locks available")
+
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
     first, second = (conversion(ranks_job(root), tmp_path / "new") for _ in range(2))
     first.prepare()
@@ -417,8 +503,16 @@ def test_removal_does_not_follow_links(tmp_path):
 def test_those_who_write_check_all_of_the_source(root, tmp_path, monkeypatch, count):
     """Nobody waits for the check of a part without files."""
     checked = []
-    monkeypatch.setattr(module, "check_source", lambda weights, traffic, number, shares: checked.append((number, shares)))
-    found = [mindresume.merge(root, tmp_path / "many", part_size_bytes=32, part=(number, count))
-             for number in range(1, count + 1)]
+    monkeypatch.setattr(
+        module,
+        "check_source",
+        lambda weights, traffic, number, shares: checked.append((number, shares)),
+    )
+    found = [
+        mindresume.merge(root, tmp_path / "many", part_size_bytes=32, part=(number, count))
+        for number in range(1, count + 1)
+    ]
     files = found[0].files
-    assert files > 1 and checked == [(number, min(count, files)) for number in range(min(count, files))]
+    assert files > 1 and checked == [
+        (number, min(count, files)) for number in range(min(count, files))
+    ]

@@ -1,4 +1,6 @@
-"""The direct engine against numpy: bit for bit, from every layout to every other, and nothing left when something fails."""
+"""The direct engine against numpy: bit for bit, from every layout to every other, and nothing left
+when something fails."""
+
 import errno
 import math
 import os
@@ -58,15 +60,21 @@ def sources(tmp_path_factory):
         if (text, kind, fmt) not in known:
             root = tmp_path_factory.mktemp("source")
             write = foreign if kind.startswith("foreign") else recorded
-            known[text, kind, fmt] = root, write(root, Plan.parse(text), TENSORS, fmt, dedup="dedup" in kind)
+            known[text, kind, fmt] = (
+                root,
+                write(root, Plan.parse(text), TENSORS, fmt, dedup="dedup" in kind),
+            )
         return known[text, kind, fmt]
+
     return source
 
 
 def weights_of(source, text, kind, fmt):
     root, candidate = source(text, kind.removesuffix(" and strategy"), fmt)
     needed = "foreign" in kind or "strategy" in kind
-    return view_of_rank_folders(dir_at(root), candidate, Plan.parse(text).strategy() if needed else None)
+    return view_of_rank_folders(
+        dir_at(root), candidate, Plan.parse(text).strategy() if needed else None
+    )
 
 
 def targets_of(root, plan, fmt, extra=COUNTERS):
@@ -74,7 +82,10 @@ def targets_of(root, plan, fmt, extra=COUNTERS):
     made = []
     for rank in range(plan.world_size):
         (root / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
-        holds = {**plan.regions(rank), **{name: whole(array.shape) for name, array in extra.items()}}
+        holds = {
+            **plan.regions(rank),
+            **{name: whole(array.shape) for name, array in extra.items()},
+        }
         made.append(TargetFile(str(root / f"rank_{rank}" / f"new.{fmt}"), fmt, holds, {"run": "7"}))
     return made
 
@@ -89,7 +100,11 @@ def check_file(target, sums, expected):
     assert found.keys() == expected.keys() == sums.tensors.keys()
     for name, array in expected.items():
         got = found[name]
-        assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes()), (target.path, name)
+        assert (got.dtype, got.shape, got.tobytes()) == (
+            array.dtype,
+            array.shape,
+            array.tobytes(),
+        ), (target.path, name)
         assert sums.tensors[name] == array_checksum(array), (target.path, name)
 
 
@@ -102,7 +117,7 @@ def files_below(root):
     return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())
 
 
-# ---- bit for bit -----------------------------------------------------------------------------------------------------
+# ---- bit for bit ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slice_bytes", [7, 64, 1000])
@@ -110,19 +125,35 @@ def files_below(root):
 def test_tensors_in_several_slices_of_a_ckpt(tmp_path, monkeypatch, slice_bytes, workers):
     monkeypatch.setattr(ckpt, "SLICE_BYTES", slice_bytes)
     model = transformer(layers=2)
-    tensors, source, target = random_tensors(model), Plan.parse("dp2tp2opt2", model), Plan.parse("tp2pp2", model)
+    tensors, source, target = (
+        random_tensors(model),
+        Plan.parse("dp2tp2opt2", model),
+        Plan.parse("tp2pp2", model),
+    )
     weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, "ckpt"))
-    assert any(len(entry.ranges) > 2 for header in weights.headers.values() for entry in header.tensors.values()) or \
-        slice_bytes == 1000
+    assert (
+        any(
+            len(entry.ranges) > 2
+            for header in weights.headers.values()
+            for entry in header.tensors.values()
+        )
+        or slice_bytes == 1000
+    )
     targets = targets_of(tmp_path / "to", target, "ckpt")
     check(targets, transform(weights, STORAGE, targets, workers, 100), target, tensors)
 
 
 @settings(max_examples=40)
-@given(layouts(), layouts(), st.sampled_from(["float32", "bfloat16", "int8", "int64"]), st.sampled_from([1, 24, 100]),
-       st.integers(1, 3))
+@given(
+    layouts(),
+    layouts(),
+    st.sampled_from(["float32", "bfloat16", "int8", "int64"]),
+    st.sampled_from([1, 24, 100]),
+    st.integers(1, 3),
+)
 def test_any_layout_to_any_other(one, other, dtype, tile, workers):
-    """Includes layouts that no MindSpore strategy describes: any device matrix, axes and optimizer shard."""
+    """Includes layouts that no MindSpore strategy describes: any device matrix, axes and optimizer
+    shard."""
     (source, shape), (wanted, other_shape) = one, other
     if len(shape) != len(other_shape):
         wanted, other_shape = TensorLayout((1,), (-1,) * len(shape)), shape
@@ -131,12 +162,20 @@ def test_any_layout_to_any_other(one, other, dtype, tile, workers):
         wanted, shape = source, one[1]
     array = random_tensors({"w": Spec(shape, None, 0, dtype)})["w"]
     with tempfile.TemporaryDirectory() as folder:
-        paths = [put(Path(folder, f"{rank}.safetensors"), {"w": part_of(array, source, rank)})
-                 for rank in range(source.stage_size)]
-        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, source)}, {
-            rank: (str(path),) for rank, path in enumerate(paths)})
-        targets = [TargetFile(f"{folder}/new{rank}.ckpt", "ckpt", {"w": region_of(shape, wanted, rank)})
-                   for rank in range(wanted.stage_size)]
+        paths = [
+            put(Path(folder, f"{rank}.safetensors"), {"w": part_of(array, source, rank)})
+            for rank in range(source.stage_size)
+        ]
+        weights = CheckpointView(
+            STORAGE,
+            "test",
+            {"w": Tensor("w", dtype, shape, source)},
+            {rank: (str(path),) for rank, path in enumerate(paths)},
+        )
+        targets = [
+            TargetFile(f"{folder}/new{rank}.ckpt", "ckpt", {"w": region_of(shape, wanted, rank)})
+            for rank in range(wanted.stage_size)
+        ]
         for rank, sums in enumerate(transform(weights, STORAGE, targets, workers, tile)):
             check_file(targets[rank], sums, {"w": part_of(array, wanted, rank)})
 
@@ -152,15 +191,24 @@ def test_no_tensors_no_targets(sources, tmp_path):
 
 def test_tiles_are_bounded_and_in_order():
     tensors = [Tensor(name, spec.dtype, spec.shape) for name, spec in MODEL.items()]
-    tensors += [Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct_engine.MAX_CHUNKS_IN_TILE)]
+    tensors += [
+        Tensor(f"small{i}", "float16", (1,)) for i in range(2 * direct_engine.MAX_CHUNKS_IN_TILE)
+    ]
     for size in (1, 64, 1000, 1 << 20):
         found = list(tiles(tensors, size))
-        sizes = {name: np.dtype(bits_dtype(tensor.dtype)).itemsize for name, tensor in ((t.name, t) for t in tensors)}
-        assert all(sum(elements(region) * sizes[tensor.name] for tensor, region in tile) <= max(size, 8) for tile in found)
+        sizes = {
+            name: np.dtype(bits_dtype(tensor.dtype)).itemsize
+            for name, tensor in ((t.name, t) for t in tensors)
+        }
+        assert all(
+            sum(elements(region) * sizes[tensor.name] for tensor, region in tile) <= max(size, 8)
+            for tile in found
+        )
         assert all(0 < len(tile) <= direct_engine.MAX_CHUNKS_IN_TILE for tile in found)
         order = [tensor.name for tile in found for tensor, _ in tile]
-        assert [name for name, before in zip(order, ["", *order], strict=False) if name != before] == [
-            tensor.name for tensor in tensors if math.prod(tensor.shape)]
+        assert [
+            name for name, before in zip(order, ["", *order], strict=False) if name != before
+        ] == [tensor.name for tensor in tensors if math.prod(tensor.shape)]
         total = Counter()
         for tile in found:
             for tensor, region in tile:
@@ -168,10 +216,12 @@ def test_tiles_are_bounded_and_in_order():
         assert all(total[tensor.name] == math.prod(tensor.shape) for tensor in tensors)
 
 
-# ---- reads -----------------------------------------------------------------------------------------------------------
+# ---- reads ---------------------------------------------------------------------------------------
+
 
 class Watched(OpenFiles):
     """Records every read, and how many files were open at once."""
+
     last = None
 
     def __init__(self, storage, most=range_reader.MAX_OPEN):
@@ -185,17 +235,32 @@ class Watched(OpenFiles):
         self.seen_open = max(self.seen_open, len(self._open))
 
 
-@pytest.mark.parametrize("given, wanted, kind, fmt", [
-    ("dp2tp2pp2opt2", "tp4", "recorded", "safetensors"), ("dp8", "tp8", "foreign", "safetensors"),
-    ("dp4opt4", "dp2", "recorded", "ckpt"), ("dp2tp2axes10", "tp4", "foreign dedup", "safetensors")])
+@pytest.mark.parametrize(
+    "given, wanted, kind, fmt",
+    [
+        ("dp2tp2pp2opt2", "tp4", "recorded", "safetensors"),
+        ("dp8", "tp8", "foreign", "safetensors"),
+        ("dp4opt4", "dp2", "recorded", "ckpt"),
+        ("dp2tp2axes10", "tp4", "foreign dedup", "safetensors"),
+    ],
+)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_every_byte_is_read_once_and_in_order(sources, tmp_path, monkeypatch, given, wanted, kind, fmt, workers):
+def test_every_byte_is_read_once_and_in_order(
+    sources, tmp_path, monkeypatch, given, wanted, kind, fmt, workers
+):
     monkeypatch.setattr(direct_engine, "OpenFiles", Watched)
     weights = weights_of(sources, given, kind, fmt)
-    transform(weights, STORAGE, targets_of(tmp_path, Plan.parse(wanted), "safetensors"), workers, 300)
+    transform(
+        weights, STORAGE, targets_of(tmp_path, Plan.parse(wanted), "safetensors"), workers, 300
+    )
     files = Watched.last
-    assert files.bytes_read == sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
-    ends, ordered = {}, files.reads if workers == 1 and fmt == "safetensors" else sorted(files.reads)
+    assert files.bytes_read == sum(
+        array.nbytes for array in (*TENSORS.values(), *COUNTERS.values())
+    )
+    ends, ordered = (
+        {},
+        files.reads if workers == 1 and fmt == "safetensors" else sorted(files.reads),
+    )
     for path, position, count in ordered:
         assert position >= ends.get(path, 0), "read twice, or back"
         ends[path] = position + count
@@ -211,8 +276,10 @@ def test_more_files_than_may_be_open(sources, tmp_path, monkeypatch, workers):
     assert len({path for path, _, _ in Watched.last.reads}) == 8 and Watched.last.seen_open <= 3
 
 
-@pytest.mark.parametrize("given, wanted", [("dp2tp2pp2opt2", "tp8"), ("tp8", "dp4opt4"), ("dp2tp2axes10", "tp2"),
-                                           ("dp4opt4", "tp4")])
+@pytest.mark.parametrize(
+    "given, wanted",
+    [("dp2tp2pp2opt2", "tp8"), ("tp8", "dp4opt4"), ("dp2tp2axes10", "tp2"), ("dp4opt4", "tp4")],
+)
 @pytest.mark.parametrize("short_run", [0, range_reader.SHORT_RUN])
 def test_a_rank_reads_only_what_it_needs(sources, monkeypatch, given, wanted, short_run):
     monkeypatch.setattr(range_reader, "SHORT_RUN", short_run)
@@ -236,14 +303,26 @@ def test_a_rank_reads_only_what_it_needs(sources, monkeypatch, given, wanted, sh
 @given(st.data())
 @settings(max_examples=40)
 def test_any_region_is_gathered(data):
-    (layout, shape), dtype = data.draw(layouts()), data.draw(st.sampled_from(["float32", "bfloat16", "int8"]))
-    region = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))) for size in shape)
+    (layout, shape), dtype = (
+        data.draw(layouts()),
+        data.draw(st.sampled_from(["float32", "bfloat16", "int8"])),
+    )
+    region = tuple(
+        tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
+        for size in shape
+    )
     array = random_tensors({"w": Spec(shape, None, 0, dtype)})["w"]
     with tempfile.TemporaryDirectory() as folder:
-        paths = [put(Path(folder, f"{rank}.ckpt"), {"v": np.ones(3), "w": part_of(array, layout, rank)})
-                 for rank in range(layout.stage_size)]
-        weights = CheckpointView(STORAGE, "test", {"w": Tensor("w", dtype, shape, layout)}, {
-            rank: (str(path),) for rank, path in enumerate(paths)})
+        paths = [
+            put(Path(folder, f"{rank}.ckpt"), {"v": np.ones(3), "w": part_of(array, layout, rank)})
+            for rank in range(layout.stage_size)
+        ]
+        weights = CheckpointView(
+            STORAGE,
+            "test",
+            {"w": Tensor("w", dtype, shape, layout)},
+            {rank: (str(path),) for rank, path in enumerate(paths)},
+        )
         out, files, shown = np.empty(shape_of(region), bits_dtype(dtype)), OpenFiles(STORAGE), []
         shown += gather(weights, files, "w", region, out, np.empty(out.nbytes, np.uint8))
         files.close()
@@ -251,7 +330,7 @@ def test_any_region_is_gathered(data):
         assert out.tobytes() == expected.tobytes()
         for name, place, start, raw in shown:
             piece = part_of(array, layout, place.rank).tobytes()
-            assert name == "w" and bytes(raw) == piece[start:start + len(raw)] and len(raw)
+            assert name == "w" and bytes(raw) == piece[start : start + len(raw)] and len(raw)
 
 
 def test_reading_beyond_a_tensor_is_refused(tmp_path):
@@ -264,7 +343,7 @@ def test_reading_beyond_a_tensor_is_refused(tmp_path):
     files.close()
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 LITTLE = {name: spec for name, spec in transformer(layers=2).items() if "accu" not in name}
 
@@ -272,19 +351,32 @@ LITTLE = {name: spec for name, spec in transformer(layers=2).items() if "accu" n
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
-    tensors, source, target = random_tensors(LITTLE), Plan.parse("dp2tp2opt2", LITTLE), Plan.parse("tp2pp2", LITTLE)
+    tensors, source, target = (
+        random_tensors(LITTLE),
+        Plan.parse("dp2tp2opt2", LITTLE),
+        Plan.parse("tp2pp2", LITTLE),
+    )
     weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, fmt))
     targets = targets_of(tmp_path / "to", target, "safetensors")
-    places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
-    names = [name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))]
+    places = [
+        weights.locate(name, cut)
+        for name, tensor in weights.tensors.items()
+        for cut in tensor.cuts(whole(tensor.shape))
+    ]
+    names = [
+        name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))
+    ]
     assert set(names) == {*LITTLE, *COUNTERS} - {"layers.1.none"}
     for number, (name, place) in enumerate(zip(names, places, strict=True)):
         if (number + workers) % 2:
-            continue                    # half of them with each number of workers
+            continue  # half of them with each number of workers
         position, count = place.entry.ranges[-1]
         offset = position + number * 7 % count
         flip_bit(Path(place.path), offset)
-        with leaves_nothing(tmp_path), pytest.raises(CorruptFileError, match="not what was written") as found:
+        with (
+            leaves_nothing(tmp_path),
+            pytest.raises(CorruptFileError, match="not what was written") as found,
+        ):
             transform(weights, STORAGE, targets, workers, 512)
         assert (found.value.path, found.value.tensor) == (place.path, name)
         assert name in str(found.value) and f"rank {place.rank}" in str(found.value)
@@ -297,12 +389,23 @@ def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, rank):
-    tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
+    tensors, source, target = (
+        random_tensors(LITTLE),
+        Plan.parse("tp4", LITTLE),
+        Plan.parse("tp2", LITTLE),
+    )
     candidate = foreign(tmp_path, source, tensors, fmt)
     weights = view_of_rank_folders(dir_at(tmp_path), candidate, source.strategy())
     path = str(tmp_path / candidate.files[rank][0].path)
-    places = [weights.locate(name, cut) for name, tensor in weights.tensors.items() for cut in tensor.cuts(whole(tensor.shape))]
-    os.truncate(path, max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1)
+    places = [
+        weights.locate(name, cut)
+        for name, tensor in weights.tensors.items()
+        for cut in tensor.cuts(whole(tensor.shape))
+    ]
+    os.truncate(
+        path,
+        max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1,
+    )
     targets = targets_of(tmp_path / "to", target, "safetensors")
     ends = r"the file ends at byte .* truncated since its header was read"
     with leaves_nothing(tmp_path), pytest.raises(CorruptFileError, match=ends) as found:
@@ -314,7 +417,11 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("header_read", [False, True])
 def test_a_source_that_disappears(tmp_path, workers, header_read):
-    tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse("tp2", LITTLE)
+    tensors, source, target = (
+        random_tensors(LITTLE),
+        Plan.parse("tp4", LITTLE),
+        Plan.parse("tp2", LITTLE),
+    )
     candidate = foreign(tmp_path, source, tensors)
     weights = view_of_rank_folders(dir_at(tmp_path), candidate, source.strategy())
     path = str(tmp_path / candidate.files[2][0].path)
@@ -329,10 +436,12 @@ def test_a_source_that_disappears(tmp_path, workers, header_read):
     assert files_below(tmp_path / "to") == []
 
 
-# ---- targets that cannot be written ----------------------------------------------------------------------------------
+# ---- targets that cannot be written --------------------------------------------------------------
+
 
 class Failing(PosixStorage):
-    """Fails operation ``at`` (from 0) of one ``kind`` (create, head, data or finish) as a full disk does."""
+    """Fails operation ``at`` (from 0) of one ``kind`` (create, head, data or finish) as a full disk
+    does."""
 
     def __init__(self, kind="", at=-1):
         self.kind, self.at, self.done, self._lock = kind, at, Counter(), threading.Lock()
@@ -361,7 +470,7 @@ class FailingFile:
         try:
             self.storage.strike("finish")
         except OSError:
-            self.inner.abandon()            # as the protocol says
+            self.inner.abandon()  # as the protocol says
             raise
         self.inner.finish()
 
@@ -370,7 +479,11 @@ class FailingFile:
 @pytest.mark.parametrize("kind", ["create", "head", "data", "finish"])
 def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
     model = {name: spec for name, spec in LITTLE.items() if not name.startswith("adam")}
-    tensors, source, target = random_tensors(model), Plan.parse("tp2", model), Plan.parse("dp2tp2opt2", model)
+    tensors, source, target = (
+        random_tensors(model),
+        Plan.parse("tp2", model),
+        Plan.parse("dp2tp2opt2", model),
+    )
     weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors))
     targets, working = targets_of(tmp_path / "to", target, "safetensors"), Failing()
     check(targets, transform(weights, working, targets, workers, 512), target, tensors)
@@ -389,15 +502,24 @@ def test_an_existing_target_is_kept(sources, tmp_path):
     Path(targets[2].path).write_bytes(b"precious")
     with pytest.raises(FileExistsError):
         transform(weights, STORAGE, targets)
-    assert files_below(tmp_path) == ["rank_2/new.safetensors"] and Path(targets[2].path).read_bytes() == b"precious"
+    assert (
+        files_below(tmp_path) == ["rank_2/new.safetensors"]
+        and Path(targets[2].path).read_bytes() == b"precious"
+    )
 
 
 def test_a_dtype_that_the_format_cannot_store_is_an_error(tmp_path):
     path = put(tmp_path / "a.safetensors", {"w": np.zeros(4, ml_dtypes.float8_e5m2)})
     weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(path)))
     with pytest.raises(ValueError, match="ckpt cannot hold dtype float8_e5m2"):
-        transform(weights, STORAGE, [TargetFile(str(tmp_path / f"b.{fmt}"), fmt, whole_tensors(weights.tensors))
-                                     for fmt in ("safetensors", "ckpt")])
+        transform(
+            weights,
+            STORAGE,
+            [
+                TargetFile(str(tmp_path / f"b.{fmt}"), fmt, whole_tensors(weights.tensors))
+                for fmt in ("safetensors", "ckpt")
+            ],
+        )
     assert files_below(tmp_path) == ["a.safetensors"]
 
 
@@ -407,11 +529,18 @@ def test_a_text_of_a_ckpt_is_refused(tmp_path):
         view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(path)))
 
 
-# ---- interrupted -----------------------------------------------------------------------------------------------------
+# ---- interrupted ---------------------------------------------------------------------------------
+
 
 def little(tmp_path, wanted="tp2pp2"):
-    tensors, source, target = random_tensors(LITTLE), Plan.parse("tp4", LITTLE), Plan.parse(wanted, LITTLE)
-    weights = view_of_rank_folders(dir_at(tmp_path), foreign(tmp_path, source, tensors), source.strategy())
+    tensors, source, target = (
+        random_tensors(LITTLE),
+        Plan.parse("tp4", LITTLE),
+        Plan.parse(wanted, LITTLE),
+    )
+    weights = view_of_rank_folders(
+        dir_at(tmp_path), foreign(tmp_path, source, tensors), source.strategy()
+    )
     return weights, targets_of(tmp_path / "to", target, "safetensors")
 
 
@@ -428,7 +557,11 @@ def test_an_error_in_progress_leaves_nothing(tmp_path, error):
         def progress(count, left=left):
             if next(left, None) is None:
                 raise error
-        with leaves_nothing(tmp_path), pytest.raises(type(error) if isinstance(error, Exception) else error):
+
+        with (
+            leaves_nothing(tmp_path),
+            pytest.raises(type(error) if isinstance(error, Exception) else error),
+        ):
             transform(weights, STORAGE, targets, 1, 512, Traffic(progress=progress))
         assert files_below(tmp_path / "to") == []
 
@@ -444,16 +577,23 @@ def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
         else:
             struck.set()
             raise error("in a worker")
+
     with leaves_nothing(tmp_path), pytest.raises(error, match="in a worker"):
         transform(weights, STORAGE, targets, 3, 512, Traffic(progress=progress))
     assert files_below(tmp_path / "to") == []
 
 
 class Waiting(PosixStorage):
-    """Calls ``begun`` at the first write of a worker, which continues when a file is abandoned, or after a while."""
+    """Calls ``begun`` at the first write of a worker, which continues when a file is abandoned, or
+    after a while."""
 
     def __init__(self, begun):
-        self.begun, self.taking, self.abandoned, self.too_early = begun, threading.Lock(), threading.Event(), None
+        self.begun, self.taking, self.abandoned, self.too_early = (
+            begun,
+            threading.Lock(),
+            threading.Event(),
+            None,
+        )
 
     def create(self, path, size):
         return WaitingFile(self, super().create(path, size))
@@ -483,12 +623,15 @@ def waits_for_workers(thread):
         found.add(frame.f_code)
         frame = frame.f_back
     waiting = {threading.Thread.join.__code__, threading.Condition.wait.__code__}
-    return bool(found & waiting) and not found & {direct_engine._Transfer._serve.__code__, threading.Thread.start.__code__}
+    return bool(found & waiting) and not found & {
+        direct_engine._Transfer._serve.__code__,
+        threading.Thread.start.__code__,
+    }
 
 
 def end(threads):
-    """Ends the threads of a failed test. It identifies them by number: after an interrupted ``join``, CPython 3.10 to 3.12
-    reports a running thread as ended."""
+    """Ends the threads of a failed test. It identifies them by number: after an interrupted
+    ``join``, CPython 3.10 to 3.12 reports a running thread as ended."""
     late = time.monotonic() + 600
     while set(threads) & set(sys._current_frames()) and time.monotonic() < late:
         pass
@@ -503,12 +646,15 @@ def test_ctrl_c_while_the_main_thread_waits_for_the_others(tmp_path):
         while not waits_for_workers(main):
             pass
         signal.pthread_kill(main, signal.SIGINT)
+
     storage = Waiting(press)
     with leaves_nothing(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             transform(weights, storage, targets, 2, 512)
         end(workers)
-    assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"
+    assert storage.too_early is False, (
+        "files were closed and removed while a worker still wrote into them"
+    )
     assert files_below(tmp_path / "to") == []
 
 
@@ -523,11 +669,17 @@ def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
                 raise RuntimeError("can't start new thread")
             begun.append(self)
             super().start()
+
     storage = Waiting(writing.set)
     with leaves_nothing(tmp_path):
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(RuntimeError, match="can't start new thread"),
+        ):
             patch.setattr(runtime, "Thread", Thread)
             transform(weights, storage, targets, 4, 512)
         end([thread.ident for thread in begun])
-    assert storage.too_early is False, "files were closed and removed while a worker still wrote into them"
+    assert storage.too_early is False, (
+        "files were closed and removed while a worker still wrote into them"
+    )
     assert files_below(tmp_path / "to") == []

@@ -1,4 +1,5 @@
 """Regions compared with numpy: overlaps, offsets and order."""
+
 import itertools
 import math
 
@@ -30,7 +31,8 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def layouts(draw):
-    """(layout, global shape that divides): unused, single and nested axes, any optimizer shard, empty and 0-d tensors."""
+    """(layout, global shape that divides): unused, single and nested axes, any optimizer shard,
+    empty and 0-d tensors."""
     matrix = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     axes = draw(st.permutations(range(len(matrix))))
     tensor_map = []
@@ -38,13 +40,23 @@ def layouts(draw):
         count = draw(st.integers(0, min(2, len(axes))))
         taken, axes = tuple(axes[:count]), axes[count:]
         tensor_map.append(-1 if not taken else taken[0] if count == 1 else taken)
-    replicas = math.prod(matrix) // math.prod(matrix[-1 - axis] for axes in tensor_map if axes != -1
-                                              for axis in (axes if isinstance(axes, tuple) else (axes,)))
-    shards = draw(st.sampled_from([-1, 0, *(n for n in range(1, replicas + 1) if replicas % n == 0)]))
+    replicas = math.prod(matrix) // math.prod(
+        matrix[-1 - axis]
+        for axes in tensor_map
+        if axes != -1
+        for axis in (axes if isinstance(axes, tuple) else (axes,))
+    )
+    shards = draw(
+        st.sampled_from([-1, 0, *(n for n in range(1, replicas + 1) if replicas % n == 0)])
+    )
     layout = TensorLayout(matrix, tuple(tensor_map), shards)
     shape = []
     for dim, axes in enumerate(tensor_map):
-        count = math.prod(matrix[-1 - axis] for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis != -1)
+        count = math.prod(
+            matrix[-1 - axis]
+            for axis in (axes if isinstance(axes, tuple) else (axes,))
+            if axis != -1
+        )
         count *= (replicas if shards == -1 else max(shards, 1)) if dim == 0 else 1
         shape.append(count * draw(st.integers(0, 3)))
     return layout, tuple(shape)
@@ -64,8 +76,11 @@ def regions_of(draw, shape):
 def regions(draw, least=0):
     """(shape, region); ``least``: elements of each dimension of both."""
     shape = tuple(draw(st.lists(st.integers(least, 5), max_size=4)))
-    return shape, tuple((start, draw(st.integers(start + least, size)))
-                        for size in shape for start in [draw(st.integers(0, size - least))])
+    return shape, tuple(
+        (start, draw(st.integers(start + least, size)))
+        for size in shape
+        for start in [draw(st.integers(0, size - least))]
+    )
 
 
 @st.composite
@@ -79,7 +94,8 @@ def numbered(shape):
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-# ---- one region and another ------------------------------------------------------------------------------------------
+# ---- one region and another ----------------------------------------------------------------------
+
 
 @RELAXED
 @given(two_regions())
@@ -102,7 +118,10 @@ def test_an_overlap_is_the_common_region(case):
 @given(regions(), st.data())
 def test_a_region_within_another_is_found_again(case, data):
     shape, outer = case
-    inner = tuple((outer[dim][0] + a, outer[dim][0] + b) for dim, (a, b) in enumerate(data.draw(regions_of(shape_of(outer)))))
+    inner = tuple(
+        (outer[dim][0] + a, outer[dim][0] + b)
+        for dim, (a, b) in enumerate(data.draw(regions_of(shape_of(outer))))
+    )
     array = numbered(shape)
     assert (view(view(array, outer), within(inner, outer)) == array[slices_of(inner)]).all()
 
@@ -113,7 +132,11 @@ def test_a_view_is_not_a_copy_and_has_the_shape_of_the_region(case):
     shape, region = case
     array = numbered(shape)
     found = view(array, region)
-    assert isinstance(found, np.ndarray) and found.shape == shape_of(region) and found.size == elements(region)
+    assert (
+        isinstance(found, np.ndarray)
+        and found.shape == shape_of(region)
+        and found.size == elements(region)
+    )
     assert found.base is not None and np.shares_memory(found, array) == bool(found.size)
 
 
@@ -128,7 +151,8 @@ def test_regions_of_nothing_and_of_all():
         overlap(((0, 1),), ())
 
 
-# ---- runs, positions -------------------------------------------------------------------------------------------------
+# ---- runs, positions -----------------------------------------------------------------------------
+
 
 @RELAXED
 @given(regions(least=1))
@@ -150,18 +174,22 @@ def test_a_region_that_is_contiguous_is_one_run(case):
     length, starts = runs(region, shape)
     if length == elements(region):
         assert contiguous and len(list(starts)) == 1
-    elif contiguous:                # only where a dimension of a single element is in the way are there more
+    elif contiguous:
+        # only where a dimension of a single element is in the way are there more
         assert 1 in shape_of(region)
 
 
-@pytest.mark.parametrize("shape, region, length, starts", [
-    ((), (), 1, [0]),
-    ((4, 6), ((1, 3), (0, 6)), 12, [6]),
-    ((4, 6), ((1, 3), (2, 5)), 3, [8, 14]),
-    ((2, 3, 4), ((0, 2), (1, 3), (0, 4)), 8, [4, 16]),
-    ((2, 3, 4), ((1, 2), (1, 2), (1, 3)), 2, [17]),
-    ((2, 3, 4), ((0, 2), (0, 3), (3, 4)), 1, [3, 7, 11, 15, 19, 23]),
-])
+@pytest.mark.parametrize(
+    "shape, region, length, starts",
+    [
+        ((), (), 1, [0]),
+        ((4, 6), ((1, 3), (0, 6)), 12, [6]),
+        ((4, 6), ((1, 3), (2, 5)), 3, [8, 14]),
+        ((2, 3, 4), ((0, 2), (1, 3), (0, 4)), 8, [4, 16]),
+        ((2, 3, 4), ((1, 2), (1, 2), (1, 3)), 2, [17]),
+        ((2, 3, 4), ((0, 2), (0, 3), (3, 4)), 1, [3, 7, 11, 15, 19, 23]),
+    ],
+)
 def test_runs(shape, region, length, starts):
     found, where = runs(region, shape)
     assert (found, list(where)) == (length, starts)
@@ -174,7 +202,8 @@ def test_the_offset_is_the_position_of_the_first_element(case):
     assert offset(region, shape) == numbered(shape)[slices_of(region)].reshape(-1)[0]
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
+# ---- chunks --------------------------------------------------------------------------------------
+
 
 @RELAXED
 @given(shapes, st.integers(1, 70))
@@ -188,8 +217,8 @@ def test_chunks_are_the_tensor_in_its_order(shape, most):
 @RELAXED
 @given(layouts(), st.integers(1, 40))
 def test_chunks_follow_each_other_in_every_slice(case, most):
-    """This makes reading and writing sequential: each slice is covered from its first to its last element, in contiguous
-    parts."""
+    """This makes reading and writing sequential: each slice is covered from its first to its last
+    element, in contiguous parts."""
     layout, shape = case
     for region in {region_of(shape, layout, rank) for rank in range(layout.stage_size)}:
         position = 0
@@ -206,13 +235,26 @@ def test_chunks_follow_each_other_in_every_slice(case, most):
         assert position == elements(region)
 
 
-@pytest.mark.parametrize("shape, most, count", [((), 1, 1), ((0,), 5, 0), ((3, 0), 5, 0), ((10,), 4, 3), ((4, 4), 4, 4),
-                                                ((4, 4), 7, 4), ((4, 4), 8, 2), ((4, 4), 3, 8), ((2, 2, 8), 8, 4)])
+@pytest.mark.parametrize(
+    "shape, most, count",
+    [
+        ((), 1, 1),
+        ((0,), 5, 0),
+        ((3, 0), 5, 0),
+        ((10,), 4, 3),
+        ((4, 4), 4, 4),
+        ((4, 4), 7, 4),
+        ((4, 4), 8, 2),
+        ((4, 4), 3, 8),
+        ((2, 2, 8), 8, 4),
+    ],
+)
 def test_chunks_have_the_maximum_size(shape, most, count):
     assert len(list(chunks(shape, most))) == count
 
 
-# ---- cuts ------------------------------------------------------------------------------------------------------------
+# ---- cuts ----------------------------------------------------------------------------------------
+
 
 @RELAXED
 @given(layouts(), st.data())
@@ -225,10 +267,14 @@ def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
         marks[slices_of(cut.part)] += 1
         assert elements(cut.part) and list(cut.holders) == sorted(set(cut.holders))
         piece = array[slices_of(cut.stored)]
-        assert list(cut.holders) == [rank for rank, part in owned.items() if np.array_equal(part, piece)]
+        assert list(cut.holders) == [
+            rank for rank, part in owned.items() if np.array_equal(part, piece)
+        ]
         assert overlap(cut.stored, region) == cut.part or not shape
         for rank in cut.holders:
-            assert (view(owned[rank], within(cut.part, cut.stored)) == array[slices_of(cut.part)]).all()
+            assert (
+                view(owned[rank], within(cut.part, cut.stored)) == array[slices_of(cut.part)]
+            ).all()
     wanted = np.zeros(shape, int)
     wanted[slices_of(region)] = 1
     assert (marks == wanted).all()
@@ -243,12 +289,16 @@ def test_slices_of_a_rank_equal_those_of_numpy(case):
         assert shape_of(held(layout, rank, shape)) == part_of(np.zeros(shape), layout, rank).shape
 
 
-@pytest.mark.parametrize("text", ["dp2tp4", "dp8opt-1", "dp2tp2pp2opt2", "dp2tp2axes10", "dp2tp2axes01", "dp4tp2opt2"])
+@pytest.mark.parametrize(
+    "text", ["dp2tp4", "dp8opt-1", "dp2tp2pp2opt2", "dp2tp2axes10", "dp2tp2axes01", "dp4tp2opt2"]
+)
 def test_slices_of_a_model_are_computed_for_each_rank(text):
     plan = Plan.parse(text)
     for rank in range(plan.world_size):
-        assert plan.regions(rank) == {name: held(layout, rank % plan.stage_size, MODEL[name].shape)
-                                      for name, layout in plan.layouts(rank).items()}
+        assert plan.regions(rank) == {
+            name: held(layout, rank % plan.stage_size, MODEL[name].shape)
+            for name, layout in plan.layouts(rank).items()
+        }
 
 
 def test_cuts_without_a_layout_are_one_piece():
@@ -259,7 +309,7 @@ def test_cuts_without_a_layout_are_one_piece():
 
 
 def test_cuts_of_a_large_job_cost_only_the_overlapping_pieces():
-    layout = TensorLayout((128, 64), (0, -1), 128)              # 8,192 ranks
+    layout = TensorLayout((128, 64), (0, -1), 128)  # 8,192 ranks
     (cut,) = cuts(layout, (8192, 16), ((5, 6), (0, 16)))
     assert cut.stored == ((5, 6), (0, 16)) and len(cut.holders) == 1
     assert len(cuts(layout, (8192, 16), ((5, 9), (3, 4)))) == 4
@@ -278,4 +328,5 @@ def test_a_shape_that_does_not_fit_the_layout(shape):
 def test_pieces_come_in_order_of_their_elements():
     layout = TensorLayout((2, 2), (1, 0))
     assert [cut.stored for cut in cuts(layout, (4, 4), whole((4, 4)))] == [
-        (rows, columns) for rows, columns in itertools.product(((0, 2), (2, 4)), repeat=2)]
+        (rows, columns) for rows, columns in itertools.product(((0, 2), (2, 4)), repeat=2)
+    ]

@@ -1,4 +1,6 @@
-"""An iteration folder as weights: any layout, by records and by metadata.json, ours and without records."""
+"""An iteration folder as weights: any layout, by records and by metadata.json, ours and without
+records."""
+
 import json
 import os
 import shutil
@@ -35,23 +37,40 @@ PLANS = ["dp1", "tp2", "dp2", "dp2tp2opt2", "dp2tp2pp2opt2", "dp4opt2", "pp4"]
 
 
 def iterated(root, plan, dedup=False, skip=(), trainer=None, folds=lambda layout: layout):
-    """Returns our checkpoint: weights in one file, moments and a counter in the other. ``skip``: tensors without a known
-    layout. ``trainer``: counters of a PyNative trainer. ``folds(layout)``: what is recorded of a layout."""
+    """Returns our checkpoint: weights in one file, moments and a counter in the other. ``skip``:
+    tensors without a known layout. ``trainer``: counters of a PyNative trainer. ``folds(layout)``:
+    what is recorded of a layout."""
     plan = Plan.parse(plan)
     shapes = {name: array.shape for name, array in TENSORS.items()}
     for rank in range(plan.world_size):
         place = SaveTarget(STORAGE, str(root), RUN, rank, plan.world_size, True)
-        layouts = {name: (folds(layout), shapes[name]) for name, layout in plan.layouts(rank).items() if plan.world_size > 1}
+        layouts = {
+            name: (folds(layout), shapes[name])
+            for name, layout in plan.layouts(rank).items()
+            if plan.world_size > 1
+        }
         mine = set(plan.layouts(rank))
         if dedup:
             held = {name: (layout, shape, 4) for name, (layout, shape) in layouts.items()}
             mine = shares(held, plan.stage_size)[rank % plan.stage_size]
         arrays = {name: array for name, array in plan.shard(TENSORS, rank).items() if name in mine}
         model = {name: array for name, array in arrays.items() if not name.startswith("adam_")}
-        rest = {name: array for name, array in arrays.items() if name not in model} | {"global_step": np.array([STEP], np.int32)}
+        rest = {name: array for name, array in arrays.items() if name not in model} | {
+            "global_step": np.array([STEP], np.int32)
+        }
         layouts = {name: row for name, row in layouts.items() if name not in skip}
-        write_shard(place, iteration_shard("net", place, replace(state_of(STEP), trainer=trainer or {}), model, rest, layouts,
-                                           deduplicated=dedup))
+        write_shard(
+            place,
+            iteration_shard(
+                "net",
+                place,
+                replace(state_of(STEP), trainer=trainer or {}),
+                model,
+                rest,
+                layouts,
+                deduplicated=dedup,
+            ),
+        )
     Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
     return root / NAME
 
@@ -63,7 +82,9 @@ def without_records(root):
 
 def values(root):
     weights = open_checkpoint(STORAGE, str(root)).weights
-    found = read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
+    found = read_regions(
+        weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
+    )
     assert found.pop("global_step").tolist() == [STEP]
     return found
 
@@ -83,9 +104,11 @@ def test_every_tensor_by_records_and_by_metadata(tmp_path, plan, dedup):
 
 
 def test_no_plan_is_derived_from_a_checkpoint_of_the_pynative_trainer(tmp_path):
-    """hyper_parallel gives one layout, with the shards over data parallelism: tp=2 would cut vectors that no tensor parallelism
-    cuts."""
-    iterated(tmp_path / "run", "dp2tp1opt2", trainer={"total_flops": 1.0}, folds=fold_optimizer_shards)
+    """hyper_parallel gives one layout, with the shards over data parallelism: tp=2 would cut
+    vectors that no tensor parallelism cuts."""
+    iterated(
+        tmp_path / "run", "dp2tp1opt2", trainer={"total_flops": 1.0}, folds=fold_optimizer_shards
+    )
     assert not open_checkpoint(STORAGE, str(tmp_path / "run")).weights.split
     with pytest.raises(ConfigError, match="not known what tp=2 has to cut"):
         mindresume.convert(tmp_path / "run", tmp_path / "new", to="tp=2")
@@ -94,24 +117,41 @@ def test_no_plan_is_derived_from_a_checkpoint_of_the_pynative_trainer(tmp_path):
 
 
 def test_metadata_json_is_read_instead_of_many_records_if_intact(tmp_path, monkeypatch):
-    """Few records, or one metadata.json instead of all records; and that only if it is what was written, and if nobody needs to
-    tell the optimizer shard from tensor parallelism."""
+    """Few records, or one metadata.json instead of all records; and that only if it is what was
+    written, and if nobody needs to tell the optimizer shard from tensor parallelism."""
     asked = []
     real = iteration_view.read_metadata
-    monkeypatch.setattr(iteration_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path))
+    monkeypatch.setattr(
+        iteration_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path)
+    )
 
     def view(folder, **how):
         return view_of_iteration(dir_at(folder), scan(dir_at(folder)).candidates[0], **how)
+
     iterated(tmp_path / "a", "dp2tp2opt2")
     assert view(tmp_path / "a").split and asked == []
     folder = iterated(tmp_path / "b", "dp2tp2opt2", dedup=True)
     right(values(tmp_path / "b"))
-    apart = {name: tensor.layout for name, tensor in view(tmp_path / "b", split=True).tensors.items() if tensor.layout}
-    assert apart == {name: layout for name, layout in Plan.parse("dp2tp2opt2").layouts(0).items()} and asked == []
+    apart = {
+        name: tensor.layout
+        for name, tensor in view(tmp_path / "b", split=True).tensors.items()
+        if tensor.layout
+    }
+    assert (
+        apart == {name: layout for name, layout in Plan.parse("dp2tp2opt2").layouts(0).items()}
+        and asked == []
+    )
     folded = view(tmp_path / "b")
-    assert not folded.split and not any(tensor.layout.optimizer_shards for tensor in folded.tensors.values() if tensor.layout)
+    assert not folded.split and not any(
+        tensor.layout.optimizer_shards for tensor in folded.tensors.values() if tensor.layout
+    )
     assert asked == [str(folder / METADATA)]
-    for damage in (lambda data: b"", lambda data: data[:-9], lambda data: data.replace(b"[0", b"[1", 1), None):
+    for damage in (
+        lambda data: b"",
+        lambda data: data[:-9],
+        lambda data: data.replace(b"[0", b"[1", 1),
+        None,
+    ):
         if damage is None:
             os.remove(folder / METADATA)
         else:
@@ -141,7 +181,9 @@ def test_a_file_is_missing_and_replicas_have_it_or_not(tmp_path):
     candidate = scan(dir_at(tmp_path / "b")).candidates[0]
     weights = iteration_view.view_of_iteration(dir_at(tmp_path / "b"), candidate)
     with pytest.raises(LoadError, match="is nowhere: it should be in the file of rank 0"):
-        read_regions(weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()})
+        read_regions(
+            weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
+        )
 
 
 def test_without_records_the_metadata_is_all_there_is(tmp_path):
@@ -150,10 +192,15 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
     content = json.loads((folder / METADATA).read_text())
     name = "adam_m.layers.0.qkv.weight"
     del content["state_dict_metadata"][name]
-    content["storage_data"] = {key: row for key, row in content["storage_data"].items() if name not in key}
+    content["storage_data"] = {
+        key: row for key, row in content["storage_data"].items() if name not in key
+    }
     (folder / METADATA).write_text(json.dumps(content))
     candidate = scan(dir_at(tmp_path)).candidates[0]
-    with pytest.raises(StrategyError, match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name"):
+    with pytest.raises(
+        StrategyError,
+        match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name",
+    ):
         iteration_view.view_of_iteration(dir_at(tmp_path), candidate)
     (folder / METADATA).write_text("{")
     with pytest.raises(CorruptFileError, match="metadata.json"):
@@ -169,21 +216,31 @@ def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("keeps_tensors", [False, True])
 @pytest.mark.parametrize("plan", ["dp2", "dp2tp2", "dp2tp2opt2", "dp4opt2"])
 def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan, keeps_tensors):
-    """Each rank has verified its own files, which are in memory: it takes replicas from there too, not from the first rank's."""
+    """Each rank has verified its own files, which are in memory: it takes replicas from there too,
+    not from the first rank's."""
     root = iterated(tmp_path, plan).parent
     candidate, layouts = scan(dir_at(root)).candidates[0], Plan.parse(plan)
     caches = [ReadCache(STORAGE, 1 << 30) for _ in range(layouts.world_size)]
     for rank, cache in enumerate(caches):
         storage, keep = (STORAGE, cache) if keeps_tensors else (cache, None)
-        assert isinstance(Verifier(CheckpointDir(storage, str(root)), candidate, keep=keep).verify(rank), VerifiedShard)
+        assert isinstance(
+            Verifier(CheckpointDir(storage, str(root)), candidate, keep=keep).verify(rank),
+            VerifiedShard,
+        )
         cache.freeze()
     for file in candidate.all_files:
         if file.path.endswith(".safetensors"):
-            flip_bit(root / file.path, -1)                          # whoever reads the disk again finds damage
+            # whoever reads the disk again finds damage
+            flip_bit(root / file.path, -1)
     for rank, cache in enumerate(caches):
         weights = view_of_iteration(CheckpointDir(cache, str(root)), candidate)
-        regions = {name: held(layout, rank % layout.stage_size, TENSORS[name].shape)
-                   for name, layout in layouts.layouts(rank).items()}
+        regions = {
+            name: held(layout, rank % layout.stage_size, TENSORS[name].shape)
+            for name, layout in layouts.layouts(rank).items()
+        }
         found = read_regions(weights, regions)
-        assert all(found[name].tobytes() == TENSORS[name][slices_of(region)].tobytes() for name, region in regions.items())
+        assert all(
+            found[name].tobytes() == TENSORS[name][slices_of(region)].tobytes()
+            for name, region in regions.items()
+        )
         cache.clear()

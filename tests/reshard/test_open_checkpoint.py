@@ -1,4 +1,6 @@
-"""The path of a user is opened as weights: the selected step, the reasons for refusing others, and errors."""
+"""The path of a user is opened as weights: the selected step, the reasons for refusing others, and
+errors."""
+
 import os
 import re
 import shutil
@@ -6,8 +8,31 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from rank_folders import RUN, STORAGE, counters, dir_at, flip_bit, name_of, path_of, save, state_of, write_foreign, write_rank
-from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, foreign, put, random_tensors, recorded, shard_file
+from rank_folders import (
+    RUN,
+    STORAGE,
+    counters,
+    dir_at,
+    flip_bit,
+    name_of,
+    path_of,
+    save,
+    state_of,
+    write_foreign,
+    write_rank,
+)
+from reshard.plans import (
+    COUNTERS,
+    STEP,
+    Plan,
+    Spec,
+    complete,
+    foreign,
+    put,
+    random_tensors,
+    recorded,
+    shard_file,
+)
 
 from mindresume.coordination.read_locks import read_locks
 from mindresume.errors import (
@@ -28,8 +53,12 @@ from mindresume.reshard.open_checkpoint import state_of as state_from
 from mindresume.reshard.region_load import read_regions
 from tests.strategy_files import write_strategy
 
-MODEL = {"embedding.weight": Spec((8, 4), 0, "first"), "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
-         "layers.1.weight": Spec((4, 8), 1, 1, "float16"), "norm.weight": Spec((4,), None, "last")}
+MODEL = {
+    "embedding.weight": Spec((8, 4), 0, "first"),
+    "layers.0.weight": Spec((4, 8), 1, 0, "bfloat16"),
+    "layers.1.weight": Spec((4, 8), 1, 1, "float16"),
+    "norm.weight": Spec((4,), None, "last"),
+}
 TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("tp2pp2", MODEL)
 
@@ -44,17 +73,23 @@ def strategy_in(folder, plan=PLAN, fmt="ckpt"):
 
 
 def check(source, tensors=TENSORS):
-    found = read_regions(source.weights, whole_tensors({name: source.weights.tensors[name] for name in tensors}))
-    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == \
-        {name: (a.dtype, a.shape, a.tobytes()) for name, a in tensors.items()}
+    found = read_regions(
+        source.weights, whole_tensors({name: source.weights.tensors[name] for name in tensors})
+    )
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == {
+        name: (a.dtype, a.shape, a.tobytes()) for name, a in tensors.items()
+    }
 
 
-# ---- the selected step -----------------------------------------------------------------------------------------------
+# ---- the selected step ---------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("write", [save, write_foreign])
 def test_the_newest_checkpoint_is_opened(tmp_path, write):
     for step in (5, 10, 15):
-        write(tmp_path / "checkpoint", step, replicas=1) if write is save else write(tmp_path / "checkpoint", step, 1)
+        write(tmp_path / "checkpoint", step, replicas=1) if write is save else write(
+            tmp_path / "checkpoint", step, 1
+        )
     source = opened(tmp_path / "checkpoint")
     assert source.state.step == 15 and source.refused == () and source.candidate.step == 15
     assert source.name == name_of(0, 15) and "step 15" in source.what
@@ -80,26 +115,32 @@ def empty(root, step):
 
 
 def damaged_record(root, step):
-    path, = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
+    (path,) = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
     flip_bit(path, 40)
     return r"rank 2: not a record: it is empty, truncated or altered"
 
 
 def missing_record(root, step):
-    path, = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
+    (path,) = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
     path.unlink()
     return r"the record of rank 2 is missing: .*rank_00002.json"
 
 
-@pytest.mark.parametrize("spoil", [cut_short, altered_header, empty, damaged_record, missing_record])
+@pytest.mark.parametrize(
+    "spoil", [cut_short, altered_header, empty, damaged_record, missing_record]
+)
 def test_the_next_older_checkpoint_is_opened_and_the_reason_is_reported(tmp_path, spoil):
     for step in (5, 10, 15):
         save(tmp_path, step, replicas=1)
     reason = spoil(tmp_path, 15)
-    write_rank(tmp_path, 20, 0, 4)                                      # never completed
+    write_rank(tmp_path, 20, 0, 4)  # never completed
     source = opened(tmp_path)
     newest, refusal = source.refused
-    assert source.state == state_of(10) and [newest.step, refusal.step] == [20, 15] and re.search(reason, refusal.reason)
+    assert (
+        source.state == state_of(10)
+        and [newest.step, refusal.step] == [20, 15]
+        and re.search(reason, refusal.reason)
+    )
     assert "the save never completed: 1 of 4 ranks" in newest.reason
     with pytest.raises((CorruptFileError, NoUsableCheckpointError), match=reason):
         opened(tmp_path, step=15)
@@ -109,7 +150,9 @@ def test_no_complete_checkpoint_is_an_error(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
         cut_short(tmp_path, step)
-    with pytest.raises(NoUsableCheckpointError, match="but none can be used:\n  step 10: .*\n  step 5: ") as found:
+    with pytest.raises(
+        NoUsableCheckpointError, match="but none can be used:\n  step 10: .*\n  step 5: "
+    ) as found:
         opened(tmp_path)
     assert [refusal.step for refusal in found.value.refused] == [10, 5]
 
@@ -117,7 +160,9 @@ def test_no_complete_checkpoint_is_an_error(tmp_path):
 def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
     save(tmp_path, 5, replicas=1)
     cut_short(tmp_path, 5)
-    with pytest.raises(CorruptFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has") as found:
+    with pytest.raises(
+        CorruptFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has"
+    ) as found:
         opened(tmp_path)
     assert found.value.path == str(path_of(tmp_path, 5, 2))
 
@@ -127,12 +172,15 @@ def test_the_same_step_of_two_runs(tmp_path):
     save(tmp_path, 10, 2, replicas=1)
     save(tmp_path, 10, 2, run="0002-0000bbbb", suffix=1, replicas=1)
     source = opened(tmp_path, step=10)
-    assert source.candidate.run == "0002-0000bbbb" and source.name.suffix == 1 and source.refused == ()
+    assert (
+        source.candidate.run == "0002-0000bbbb" and source.name.suffix == 1 and source.refused == ()
+    )
 
 
 @pytest.mark.parametrize("spoil", ["incomplete", "damaged"])
 def test_the_newest_usable_save_of_a_step_is_opened(tmp_path, spoil):
-    """A later run's save of the same step that never completed, or is damaged, does not hide the one of the run before."""
+    """A later run's save of the same step that never completed, or is damaged, does not hide the
+    one of the run before."""
     save(tmp_path, 10, 2, replicas=1)
     if spoil == "incomplete":
         write_rank(tmp_path, 10, 0, 2, run="0002-0000bbbb", suffix=1)
@@ -142,12 +190,15 @@ def test_the_newest_usable_save_of_a_step_is_opened(tmp_path, spoil):
     source = opened(tmp_path, step=10)
     assert source.candidate.run == RUN and [refusal.step for refusal in source.refused] == [10]
     os.truncate(path_of(tmp_path, 10, 1), 5)
-    with pytest.raises(NoUsableCheckpointError, match="holds saves of step 10, but none can be used") as found:
+    with pytest.raises(
+        NoUsableCheckpointError, match="holds saves of step 10, but none can be used"
+    ) as found:
         opened(tmp_path, step=10)
     assert [refusal.step for refusal in found.value.refused] == [10, 10]
 
 
-# ---- consolidated weights ------------------------------------------------------------------------------------------------
+# ---- consolidated weights ------------------------------------------------------------------------
+
 
 def test_consolidated_weights(tmp_path):
     source = opened(complete(tmp_path / "a", TENSORS, part_bytes=100))
@@ -157,11 +208,15 @@ def test_consolidated_weights(tmp_path):
     assert opened(tmp_path / "a", step=STEP).state == source.state
     with pytest.raises(MissingCheckpointError, match=r"a holds step 15, not step 7"):
         opened(tmp_path / "a", step=7)
-    with pytest.raises(ConfigError, match=r"a holds consolidated weights, which have no layout; remove the strategy .*strategy"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a holds consolidated weights, which have no layout; remove the strategy .*strategy",
+    ):
         opened(tmp_path / "a", strategy=strategy_in(tmp_path / "strategy"))
 
 
-# ---- strategies ------------------------------------------------------------------------------------------------------
+# ---- strategies ----------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("form", ["ckpt", "json"])
@@ -171,7 +226,9 @@ def test_the_strategy_folder_beside_is_used(tmp_path, fmt, form):
     source = opened(tmp_path / "checkpoint")
     check(source, {**TENSORS, **COUNTERS})
     assert source.state == replace(state_of(STEP), dataset_size=None)
-    assert source.what == f"{tmp_path}/checkpoint, step 15, 4 ranks" and source.name == name_of(0, STEP, 0, fmt)
+    assert source.what == f"{tmp_path}/checkpoint, step 15, 4 ranks" and source.name == name_of(
+        0, STEP, 0, fmt
+    )
     assert opened(tmp_path / "checkpoint" / "rank_3").state == source.state
 
 
@@ -179,7 +236,9 @@ def test_a_given_strategy_precedes_the_one_beside(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     strategy_in(tmp_path / "strategy", Plan.parse("tp2pp1", MODEL))
     check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "given")))
-    with pytest.raises(StrategyError, match=r"rank_2/.* is of rank 2, the strategy .*strategy is of 2 ranks"):
+    with pytest.raises(
+        StrategyError, match=r"rank_2/.* is of rank 2, the strategy .*strategy is of 2 ranks"
+    ):
         opened(tmp_path / "checkpoint")
     assert len(os.listdir(tmp_path / "given")) == 4
     check(opened(tmp_path / "checkpoint", strategy=str(tmp_path / "given") + "/"))
@@ -187,7 +246,10 @@ def test_a_given_strategy_precedes_the_one_beside(tmp_path):
 
 def test_a_missing_strategy_is_an_error_that_asks_for_it(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    with pytest.raises(StrategyError, match=r"step 15: 2 tensors have no layout: embedding.weight .* no strategy .*--from"):
+    with pytest.raises(
+        StrategyError,
+        match=r"step 15: 2 tensors have no layout: embedding.weight .* no strategy .*--from",
+    ):
         opened(tmp_path / "checkpoint")
     with pytest.raises(StrategyError, match="there is no such strategy file or folder"):
         opened(tmp_path / "checkpoint", strategy=str(tmp_path / "missing"))
@@ -201,13 +263,15 @@ def test_the_only_file_that_is_left_of_two_ranks(tmp_path, left, folders):
     path_of(tmp_path / "checkpoint", STEP, 1 - left).unlink()
     if folders == "gone":
         (tmp_path / "checkpoint" / f"rank_{1 - left}").rmdir()
-    with pytest.raises((LoadError, StrategyError, CorruptFileError), match=f"rank {1 - left}|ranks from {1 - left}"):
+    with pytest.raises(
+        (LoadError, StrategyError, CorruptFileError), match=f"rank {1 - left}|ranks from {1 - left}"
+    ):
         opened(tmp_path / "checkpoint")
 
 
 def test_records_need_none(tmp_path):
     recorded(tmp_path / "checkpoint", PLAN, TENSORS)
-    strategy_in(tmp_path / "strategy", Plan.parse("tp4", MODEL))        # not looked at
+    strategy_in(tmp_path / "strategy", Plan.parse("tp4", MODEL))  # not looked at
     source = opened(tmp_path / "checkpoint")
     check(source)
     assert source.state == state_of(STEP)
@@ -215,8 +279,16 @@ def test_records_need_none(tmp_path):
 
 WRONG = {
     "fewer ranks": ("tp2", r"is of rank 2, the strategy .* is of 2 ranks"),
-    "more ranks": ("tp4pp2", r"the files of all ranks from 4 to 7, a whole pipeline stage, are missing"),
-    "other pieces": ("tp4", r"embedding.weight .* is nowhere: it should be in the file of rank 2, which has no such tensor")}
+    "more ranks": (
+        "tp4pp2",
+        r"the files of all ranks from 4 to 7, a whole pipeline stage, are missing",
+    ),
+    "other pieces": (
+        "tp4",
+        r"embedding.weight .* is nowhere: it should be in the file of rank 2, which has no such "
+        r"tensor",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -224,14 +296,22 @@ def test_a_strategy_of_another_job(tmp_path, case):
     text, message = WRONG[case]
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     with pytest.raises((StrategyError, LoadError, CorruptFileError), match=message):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse(text, MODEL)))
+        opened(
+            tmp_path / "checkpoint",
+            strategy=strategy_in(tmp_path / "wrong", Plan.parse(text, MODEL)),
+        )
 
 
 def test_a_strategy_of_other_names(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     model = {f"model.{name}": spec for name, spec in MODEL.items()}
-    with pytest.raises(StrategyError, match=r"4 tensors have no layout: .*embedding.weight \(4, 4\).*wrong"):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)))
+    with pytest.raises(
+        StrategyError, match=r"4 tensors have no layout: .*embedding.weight \(4, 4\).*wrong"
+    ):
+        opened(
+            tmp_path / "checkpoint",
+            strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)),
+        )
 
 
 def test_a_strategy_of_other_shapes(tmp_path):
@@ -239,22 +319,37 @@ def test_a_strategy_of_other_shapes(tmp_path):
     stages = [dict(stage) for stage in PLAN.stages]
     stages[0]["embedding.weight"] = replace(stages[0]["embedding.weight"], tensor_map=(0, -1, -1))
     write_strategy(Strategy(tuple(stages)), str(tmp_path / "wrong"))
-    with pytest.raises(StrategyError, match="parameter embedding.weight has 2 dimensions, the strategy has 3"):
+    with pytest.raises(
+        StrategyError, match="parameter embedding.weight has 2 dimensions, the strategy has 3"
+    ):
         opened(tmp_path / "checkpoint", strategy=str(tmp_path / "wrong"))
 
 
 def test_a_strategy_that_contradicts_the_records(tmp_path):
     recorded(tmp_path / "checkpoint", PLAN, TENSORS)
     model = {**MODEL, "embedding.weight": MODEL["embedding.weight"]._replace(cut=1)}
-    with pytest.raises(StrategyError, match=r"embedding.weight: the strategy that is given cuts it as .*, the record of the "
-                                            r"checkpoint as .*Leave .*--from\) away"):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)))
-    with pytest.raises(StrategyError, match=r"a strategy of 2 ranks \(1 stage of 2\), the checkpoint .*, step 15, is of 4"):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "smaller", Plan.parse("tp2", MODEL)))
+    with pytest.raises(
+        StrategyError,
+        match=r"embedding.weight: the strategy that is given cuts it as .*, the record of the "
+        r"checkpoint as .*Leave .*--from\) away",
+    ):
+        opened(
+            tmp_path / "checkpoint",
+            strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)),
+        )
+    with pytest.raises(
+        StrategyError,
+        match=r"a strategy of 2 ranks \(1 stage of 2\), the checkpoint .*, step 15, is of 4",
+    ):
+        opened(
+            tmp_path / "checkpoint",
+            strategy=strategy_in(tmp_path / "smaller", Plan.parse("tp2", MODEL)),
+        )
     check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "right")))
 
 
-# ---- missing, mixed or damaged files ---------------------------------------------------------------------------------
+# ---- missing, mixed or damaged files -------------------------------------------------------------
+
 
 @pytest.mark.parametrize("write", [foreign, recorded])
 @pytest.mark.parametrize("lost", [[0], [1, 2], [0, 3]])
@@ -274,9 +369,14 @@ def test_lost_slices_are_named_with_their_ranks(tmp_path, write):
     write(tmp_path / "checkpoint", plan, TENSORS)
     for rank in (1, 3):
         path_of(tmp_path / "checkpoint", STEP, rank).unlink()
-    expected = r"embedding.weight \(\(4, 8\), \(0, 4\)\) of \(8, 4\) is nowhere: it should be in the file of rank 1, 3, which " \
-        r"have no such tensor or no file" if write is foreign else \
-        r"the file of rank 1 is missing, and \d of its tensors are on no other rank, for example \S+.*net_rank_1-2_5"
+    expected = (
+        r"embedding.weight \(\(4, 8\), \(0, 4\)\) of \(8, 4\) is nowhere: it should be in the file "
+        r"of rank 1, 3, which "
+        r"have no such tensor or no file"
+        if write is foreign
+        else r"the file of rank 1 is missing, and \d of its tensors are on no other rank, for "
+        r"example \S+.*net_rank_1-2_5"
+    )
     with pytest.raises((LoadError, CorruptFileError), match=expected):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy", plan))
 
@@ -286,13 +386,17 @@ def test_a_stage_is_missing(tmp_path, write):
     write(tmp_path / "checkpoint", PLAN, TENSORS)
     for rank in (2, 3):
         shutil.rmtree(tmp_path / "checkpoint" / f"rank_{rank}")
-    with pytest.raises((LoadError, CorruptFileError), match=r"ranks from 2 to 3, a whole pipeline stage, are missing|"
-                                                            r"the file of rank 2 is missing, and"):
+    with pytest.raises(
+        (LoadError, CorruptFileError),
+        match=r"ranks from 2 to 3, a whole pipeline stage, are missing|"
+        r"the file of rank 2 is missing, and",
+    ):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
 
 def test_one_of_two_formats_of_a_step_is_opened(tmp_path):
-    """After a change of ``save_format`` one step has two complete checkpoints: one of them is opened, never a mixture."""
+    """After a change of ``save_format`` one step has two complete checkpoints: one of them is
+    opened, never a mixture."""
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, "ckpt")
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, "safetensors")
     source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
@@ -303,9 +407,13 @@ def test_one_of_two_formats_of_a_step_is_opened(tmp_path):
 def test_ranks_of_different_formats(tmp_path):
     """Rank 0 and 1 wrote ckpt, 2 and 3 safetensors: neither is a checkpoint."""
     for rank in range(4):
-        put(path_of(tmp_path / "checkpoint", STEP, rank, 0, "ckpt" if rank < 2 else "safetensors"),
-            shard_file(PLAN, TENSORS, rank))
-    with pytest.raises(NoUsableCheckpointError, match=r"ranks from . to ., a whole pipeline stage, are missing") as found:
+        put(
+            path_of(tmp_path / "checkpoint", STEP, rank, 0, "ckpt" if rank < 2 else "safetensors"),
+            shard_file(PLAN, TENSORS, rank),
+        )
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"ranks from . to ., a whole pipeline stage, are missing"
+    ) as found:
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
     assert len(found.value.refused) == 2
 
@@ -313,7 +421,9 @@ def test_ranks_of_different_formats(tmp_path):
 def test_consolidated_weights_of_both_formats(tmp_path):
     put(tmp_path / "a" / "one.ckpt", {"a": TENSORS["norm.weight"]})
     put(tmp_path / "a" / "two.safetensors", {"b": TENSORS["norm.weight"]})
-    with pytest.raises(ConfigError, match="expected files of one format, found one.ckpt and two.safetensors"):
+    with pytest.raises(
+        ConfigError, match="expected files of one format, found one.ckpt and two.safetensors"
+    ):
         opened(tmp_path / "a")
 
 
@@ -336,7 +446,10 @@ def test_a_damaged_file_of_mindformers(tmp_path, fmt, spoil, rank):
 
 def test_ranks_of_different_steps(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    put(path_of(tmp_path / "checkpoint", STEP, 2), shard_file(PLAN, TENSORS, 2, extra=counters(STEP + 1)))
+    put(
+        path_of(tmp_path / "checkpoint", STEP, 2),
+        shard_file(PLAN, TENSORS, 2, extra=counters(STEP + 1)),
+    )
     with pytest.raises(CorruptFileError, match="rank 2 holds step 16, rank 0 holds step 15"):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
@@ -346,18 +459,25 @@ def test_a_tensor_that_one_rank_lacks(tmp_path):
     shard = shard_file(PLAN, TENSORS, 1)
     del shard["layers.0.weight"]
     put(path_of(tmp_path / "checkpoint", STEP, 1), shard)
-    with pytest.raises(LoadError, match=r"layers.0.weight .* is nowhere: it should be in the file of rank 1, which has no such"):
+    with pytest.raises(
+        LoadError,
+        match=r"layers.0.weight .* is nowhere: it should be in the file of rank 1, which has no "
+        r"such",
+    ):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
 
 
-# ---- reported facts --------------------------------------------------------------------------------------------------
+# ---- reported facts ------------------------------------------------------------------------------
+
 
 def test_weights_only(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
     source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
     check(source)
     assert source.state is None and source.what.endswith("checkpoint, weights only, 4 ranks")
-    with pytest.raises(MissingCheckpointError, match="has no step 15; there are: weights without a step"):
+    with pytest.raises(
+        MissingCheckpointError, match="has no step 15; there are: weights without a step"
+    ):
         opened(tmp_path / "checkpoint", step=15)
 
 
@@ -379,22 +499,69 @@ def test_identities(tmp_path):
     assert identity_of(dir_at(tmp_path / "d"), source.candidate)[3][2:] == [None, None]
 
 
-@pytest.mark.parametrize("values, name, expected", [
-    ({"step_num": 15}, FileName("net", 0, 0, 2, 5, "ckpt"), (15, 10, 15, None, None)),
-    ({"step_num": 8, "epoch_num": 1, "global_step": 0, "global_batch_size": 4, "loss_scale": 2.0},
-     FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, 0, 4, 2.0)),
-    ({"step_num": 8, "epoch_num": 1, "global_step": -1, "global_batch_size": 4, "loss_scale": 2.0},
-     FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, -1, 4, 2.0)),
-    ({"step_num": 8, "epoch_num": 1, "global_step": 7, "global_batch_size": 4, "loss_scale": 2.0},
-     FileName("net", 0, 0, 1, 8, "ckpt"), (8, 8, 7, 4, 2.0)),
-    ({"step_num": 20, "epoch_num": 2}, FileName("net", 0, 0, 2, 10, "ckpt"), (20, 10, 20, None, None)),      # the end of an epoch
-    ({"step_num": 15, "epoch_num": 1}, None, (15, 15, 15, None, None)),
-    ({"step_num": 3}, None, (3, 3, 3, None, None)),
-    ({"step_num": 0}, None, None), ({"epoch_num": 2}, None, None), ({}, FileName("net", 0, 0, 2, 5, "ckpt"), None)])
+@pytest.mark.parametrize(
+    "values, name, expected",
+    [
+        ({"step_num": 15}, FileName("net", 0, 0, 2, 5, "ckpt"), (15, 10, 15, None, None)),
+        (
+            {
+                "step_num": 8,
+                "epoch_num": 1,
+                "global_step": 0,
+                "global_batch_size": 4,
+                "loss_scale": 2.0,
+            },
+            FileName("net", 0, 0, 1, 8, "ckpt"),
+            (8, 8, 0, 4, 2.0),
+        ),
+        (
+            {
+                "step_num": 8,
+                "epoch_num": 1,
+                "global_step": -1,
+                "global_batch_size": 4,
+                "loss_scale": 2.0,
+            },
+            FileName("net", 0, 0, 1, 8, "ckpt"),
+            (8, 8, -1, 4, 2.0),
+        ),
+        (
+            {
+                "step_num": 8,
+                "epoch_num": 1,
+                "global_step": 7,
+                "global_batch_size": 4,
+                "loss_scale": 2.0,
+            },
+            FileName("net", 0, 0, 1, 8, "ckpt"),
+            (8, 8, 7, 4, 2.0),
+        ),
+        # the end of an epoch
+        (
+            {"step_num": 20, "epoch_num": 2},
+            FileName("net", 0, 0, 2, 10, "ckpt"),
+            (20, 10, 20, None, None),
+        ),
+        ({"step_num": 15, "epoch_num": 1}, None, (15, 15, 15, None, None)),
+        ({"step_num": 3}, None, (3, 3, 3, None, None)),
+        ({"step_num": 0}, None, None),
+        ({"epoch_num": 2}, None, None),
+        ({}, FileName("net", 0, 0, 2, 5, "ckpt"), None),
+    ],
+)
 def test_the_state_is_derived_from_counters(values, name, expected):
     found = state_from(values, name)
-    assert (None if found is None else (found.step, found.steps_per_epoch, found.global_step, found.global_batch_size,
-                                        found.loss_scale)) == expected
+    assert (
+        None
+        if found is None
+        else (
+            found.step,
+            found.steps_per_epoch,
+            found.global_step,
+            found.global_batch_size,
+            found.loss_scale,
+        )
+    ) == expected
     if found and name:
         assert (found.epoch, found.step_in_epoch) == (name.epoch, name.step)
 
@@ -404,7 +571,8 @@ def test_the_epoch_without_a_name(step, epoch):
     assert state_from({"step_num": step, "epoch_num": epoch}, None).epoch == epoch
 
 
-# ---- beside a job ------------------------------------------------------------------------------------------------------
+# ---- beside a job --------------------------------------------------------------------------------
+
 
 def names_of(root):
     return sorted(os.listdir(root / FOLDER))
@@ -415,7 +583,9 @@ def test_a_refused_checkpoint_is_not_locked(tmp_path):
         save(tmp_path, step, replicas=1)
     cut_short(tmp_path, 10)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
-        assert source.state.step == 5 and list(read_locks(dir_at(tmp_path))) == [source.candidate.name]
+        assert source.state.step == 5 and list(read_locks(dir_at(tmp_path))) == [
+            source.candidate.name
+        ]
 
 
 def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_path, monkeypatch):
@@ -428,6 +598,7 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_pat
         for rank in range(4):
             path_of(tmp_path, 10, rank).unlink()
         return source_module.acquire_read_lock(directory, attempt, commit_dir, **how)
+
     monkeypatch.setattr(source_module, "acquire_read_lock", late)
     with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and source.refused == ()
@@ -447,6 +618,7 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_
         if aside.exists():
             aside.rename(commit_dir)
         return scan(*values)
+
     monkeypatch.setattr(source_module, "open_candidate", moved)
     monkeypatch.setattr(source_module, "find_candidates", looked)
     assert opened(tmp_path).state.step == 5
@@ -455,18 +627,28 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_
 def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
     monkeypatch.setattr(source_module, "acquire_read_lock", lambda *_, **how: None)
-    with pytest.raises(MissingCheckpointError, match="step 5 .* was removed before it could be read"), \
-            open_and_hold(STORAGE, str(tmp_path)):
+    with (
+        pytest.raises(
+            MissingCheckpointError, match="step 5 .* was removed before it could be read"
+        ),
+        open_and_hold(STORAGE, str(tmp_path)),
+    ):
         pass
 
 
-def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(tmp_path, monkeypatch):
+def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(
+    tmp_path, monkeypatch
+):
     for step in (5, 10, 15):
         save(tmp_path, step, replicas=1)
     for step in (10, 15):
         os.truncate(path_of(tmp_path, step, 2), 100)
     (tmp_path / FOLDER / "claim-0000-0000aaaa.json").write_text("of a later version")
     waits = []
-    monkeypatch.setattr(source_module, "acquire_read_lock", partial(source_module.acquire_read_lock, sleep=waits.append))
+    monkeypatch.setattr(
+        source_module,
+        "acquire_read_lock",
+        partial(source_module.acquire_read_lock, sleep=waits.append),
+    )
     with open_and_hold(STORAGE, str(tmp_path)) as source:
         assert source.state.step == 5 and len(source.refused) == 2 and sum(waits) < 15

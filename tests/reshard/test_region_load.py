@@ -1,4 +1,6 @@
-"""One rank reads its regions of a checkpoint of any layout and no other byte, verified where a checksum is known."""
+"""One rank reads its regions of a checkpoint of any layout and no other byte, verified where a
+checksum is known."""
+
 import os
 import threading
 
@@ -34,22 +36,30 @@ def roots(tmp_path_factory):
             folder = tmp_path_factory.mktemp("source")
             known[text, write] = folder, write(folder, Plan.parse(text), TENSORS)
         return known[text, write]
+
     return root
 
 
 def weights_of(roots, text, write=recorded):
     root, candidate = roots(text, write)
-    return view_of_rank_folders(dir_at(root), candidate, Plan.parse(text).strategy() if write is foreign else None)
+    return view_of_rank_folders(
+        dir_at(root), candidate, Plan.parse(text).strategy() if write is foreign else None
+    )
 
 
 def parameters_to_load(plan, rank, model=MODEL):
     """Returns the parameters of the network on the rank, and their layouts."""
     shard = plan.shard(random_tensors(model), rank)
-    wanted = {name: (array.shape, str(array.dtype)) for name, array in {**shard, **COUNTERS}.items()}
-    return LoadTarget(wanted, {name: (layout, model[name].shape) for name, layout in plan.layouts(rank).items()})
+    wanted = {
+        name: (array.shape, str(array.dtype)) for name, array in {**shard, **COUNTERS}.items()
+    }
+    return LoadTarget(
+        wanted, {name: (layout, model[name].shape) for name, layout in plan.layouts(rank).items()}
+    )
 
 
-# ---- wanted_regions --------------------------------------------------------------------------------------------------
+# ---- wanted_regions ------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("source", ["tp4", "dp2tp2pp2opt2"])
 @pytest.mark.parametrize("target", ["dp1", "dp2tp2pp2opt2", "dp4opt-1", "tp8", "dp2tp2axes10"])
@@ -66,28 +76,46 @@ def test_the_regions_of_every_rank(roots, source, target):
 def test_everything_that_does_not_fit_is_named(roots):
     weights = weights_of(roots, "tp4")
     wanted = {name: (array.shape, str(array.dtype)) for name, array in TENSORS.items()}
-    wanted |= {"layers.9.weight": ((4, 4), "float32"), "embedding.weight": ((16, 8), "float32"), "norm.weight": ((9,), "float32")}
+    wanted |= {
+        "layers.9.weight": ((4, 4), "float32"),
+        "embedding.weight": ((16, 8), "float32"),
+        "norm.weight": ((9,), "float32"),
+    }
     with pytest.raises(LoadError) as found:
         wanted_regions(weights, LoadTarget(wanted, {}), 0)
     assert str(found.value) == (
-        f"the checkpoint {weights.name} does not fit the network (3 tensors): embedding.weight is bfloat16 in the checkpoint, "
-        f"float32 in the network; norm.weight is (8,) in the checkpoint, (9,) in the network; layers.9.weight is not in the "
-        f"checkpoint. All shapes are those of whole tensors. Was the model configuration changed?")
+        f"the checkpoint {weights.name} does not fit the network (3 tensors): embedding.weight is "
+        "bfloat16 in the checkpoint, "
+        "float32 in the network; norm.weight is (8,) in the checkpoint, (9,) in the network; "
+        "layers.9.weight is not in the "
+        f"checkpoint. All shapes are those of whole tensors. Was the model configuration changed?"
+    )
 
 
 def test_ten_are_named_of_many(roots):
     wanted = {f"layers.{number}.nothing": ((4,), "float32") for number in range(25)}
-    with pytest.raises(LoadError, match=r"\(25 tensors\): layers.0.nothing is not .*; layers.9.nothing is not in the checkpoint; "
-                                        r"\.\.\.\. All"):
+    with pytest.raises(
+        LoadError,
+        match=r"\(25 tensors\): layers.0.nothing is not .*; layers.9.nothing is not in the "
+        r"checkpoint; "
+        r"\.\.\.\. All",
+    ):
         wanted_regions(weights_of(roots, "tp4"), LoadTarget(wanted, {}), 0)
 
 
 def test_whole_shapes_are_compared(roots):
     """The slice of this rank has the right shape, the global tensor has not."""
     layout = TensorLayout((2,), (0, -1))
-    with pytest.raises(LoadError, match=r"embedding.weight is \(16, 8\) in the checkpoint, \(8, 8\) in the network"):
-        wanted_regions(weights_of(roots, "tp4"), LoadTarget({"embedding.weight": ((4, 8), "bfloat16")}, {
-            "embedding.weight": (layout, (8, 8))}), 0)
+    with pytest.raises(
+        LoadError, match=r"embedding.weight is \(16, 8\) in the checkpoint, \(8, 8\) in the network"
+    ):
+        wanted_regions(
+            weights_of(roots, "tp4"),
+            LoadTarget(
+                {"embedding.weight": ((4, 8), "bfloat16")}, {"embedding.weight": (layout, (8, 8))}
+            ),
+            0,
+        )
 
 
 def test_transient_state_of_a_step_may_be_missing(roots):
@@ -103,14 +131,24 @@ def test_transient_state_of_a_step_may_be_missing(roots):
 @pytest.mark.parametrize("here, there", [((), (1,)), ((1,), ()), ((1, 1), ())])
 def test_a_number_may_have_other_dimensions(here, there):
     weights = CheckpointView(STORAGE, "w", {"global_step": Tensor("global_step", "int32", here)})
-    assert wanted_regions(weights, LoadTarget({"global_step": (there, "int32")}, {}), 0) == {"global_step": whole(here)}
-    with pytest.raises(LoadError, match="global_step is int32 in the checkpoint, int64 in the network"):
+    assert wanted_regions(weights, LoadTarget({"global_step": (there, "int32")}, {}), 0) == {
+        "global_step": whole(here)
+    }
+    with pytest.raises(
+        LoadError, match="global_step is int32 in the checkpoint, int64 in the network"
+    ):
         wanted_regions(weights, LoadTarget({"global_step": (there, "int64")}, {}), 0)
-    with pytest.raises(LoadError, match=r"global_step is .* in the checkpoint, \(2,\) in the network"):
+    with pytest.raises(
+        LoadError, match=r"global_step is .* in the checkpoint, \(2,\) in the network"
+    ):
         wanted_regions(weights, LoadTarget({"global_step": ((2,), "int32")}, {}), 0)
 
 
-FITTING = {"w": np.zeros((8, 4), np.float32), "bias": np.zeros(4, ml_dtypes.bfloat16), "global_step": np.zeros(1, np.int32)}
+FITTING = {
+    "w": np.zeros((8, 4), np.float32),
+    "bias": np.zeros(4, ml_dtypes.bfloat16),
+    "global_step": np.zeros(1, np.int32),
+}
 SHAPES = {"w": ((8, 4), "float32"), "bias": ((4,), "bfloat16"), "global_step": ((1,), "int32")}
 
 
@@ -119,35 +157,69 @@ def misfits(arrays, **more):
 
 
 def test_arrays_that_fit_with_more_in_them_than_the_network_has():
-    assert misfits({**FITTING, "epoch_num": np.array(3), "global_step": np.array(5, np.int32)}) == ""
+    assert (
+        misfits({**FITTING, "epoch_num": np.array(3), "global_step": np.array(5, np.int32)}) == ""
+    )
 
 
-@pytest.mark.parametrize("name, array, said", [
-    ("w", np.zeros((4, 4), np.float32), "w is (4, 4) in the checkpoint, (8, 4) in the network"),
-    ("w", np.zeros((1,), np.float32), "w is (1,) in the checkpoint, (8, 4) in the network"),
-    ("bias", np.zeros(4, np.float16), "bias is float16 in the checkpoint, bfloat16 in the network"),
-    ("global_step", np.zeros(2, np.int32), "global_step is (2,) in the checkpoint, (1,) in the network")])
+@pytest.mark.parametrize(
+    "name, array, said",
+    [
+        ("w", np.zeros((4, 4), np.float32), "w is (4, 4) in the checkpoint, (8, 4) in the network"),
+        ("w", np.zeros((1,), np.float32), "w is (1,) in the checkpoint, (8, 4) in the network"),
+        (
+            "bias",
+            np.zeros(4, np.float16),
+            "bias is float16 in the checkpoint, bfloat16 in the network",
+        ),
+        (
+            "global_step",
+            np.zeros(2, np.int32),
+            "global_step is (2,) in the checkpoint, (1,) in the network",
+        ),
+    ],
+)
 def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array, said):
     assert misfits({**FITTING, name: array}) == f"(1 tensor): {said}"
 
 
 @pytest.mark.parametrize("name", TRANSIENT)
 def test_transient_parameters_may_be_missing(name):
-    assert is_transient(f"model.layers.0.{name}.weight") and misfits(FITTING, **{f"model.{name}": ((4,), "float32")}) == ""
+    assert (
+        is_transient(f"model.layers.0.{name}.weight")
+        and misfits(FITTING, **{f"model.{name}": ((4,), "float32")}) == ""
+    )
 
 
 def test_the_state_of_a_dropout_of_1_8_0_may_be_missing_or_left_over():
     """Only the network of mindformers 1.8.0 has it. And 1.8.0 has no indexer_loss."""
-    state = {"layers.0.hidden_states_dropout.seed": ((), "int64"), "layers.0.hidden_states_dropout.offset": ((), "int64")}
-    assert misfits(FITTING, **state) == misfits({**FITTING, **{name: np.array(3) for name in state}}) == ""
-    assert misfits({**FITTING, "lm_loss": np.zeros(1, np.float32)}, indexer_loss=((1,), "float32")) == ""
+    state = {
+        "layers.0.hidden_states_dropout.seed": ((), "int64"),
+        "layers.0.hidden_states_dropout.offset": ((), "int64"),
+    }
+    assert (
+        misfits(FITTING, **state)
+        == misfits({**FITTING, **{name: np.array(3) for name in state}})
+        == ""
+    )
+    assert (
+        misfits({**FITTING, "lm_loss": np.zeros(1, np.float32)}, indexer_loss=((1,), "float32"))
+        == ""
+    )
 
 
-# ---- a missing optimizer ----------------------------------------------------------------------------------------------
+# ---- a missing optimizer -------------------------------------------------------------------------
+
 
 def small_weights(**shapes):
-    return CheckpointView(STORAGE, "source", {name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
-                                              for name, shape in shapes.items()})
+    return CheckpointView(
+        STORAGE,
+        "source",
+        {
+            name.replace("__", "."): Tensor(name.replace("__", "."), "float32", shape)
+            for name, shape in shapes.items()
+        },
+    )
 
 
 def small_wanted(**shapes):
@@ -158,46 +230,74 @@ def small_wanted(**shapes):
 def test_no_optimizer_state_names_the_key(others):
     """A pipeline stage holds some of the parameters of the model only."""
     with pytest.raises(LoadError, match="source holds no optimizer state.*set no_load_optim: True"):
-        wanted_regions(small_weights(w=(3,), **others), LoadTarget(small_wanted(w=(3,), adam_m__w=(3,)), {}, (), {"w"}), 0)
+        wanted_regions(
+            small_weights(w=(3,), **others),
+            LoadTarget(small_wanted(w=(3,), adam_m__w=(3,)), {}, (), {"w"}),
+            0,
+        )
 
 
-@pytest.mark.parametrize("shapes, message", [
-    ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
-    ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
-    ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint"),
-    ({"w": (3,), "muon_m__w": (3,)}, "muon_m.w is not in the checkpoint")])            # the state of another optimizer
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        ({"w": (3,), "v": (2,), "adam_m__w": (3,)}, "v is not in the checkpoint"),
+        ({"w": (4,), "adam_m__w": (3,)}, r"w is \(3,\) in the checkpoint, \(4,\) in the network"),
+        ({"w": (3,), "adam_m__w": (3,), "adam_v__w": (3,)}, "adam_v.w is not in the checkpoint"),
+        # the state of another optimizer
+        ({"w": (3,), "muon_m__w": (3,)}, "muon_m.w is not in the checkpoint"),
+    ],
+)
 def test_tensors_that_do_not_fit_are_named(shapes, message):
     with pytest.raises(LoadError, match=message):
-        wanted_regions(small_weights(w=(3,), adam_m__w=(3,)), LoadTarget(small_wanted(**shapes), {}, (), {"w", "v"}), 0)
+        wanted_regions(
+            small_weights(w=(3,), adam_m__w=(3,)),
+            LoadTarget(small_wanted(**shapes), {}, (), {"w", "v"}),
+            0,
+        )
 
 
 def test_what_may_miss_is_left_out():
-    found = wanted_regions(small_weights(w=(3,)), LoadTarget(small_wanted(w=(3,), adam_m__w=(3,)), {}, {"adam_m.w"}, {"w"}), 0)
+    found = wanted_regions(
+        small_weights(w=(3,)),
+        LoadTarget(small_wanted(w=(3,), adam_m__w=(3,)), {}, {"adam_m.w"}, {"w"}),
+        0,
+    )
     assert set(found) == {"w"}
 
 
-# ---- read_regions ----------------------------------------------------------------------------------------------------
+# ---- read_regions --------------------------------------------------------------------------------
+
 
 def check(found, plan, rank):
     expected = {**plan.shard(TENSORS, rank), **COUNTERS}
-    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == \
-        {name: (a.dtype, a.shape, a.tobytes()) for name, a in expected.items()}
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == {
+        name: (a.dtype, a.shape, a.tobytes()) for name, a in expected.items()
+    }
     return sum(array.nbytes for array in expected.values())
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("target", ["tp8", "dp4opt4", "dp2tp2pp2opt2"])
 def test_no_other_byte_is_read(tmp_path, fmt, target):
-    """Rows of an uncut tensor, and of one cut alike: exactly those bytes. Columns are read run by run, unless the runs are so
-    short that a call costs more than the bytes in between."""
-    model = {"rows": Spec((16, 8), 0, "first"), "long.columns": Spec((2, 1024), 1, 0), "layers.1.vector": Spec((64,), None, 1)}
+    """Rows of an uncut tensor, and of one cut alike: exactly those bytes. Columns are read run by
+    run, unless the runs are so short that a call costs more than the bytes in between."""
+    model = {
+        "rows": Spec((16, 8), 0, "first"),
+        "long.columns": Spec((2, 1024), 1, 0),
+        "layers.1.vector": Spec((64,), None, 1),
+    }
     tensors, plan = random_tensors(model), Plan.parse(target, model)
     candidate = recorded(tmp_path, Plan.parse("tp2", model), tensors, fmt)
     weights = view_of_rank_folders(dir_at(tmp_path), candidate)
     for rank in range(plan.world_size):
         traffic, shown = Traffic(), []
         traffic.progress = shown.append
-        found = read_regions(weights, wanted_regions(weights, parameters_to_load(plan, rank, model), rank), 2, traffic)
+        found = read_regions(
+            weights,
+            wanted_regions(weights, parameters_to_load(plan, rank, model), rank),
+            2,
+            traffic,
+        )
         assert traffic.read == sum(array.nbytes for array in found.values()) == sum(shown)
         assert traffic.verified <= traffic.read and traffic.written == 0
 
@@ -214,12 +314,14 @@ def damaged(tmp_path, plan, name, rank, fmt="safetensors", tensors=TENSORS):
 
 def test_a_region_of_a_copy_is_taken_from_the_first_rank_that_has_it(tmp_path):
     plan = Plan.parse("dp2tp2")
-    weights, _ = damaged(tmp_path, plan, "embedding.weight", 3)         # a copy of that of rank 1
+    weights, _ = damaged(tmp_path, plan, "embedding.weight", 3)  # a copy of that of rank 1
     found = read_regions(weights, {"embedding.weight": whole((16, 8))})
     assert found["embedding.weight"].tobytes() == TENSORS["embedding.weight"].tobytes()
     os.remove(weights.files[1][0])
     weights.headers.clear()
-    with pytest.raises(CorruptFileError, match="embedding.weight of rank 3 is not what was written"):
+    with pytest.raises(
+        CorruptFileError, match="embedding.weight of rank 3 is not what was written"
+    ):
         read_regions(weights, {"embedding.weight": whole((16, 8))})
 
 
@@ -239,11 +341,19 @@ def test_many_threads_and_no_file_left_open(roots, workers):
 
     def rank(number):
         try:
-            check(read_regions(weights, wanted_regions(weights, parameters_to_load(plan, number), number), workers), plan,
-                  number)
+            check(
+                read_regions(
+                    weights,
+                    wanted_regions(weights, parameters_to_load(plan, number), number),
+                    workers,
+                ),
+                plan,
+                number,
+            )
         except BaseException as error:
             failed.append(error)
             raise
+
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(plan.world_size)]
     with leaves_nothing(weights.name):
         for thread in threads:
@@ -253,16 +363,27 @@ def test_many_threads_and_no_file_left_open(roots, workers):
     assert not failed
 
 
-# ---- check_tensors ---------------------------------------------------------------------------------------------------
+# ---- check_tensors -------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-@pytest.mark.parametrize("name, rank, tile", [
-    ("layers.0.qkv.weight", 0, 64), ("layers.2.proj.weight", 3, 4096), ("norm.weight", 0, 1 << 22), ("step_num", 0, 64),
-    ("layers.2.experts.weight", 1, 64), ("layers.1.mask", 2, 16)])
+@pytest.mark.parametrize(
+    "name, rank, tile",
+    [
+        ("layers.0.qkv.weight", 0, 64),
+        ("layers.2.proj.weight", 3, 4096),
+        ("norm.weight", 0, 1 << 22),
+        ("step_num", 0, 64),
+        ("layers.2.experts.weight", 1, 64),
+        ("layers.1.mask", 2, 16),
+    ],
+)
 def test_a_flipped_bit_is_found(tmp_path, monkeypatch, fmt, name, rank, tile):
     monkeypatch.setattr(region_load, "TILE", tile)
     weights, path = damaged(tmp_path, Plan.parse("tp4"), name, rank, fmt)
-    with pytest.raises(CorruptFileError, match=rf"{name} of rank {rank} is not what was written") as found:
+    with pytest.raises(
+        CorruptFileError, match=rf"{name} of rank {rank} is not what was written"
+    ) as found:
         check_tensors(weights, weights.tensors, 3)
     assert found.value.path == path
     check_tensors(weights, [other for other in weights.tensors if other != name], 3)
@@ -276,12 +397,16 @@ def test_every_byte_is_compared_once(roots, monkeypatch, workers, tile):
         traffic = Traffic()
         weights = weights_of(roots, text)
         check_tensors(weights, weights.tensors, workers, traffic)
-        assert traffic.read == traffic.verified == sum(array.nbytes for array in EVERYTHING.values())
+        assert (
+            traffic.read == traffic.verified == sum(array.nbytes for array in EVERYTHING.values())
+        )
 
 
 def test_a_tensor_larger_than_a_tile(tmp_path, monkeypatch):
     tensors = {"w": np.arange(1 << 16, dtype=np.float32).reshape(64, 1024)}
     monkeypatch.setattr(region_load, "TILE", 4096)
-    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(put(tmp_path / "w.safetensors", tensors))))
+    weights = view_of_consolidated(
+        STORAGE, read_consolidated(STORAGE, str(put(tmp_path / "w.safetensors", tensors)))
+    )
     found = read_regions(weights, {"w": ((3, 61), (5, 1019))})
     assert found["w"].tobytes() == tensors["w"][3:61, 5:1019].tobytes()

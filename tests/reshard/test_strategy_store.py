@@ -1,4 +1,5 @@
 """Strategies of earlier jobs, beside which the next job writes its own."""
+
 import json
 import os
 
@@ -9,7 +10,13 @@ from reshard.plans import MODEL, Plan, foreign, random_tensors, recorded
 from mindresume.errors import StrategyError
 from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.reshard.strategy_store import MARK, identity_of, set_aside, strategy_for, strategy_lookup
+from mindresume.reshard.strategy_store import (
+    MARK,
+    identity_of,
+    set_aside,
+    strategy_for,
+    strategy_lookup,
+)
 from tests.strategy_files import write_strategy
 
 TENSORS = random_tensors(MODEL)
@@ -39,26 +46,38 @@ def test_the_folder_beside_is_found_and_an_explicit_one_wins(job, tmp_path):
 
 def test_none_is_needed_for_records_and_for_one_rank(job, tmp_path):
     write_strategy(OLD.strategy(), str(tmp_path / "ours" / "strategy"))
-    assert strategy_for(dir_at(tmp_path / "ours" / "checkpoint"),
-                        recorded(tmp_path / "ours" / "checkpoint", OLD, TENSORS), None, "x") is None
+    assert (
+        strategy_for(
+            dir_at(tmp_path / "ours" / "checkpoint"),
+            recorded(tmp_path / "ours" / "checkpoint", OLD, TENSORS),
+            None,
+            "x",
+        )
+        is None
+    )
     one = foreign(tmp_path / "one" / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
     assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None, "x") is None
-    (tmp_path / "one" / "strategy").mkdir()                                 # mindformers makes it for every training
+    # mindformers makes it for every training
+    (tmp_path / "one" / "strategy").mkdir()
     assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None, "x") is None
 
 
 def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
     root, candidate, folder = job
     before, identity = content(folder), identity_of(dir_at(root), candidate)
-    kept = set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None, identity), identity)
+    kept = set_aside(
+        STORAGE, folder, strategy_for(dir_at(root), candidate, None, identity), identity
+    )
     assert os.listdir(folder) == [] and kept.startswith(f"{folder}_")
     assert {name: data for name, data in content(kept).items() if name != MARK} == before
-    write_strategy(NEW.strategy(), folder)                                  # the next job is compiled, and killed
+    # the next job is compiled, and killed
+    write_strategy(NEW.strategy(), folder)
     for given in (None, folder, f"{folder}/"):
         assert strategy_for(dir_at(root), candidate, given, identity) == OLD.strategy()
     assert strategy_for(dir_at(root), candidate, None, ["another"]) == NEW.strategy()
     assert open_checkpoint(STORAGE, root).weights.tensors.keys() >= TENSORS.keys()
-    again = strategy_for(dir_at(root), candidate, None, identity)          # of the second start: that of the new job is not it
+    # of the second start: that of the new job is not it
+    again = strategy_for(dir_at(root), candidate, None, identity)
     other = set_aside(STORAGE, folder, again, identity)
     assert other != kept and os.listdir(folder) == [] and MARK not in os.listdir(other)
     assert strategy_for(dir_at(root), candidate, None, identity) == OLD.strategy()
@@ -68,9 +87,13 @@ def test_the_same_files_are_kept_once(job):
     root, candidate, folder = job
     kept = set_aside(STORAGE, folder, read_strategy(folder), ["a"])
     write_strategy(OLD.strategy(), folder)
-    assert set_aside(STORAGE, folder, read_strategy(folder), ["b"]) == kept and os.listdir(folder) == []
+    assert (
+        set_aside(STORAGE, folder, read_strategy(folder), ["b"]) == kept
+        and os.listdir(folder) == []
+    )
     assert json.loads(content(kept)[MARK]) == [["a"], ["b"]]
-    assert set_aside(STORAGE, folder, OLD.strategy(), ["c"]) == ""                          # nothing is there
+    # nothing is there
+    assert set_aside(STORAGE, folder, OLD.strategy(), ["c"]) == ""
 
 
 def test_a_damaged_mark_is_no_mark(job):
@@ -87,14 +110,22 @@ def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many
     root, _, folder = job
     set_aside(STORAGE, folder)
     write_strategy(NEW.strategy(), folder)
-    with pytest.raises(StrategyError, match=r"step 15: rank_2/.*safetensors is of rank 2, the strategy .*strategy is of 2 ranks"):
+    with pytest.raises(
+        StrategyError,
+        match=r"step 15: rank_2/.*safetensors is of rank 2, the strategy .*strategy is of 2 ranks",
+    ):
         open_checkpoint(STORAGE, root, 15)
 
 
 def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     root, candidate, folder = job
     assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
-    set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None, "x"), identity_of(dir_at(root), candidate))
+    set_aside(
+        STORAGE,
+        folder,
+        strategy_for(dir_at(root), candidate, None, "x"),
+        identity_of(dir_at(root), candidate),
+    )
     write_strategy(NEW.strategy(), folder)
     assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
     assert strategy_lookup(STORAGE, folder)(root, candidate).world_size == 4

@@ -1,4 +1,6 @@
-"""A tensor whose elements are ordered within each piece is never cut in another way, whoever reads it."""
+"""A tensor whose elements are ordered within each piece is never cut in another way, whoever reads
+it."""
+
 import os
 
 import iteration_folders
@@ -15,9 +17,16 @@ from mindresume.reshard.region_load import LoadTarget, wanted_regions
 from mindresume.reshard.tensor_checks import check_order, pieces_of
 from mindresume.storage.posix import PosixStorage
 
-QKV, FC1 = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc1.weight"
-MODEL = {QKV: Spec((24, 8), 0, 0), f"adam_m.{QKV}": Spec((24, 8), 0, 0), FC1: Spec((32, 8), 0, 0),
-         "decoder.layers.0.mlp.linear_fc2.weight": Spec((8, 16), 1, 0)}
+QKV, FC1 = (
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+)
+MODEL = {
+    QKV: Spec((24, 8), 0, 0),
+    f"adam_m.{QKV}": Spec((24, 8), 0, 0),
+    FC1: Spec((32, 8), 0, 0),
+    "decoder.layers.0.mlp.linear_fc2.weight": Spec((8, 16), 1, 0),
+}
 CONTIGUOUS = {ATTENTION_KEY: True, MLP_KEY: False}
 DEFAULT = {ATTENTION_KEY: False, MLP_KEY: True}
 
@@ -30,8 +39,15 @@ def saved(folder, plan="dp1tp2", arrangement=CONTIGUOUS):
 def regions(source, plan, rank=0):
     """Returns what a job of ``plan`` reads."""
     weights = open_checkpoint(PosixStorage(), str(source)).weights
-    layouts = {name: (layout, MODEL[name].shape) for name, layout in Plan.parse(plan, MODEL).layouts(rank).items()}
-    return wanted_regions(weights, LoadTarget({name: (spec.shape, spec.dtype) for name, spec in MODEL.items()}, layouts), rank)
+    layouts = {
+        name: (layout, MODEL[name].shape)
+        for name, layout in Plan.parse(plan, MODEL).layouts(rank).items()
+    }
+    return wanted_regions(
+        weights,
+        LoadTarget({name: (spec.shape, spec.dtype) for name, spec in MODEL.items()}, layouts),
+        rank,
+    )
 
 
 @pytest.mark.parametrize("change", ["tp=1", "tp=4", "dp=2,tp=1"])
@@ -66,26 +82,36 @@ def test_the_default_order_and_an_unknown_one_are_converted(tmp_path, arrangemen
     source = saved(tmp_path / "source", arrangement=arrangement)
     mindresume.convert(source, tmp_path / "new", to="tp=4")
     mindresume.merge(source, tmp_path / "merged")
-    assert set(regions(tmp_path / "new", "dp1tp1")) == set(MODEL) == set(regions(tmp_path / "merged", "dp1tp4"))
+    assert (
+        set(regions(tmp_path / "new", "dp1tp1"))
+        == set(MODEL)
+        == set(regions(tmp_path / "merged", "dp1tp4"))
+    )
 
 
 def test_the_same_tensor_parallelism_is_converted(tmp_path):
     source = saved(tmp_path / "source", "dp2tp2opt2")
     mindresume.convert(source, tmp_path / "new", to="dp=4,tp=2", format="iteration")
-    with pytest.raises(ConfigError):                                # the order is recorded there too
+    # the order is recorded there too
+    with pytest.raises(ConfigError):
         mindresume.convert(tmp_path / "new", tmp_path / "newer", to="tp=4")
 
 
 def view(arrangement, layout):
     names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
     tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names[:-1]}
-    behind = Plan.parse("dp1tp2" if pieces_of(layout) == 2 else "dp2tp1", MODEL).layouts(0)[names[-1]]
+    behind = Plan.parse("dp1tp2" if pieces_of(layout) == 2 else "dp2tp1", MODEL).layouts(0)[
+        names[-1]
+    ]
     tensors[names[-1]] = Tensor(names[-1], "float32", (8, 16), behind)
     return CheckpointView(PosixStorage(), "it", tensors, arrangement=arrangement)
 
 
 def test_each_tensor_has_its_key():
-    one, two = Plan.parse("dp2tp1", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
+    one, two = (
+        Plan.parse("dp2tp1", MODEL).layouts(0)[QKV],
+        Plan.parse("dp1tp2", MODEL).layouts(0)[QKV],
+    )
     check_order(view({MLP_KEY: False}, one), {QKV: two})
     check_order(view({ATTENTION_KEY: True}, one), {FC1: two})
     check_order(view(CONTIGUOUS, one), {"decoder.layers.0.mlp.linear_fc2.weight": two})
@@ -97,37 +123,69 @@ def test_each_tensor_has_its_key():
 
 def test_an_optimizer_shard_is_no_tensor_parallelism_and_an_unknown_one_is_not_guessed():
     """dp2 with optimizer shards and tp2 give each rank the same rows, and are another function."""
-    sharded, two = Plan.parse("dp2tp1opt2", MODEL).layouts(0)[QKV], Plan.parse("dp1tp2", MODEL).layouts(0)[QKV]
-    four, whole = Plan.parse("dp2tp2opt2", MODEL).layouts(0)[QKV], Plan.parse("dp2tp1", MODEL).layouts(0)[QKV]
+    sharded, two = (
+        Plan.parse("dp2tp1opt2", MODEL).layouts(0)[QKV],
+        Plan.parse("dp1tp2", MODEL).layouts(0)[QKV],
+    )
+    four, whole = (
+        Plan.parse("dp2tp2opt2", MODEL).layouts(0)[QKV],
+        Plan.parse("dp2tp1", MODEL).layouts(0)[QKV],
+    )
     check_order(view(CONTIGUOUS, sharded), {QKV: whole})
     check_order(view(CONTIGUOUS, four), {QKV: two})
     with pytest.raises(ConfigError, match="cut into 1 there"):
         check_order(view(CONTIGUOUS, sharded), {QKV: two})
 
 
-PROJ, FC2 = "decoder.layers.0.self_attention.linear_proj.weight", "decoder.layers.0.mlp.linear_fc2.weight"
-BEHIND = {**MODEL, PROJ: Spec((8, 24), 1, 0), f"adam_m.{PROJ}": Spec((8, 24), 1, 0), FC2: Spec((8, 16), 1, 0),
-          f"adam_m.{FC1}": Spec((32, 8), 0, 0), f"adam_m.{FC2}": Spec((8, 16), 1, 0)}
+PROJ, FC2 = (
+    "decoder.layers.0.self_attention.linear_proj.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+)
+BEHIND = {
+    **MODEL,
+    PROJ: Spec((8, 24), 1, 0),
+    f"adam_m.{PROJ}": Spec((8, 24), 1, 0),
+    FC2: Spec((8, 16), 1, 0),
+    f"adam_m.{FC1}": Spec((32, 8), 0, 0),
+    f"adam_m.{FC2}": Spec((8, 16), 1, 0),
+}
 
 
 def folded(plan, leave_out=(), split=False):
-    """Returns a checkpoint of this plan as a ``metadata.json`` of mindformers describes it; ``split``: as records of mindresume
-    0.1.0 did."""
-    layouts = {name: fold_optimizer_shards(layout) for name, layout in Plan.parse(plan, BEHIND).layouts(0).items()}
-    tensors = {name: Tensor(name, "float32", BEHIND[name].shape, layout) for name, layout in layouts.items()
-               if name not in leave_out}
+    """Returns a checkpoint of this plan as a ``metadata.json`` of mindformers describes it;
+    ``split``: as records of mindresume 0.1.0 did."""
+    layouts = {
+        name: fold_optimizer_shards(layout)
+        for name, layout in Plan.parse(plan, BEHIND).layouts(0).items()
+    }
+    tensors = {
+        name: Tensor(name, "float32", BEHIND[name].shape, layout)
+        for name, layout in layouts.items()
+        if name not in leave_out
+    }
     return CheckpointView(PosixStorage(), "it", tensors, arrangement=CONTIGUOUS, split=split)
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", [QKV, FC1, f"adam_m.{QKV}", f"adam_m.{FC1}"])
-@pytest.mark.parametrize("stored, right, wrong", [
-    ("dp2tp1opt2", ["dp2tp1opt2", "dp2tp1", "dp1tp1", "dp4tp1opt2"], ["dp1tp2", "dp2tp2opt2"]),
-    ("dp1tp2", ["dp1tp2", "dp2tp2opt2", "dp2tp2"], ["dp2tp1opt2", "dp1tp1", "dp1tp4"]),
-    ("dp2tp2opt2", ["dp2tp2opt2", "dp1tp2", "dp4tp2"], ["dp1tp4", "dp4tp1opt4", "dp2tp1opt2", "dp1tp1"]),
-    ("dp2tp1", ["dp2tp1opt2", "dp1tp1"], ["dp1tp2"])])
-def test_the_tensor_behind_tells_optimizer_shards_from_tensor_parallelism(stored, right, wrong, name, split):
-    """dp2 with optimizer shards, saved by mindformers alone, and tp2 give each rank the same rows, and are another function."""
+@pytest.mark.parametrize(
+    "stored, right, wrong",
+    [
+        ("dp2tp1opt2", ["dp2tp1opt2", "dp2tp1", "dp1tp1", "dp4tp1opt2"], ["dp1tp2", "dp2tp2opt2"]),
+        ("dp1tp2", ["dp1tp2", "dp2tp2opt2", "dp2tp2"], ["dp2tp1opt2", "dp1tp1", "dp1tp4"]),
+        (
+            "dp2tp2opt2",
+            ["dp2tp2opt2", "dp1tp2", "dp4tp2"],
+            ["dp1tp4", "dp4tp1opt4", "dp2tp1opt2", "dp1tp1"],
+        ),
+        ("dp2tp1", ["dp2tp1opt2", "dp1tp1"], ["dp1tp2"]),
+    ],
+)
+def test_the_tensor_behind_tells_optimizer_shards_from_tensor_parallelism(
+    stored, right, wrong, name, split
+):
+    """dp2 with optimizer shards, saved by mindformers alone, and tp2 give each rank the same rows,
+    and are another function."""
     weights = folded(stored, split=split)
     for plan in right:
         check_order(weights, {name: Plan.parse(plan, BEHIND).layouts(0)[name]})
@@ -152,9 +210,14 @@ def test_a_checkpoint_of_mindformers_alone(tmp_path):
 def test_what_no_tensor_tells_is_not_guessed():
     for plan in ("dp2tp1opt2", "dp1tp2"):
         for wanted in ("dp2tp1opt2", "dp1tp2", "dp1tp1"):
-            with pytest.raises(ConfigError, match="metadata.json does not tell, and no linear_proj beside it does"):
-                check_order(folded(plan, leave_out=[PROJ]), {QKV: Plan.parse(wanted, BEHIND).layouts(0)[QKV]})
-    check_order(folded("dp2tp1", leave_out=[PROJ]), {QKV: None})              # nothing is cut
+            with pytest.raises(
+                ConfigError, match="metadata.json does not tell, and no linear_proj beside it does"
+            ):
+                check_order(
+                    folded(plan, leave_out=[PROJ]),
+                    {QKV: Plan.parse(wanted, BEHIND).layouts(0)[QKV]},
+                )
+    check_order(folded("dp2tp1", leave_out=[PROJ]), {QKV: None})  # nothing is cut
 
 
 def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
@@ -162,7 +225,11 @@ def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
     source = saved(tmp_path / "source", "dp2tp2opt2")
     mindresume.convert(source, tmp_path / "new", to="dp=4,tp=2,opt=2", format="iteration")
     weights = open_checkpoint(PosixStorage(), str(tmp_path / "new")).weights
-    assert weights.split and weights.tensors[QKV].layout.optimizer_pieces == 2 and pieces_of(weights.tensors[QKV].layout) == 2
+    assert (
+        weights.split
+        and weights.tensors[QKV].layout.optimizer_pieces == 2
+        and pieces_of(weights.tensors[QKV].layout) == 2
+    )
     assert set(regions(tmp_path / "new", "dp1tp2")) == set(MODEL)
     with pytest.raises(ConfigError):
         regions(tmp_path / "new", "dp1tp4")

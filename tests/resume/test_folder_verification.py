@@ -1,4 +1,5 @@
 """Every byte compared with what was written, also while a job completes and removes checkpoints."""
+
 import os
 import shutil
 
@@ -22,14 +23,21 @@ def looked(root):
 
 
 def verdicts(root, rows, again=None):
-    return [(candidate.step, bool(bad))
-            for candidate, bad in verify_checkpoints(dir_at(root), rows, again or (lambda: looked(root)))]
+    return [
+        (candidate.step, bool(bad))
+        for candidate, bad in verify_checkpoints(
+            dir_at(root), rows, again or (lambda: looked(root))
+        )
+    ]
 
 
 def test_a_complete_checkpoint_is_verified_once(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
-    assert verdicts(tmp_path, looked(tmp_path), lambda: pytest.fail("there was no need")) == [(10, False), (5, False)]
+    assert verdicts(tmp_path, looked(tmp_path), lambda: pytest.fail("there was no need")) == [
+        (10, False),
+        (5, False),
+    ]
 
 
 def test_a_damaged_checkpoint_is_reported(tmp_path):
@@ -71,6 +79,7 @@ def test_a_checkpoint_completed_meanwhile_is_verified_in_its_new_state(tmp_path)
             aside.rename(path_of(tmp_path, 10, 1))
             Committer(SaveTarget(STORAGE, str(tmp_path), RUN, 0, 4)).saved(10)
         return looked(tmp_path)
+
     assert verdicts(tmp_path, rows, again) == [(10, False), (5, False)]
 
 
@@ -83,6 +92,7 @@ def test_the_folder_is_listed_again_once_for_all_damage(tmp_path):
     def again():
         looks.append(1)
         return looked(tmp_path)
+
     assert verdicts(tmp_path, rows, again) == [(5, True)] and len(looks) == 1
 
 
@@ -92,7 +102,12 @@ def test_a_metadata_file_of_another_size_is_not_read(tmp_path, monkeypatch):
     path = iteration_folders.folder_of(tmp_path, 5) / "common.json"
     os.truncate(path, 1 << 42)
     read = weight_files.file_checksum
-    monkeypatch.setattr(weight_files, "file_checksum", lambda file: read(file) if file.seek(0, 2) < 1 << 42 else
-                        pytest.fail("its bytes are read"))
-    ((candidate, (bad,)),) = verify_checkpoints(dir_at(tmp_path), looked(tmp_path), lambda: looked(tmp_path))
+    monkeypatch.setattr(
+        weight_files,
+        "file_checksum",
+        lambda file: read(file) if file.seek(0, 2) < 1 << 42 else pytest.fail("its bytes are read"),
+    )
+    ((candidate, (bad,)),) = verify_checkpoints(
+        dir_at(tmp_path), looked(tmp_path), lambda: looked(tmp_path)
+    )
     assert f"it has {1 << 42} bytes" in bad.reason and candidate.step == 5

@@ -1,4 +1,5 @@
 """The results of mindformers' health monitor decide which checkpoints can be selected."""
+
 import errno
 import json
 
@@ -19,8 +20,12 @@ def listed(folder, *rows):
 
 
 def choose(root, unhealthy, named=None):
-    return select_checkpoint(STORAGE, str(root), SingleProcess(),
-                         SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=unhealthy))
+    return select_checkpoint(
+        STORAGE,
+        str(root),
+        SingleProcess(),
+        SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=unhealthy),
+    )
 
 
 @pytest.mark.parametrize("write", [save, write_foreign])
@@ -33,7 +38,8 @@ def test_the_newest_healthy_checkpoint_is_selected(tmp_path, write):
     choice = choose(tmp_path, names)
     assert choice.chosen.step == 10 and "unhealthy when it was saved" in choice.refused[0].reason
     assert choose(tmp_path, None).chosen.step == 15
-    assert choose(tmp_path, names, str(name_of(0, 15))).chosen.step == 15         # the user requests it explicitly
+    # the user requests it explicitly
+    assert choose(tmp_path, names, str(name_of(0, 15))).chosen.step == 15
 
 
 def test_a_checkpoint_that_is_not_listed_counts_as_healthy(tmp_path):
@@ -43,7 +49,9 @@ def test_a_checkpoint_that_is_not_listed_counts_as_healthy(tmp_path):
 
 
 def test_the_last_entry_of_a_name_counts(tmp_path):
-    listed(tmp_path, (name_of(0, 5), 1), (name_of(0, 10), 0), (name_of(0, 5), 0), (name_of(0, 10), 1))
+    listed(
+        tmp_path, (name_of(0, 5), 1), (name_of(0, 10), 0), (name_of(0, 5), 0), (name_of(0, 10), 1)
+    )
     assert unhealthy_files(STORAGE, str(tmp_path))[0] == {str(name_of(0, 10))}
 
 
@@ -53,7 +61,9 @@ def test_no_healthy_checkpoint_is_the_documented_error_with_a_way_out(tmp_path):
     flip_bit(path_of(tmp_path, 5, 1))
     with pytest.raises(NoUsableCheckpointError) as caught:
         choose(tmp_path, {str(name_of(0, 10))})
-    assert str(caught.value).startswith("The training has no healthy checkpoints yet, please start training again. ")
+    assert str(caught.value).startswith(
+        "The training has no healthy checkpoints yet, please start training again. "
+    )
     assert "step 10" in str(caught.value) and "step 5" in str(caught.value)
 
 
@@ -71,8 +81,17 @@ def test_an_empty_list_is_ignored(tmp_path, content):
     assert unhealthy_files(STORAGE, str(tmp_path)) == (frozenset(), "")
 
 
-@pytest.mark.parametrize("content", ["[{", '{"is_health": 1}', '[1]', '[{"ckpt_name": "a"}]',
-                                     '[{"ckpt_name": 3, "is_health": 1}]', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[{",
+        '{"is_health": 1}',
+        "[1]",
+        '[{"ckpt_name": "a"}]',
+        '[{"ckpt_name": 3, "is_health": 1}]',
+        "[" * 100_000,
+    ],
+)
 def test_a_damaged_list_is_reported_and_ignored(tmp_path, content):
     (tmp_path / LIST).write_text(content, encoding="utf-8")
     names, trouble = unhealthy_files(STORAGE, str(tmp_path))
@@ -85,11 +104,15 @@ def test_a_missing_list_is_no_error(tmp_path):
 
 def test_a_list_that_cannot_be_looked_up_is_reported_and_ignored(tmp_path):
     """Rank 0 alone reads it: an error would leave the others in the exchange that follows."""
+
     class Stale(PosixStorage):
         def status(self, path):
             raise OSError(errno.ESTALE, "Stale file handle", path)
+
     names, trouble = unhealthy_files(Stale(), str(tmp_path))
-    assert names == frozenset() and "cannot be used (OSError: [Errno 116] Stale file handle" in trouble
+    assert (
+        names == frozenset() and "cannot be used (OSError: [Errno 116] Stale file handle" in trouble
+    )
 
 
 def test_our_records_store_their_health(tmp_path):
@@ -100,10 +123,13 @@ def test_our_records_store_their_health(tmp_path):
     from mindresume.model.training_state import TrainingState
     from mindresume.saving.committer import Committer
     from mindresume.saving.shard_writer import rank_shard, write_shard
+
     save(tmp_path, 5, world=1)
     state = replace(TrainingState(10, 10, 10, 8), health=1)
     target = target_of(tmp_path, 0, 1, RUN)
     write_shard(target, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
     Committer(target).saved(10)
-    found = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=()))
+    found = select_checkpoint(
+        STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=())
+    )
     assert found.chosen.step == 5 and "unhealthy" in found.refused[0].reason

@@ -1,4 +1,6 @@
-"""The selection at the start of a job, without mindformers: its events, read lock and load attempt."""
+"""The selection at the start of a job, without mindformers: its events, read lock and load
+attempt."""
+
 import shutil
 
 import pytest
@@ -24,7 +26,13 @@ from mindresume.reshard import consolidated_checkpoint
 from mindresume.resume import job_selection
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import QUICK, SelectionPolicy
-from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest, caching_storage, locate_checkpoints, own_shard
+from mindresume.resume.job_selection import (
+    CheckpointSelector,
+    SelectionRequest,
+    caching_storage,
+    locate_checkpoints,
+    own_shard,
+)
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.settings import Settings
@@ -39,13 +47,30 @@ def events():
 
 def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, shared_groups=None, **options):
     group = group or SingleProcess()
-    sources = CheckpointSources(consolidated=consolidated_checkpoint.ConsolidatedSource(group, True, True), **options)
-    return CheckpointSelector(storage, group, settings or Settings(), emit, sources,
-                              {} if shared_groups is None else shared_groups)
+    sources = CheckpointSources(
+        consolidated=consolidated_checkpoint.ConsolidatedSource(group, True, True), **options
+    )
+    return CheckpointSelector(
+        storage,
+        group,
+        settings or Settings(),
+        emit,
+        sources,
+        {} if shared_groups is None else shared_groups,
+    )
 
 
-def choose(path, group=None, settings=None, storage=STORAGE, remote=None, saved_to=(), shared_groups=None, emit=ignore,
-           **request):
+def choose(
+    path,
+    group=None,
+    settings=None,
+    storage=STORAGE,
+    remote=None,
+    saved_to=(),
+    shared_groups=None,
+    emit=ignore,
+    **request,
+):
     made = chooser(group, storage, settings, emit, shared_groups, remote=remote, saved_to=saved_to)
     return made.select(SelectionRequest(str(path), **request))
 
@@ -54,26 +79,46 @@ def locked(root):
     return [holder.holds for holder in lease_holders(dir_at(root)) if holder.holds]
 
 
-def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_attempt_counted(tmp_path, events):
+def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_attempt_counted(
+    tmp_path, events
+):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
     found = choose(tmp_path, output_dir=str(tmp_path / "output"), emit=events.append)
     assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
-    assert own_shard(found.choice, SingleProcess()).rank == 0 and own_shard(None, SingleProcess()) is None
+    assert (
+        own_shard(found.choice, SingleProcess()).rank == 0
+        and own_shard(None, SingleProcess()) is None
+    )
     assert locked(tmp_path) == [(found.choice.chosen.name,)]
-    assert (found.load_attempt.output, found.load_attempt.begun) == (str(tmp_path / "output"), False)
+    assert (found.load_attempt.output, found.load_attempt.begun) == (
+        str(tmp_path / "output"),
+        False,
+    )
     refused, selected = events
     assert (type(refused), refused.step, refused.file, refused.weights_only) == (
-        CandidateRefused, 10, "rank_0/net_rank_0-1_10.safetensors", False)
+        CandidateRefused,
+        10,
+        "rank_0/net_rank_0-1_10.safetensors",
+        False,
+    )
     assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
     found.read_lock.release()
     assert locked(tmp_path) == []
 
 
-@pytest.mark.parametrize("request_, settings", [({}, Settings()), ({"output_dir": "/x", "resume": False}, Settings()),
-                                                ({"output_dir": "/x"}, Settings(max_failed_loads=0))])
-def test_a_job_that_does_not_report_its_first_step_counts_no_load_attempt(tmp_path, request_, settings):
+@pytest.mark.parametrize(
+    "request_, settings",
+    [
+        ({}, Settings()),
+        ({"output_dir": "/x", "resume": False}, Settings()),
+        ({"output_dir": "/x"}, Settings(max_failed_loads=0)),
+    ],
+)
+def test_a_job_that_does_not_report_its_first_step_counts_no_load_attempt(
+    tmp_path, request_, settings
+):
     save(tmp_path, 5, world=1)
     found = choose(tmp_path, settings=settings, **request_)
     assert found.load_attempt is None and found.choice.chosen.step == 5
@@ -85,7 +130,9 @@ def test_events_of_a_weights_only_load_are_marked(tmp_path, events):
     save(tmp_path, 10, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
     choose(tmp_path, resume=False, emit=events.append).read_lock.release()
-    assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(e.weights_only for e in events)
+    assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(
+        e.weights_only for e in events
+    )
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -104,20 +151,30 @@ def test_a_fresh_start_has_a_reason_and_is_an_error_for_weights_only(tmp_path, e
 def test_a_file_is_named_already(tmp_path, events):
     save(tmp_path, 5, world=1)
     save(tmp_path, 10, world=1)
-    found = choose(path_of(tmp_path, 5, 0), requested="net_rank_0-1_10.safetensors", emit=events.append)
-    assert found.choice.chosen.step == 5 and events[0].level == WARNING and "net_rank_0-1_10.safetensors" in events[0].text
+    found = choose(
+        path_of(tmp_path, 5, 0), requested="net_rank_0-1_10.safetensors", emit=events.append
+    )
+    assert (
+        found.choice.chosen.step == 5
+        and events[0].level == WARNING
+        and "net_rank_0-1_10.safetensors" in events[0].text
+    )
     found.read_lock.release()
 
 
 def test_unhealthy_checkpoints_are_refused_and_problems_are_reported(tmp_path, events):
     save(tmp_path / "checkpoint", 5, world=1)
     save(tmp_path / "checkpoint", 10, world=1)
-    (tmp_path / "health_ckpts.json").write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
+    (tmp_path / "health_ckpts.json").write_text(
+        '[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]'
+    )
     found = choose(tmp_path / "checkpoint", health_dir=str(tmp_path))
     assert found.choice.chosen.step == 5
     found.read_lock.release()
     (tmp_path / "health_ckpts.json").write_text("[")
-    choose(tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append).read_lock.release()
+    choose(
+        tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append
+    ).read_lock.release()
     assert events[0].level == WARNING and str(tmp_path / "health_ckpts.json") in events[0].text
 
 
@@ -144,7 +201,9 @@ def test_a_checkpoint_removed_during_selection_is_an_error_on_all_ranks(tmp_path
     save(tmp_path, 5, world=2)
     choice = taken(tmp_path)
     shutil.rmtree(tmp_path / FOLDER / choice.chosen.name)
-    for error in Ranks(2).run(lambda group: chooser(group)._protect(SelectionRequest("x"), choice, False)):
+    for error in Ranks(2).run(
+        lambda group: chooser(group)._protect(SelectionRequest("x"), choice, False)
+    ):
         assert isinstance(error, LoadError) and choice.chosen.records_dir in str(error)
 
 
@@ -159,13 +218,16 @@ def test_all_ranks_select_the_same_checkpoint_and_rank_0_locks_it(tmp_path):
         if found.read_lock is not None:
             found.read_lock.release()
         return found.read_lock is not None
+
     assert Ranks(2).run(work) == [True, False] and locked(tmp_path) == []
 
 
 @pytest.mark.parametrize("world, converts", [(2, False), (1, True)])
 def test_a_mindformers_checkpoint_of_as_many_ranks_is_loaded_directly(tmp_path, world, converts):
     write_foreign(tmp_path, 5, world=world)
-    found = Ranks(2).run(lambda group: choose(tmp_path, group, any_layout=True, resume=False, keep_layout=True))
+    found = Ranks(2).run(
+        lambda group: choose(tmp_path, group, any_layout=True, resume=False, keep_layout=True)
+    )
     assert [one.uses_layouts for one in found] == [converts] * 2
 
 
@@ -177,6 +239,7 @@ def test_nodes_without_shared_storage_select_the_common_step(tmp_path, events):
         found = choose(tmp_path, group, shared_groups=shared_groups, emit=events.append)
         found.read_lock.release()
         return found.choice.chosen.step
+
     assert Ranks(2).run(work) == [5, 5]
     assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
 
@@ -187,11 +250,15 @@ def test_only_a_resume_asks_the_object_store(tmp_path, monkeypatch):
 
     monkeypatch.setattr(BucketSource, "fetch_newer", lambda self, *rest: asked.append(self.root))
     for resume in (True, False):
-        choose(tmp_path, remote=object(), saved_to={str(tmp_path)}, resume=resume).read_lock.release()
+        choose(
+            tmp_path, remote=object(), saved_to={str(tmp_path)}, resume=resume
+        ).read_lock.release()
     assert asked == [str(tmp_path)]
 
 
-def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(tmp_path, monkeypatch, events):
+def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(
+    tmp_path, monkeypatch, events
+):
     monkeypatch.setattr(job_selection, "share_of_rank", lambda group: 1 << 20)
     assert caching_storage(STORAGE, Settings(verify="quick"), SingleProcess()) is STORAGE
     assert caching_storage(STORAGE, Settings(staging_gib=2**-20), SingleProcess()).budget == 1 << 10
@@ -200,37 +267,56 @@ def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(t
     save(tmp_path, 5, world=1)
     choose(tmp_path, storage=storage, emit=events.append).read_lock.release()
     size = path_of(tmp_path, 5, 0).stat().st_size
-    assert storage.size == size and storage.budget == 0 and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
+    assert (
+        storage.size == size
+        and storage.budget == 0
+        and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
+    )
     storage.clear()
     small = caching_storage(STORAGE, Settings(staging_gib=2**-28), SingleProcess())
     choose(tmp_path, storage=small, emit=events.append).read_lock.release()
     assert events[-1] == VerifiedBytesKept(0, size, 4)
 
 
-@pytest.mark.parametrize("settled", [Visibility(12), Visibility(65, ("rank 1 sees x",)), Visibility()])
+@pytest.mark.parametrize(
+    "settled", [Visibility(12), Visibility(65, ("rank 1 sees x",)), Visibility()]
+)
 def test_waiting_for_a_late_listing_emits_an_event(tmp_path, monkeypatch, events, settled):
     save(tmp_path, 5, world=1)
     monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: settled)
     choose(tmp_path, emit=events.append).read_lock.release()
     waited = [event for event in events if isinstance(event, VisibilityWaited)]
-    assert waited == ([VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else [])
+    assert waited == (
+        [VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else []
+    )
 
 
-# ---- the source of the checkpoint ----------------------------------------------------------------------------------
+# ---- the source of the checkpoint ----------------------------------------------------------------
+
 
 def test_all_ranks_look_in_one_place(tmp_path):
     """Nodes that share no disk: the disk of rank 0 is new."""
+
     class Node:
         def __getattr__(self, name):
             return getattr(STORAGE, name)
 
         def __init__(self, here):
             self.status = STORAGE.status if here else lambda path: None
+
     save(tmp_path / "checkpoint", 5, world=2)
 
     def look(*there):
-        return Ranks(2).run(lambda group: locate_checkpoints(Node(there[group.rank]), str(tmp_path), group, ignore))
-    assert look(True, True) == look(True, False) == look(False, True) == [str(tmp_path / "checkpoint")] * 2
+        return Ranks(2).run(
+            lambda group: locate_checkpoints(Node(there[group.rank]), str(tmp_path), group, ignore)
+        )
+
+    assert (
+        look(True, True)
+        == look(True, False)
+        == look(False, True)
+        == [str(tmp_path / "checkpoint")] * 2
+    )
     assert look(False, False) == [str(tmp_path)] * 2
     save(tmp_path / "other", 5, world=2)
     shutil.rmtree(tmp_path / "checkpoint")
@@ -239,10 +325,17 @@ def test_all_ranks_look_in_one_place(tmp_path):
 
 
 def test_an_unknown_topology_is_not_cached(tmp_path, monkeypatch):
-    """Reading treats the folder as shared. Saving determines the topology again, or it would wait for records that other nodes
-    keep."""
+    """Reading treats the folder as shared. Saving determines the topology again, or it would wait
+    for records that other nodes keep."""
+
     def fail(*_):
         raise CollectiveError("rank 1: OSError: no space left")
+
     monkeypatch.setattr(job_selection, "find_shared_groups", fail)
     known = {}
-    assert not job_selection.shared_groups_of(STORAGE, str(tmp_path), SingleProcess(), known, ignore).is_split and known == {}
+    assert (
+        not job_selection.shared_groups_of(
+            STORAGE, str(tmp_path), SingleProcess(), known, ignore
+        ).is_split
+        and known == {}
+    )

@@ -1,4 +1,5 @@
 """``ls``, ``verify`` and the report agree with what a resume selects."""
+
 import shutil
 
 import iteration_folders
@@ -22,7 +23,8 @@ FOUR = Plan.parse("dp2tp2", MODEL)
 
 @pytest.fixture(params=["dp4tp2", "tp2"])
 def root(tmp_path, request):
-    """Returns (a save of mindformers on 4 ranks, its strategy folder, the layout of the job that resumes from it)."""
+    """Returns (a save of mindformers on 4 ranks, its strategy folder, the layout of the job that
+    resumes from it)."""
     folder = str(tmp_path / "strategy")
     foreign(tmp_path / "checkpoint", FOUR, TENSORS)
     write_strategy(FOUR.strategy(), folder)
@@ -45,8 +47,13 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     next_job(root, folder, plan)
     _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
     assert (seen.state, seen.candidate.missing_ranks) == (COMPLETE, lost)
-    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
-                    CheckpointSources(strategy_lookup(STORAGE)))
+    choice = select_checkpoint(
+        STORAGE,
+        str(root),
+        SingleProcess(),
+        SelectionPolicy(ranks_to_verify=every_rank),
+        CheckpointSources(strategy_lookup(STORAGE)),
+    )
     assert choice.chosen == seen.candidate and choice.refused == ()
 
 
@@ -54,7 +61,10 @@ def test_another_number_of_ranks_can_be_requested(root):
     root, folder, plan = root
     next_job(root, folder, plan)
     assert list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), 4)[1][0].problem is None
-    for world_size, said in (8, "no file of rank 4"), (2, "saved by at least 4 ranks, this job has 2"):
+    for world_size, said in (
+        (8, "no file of rank 4"),
+        (2, "saved by at least 4 ranks, this job has 2"),
+    ):
         seen = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), world_size)[1][0]
         assert seen.state == UNUSABLE and said in seen.problem.reason
 
@@ -79,5 +89,8 @@ def test_a_job_that_replaces_all_that_was_listed_hides_no_checkpoint(tmp_path):
                 iteration_folders.save(tmp_path, 10)
                 shutil.rmtree(listed)
             return super().list(folder)
+
     found, rows = list_checkpoints(Beside(), str(tmp_path), strategy_lookup(STORAGE))
-    assert [(row.candidate.step, row.state) for row in rows] == [(10, COMPLETE)] and not found.fresh_start_refusal
+    assert [(row.candidate.step, row.state) for row in rows] == [
+        (10, COMPLETE)
+    ] and not found.fresh_start_refusal

@@ -1,4 +1,5 @@
 """Steps that a resume lost, as far as the killed job recorded them."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ LATER = run_name(2, "0000bbbb")
 
 
 def dead(run=RUN, step=0, machine=None):
-    holder = replace(holder_of_this_process(SAVING), run=run, step=step, started=1)   # the number of the process is in use again
+    # the number of the process is in use again
+    holder = replace(holder_of_this_process(SAVING), run=run, step=step, started=1)
     return replace(holder, machine=machine) if machine is not None else holder
 
 
@@ -43,9 +45,9 @@ def test_ended_and_running_jobs_lost_nothing(tmp_path):
     lease = acquire(dir_at(tmp_path), replace(holder_of_this_process(SAVING), run=LATER))
     lease.step = 30
     lease.beat()
-    assert lost(tmp_path) is None                               # it is running
+    assert lost(tmp_path) is None  # it is running
     lease.release()
-    assert lost(tmp_path) is None                               # it said that it ended
+    assert lost(tmp_path) is None  # it said that it ended
 
 
 def test_the_last_of_several_dead_counts(tmp_path):
@@ -57,4 +59,5 @@ def test_the_last_of_several_dead_counts(tmp_path):
 
 @pytest.mark.parametrize("since, seconds", [(100.0, 60.0), (None, None), (200.0, 0.0)])
 def test_seconds_since_the_checkpoint_was_saved(since, seconds):
-    assert LostWork(7, since).seconds(160.0) == seconds         # never negative: clocks of hosts differ
+    # never negative: clocks of hosts differ
+    assert LostWork(7, since).seconds(160.0) == seconds

@@ -1,4 +1,5 @@
 """A save in memory is copied to disk on all ranks together."""
+
 import shutil
 
 import iteration_folders
@@ -18,23 +19,30 @@ from mindresume.resume.selection import select_checkpoint
 
 
 def selected(root, tier):
-    return Choice(scan_records(dir_at(tier))[0][0], (), (), False, (), str(tier), directory=str(root))
+    return Choice(
+        scan_records(dir_at(tier))[0][0], (), (), False, (), str(tier), directory=str(root)
+    )
 
 
 def chosen(root):
-    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+    )
     return choice.chosen.step, choice.chosen.committed
 
 
 @pytest.mark.parametrize("iterations", [False, True])
 def test_all_ranks_write_the_selected_save(root, tier, iterations):
     Training(tier, 2, world=2, iterations=iterations).steps(5).stop()
-    Ranks(2).run(lambda group: write_selected(STORAGE, selected(root, tier), group, single_group(2)))
+    Ranks(2).run(
+        lambda group: write_selected(STORAGE, selected(root, tier), group, single_group(2))
+    )
     assert chosen(root) == (4, True)
 
 
 def test_a_step_that_is_committed_but_not_published_is_published(root, tier):
-    """The job died before the rename, and memory has the step, too: mindformers alone would take the step before."""
+    """The job died before the rename, and memory has the step, too: mindformers alone would take
+    the step before."""
     Training(tier, 2, world=2, iterations=True).steps(5).stop()
     choice = selected(root, tier)
     for _ in range(2):
@@ -49,14 +57,20 @@ def test_a_step_that_is_committed_but_not_published_is_published(root, tier):
 def test_several_nodes_write_their_parts(root, tmp_path):
     save_part(tmp_path / "a", 10, (0, 1), commit=False)
     save_part(tmp_path / "b", 10, (2, 3), commit=False)
-    Ranks(4).run(lambda group: write_selected(STORAGE, selected(root, tmp_path / ("a" if group.rank < 2 else "b")), group,
-                                              SharedGroups((0, 0, 2, 2))))
+    Ranks(4).run(
+        lambda group: write_selected(
+            STORAGE,
+            selected(root, tmp_path / ("a" if group.rank < 2 else "b")),
+            group,
+            SharedGroups((0, 0, 2, 2)),
+        )
+    )
     assert chosen(root) == (10, True)
     shutil.rmtree(root)
     part = scan_records(dir_at(tmp_path / "a"))[0][0]
     copy = DiskCopy(dir_at(root), str(tmp_path / "a"), part)
     copy.write()
-    assert not copy.commit()                                      # the other part is missing
+    assert not copy.commit()  # the other part is missing
 
 
 def test_a_committed_checkpoint_is_left_as_it_is(root, tier):
@@ -73,4 +87,6 @@ def test_bytes_that_changed_meanwhile_are_not_kept(root, tier):
     flip_bit(path_of(tier, 10, 1))
     errors = Ranks(2).run(lambda group: write_selected(STORAGE, choice, group, single_group(2)))
     assert all(isinstance(error, CollectiveError) for error in errors)
-    assert not path_of(root, 10, 1).exists() and not any(c.committed for c in scan_records(dir_at(root))[0])
+    assert not path_of(root, 10, 1).exists() and not any(
+        c.committed for c in scan_records(dir_at(root))[0]
+    )

@@ -1,4 +1,5 @@
 """The selection among saves in memory and on disk. Each node has its own part of the tmpfs."""
+
 import errno
 import os
 import shutil
@@ -8,7 +9,19 @@ from pathlib import Path
 import pytest
 from coordination.test_storage_topology import save_part
 from memory_tiers import make_owned_tier
-from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, name_of, path_of, save, tensors_in, write_foreign, write_rank
+from rank_folders import (
+    RUN,
+    STORAGE,
+    Ranks,
+    dir_at,
+    flip_bit,
+    name_of,
+    path_of,
+    save,
+    tensors_in,
+    write_foreign,
+    write_rank,
+)
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
@@ -31,25 +44,37 @@ from mindresume.tensor_files import read_header
 LATER = run_name(2, "0000bbbb")
 
 
-def choose(root, ranks=2, settings=None, events=None, saved_to=None, path=None, storages=None, **request):
+def choose(
+    root, ranks=2, settings=None, events=None, saved_to=None, path=None, storages=None, **request
+):
     """Returns the choices of all ranks, which agree. ``storages``: of the ranks."""
     settings = settings or Settings(memory_tier=MemoryTierSettings(every_steps=2))
     events = [] if events is None else events
 
     def work(group):
-        selector = CheckpointSelector(storages[group.rank] if storages else STORAGE, group, settings,
-                                      events.append if group.rank == 0 else lambda event: None,
-                                      CheckpointSources(saved_to={os.path.realpath(root)} if saved_to is None else saved_to))
-        found = selector.select(SelectionRequest(str(path or root), output_dir="/output", **request))
+        selector = CheckpointSelector(
+            storages[group.rank] if storages else STORAGE,
+            group,
+            settings,
+            events.append if group.rank == 0 else lambda event: None,
+            CheckpointSources(saved_to={os.path.realpath(root)} if saved_to is None else saved_to),
+        )
+        found = selector.select(
+            SelectionRequest(str(path or root), output_dir="/output", **request)
+        )
         if found.read_lock is not None:
             found.read_lock.release()
         return found
+
     found = Ranks(ranks).run(work) if ranks > 1 else [work(SingleProcess())]
     errors = [one for one in found if isinstance(one, Exception)]
     if errors:
         assert len(errors) == len(found), found
         raise errors[0]
-    assert len({(one.choice.root, one.choice.chosen.name) if one.choice else None for one in found}) == 1
+    assert (
+        len({(one.choice.root, one.choice.chosen.name) if one.choice else None for one in found})
+        == 1
+    )
     return found
 
 
@@ -81,9 +106,13 @@ def test_the_same_step_is_taken_from_memory(root, tier):
 def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
     save(tier, 10, world=2)
     found = choose(root)
-    assert [shard.rank for one in found for shard in one.choice.shards] == [0, 1] and not found[0].uses_layouts
+    assert [shard.rank for one in found for shard in one.choice.shards] == [0, 1] and not found[
+        0
+    ].uses_layouts
     assert found[0].choice.checkpoint_dir == str(root) and found[0].choice.root == str(tier)
-    assert isinstance(found[0].load_attempt, LoadAttempt) and found[0].load_attempt.directory.root == str(tier)
+    assert isinstance(found[0].load_attempt, LoadAttempt) and found[
+        0
+    ].load_attempt.directory.root == str(tier)
     assert lease_holders(dir_at(tier)) == []
 
 
@@ -91,6 +120,7 @@ def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
     from mindresume.mindformers.loading import read_shard
+
     save(tier, 5, world=2, fmt=fmt)
     save(tier, 10, world=2, fmt=fmt)
     save(tier, 15, world=2, fmt=fmt)
@@ -104,15 +134,20 @@ def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
         with open(path, "rb") as file:
             entry = read_header(file, str(path)).tensors["embedding.weight"]
         flip_bit(path, entry.ranges[0][0])
-        shard, = found[rank].choice.shards
-        if budget == 10:                                                # it is read again, and that it changed is seen
+        (shard,) = found[rank].choice.shards
+        # it is read again, and that it changed is seen
+        if budget == 10:
             with pytest.raises(LoadError, match="changed after it was checked"):
                 read_shard(CheckpointDir(storages[rank], str(tier)), shard)
             continue
         arrays = read_shard(CheckpointDir(storages[rank], str(tier)), shard)
         assert {name: array.tobytes() for name, array in arrays.items()} == {
-            name: array.tobytes() for name, array in expected[rank].items() if array.dtype.kind != "U"}
-        with pytest.raises(LoadError, match="changed after it was checked"):        # an array is given away once
+            name: array.tobytes()
+            for name, array in expected[rank].items()
+            if array.dtype.kind != "U"
+        }
+        # an array is given away once
+        with pytest.raises(LoadError, match="changed after it was checked"):
             read_shard(CheckpointDir(storages[rank], str(tier)), shard)
 
 
@@ -123,7 +158,9 @@ def test_what_was_refused_in_memory_is_not_kept(root, tier):
     storages = [ReadCache(STORAGE, 1 << 20) for _ in range(2)]
     found = choose(root, storages=storages)
     assert (found[0].choice.chosen.step, found[0].choice.in_memory) == (5, False)
-    assert [storage.keeps(str(path_of(tier, 10, rank))) for rank, storage in enumerate(storages)] == [False, False]
+    assert [
+        storage.keeps(str(path_of(tier, 10, rank))) for rank, storage in enumerate(storages)
+    ] == [False, False]
 
 
 def test_the_path_may_be_the_output_folder(tmp_path, memory):
@@ -162,8 +199,14 @@ def remove_what_is_seen(root, step):
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize(("remove", "left"), [(remove_weights, (5, False)), (remove_all_of, (5, False)),
-                                              (remove_what_is_seen, NoUsableCheckpointError)])
+@pytest.mark.parametrize(
+    ("remove", "left"),
+    [
+        (remove_weights, (5, False)),
+        (remove_all_of, (5, False)),
+        (remove_what_is_seen, NoUsableCheckpointError),
+    ],
+)
 def test_memory_does_not_bring_back_what_a_person_has_removed_to_go_back(root, tier, remove, left):
     save(root, 5, world=2)
     save(root, 10, world=2)
@@ -177,7 +220,10 @@ def test_memory_does_not_bring_back_what_a_person_has_removed_to_go_back(root, t
     else:
         with pytest.raises(left):
             taken(root, events=events)
-    assert any(isinstance(event, Notice) and attempt_name(10, RUN) in event.text and "flush" in event.text for event in events)
+    assert any(
+        isinstance(event, Notice) and attempt_name(10, RUN) in event.text and "flush" in event.text
+        for event in events
+    )
 
 
 def test_what_retention_removed_after_a_newer_save_was_not_removed_by_a_person(root, tier):
@@ -198,7 +244,9 @@ def test_a_noted_checkpoint_that_cannot_be_used_is_still_there(root, tier):
     assert taken(root) == (12, True)
 
 
-def test_a_checkpoint_without_records_is_not_known_to_be_older_unless_the_training_has_loaded_it(root, tier):
+def test_a_checkpoint_without_records_is_not_known_to_be_older_unless_the_training_has_loaded_it(
+    root, tier
+):
     save(tier, 12, world=2)
     write_foreign(root, 500, world=2)
     assert taken(root) == (500, False)
@@ -207,9 +255,18 @@ def test_a_checkpoint_without_records_is_not_known_to_be_older_unless_the_traini
     assert taken(root) == (12, True)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * 100_000, b'{"key": 1, "run": 2, "step": 3}',
-                                     b'{"key": "x", "run": "0001-0000aaaa", "step": 1e999}',
-                                     b'{"key": "", "run": "x", "step": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"[" * 100_000,
+        b'{"key": 1, "run": 2, "step": 3}',
+        b'{"key": "x", "run": "0001-0000aaaa", "step": 1e999}',
+        b'{"key": "", "run": "x", "step": 1}',
+    ],
+)
 def test_a_note_of_another_form_says_nothing(root, tier, content):
     save(root, 5, world=2)
     save(tier, 12, world=2)
@@ -223,6 +280,7 @@ def test_an_error_of_the_tier_does_not_keep_a_job_from_the_disk(root, tier, monk
 
     def broken(directory):
         raise OSError(errno.EIO, "is broken", directory.root)
+
     monkeypatch.setattr(memory_source, "scan_records", broken)
     events = []
     assert taken(root, events=events) == (5, False)
@@ -242,7 +300,7 @@ def test_an_incomplete_save_is_not_taken_and_the_one_before_is(root, tier):
     write_rank(tier, 15, 1, 2)
     events = []
     assert taken(root, events=events) == (10, True)
-    refused, = [event for event in events if isinstance(event, CandidateRefused)]
+    (refused,) = [event for event in events if isinstance(event, CandidateRefused)]
     assert refused.step == 15
     shutil.rmtree(tier / FOLDER)
     assert taken(root) == (5, False)
@@ -257,10 +315,12 @@ def test_a_corrupt_replica_is_refused_once_and_never_tried_again(root, tier, ran
     flip_bit(path_of(tier, 12, rank))
     events = []
     assert taken(root, events=events) == (10, True)
-    refused, = [event for event in events if isinstance(event, CandidateRefused)]
+    (refused,) = [event for event in events if isinstance(event, CandidateRefused)]
     assert refused.step == 12 and f"rank {rank} is not what was written" in refused.reason
     damaged = next(c for c in scan_records(dir_at(tier))[0] if c.step == 12)
-    assert damaged.problem is not None and not os.path.exists(os.path.join(damaged.records_dir, record_name(rank)))
+    assert damaged.problem is not None and not os.path.exists(
+        os.path.join(damaged.records_dir, record_name(rank))
+    )
     flip_bit(path_of(tier, 10, rank))
     assert taken(root) == (5, False) and taken(root) == (5, False)
 
@@ -314,7 +374,9 @@ def test_without_the_node_the_disk_is_taken(root, tier):
     assert taken(root) == (5, False)
 
 
-def test_a_requested_checkpoint_a_switched_off_tier_and_another_folder_do_not_ask_memory(root, tier):
+def test_a_requested_checkpoint_a_switched_off_tier_and_another_folder_do_not_ask_memory(
+    root, tier
+):
     save(root, 5, world=2)
     save(tier, 10, world=2)
     assert taken(root, requested=str(name_of(0, 5))) == (5, False)
@@ -327,9 +389,14 @@ def test_another_number_of_ranks_reads_regions_of_memory_on_one_node(root, tier)
     save(root, 5, world=2)
     save(tier, 10, world=2)
     found = choose(root, ranks=1, any_layout=True)[0]
-    assert found.uses_layouts and found.choice.in_memory and [shard.rank for shard in found.choice.shards] == [0, 1]
+    assert (
+        found.uses_layouts
+        and found.choice.in_memory
+        and [shard.rank for shard in found.choice.shards] == [0, 1]
+    )
     shutil.rmtree(root)
-    assert taken(root, ranks=2, any_layout=True) is None                # its mark is gone with the directory
+    # its mark is gone with the directory
+    assert taken(root, ranks=2, any_layout=True) is None
 
 
 def test_without_layouts_another_number_of_ranks_takes_the_disk(root, tier):
@@ -347,6 +414,7 @@ def test_a_tracker_that_was_set_back_by_hand_decides(root, tier, monkeypatch):
     def set_back(*arguments):
         found, is_explicit = real(*arguments)
         return replace(found, candidates=tuple(reversed(found.candidates))), is_explicit
+
     monkeypatch.setattr(memory_source, "find_candidates", set_back)
     assert taken(root) == (10, False)
 
@@ -368,11 +436,13 @@ def test_a_save_after_which_jobs_die_is_taken_last(root, tier):
     assert FailedLoad(RUN).hosts == 1
 
 
-# ---- several nodes -----------------------------------------------------------------------------------------------------
+# ---- several nodes -------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def nodes(memory, root, monkeypatch):
-    """Makes one disk for two nodes with ranks 0, 1 and 2, 3. Returns their tiers; those of a rank are found by its thread."""
+    """Makes one disk for two nodes with ranks 0, 1 and 2, 3. Returns their tiers; those of a rank
+    are found by its thread."""
     tiers = {}
     for node in ("a", "b"):
         os.mkdir(os.path.join(memory, node))
@@ -387,11 +457,19 @@ def choose_on_nodes(root, nodes, monkeypatch, **options):
     def find(directory):
         tier = nodes["a" if current_process().name in ("rank0", "rank1") else "b"]
         return (str(tier), "") if tier.exists() else ("", "")
+
     monkeypatch.setattr(memory_source, "find_tier", find)
     policy = SelectionPolicy(4, max_failed_loads=2, **options)
     groups = {}
-    found = Ranks(4).run(lambda group: select_checkpoint(
-        STORAGE, str(root), group, policy, CheckpointSources(saved_to={os.path.realpath(root)}, memory=groups)))
+    found = Ranks(4).run(
+        lambda group: select_checkpoint(
+            STORAGE,
+            str(root),
+            group,
+            policy,
+            CheckpointSources(saved_to={os.path.realpath(root)}, memory=groups),
+        )
+    )
     for error in found:
         if isinstance(error, Exception):
             raise error
@@ -411,7 +489,12 @@ def test_a_step_counts_only_if_every_rank_has_it(root, nodes, monkeypatch):
     both(nodes, 10)
     save_part(nodes["a"], 12, (0, 1), commit=False)
     step, groups, found = choose_on_nodes(root, nodes, monkeypatch)
-    assert step == (10, True) and [shard.rank for choice in found for shard in choice.shards] == [0, 1, 2, 3]
+    assert step == (10, True) and [shard.rank for choice in found for shard in choice.shards] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert {groups[str(tier)].leaders for tier in nodes.values()} == {(0, 0, 2, 2)}
     assert {choice.refused[0].step for choice in found} == {12}
 
@@ -434,7 +517,9 @@ def test_damage_on_one_node_moves_all_to_the_save_before(root, nodes, monkeypatc
 def test_regions_are_not_read_from_several_nodes(root, nodes, monkeypatch):
     save(root, 5, world=4)
     both(nodes, 10)
-    assert choose_on_nodes(root, nodes, monkeypatch, any_layout=True, ranks_to_verify=every_rank)[0] == (5, False)
+    assert choose_on_nodes(root, nodes, monkeypatch, any_layout=True, ranks_to_verify=every_rank)[
+        0
+    ] == (5, False)
 
 
 def test_the_tiers_are_folders_of_their_nodes(nodes):

@@ -1,4 +1,6 @@
-"""The last save of a job that had lost ranks: taken if those that were left hold every slice of every tensor, else refused."""
+"""The last save of a job that had lost ranks: taken if those that were left hold every slice of
+every tensor, else refused."""
+
 import os
 from dataclasses import replace
 
@@ -6,7 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_folders import EVERY_RUN, RUN, STORAGE, Ranks, counters, dir_at, flip_bit, name_of, state_of, target_of
+from rank_folders import (
+    EVERY_RUN,
+    RUN,
+    STORAGE,
+    Ranks,
+    counters,
+    dir_at,
+    flip_bit,
+    name_of,
+    state_of,
+    target_of,
+)
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
@@ -24,14 +37,23 @@ from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
 from mindresume.saving.removal_plan import plan
 from mindresume.saving.retention import KEEP_ALL
-from mindresume.saving.shard_writer import SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
+from mindresume.saving.shard_writer import (
+    SaveTarget,
+    iteration_shard,
+    mark_emergency,
+    rank_shard,
+    write_shard,
+)
 from mindresume.tensor_files import encode, read_header
 from tests.strategy_files import write_strategy
 
 WORLD = 8
 # data parallel 4 x model parallel 2, the optimizer cut in 2 of 4: what rank 0 holds, 4 has as well
-LAYOUTS = {"embedding.weight": TensorLayout((4, 2), (0, -1)), "adam_m.embedding.weight": TensorLayout((4, 2), (0, -1), 2),
-           "layer.bias": TensorLayout((4, 2), (-1,))}
+LAYOUTS = {
+    "embedding.weight": TensorLayout((4, 2), (0, -1)),
+    "adam_m.embedding.weight": TensorLayout((4, 2), (0, -1), 2),
+    "layer.bias": TensorLayout((4, 2), (-1,)),
+}
 SHAPES = {"embedding.weight": (16, 4), "adam_m.embedding.weight": (16, 4), "layer.bias": (6,)}
 COVERING, LACKING = (0, 2, 3, 5), (0, 2, 4, 6)
 
@@ -41,19 +63,41 @@ def whole(name, step):
 
 
 def held(rank, step):
-    return {name: np.ascontiguousarray(whole(name, step)[LAYOUTS[name].slices(rank, SHAPES[name])]) for name in SHAPES}
+    return {
+        name: np.ascontiguousarray(whole(name, step)[LAYOUTS[name].slices(rank, SHAPES[name])])
+        for name in SHAPES
+    }
 
 
 def shard_of(rank, step, target=None):
     tables = {name: (LAYOUTS[name], SHAPES[name]) for name in SHAPES}
     random = {"python": f"of rank {rank}"}
     if target is not None:
-        parts = [{name: array for name, array in held(rank, step).items() if name.startswith("adam") is last}
-                 for last in (False, True)]
-        return iteration_shard("net", target, state_of(step), parts[0], {**parts[1], "global_step": np.array([step], np.int32)},
-                               tables, random)
-    return rank_shard(name_of(rank, step), state_of(step), {**held(rank, step), **counters(step)}, tables, random,
-                      {"format": "ms", "remove_redundancy": "False"})
+        parts = [
+            {
+                name: array
+                for name, array in held(rank, step).items()
+                if name.startswith("adam") is last
+            }
+            for last in (False, True)
+        ]
+        return iteration_shard(
+            "net",
+            target,
+            state_of(step),
+            parts[0],
+            {**parts[1], "global_step": np.array([step], np.int32)},
+            tables,
+            random,
+        )
+    return rank_shard(
+        name_of(rank, step),
+        state_of(step),
+        {**held(rank, step), **counters(step)},
+        tables,
+        random,
+        {"format": "ms", "remove_redundancy": "False"},
+    )
 
 
 def save(root, step, iterations=False):
@@ -76,12 +120,15 @@ def strategy_in(folder):
 
 
 def choose(root, world=WORLD, **options):
-    policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: range(candidate.world_size))
+    policy = SelectionPolicy(
+        world, ranks_to_verify=lambda group, candidate: range(candidate.world_size)
+    )
     return select_checkpoint(STORAGE, str(root), SingleProcess(), policy, **options)
 
 
 def loaded(choice, rank):
     from mindresume.mindformers.loading import read_shard
+
     return read_shard(CheckpointDir(STORAGE, choice.root), choice.shards[rank])
 
 
@@ -90,13 +137,19 @@ def test_a_subset_of_ranks_that_covers_all_slices_is_a_checkpoint(tmp_path, iter
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, COVERING, iterations)
     choice = choose(tmp_path)
-    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.refused) == (7, (1, 4, 6, 7), ())
+    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.refused) == (
+        7,
+        (1, 4, 6, 7),
+        (),
+    )
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
         for name, array in held(rank, 7).items():
             np.testing.assert_array_equal(arrays[name], array)
         assert choice.shards[rank].state.step == 7
-        assert choice.shards[rank].details.random == ({"python": f"of rank {rank}"} if rank in COVERING else {})
+        assert choice.shards[rank].details.random == (
+            {"python": f"of rank {rank}"} if rank in COVERING else {}
+        )
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -109,18 +162,31 @@ def test_a_subset_of_ranks_that_lacks_a_slice_is_not_a_checkpoint(tmp_path, iter
     assert "was held by rank 1, 3, 5, 7 alone" in reason or "was held by rank 1, 5 alone" in reason
 
 
-@pytest.mark.parametrize(("part", "saved", "found"), [
-    (COVERING, COVERING, ((), (1, 4, 6, 7))),                       # as where all share a disk
-    (LACKING, LACKING, (LACKING, ())),                              # all of this node have saved
-    ((0, 1, 2, 3), (0, 2, 3), None)])
-def test_a_node_local_part_is_complete_without_the_ranks_of_other_nodes(tmp_path, part, saved, found):
+@pytest.mark.parametrize(
+    ("part", "saved", "found"),
+    [
+        (COVERING, COVERING, ((), (1, 4, 6, 7))),  # as where all share a disk
+        (LACKING, LACKING, (LACKING, ())),  # all of this node have saved
+        ((0, 1, 2, 3), (0, 2, 3), None),
+    ],
+)
+def test_a_node_local_part_is_complete_without_the_ranks_of_other_nodes(
+    tmp_path, part, saved, found
+):
     last_save(tmp_path, 7, saved, local_ranks=part)
-    candidate, = scan(dir_at(tmp_path)).candidates
+    (candidate,) = scan(dir_at(tmp_path)).candidates
     if found is not None:
-        assert (candidate.local_ranks, candidate.missing_ranks, candidate.problem, candidate.maybe_completed) == (*found, None,
-            True)
+        assert (
+            candidate.local_ranks,
+            candidate.missing_ranks,
+            candidate.problem,
+            candidate.maybe_completed,
+        ) == (*found, None, True)
     else:
-        assert "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of" in candidate.problem.reason
+        assert (
+            "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of"
+            in candidate.problem.reason
+        )
         assert not candidate.maybe_completed
 
 
@@ -139,15 +205,21 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     with open(tmp_path / file, "rb") as opened:
         entry = read_header(opened, file).tensors["embedding.weight"]
     flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
-    choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(),
-                    SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.missing_ranks else [0]))
+    choice = select_checkpoint(
+        STORAGE,
+        str(tmp_path),
+        SingleProcess(),
+        SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.missing_ranks else [0]),
+    )
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
 
 def test_all_ranks_of_a_group_select_it(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING)
-    choices = Ranks(WORLD).run(lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD)))
+    choices = Ranks(WORLD).run(
+        lambda group: select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(WORLD))
+    )
     assert [choice.chosen.step for choice in choices] == [7] * WORLD
     for rank, choice in enumerate(choices):
         assert [shard.rank for shard in choice.shards] == [rank]
@@ -192,14 +264,19 @@ def test_an_unreadable_record_does_not_count_as_lost(tmp_path):
         choose(tmp_path)
 
 
-# ---- checkpoints of mindformers ----------------------------------------------------------------------------------------
+# ---- checkpoints of mindformers ------------------------------------------------------------------
+
 
 def foreign(root, step, ranks, fmt="ckpt"):
     """Writes files of some ranks without records, as MindIO TTP does with the built-in."""
     for rank in ranks:
         path = root / f"rank_{rank}" / str(name_of(rank, step, fmt=fmt))
         path.parent.mkdir(parents=True, exist_ok=True)
-        pieces = encode(fmt, {**held(rank, step), **counters(step)}, {"format": "ms"} if fmt == "safetensors" else {})
+        pieces = encode(
+            fmt,
+            {**held(rank, step), **counters(step)},
+            {"format": "ms"} if fmt == "safetensors" else {},
+        )
         path.write_bytes(b"".join(bytes(piece) for _, piece in pieces))
 
 
@@ -212,7 +289,11 @@ def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, 
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
     choice = choose(tmp_path, world, sources=CheckpointSources(lambda root, candidate: STRATEGY))
-    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.chosen.world_size) == (7, (1, 4, 6, 7), WORLD)
+    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.chosen.world_size) == (
+        7,
+        (1, 4, 6, 7),
+        WORLD,
+    )
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
         assert choice.shards[rank].scalars["step_num"] == 7
@@ -220,11 +301,28 @@ def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, 
             np.testing.assert_array_equal(arrays[name], array)
 
 
-@pytest.mark.parametrize("strategy, said", [
-    (STRATEGY, "by strategy a part of "), (None, "without strategy files of that job"),
-    (Strategy(({"layer.bias": TensorLayout((4, 2), (-1,))},), "poor"), "embedding.weight (8, 4) has no layout"),
-    (Strategy(({name: TensorLayout((4, 2), (-1, -1, -1)) for name in LAYOUTS},), "alien"), "dimensions, the strategy has 3"),
-    (Strategy(({name: TensorLayout((2, 2), LAYOUTS[name].tensor_map) for name in LAYOUTS},), "small"), "no file of rank 1")])
+@pytest.mark.parametrize(
+    "strategy, said",
+    [
+        (STRATEGY, "by strategy a part of "),
+        (None, "without strategy files of that job"),
+        (
+            Strategy(({"layer.bias": TensorLayout((4, 2), (-1,))},), "poor"),
+            "embedding.weight (8, 4) has no layout",
+        ),
+        (
+            Strategy(({name: TensorLayout((4, 2), (-1, -1, -1)) for name in LAYOUTS},), "alien"),
+            "dimensions, the strategy has 3",
+        ),
+        (
+            Strategy(
+                ({name: TensorLayout((2, 2), LAYOUTS[name].tensor_map) for name in LAYOUTS},),
+                "small",
+            ),
+            "no file of rank 1",
+        ),
+    ],
+)
 def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, said):
     foreign(tmp_path, 5, range(WORLD))
     foreign(tmp_path, 7, LACKING if strategy is STRATEGY else COVERING)
@@ -235,9 +333,12 @@ def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, s
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("matrix, cut", [((8, 1), -1), ((2, 4), 1)])
 def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
-    """It has as many ranks and covers everything, but its replicas differ between the ranks that wrote."""
+    """It has as many ranks and covers everything, but its replicas differ between the ranks that
+    wrote."""
     cuts = {name: (cut, -1) if len(SHAPES[name]) == 2 else (-1,) for name in SHAPES}
-    alien = Strategy(({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy")
+    alien = Strategy(
+        ({name: TensorLayout(matrix, cuts[name]) for name in SHAPES},), "another/strategy"
+    )
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
     for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
@@ -245,18 +346,23 @@ def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
         sources = CheckpointSources(lambda root, candidate: alien)
         choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), policy, sources)
         assert choice.chosen.step == 5
-        assert "copies of each other by another/strategy; is that the strategy of another job?" in choice.refused[0].reason
+        assert (
+            "copies of each other by another/strategy; is that the strategy of another job?"
+            in choice.refused[0].reason
+        )
 
 
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
     from mindresume.reshard.strategy_store import strategy_lookup
+
     foreign(tmp_path / "checkpoint", 7, COVERING)
     strategy_in(tmp_path / "strategy")
     choice = choose(tmp_path / "checkpoint", sources=CheckpointSources(strategy_lookup(STORAGE)))
     assert choice.chosen.missing_ranks == (1, 4, 6, 7)
 
 
-# ---- the proof itself --------------------------------------------------------------------------------------------------
+# ---- the proof itself ----------------------------------------------------------------------------
+
 
 @st.composite
 def jobs(draw):
@@ -266,7 +372,9 @@ def jobs(draw):
     tables = {}
     for index in range(draw(st.integers(1, 3))):
         axes = draw(st.permutations(range(len(matrix))))
-        cuts = tuple(axis if draw(st.booleans()) else -1 for axis in axes[:draw(st.integers(1, 2))])
+        cuts = tuple(
+            axis if draw(st.booleans()) else -1 for axis in axes[: draw(st.integers(1, 2))]
+        )
         layout = TensorLayout(matrix, cuts, draw(st.sampled_from([0, -1])))
         shape = tuple(pieces * draw(st.integers(1, 2)) for pieces in layout.pieces([0] * len(cuts)))
         tables[f"w{index}"] = layout, shape
@@ -285,8 +393,10 @@ def test_the_proof_is_that_of_counting_elements(job):
 
     def details_of(rank):
         stage = rank // size
-        rows = {f"{stage}.{name}": TensorRecord("float32", layout.local_shape(shape), "", layout, shape)
-                for name, (layout, shape) in tables.items()}
+        rows = {
+            f"{stage}.{name}": TensorRecord("float32", layout.local_shape(shape), "", layout, shape)
+            for name, (layout, shape) in tables.items()
+        }
         return Details({**rows, "global_step": TensorRecord("int32", (1,), "")})
 
     def lacking():
@@ -299,7 +409,11 @@ def test_the_proof_is_that_of_counting_elements(job):
                 if not seen.all():
                     return True
         return any(not any(rank // size == stage for rank in there) for stage in range(stages))
-    files, records = [["file"] if rank in there else [] for rank in range(world)], Records(details_of)
+
+    files, records = (
+        [["file"] if rank in there else [] for rank in range(world)],
+        Records(details_of),
+    )
     said = missing_slices(files, False, records)
     assert bool(said) is lacking()
     if not said:
@@ -314,12 +428,16 @@ def test_the_proof_is_that_of_counting_elements(job):
 
 
 def test_shares_of_several_ranks_are_looked_at_one_by_one():
-    """With remove_redundancy a slice can be in the file of one rank only, although other ranks have it."""
+    """With remove_redundancy a slice can be in the file of one rank only, although other ranks have
+    it."""
     layout, shape = TensorLayout((2,), (-1,)), (4,)
     row = TensorRecord("float32", (4,), "", layout, shape)
     rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}
     records = Records(rows.get)
-    assert missing_slices([["f"], ["f"]], True, records) == "" and missing_slices([[], ["f"]], True, records) == ""
+    assert (
+        missing_slices([["f"], ["f"]], True, records) == ""
+        and missing_slices([[], ["f"]], True, records) == ""
+    )
     assert replica_sources(0, [1], 2, records)["b"][0] == 1
     rows[1] = Details({"b": row})
     assert replica_sources(0, [1], 2, Records(lambda rank: replace(rows[1]))).keys() == {"b"}

@@ -1,4 +1,5 @@
 """The choice where nodes share no disk. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
+
 import shutil
 
 import job_choices
@@ -20,8 +21,11 @@ def both(tmp_path, *steps, **how):
 
 
 def choose(tmp_path, path="", **options):
-    found = Ranks(4).run(lambda group: job_choices.choose(
-        tmp_path / NODES[group.rank] / path, group=group, sources=APART, is_own=True, **options))
+    found = Ranks(4).run(
+        lambda group: job_choices.choose(
+            tmp_path / NODES[group.rank] / path, group=group, sources=APART, is_own=True, **options
+        )
+    )
     for error in found:
         if isinstance(error, Exception):
             assert all(type(other) is type(error) for other in found)
@@ -41,7 +45,9 @@ def test_the_newest_step_that_both_nodes_have_is_selected(tmp_path):
     choices = choose(tmp_path)
     assert step_of(choices) == 10
     for rank, choice in enumerate(choices):
-        assert [shard.rank for shard in choice.shards] == [rank] and choice.shards[0].state.step == 10
+        assert [shard.rank for shard in choice.shards] == [rank] and choice.shards[
+            0
+        ].state.step == 10
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
 
 
@@ -71,7 +77,8 @@ def test_a_later_run_that_went_back_is_newer(tmp_path):
 
 def test_a_folder_that_is_lost_is_read_from_its_replica_on_the_same_node_or_refused(tmp_path):
     both(tmp_path, 5)
-    shutil.rmtree(tmp_path / "b" / "rank_3")                    # that of rank 1 is on the other node
+    # that of rank 1 is on the other node
+    shutil.rmtree(tmp_path / "b" / "rank_3")
     with pytest.raises(NoUsableCheckpointError, match="rank 3"):
         choose(tmp_path)
 
@@ -103,7 +110,9 @@ def test_nodes_in_another_order(tmp_path):
     shutil.move(tmp_path / "a", tmp_path / "c")
     shutil.move(tmp_path / "b", tmp_path / "a")
     shutil.move(tmp_path / "c", tmp_path / "b")
-    with pytest.raises(NoUsableCheckpointError, match="this node holds files of rank 2, 3, none of rank 0"):
+    with pytest.raises(
+        NoUsableCheckpointError, match="this node holds files of rank 2, 3, none of rank 0"
+    ):
         choose(tmp_path)
 
 
@@ -120,7 +129,8 @@ def test_checkpoints_of_mindformers_are_selected(tmp_path):
     write_foreign(tmp_path / "a", 10, ranks=(0, 1))
     choices = choose(tmp_path)
     assert step_of(choices) == 5 and choices[3].shards[0].scalars["step_num"] == 5
-    assert {choice.chosen.world_size for choice in choices} == {4}      # a node sees its own two, and nothing was loaded
+    # a node sees its own two, and nothing was loaded
+    assert {choice.chosen.world_size for choice in choices} == {4}
 
 
 def test_checkpoints_of_mindformers_on_more_ranks_are_refused(tmp_path):

@@ -1,11 +1,19 @@
-"""The position at which a resumed run continues: exact if possible, else rounded down and reported."""
+"""The position at which a resumed run continues: exact if possible, else rounded down and
+reported."""
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError, ProgressError
 from mindresume.model.training_state import DataPosition, DataRequest, TrainingState
-from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request, resume_progress
+from mindresume.resume.progress import (
+    RunSettings,
+    check_skip,
+    fresh_position,
+    parse_data_request,
+    resume_progress,
+)
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
 OTHER = {"type": "MindDataset", "files": "1 file, 12 bytes: b"}
@@ -16,19 +24,31 @@ def state(step, batch=8, size=10, data=None, **more):
 
 
 def counters(progress):
-    return (progress.initial_step, progress.initial_epoch, progress.global_step, progress.step_scale, progress.data_skip)
+    return (
+        progress.initial_step,
+        progress.initial_epoch,
+        progress.global_step,
+        progress.step_scale,
+        progress.data_skip,
+    )
 
 
-@pytest.mark.parametrize("saved, new, expected", [
-    (state(15), RunSettings(8, 10), (15, 1, 15, 1.0, 15)),          # middle of epoch 2: one epoch is done
-    (state(20), RunSettings(8, 10), (20, 2, 20, 1.0, 20)),
-    (state(20), RunSettings(16, 5), (10, 2, 10, 0.5, 10)),          # the batch doubled: half the steps, the same epoch
-    (state(20, 16, 5), RunSettings(8, 10), (40, 4, 40, 2.0, 40)),
-    (state(40), RunSettings(8, 10, 2), (40, 20, 40, 1.0, 40)),      # sink size 2: 20 sinks are done
-    (state(16), RunSettings(8, 10, 4), (16, 4, 16, 1.0, 16)),       # that do not divide an epoch
-    (state(7, None, None), RunSettings(8, 10), (7, 0, 7, 1.0, 7)),  # a checkpoint that does not say: no scaling
-    (state(14, 8, None), RunSettings(16, 5), (7, 1, 7, 0.5, 7)),
-])
+@pytest.mark.parametrize(
+    "saved, new, expected",
+    [
+        # middle of epoch 2: one epoch is done
+        (state(15), RunSettings(8, 10), (15, 1, 15, 1.0, 15)),
+        (state(20), RunSettings(8, 10), (20, 2, 20, 1.0, 20)),
+        # the batch doubled: half the steps, the same epoch
+        (state(20), RunSettings(16, 5), (10, 2, 10, 0.5, 10)),
+        (state(20, 16, 5), RunSettings(8, 10), (40, 4, 40, 2.0, 40)),
+        (state(40), RunSettings(8, 10, 2), (40, 20, 40, 1.0, 40)),  # sink size 2: 20 sinks are done
+        (state(16), RunSettings(8, 10, 4), (16, 4, 16, 1.0, 16)),  # that do not divide an epoch
+        # a checkpoint that does not say: no scaling
+        (state(7, None, None), RunSettings(8, 10), (7, 0, 7, 1.0, 7)),
+        (state(14, 8, None), RunSettings(16, 5), (7, 1, 7, 0.5, 7)),
+    ],
+)
 def test_counters_of_the_new_run(saved, new, expected):
     progress = resume_progress(saved, new)
     assert counters(progress) == expected and progress.repeated == 0
@@ -42,36 +62,56 @@ def test_fractions_of_steps_are_rounded_down_and_counted():
 
 
 def test_less_than_a_step_is_refused():
-    with pytest.raises(ProgressError, match=r"step 1 at global batch size 8 is less than one step at global batch size 16"):
+    with pytest.raises(
+        ProgressError,
+        match=r"step 1 at global batch size 8 is less than one step at global batch size 16",
+    ):
         resume_progress(state(1), RunSettings(16, 5))
 
 
 def test_a_sink_is_not_cut():
-    with pytest.raises(ProgressError, match="the data of step 15: it begins after 15 steps of the data set, no multiple"):
+    with pytest.raises(
+        ProgressError,
+        match="the data of step 15: it begins after 15 steps of the data set, no multiple",
+    ):
         resume_progress(state(15), RunSettings(8, 10, 2))
     for run in (resume_progress, lambda saved, new: fresh_position(new)):
-        with pytest.raises(ProgressError, match="data_skip_steps: it begins after 3 steps of the data set, no multiple"):
+        with pytest.raises(
+            ProgressError,
+            match="data_skip_steps: it begins after 3 steps of the data set, no multiple",
+        ):
             run(state(10), RunSettings(8, 10, 2, data_request=DataRequest(False, 3), epochs=4))
 
 
 def test_a_pass_of_another_length_moves_nothing_else():
-    """11 steps of 8 in a pass, or 5 of 16 (drop_remainder): step 22 is the end of pass 2 in both, though 22 * 8 / 16 = 11."""
+    """11 steps of 8 in a pass, or 5 of 16 (drop_remainder): step 22 is the end of pass 2 in both,
+    though 22 * 8 / 16 = 11."""
     progress = resume_progress(state(22, 8, 11), RunSettings(16, 5))
     assert counters(progress) == (11, 2, 11, 0.5, 10) and progress.repeated == 0
-    near_the_end = resume_progress(state(21, 8, 11), RunSettings(16, 5))  # sample 80 of 88, of which 80 are left
-    assert (near_the_end.position.passes, near_the_end.position.samples, near_the_end.repeated) == (2, 0, 0)
+    # sample 80 of 88, of which 80 are left
+    near_the_end = resume_progress(state(21, 8, 11), RunSettings(16, 5))
+    assert (near_the_end.position.passes, near_the_end.position.samples, near_the_end.repeated) == (
+        2,
+        0,
+        0,
+    )
 
 
-# ---- another data set ----------------------------------------------------------------------------------------------
+# ---- another data set ----------------------------------------------------------------------------
+
 
 def on(step, position, size=10, batch=8):
     return state(step, batch, size, position)
 
 
-@pytest.mark.parametrize("data_request, skip, epoch", [(DataRequest(True), 0, 3), (DataRequest(False, 2), 2, 3),
-                                               (DataRequest(False, 12), 12, 3)])
+@pytest.mark.parametrize(
+    "data_request, skip, epoch",
+    [(DataRequest(True), 0, 3), (DataRequest(False, 2), 2, 3), (DataRequest(False, 12), 12, 3)],
+)
 def test_a_new_data_set_begins_as_requested(data_request, skip, epoch):
-    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
+    progress = resume_progress(
+        on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request)
+    )
     assert counters(progress) == (35, epoch, 35, 1.0, skip) and progress.starts_data_set
     assert progress.changed == ("files: 1 file, 10 bytes: a, now 1 file, 12 bytes: b",)
     assert progress.position.identity == OTHER and progress.position.declared == str(data_request)
@@ -79,13 +119,19 @@ def test_a_new_data_set_begins_as_requested(data_request, skip, epoch):
 
 @pytest.mark.parametrize("data_request", [DataRequest(True), DataRequest(False, 2)])
 def test_a_new_data_set_begins_once(data_request):
-    """After another interruption the same command continues at the position in the new data set and ends at the same step."""
-    first = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request))
+    """After another interruption the same command continues at the position in the new data set and
+    ends at the same step."""
+    first = resume_progress(
+        on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER, data_request)
+    )
     saved = on(42, first.position.after(7, 10, 8))
     again = resume_progress(saved, RunSettings(8, 10, None, OTHER, data_request))
     assert not again.starts_data_set and again.data_skip == first.data_skip + 7
     assert again.initial_epoch == 3 and not again.changed
-    later = resume_progress(on(50, first.position.after(15, 10, 8)), RunSettings(8, 10, None, OTHER))  # the request was removed
+    # the request was removed
+    later = resume_progress(
+        on(50, first.position.after(15, 10, 8)), RunSettings(8, 10, None, OTHER)
+    )
     assert later.data_skip == first.data_skip + 15 and later.initial_epoch == 4
 
 
@@ -96,88 +142,141 @@ def test_a_third_data_set_begins_by_the_same_request():
 
 
 def test_the_same_data_set_from_its_beginning():
-    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OURS, DataRequest(True)))
-    assert progress.starts_data_set and (progress.data_skip, progress.initial_epoch) == (0, 3) and not progress.changed
+    progress = resume_progress(
+        on(35, DataPosition(3, 40, identity=OURS)),
+        RunSettings(8, 10, None, OURS, DataRequest(True)),
+    )
+    assert (
+        progress.starts_data_set
+        and (progress.data_skip, progress.initial_epoch) == (0, 3)
+        and not progress.changed
+    )
 
 
 def test_an_undeclared_change_continues_as_without_a_change():
-    progress = resume_progress(on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER))
+    progress = resume_progress(
+        on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER)
+    )
     assert progress.changed and not progress.starts_data_set and progress.data_skip == 35
     assert progress.position.identity == OTHER
 
 
 def test_a_new_data_set_each_round_begins_at_its_beginning():
-    """Incremental training: a pass of 10 steps, then one of 7, then one of 4, at the pass boundaries; nothing is left out."""
+    """Incremental training: a pass of 10 steps, then one of 7, then one of 4, at the pass
+    boundaries; nothing is left out."""
     position, step = DataPosition(0, 0, identity={"files": "0"}), 0
     for number, size in enumerate((10, 7, 4)):
         if step:
-            progress = resume_progress(state(step, 8, (10, 7, 4)[number - 1], position),
-                                       RunSettings(8, size, None, {"files": str(number)}))
+            progress = resume_progress(
+                state(step, 8, (10, 7, 4)[number - 1], position),
+                RunSettings(8, size, None, {"files": str(number)}),
+            )
             position = progress.position
             assert progress.position.samples == 0 and progress.initial_epoch == number
         position, step = position.after(size, size, 8), step + size
     assert (position.passes, position.samples) == (3, 0)
 
 
-@given(st.lists(st.tuples(st.sampled_from([2, 4, 8, 16]), st.integers(0, 30)), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.sampled_from([2, 4, 8, 16]), st.integers(0, 30)), min_size=1, max_size=6)
+)
 def test_no_sample_is_left_out_with_any_batch_sizes(attempts):
-    """Passes have 80 samples. Every attempt continues at or less than one step before the sample at which the previous one
-    stopped."""
+    """Passes have 80 samples. Every attempt continues at or less than one step before the sample at
+    which the previous one stopped."""
     position, consumed, step, batch = DataPosition(0, 0), 0, 0, 8
     for new, steps in attempts:
         if step * batch >= new:
-            progress = resume_progress(TrainingState(step, 80 // batch, step, batch, dataset_size=80 // batch, data=position),
-                                       RunSettings(new, 80 // new))
+            progress = resume_progress(
+                TrainingState(
+                    step, 80 // batch, step, batch, dataset_size=80 // batch, data=position
+                ),
+                RunSettings(new, 80 // new),
+            )
             seen = progress.position.passes * 80 + progress.position.samples
-            assert 0 <= consumed - seen == progress.repeated < new and progress.data_skip * new == seen
+            assert (
+                0 <= consumed - seen == progress.repeated < new and progress.data_skip * new == seen
+            )
             position, step, batch, consumed = progress.position, progress.initial_step, new, seen
-        position, step, consumed = position.after(steps, 80 // batch, batch), step + steps, consumed + steps * batch
+        position, step, consumed = (
+            position.after(steps, 80 // batch, batch),
+            step + steps,
+            consumed + steps * batch,
+        )
         assert position.passes * 80 + position.samples == consumed
 
 
-# ---- data requests ---------------------------------------------------------------------------------------------------
+# ---- data requests -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("ignore, skip, expected", [(None, None, ""), (False, 0, ""), (True, None, "ignore_data_skip: True"),
-                                                    (False, 3, "data_skip_steps: 3"), (True, 3, "ignore_data_skip: True")])
+
+@pytest.mark.parametrize(
+    "ignore, skip, expected",
+    [
+        (None, None, ""),
+        (False, 0, ""),
+        (True, None, "ignore_data_skip: True"),
+        (False, 3, "data_skip_steps: 3"),
+        (True, 3, "ignore_data_skip: True"),
+    ],
+)
 def test_valid_data_requests_are_parsed(ignore, skip, expected):
     assert str(parse_data_request(ignore, skip)) == expected
 
 
-@pytest.mark.parametrize("ignore, skip, match", [("yes", None, "ignore_data_skip is 'yes'"), (None, -1, "data_skip_steps is -1"),
-                                                 (None, 1.5, "data_skip_steps is 1.5"), (None, True, "data_skip_steps is True"),
-                                                 (None, "2", "data_skip_steps is '2'")])
+@pytest.mark.parametrize(
+    "ignore, skip, match",
+    [
+        ("yes", None, "ignore_data_skip is 'yes'"),
+        (None, -1, "data_skip_steps is -1"),
+        (None, 1.5, "data_skip_steps is 1.5"),
+        (None, True, "data_skip_steps is True"),
+        (None, "2", "data_skip_steps is '2'"),
+    ],
+)
 def test_contradictory_data_requests_are_errors(ignore, skip, match):
     with pytest.raises(ConfigError, match=match):
         parse_data_request(ignore, skip)
 
 
-@pytest.mark.parametrize("skip, said", [(9, ""), (10, "begins after 0 steps"), (23, "begins after 3 steps of a pass")])
+@pytest.mark.parametrize(
+    "skip, said", [(9, ""), (10, "begins after 0 steps"), (23, "begins after 3 steps of a pass")]
+)
 def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
     found = check_skip(RunSettings(8, 10, data_request=DataRequest(False, skip), epochs=3))
     assert said in found and bool(found) is bool(said)
-    assert check_skip(RunSettings(8, 10, data_request=DataRequest(True, skip), epochs=3)) == ""    # ignore_data_skip
+    # ignore_data_skip
+    assert check_skip(RunSettings(8, 10, data_request=DataRequest(True, skip), epochs=3)) == ""
 
 
 def test_a_skip_beyond_the_data_is_an_error():
-    with pytest.raises(ProgressError, match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30"):
+    with pytest.raises(
+        ProgressError,
+        match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30",
+    ):
         check_skip(RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
     with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
         check_skip(RunSettings(8, 10, 4, data_request=DataRequest(False, 28), epochs=3))
-    assert "after 0 steps" in check_skip(RunSettings(8, 10, data_request=DataRequest(False, 100_000)))
+    assert "after 0 steps" in check_skip(
+        RunSettings(8, 10, data_request=DataRequest(False, 100_000))
+    )
     with pytest.raises(ProgressError, match="nothing of it would be left"):
-        resume_progress(state(20), RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
+        resume_progress(
+            state(20), RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3)
+        )
 
 
-# ---- trained steps, with and without sinks -----------------------------------------------------------------------------
+# ---- trained steps, with and without sinks -------------------------------------------------------
+
 
 def trained(skip, epoch, new):
-    """Steps of the data set, counted from its beginning, that MindSpore trains on: (the first, one behind the last). mindformers
-    trainer/utils.py, check_runner_config; mindspore train/model.py, _train_process and _train_dataset_sink_process."""
-    assert skip < new.dataset_size * new.epochs                     # or MindSpore refuses
+    """Steps of the data set, counted from its beginning, that MindSpore trains on: (the first, one
+    behind the last). mindformers trainer/utils.py, check_runner_config; mindspore train/model.py,
+    _train_process and _train_dataset_sink_process."""
+    assert skip < new.dataset_size * new.epochs  # or MindSpore refuses
     if not new.sink_size:
         passes = new.epochs - epoch
         stop = (skip // new.dataset_size + passes) * new.dataset_size
-        assert skip // new.dataset_size + passes <= new.epochs      # or the data ends before the training
+        # or the data ends before the training
+        assert skip // new.dataset_size + passes <= new.epochs
         return skip, stop
     sinks = int(new.dataset_size / new.sink_size * new.epochs)
     assert skip % new.sink_size == 0 and epoch < sinks
@@ -192,13 +291,21 @@ def resumed(saved, new):
 
 
 @pytest.mark.parametrize("sink", [None, 1, 2, 4, 5, -1])
-@pytest.mark.parametrize("stood, size, epochs, steps", [
-    (DataPosition(2, 0, identity=OURS), 5, 6, 20),                  # a smaller data set: sink mode trained 10 of its 20 steps
-    (DataPosition(3, 0, identity=OURS), 200, 5, 400),               # a larger one: 700 instead of 400
-    (DataPosition(4, 0, identity=OURS), 5, 5, 5),                   # none at all, and status 0
-    (DataPosition(3, 40, identity=OURS), 15, 6, 45),                # the interrupted epoch is trained completely
-    (DataPosition(3, 72, identity=OURS), 8, 6, 24),                 # by a smaller one, too
-    (DataPosition(0, 40, identity=OURS), 20, 1, 20), (DataPosition(5, 8, 2, identity=OURS), 30, 9, 60)])
+@pytest.mark.parametrize(
+    "stood, size, epochs, steps",
+    [
+        # a smaller data set: sink mode trained 10 of its 20 steps
+        (DataPosition(2, 0, identity=OURS), 5, 6, 20),
+        # a larger one: 700 instead of 400
+        (DataPosition(3, 0, identity=OURS), 200, 5, 400),
+        (DataPosition(4, 0, identity=OURS), 5, 5, 5),  # none at all, and status 0
+        # the interrupted epoch is trained completely
+        (DataPosition(3, 40, identity=OURS), 15, 6, 45),
+        (DataPosition(3, 72, identity=OURS), 8, 6, 24),  # by a smaller one, too
+        (DataPosition(0, 40, identity=OURS), 20, 1, 20),
+        (DataPosition(5, 8, 2, identity=OURS), 30, 9, 60),
+    ],
+)
 def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, steps, sink):
     """In sink mode it is trained for as many sinks as fit."""
     sink = size if sink == -1 else sink
@@ -209,7 +316,10 @@ def test_a_new_data_set_is_trained_as_often_in_both_modes(stood, size, epochs, s
 
 @pytest.mark.parametrize("sink, steps", [(None, 43), (1, 43), (2, 42), (4, None)])
 def test_and_behind_steps_of_it(sink, steps):
-    saved, new = on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 15, sink, OTHER, DataRequest(False, 2), 6)
+    saved, new = (
+        on(30, DataPosition(3, 0, identity=OURS)),
+        RunSettings(8, 15, sink, OTHER, DataRequest(False, 2), 6),
+    )
     if steps is None:
         with pytest.raises(ProgressError, match="after 2 steps"):
             resume_progress(saved, new)
@@ -232,52 +342,110 @@ def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
     for skip in (4, 14):
         new = RunSettings(8, 10, sink, data_request=DataRequest(False, skip), epochs=3)
         position, skipped, epoch = fresh_position(new)
-        assert trained(skipped, epoch, new) == (4, stop) and (position.passes, position.samples) == (0, 32)
+        assert trained(skipped, epoch, new) == (4, stop) and (
+            position.passes,
+            position.samples,
+        ) == (0, 32)
 
 
-@pytest.mark.parametrize("before, after", [((10, 10), (15, 15)), ((15, 4), (20, 2)), ((15, 5), (10, 4)), ((15, 2), (9, 4)),
-                                           ((7, -1), (10, -1)), ((15, 1), (10, 4)), ((10, 4), (10, 4))])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((10, 10), (15, 15)),
+        ((15, 4), (20, 2)),
+        ((15, 5), (10, 4)),
+        ((15, 2), (9, 4)),
+        ((7, -1), (10, -1)),
+        ((15, 1), (10, 4)),
+        ((10, 4), (10, 4)),
+    ],
+)
 def test_a_new_data_set_each_round(before, after):
-    """In sink mode without a warning: a remainder below one sink at the end of a round neither skips samples of the next data set
-    nor refuses it."""
+    """In sink mode without a warning: a remainder below one sink at the end of a round neither
+    skips samples of the next data set nor refuses it."""
     (old, sink), (size, next_sink) = before, after
     sink, next_sink = (old if sink == -1 else sink), (size if next_sink == -1 else next_sink)
     step = old // sink * sink
-    saved = TrainingState(step, sink, step, 8, sink_size=sink, dataset_size=old,
-                          data=DataPosition(0, 0, identity=OURS).after(step, old, 8))
+    saved = TrainingState(
+        step,
+        sink,
+        step,
+        8,
+        sink_size=sink,
+        dataset_size=old,
+        data=DataPosition(0, 0, identity=OURS).after(step, old, 8),
+    )
     new = RunSettings(8, size, next_sink, OTHER, epochs=2)
     progress = resume_progress(saved, new)
-    assert (progress.position.samples, progress.position.first_epoch + progress.position.passes) == (0, 1)
+    assert (
+        progress.position.samples,
+        progress.position.first_epoch + progress.position.passes,
+    ) == (0, 1)
     first, stop = trained(progress.data_skip, progress.initial_epoch, new)
-    assert first % size == 0 and stop - first in (size // next_sink * next_sink, 2 * size // next_sink * next_sink - size)
+    assert first % size == 0 and stop - first in (
+        size // next_sink * next_sink,
+        2 * size // next_sink * next_sink - size,
+    )
 
 
 def test_between_two_passes_of_the_same_data_another_sink_begins_at_a_pass_that_it_can():
-    progress = resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, 4, OURS, epochs=6))
-    assert (progress.data_skip, progress.position.passes, progress.position.first_epoch, progress.moved_passes) == (20, 2, 1, -1)
-    assert trained(progress.data_skip, progress.initial_epoch, RunSettings(8, 10, 4, OURS, epochs=6)) == (20, 48)
+    progress = resume_progress(
+        on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, 4, OURS, epochs=6)
+    )
+    assert (
+        progress.data_skip,
+        progress.position.passes,
+        progress.position.first_epoch,
+        progress.moved_passes,
+    ) == (20, 2, 1, -1)
+    assert trained(
+        progress.data_skip, progress.initial_epoch, RunSettings(8, 10, 4, OURS, epochs=6)
+    ) == (20, 48)
     for sink in (None, 1, 2, 5, 10):
-        progress = resume_progress(on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, sink, OURS, epochs=6))
+        progress = resume_progress(
+            on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, sink, OURS, epochs=6)
+        )
         assert progress.moved_passes == 0
 
 
-@given(size=st.integers(1, 40), sink=st.integers(1, 12), epochs=st.integers(1, 9), cut=st.integers(1, 400))
+@given(
+    size=st.integers(1, 40),
+    sink=st.integers(1, 12),
+    epochs=st.integers(1, 9),
+    cut=st.integers(1, 400),
+)
 def test_interrupted_at_any_sink_the_same_data_is_trained_to_its_end(size, sink, epochs, cut):
     """The same steps as without an interruption, whatever sink divides what."""
     new = RunSettings(8, size, sink, OURS, epochs=epochs)
     cut = min(cut, int(size / sink * epochs) - 1)
     assume(cut > 0)
     position = DataPosition(0, 0, identity=OURS).after(cut * sink, size, 8)
-    progress = resume_progress(TrainingState(cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position),
-                               new)
-    assert (progress.initial_step, progress.initial_epoch, progress.data_skip, progress.moved_passes) == (cut * sink, cut,
-        cut * sink, 0)
+    progress = resume_progress(
+        TrainingState(
+            cut * sink, sink, cut * sink, 8, sink_size=sink, dataset_size=size, data=position
+        ),
+        new,
+    )
+    assert (
+        progress.initial_step,
+        progress.initial_epoch,
+        progress.data_skip,
+        progress.moved_passes,
+    ) == (cut * sink, cut, cut * sink, 0)
 
 
-@given(old=st.integers(1, 30), size=st.integers(8, 40), sink=st.sampled_from([1, 2, 4, 8]), batch=st.sampled_from([4, 8, 16]),
-       more=st.integers(1, 8), step=st.integers(8, 200), attempts=st.lists(st.integers(1, 5), max_size=4))
+@given(
+    old=st.integers(1, 30),
+    size=st.integers(8, 40),
+    sink=st.sampled_from([1, 2, 4, 8]),
+    batch=st.sampled_from([4, 8, 16]),
+    more=st.integers(1, 8),
+    step=st.integers(8, 200),
+    attempts=st.lists(st.integers(1, 5), max_size=4),
+)
 def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more, step, attempts):
-    """Also with another batch size: all attempts together train as many whole sinks as fit into the remaining epochs."""
+    """Also with another batch size: all attempts together train as many whole sinks as fit into the
+    remaining epochs."""
     position = DataPosition(0, 0, identity=OURS).after(step, old, 8)
     epochs = position.passes + more
     new = RunSettings(batch, size, sink, OTHER, DataRequest(True), epochs)
@@ -287,25 +455,42 @@ def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more
     for sinks in attempts:
         if sinks >= left:
             break
-        stands, at = progress.position.after(sinks * sink, size, batch), progress.initial_step + sinks * sink
-        progress = resume_progress(TrainingState(at, sink, at, batch, sink_size=sink, dataset_size=size, data=stands), new)
+        stands, at = (
+            progress.position.after(sinks * sink, size, batch),
+            progress.initial_step + sinks * sink,
+        )
+        progress = resume_progress(
+            TrainingState(at, sink, at, batch, sink_size=sink, dataset_size=size, data=stands), new
+        )
         left -= sinks
-        assert total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink
+        assert (
+            total - progress.initial_epoch == left and progress.data_skip == (wanted - left) * sink
+        )
         assert not progress.starts_data_set
 
 
-# ---- items that are not steps ----------------------------------------------------------------------------------------
+# ---- items that are not steps --------------------------------------------------------------------
+
 
 def test_items_of_a_data_set_are_counted_instead_of_steps():
-    """A step of 8 samples reads four items of 2: a pass of 10 items is 20 samples, two steps and a half."""
+    """A step of 8 samples reads four items of 2: a pass of 10 items is 20 samples, two steps and a
+    half."""
     saved = TrainingState(3, 2, 3, 8, consumed=24, data=DataPosition(1, 4))
     progress = resume_progress(saved, RunSettings(8, 10, item_samples=2))
-    assert (progress.initial_step, progress.position.passes, progress.position.samples, progress.data_skip) == (3, 1, 4, 12)
+    assert (
+        progress.initial_step,
+        progress.position.passes,
+        progress.position.samples,
+        progress.data_skip,
+    ) == (3, 1, 4, 12)
     assert (progress.consumed, progress.repeated) == (24, 0)
 
 
 def test_part_of_an_item_is_read_again():
-    progress = resume_progress(TrainingState(3, 2, 3, 8, consumed=29, data=DataPosition(1, 9)), RunSettings(8, 5, item_samples=4))
+    progress = resume_progress(
+        TrainingState(3, 2, 3, 8, consumed=29, data=DataPosition(1, 9)),
+        RunSettings(8, 5, item_samples=4),
+    )
     assert (progress.position.samples, progress.repeated) == (8, 1)
 
 
@@ -316,10 +501,13 @@ def test_a_requested_skip_counts_steps_though_the_data_set_has_items():
     assert (progress.position.samples, progress.data_skip % 10) == (16, 8)
     position, skip, _ = fresh_position(new)
     assert (position.samples, skip) == (16, 8)
-    assert check_skip(RunSettings(8, 10, data_request=DataRequest(False, 3), item_samples=2))         # 12 items: more than a pass
+    # 12 items: more than a pass
+    assert check_skip(RunSettings(8, 10, data_request=DataRequest(False, 3), item_samples=2))
 
 
 def test_items_of_a_whole_step_change_nothing():
     for saved in (state(15), state(20), state(35, 16, 5)):
         plain = resume_progress(saved, RunSettings(8, 10))
-        assert counters(resume_progress(saved, RunSettings(8, 10, item_samples=8))) == counters(plain)
+        assert counters(resume_progress(saved, RunSettings(8, 10, item_samples=8))) == counters(
+            plain
+        )

@@ -1,4 +1,6 @@
-"""The scrub: every flipped bit is found and no other, repairs are byte for byte, and nothing that happens meanwhile is damage."""
+"""The scrub: every flipped bit is found and no other, repairs are byte for byte, and nothing that
+happens meanwhile is damage."""
+
 import errno
 import os
 import shutil
@@ -9,7 +11,18 @@ from pathlib import Path
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, dir_at, flip_bit, folder_contents, path_of, save, state_of, target_of, tensors_of
+from rank_folders import (
+    RUN,
+    STORAGE,
+    dir_at,
+    flip_bit,
+    folder_contents,
+    path_of,
+    save,
+    state_of,
+    target_of,
+    tensors_of,
+)
 
 from mindresume.coordination import lease as leases
 from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
@@ -22,7 +35,16 @@ from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
 from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
 from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.scrub import DAMAGED, INTACT, REMOVED, REPAIRED, SKIPPED, UNREADABLE, Scrubber, ScrubOptions
+from mindresume.resume.scrub import (
+    DAMAGED,
+    INTACT,
+    REMOVED,
+    REPAIRED,
+    SKIPPED,
+    UNREADABLE,
+    Scrubber,
+    ScrubOptions,
+)
 from mindresume.resume.selection import preview_selection
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
@@ -41,8 +63,16 @@ def rows_of(root, storage=STORAGE):
 
 def scrubbed(root, storage=STORAGE, progress=lambda count: None, rows=None, **options):
     """Returns {step: result}."""
-    scrubber = Scrubber(CheckpointDir(storage, str(root)), ScrubOptions(**options), wait=lambda seconds: None, progress=progress)
-    return {found.candidate.step: found for found in scrubber.scrub(rows_of(root, storage) if rows is None else rows)}
+    scrubber = Scrubber(
+        CheckpointDir(storage, str(root)),
+        ScrubOptions(**options),
+        wait=lambda seconds: None,
+        progress=progress,
+    )
+    return {
+        found.candidate.step: found
+        for found in scrubber.scrub(rows_of(root, storage) if rows is None else rows)
+    }
 
 
 def states(root, **options):
@@ -68,15 +98,20 @@ def flip_in(path, name):
 
 
 def without_results(root):
-    return {path: content for path, content in folder_contents(root).items() if path.name != SCRUB_RESULT}
+    return {
+        path: content
+        for path, content in folder_contents(root).items()
+        if path.name != SCRUB_RESULT
+    }
 
 
-# ---- finding ---------------------------------------------------------------------------------------------------------
+# ---- finding -------------------------------------------------------------------------------------
+
 
 def test_an_error_on_the_way_is_no_rot(tmp_path):
     """A bit that flips in memory or in a cable is right in the second reading."""
     save(tmp_path, 5)
-    path, flips = path_of(tmp_path, 5, 1), [1, 1]        # its header is read, then all of it
+    path, flips = path_of(tmp_path, 5, 1), [1, 1]  # its header is read, then all of it
 
     class Flaky(PosixStorage):
         def open(self, name):
@@ -86,32 +121,49 @@ def test_an_error_on_the_way_is_no_rot(tmp_path):
                 content = bytearray(file.read())
                 content[-3] ^= 1
                 import io
+
                 return io.BytesIO(bytes(content))
             return file
+
     (found,) = scrubbed(tmp_path, Flaky()).values()
-    assert not flips and (found.state, found.damaged) == (INTACT, ()) and str(path.name) in found.notes[0]
+    assert (
+        not flips
+        and (found.state, found.damaged) == (INTACT, ())
+        and str(path.name) in found.notes[0]
+    )
 
 
 def test_records_that_a_removal_moves_for_a_moment_are_not_damaged(tmp_path):
-    """A removal renames the folder of records, sees the read lock of the scrub, and renames it back."""
+    """A removal renames the folder of records, sees the read lock of the scrub, and renames it
+    back."""
     save(tmp_path, 5)
-    moved = [4 * 2]                                      # two readings of four ranks
+    moved = [4 * 2]  # two readings of four ranks
 
     class Moved(PosixStorage):
         def open(self, name):
-            if os.path.basename(name).startswith("rank_0000") and any(row.purpose == SCRUBBING for row in
-                                                                      lease_holders(dir_at(tmp_path))) and moved[0]:
+            if (
+                os.path.basename(name).startswith("rank_0000")
+                and any(row.purpose == SCRUBBING for row in lease_holders(dir_at(tmp_path)))
+                and moved[0]
+            ):
                 moved[0] -= 1
                 raise FileNotFoundError(2, "No such file or directory", name)
             return super().open(name)
+
     (found,) = scrubbed(tmp_path, Moved(), repairs=True).values()
-    assert moved == [0] and (found.state, found.damaged) == (SKIPPED, ()) and not result_path(tmp_path, 5).exists()
+    assert (
+        moved == [0]
+        and (found.state, found.damaged) == (SKIPPED, ())
+        and not result_path(tmp_path, 5).exists()
+    )
     assert states(tmp_path) == {5: INTACT} and chosen(tmp_path, QUICK) == 5
 
 
 def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
     iteration_folders.save(tmp_path, 5)
-    damaged, intact = (str(iteration_folders.weights_of(tmp_path, 5, 1, kind)) for kind in ("model", "opt"))
+    damaged, intact = (
+        str(iteration_folders.weights_of(tmp_path, 5, 1, kind)) for kind in ("model", "opt")
+    )
     flip_bit(Path(damaged))
     opened = []
 
@@ -121,8 +173,11 @@ def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
             if name == intact and opened.count(damaged) == 4 and opened.count(intact) == 3:
                 raise OSError(5, "Input/output error", name)
             return super().open(name)
+
     (found,) = scrubbed(tmp_path, Failing()).values()
-    assert opened.count(intact) > 3 and [row.file for row in found.damaged] == [os.path.relpath(damaged, tmp_path)]
+    assert opened.count(intact) > 3 and [row.file for row in found.damaged] == [
+        os.path.relpath(damaged, tmp_path)
+    ]
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -137,30 +192,39 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
             if name == unreadable:
                 raise OSError(error, os.strerror(error), name)
             return super().open(name)
+
     found = scrubbed(tmp_path, Failing())
-    assert (found[5].state, found[10].state) == (INTACT, UNREADABLE) and found[10].damaged[0].is_unreadable
+    assert (found[5].state, found[10].state) == (INTACT, UNREADABLE) and found[10].damaged[
+        0
+    ].is_unreadable
     assert chosen(tmp_path) == 10 and rows_of(tmp_path)[0].state == COMPLETE
     assert states(tmp_path) == {5: INTACT, 10: INTACT}
     flip_bit(path_of(tmp_path, 10, 3))
     assert states(tmp_path)[10] == DAMAGED
-    assert scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, QUICK) == 5      # what was proved stays
+    # what was proved stays
+    assert scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, QUICK) == 5
 
 
-# ---- what follows ----------------------------------------------------------------------------------------------------
+# ---- what follows --------------------------------------------------------------------------------
+
 
 def test_damage_is_refused_without_a_new_reading(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     flip_bit(path_of(tmp_path, 10, 3))
-    assert chosen(tmp_path, QUICK) == 10                        # a quick check does not find it
+    assert chosen(tmp_path, QUICK) == 10  # a quick check does not find it
     assert states(tmp_path) == {5: INTACT, 10: DAMAGED}
-    assert [(row.candidate.step, row.state) for row in rows_of(tmp_path)] == [(10, UNUSABLE), (5, COMPLETE)]
+    assert [(row.candidate.step, row.state) for row in rows_of(tmp_path)] == [
+        (10, UNUSABLE),
+        (5, COMPLETE),
+    ]
     assert chosen(tmp_path, QUICK) == chosen(tmp_path) == 5
 
     class Unread(PosixStorage):
         def open(self, name):
             assert not name.endswith("1_10.safetensors"), "a weight file of step 10 is read"
             return super().open(name)
+
     assert list_checkpoints(Unread(), str(tmp_path), unknown_strategy)[1][0].problem.rank == 3
 
 
@@ -172,24 +236,28 @@ def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
     def run(**options):
         scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(**options), clock=lambda: now[0])
         return [(found.candidate.step, found.state) for found in scrubber.scrub(rows_of(tmp_path))]
+
     (row,) = [row for row in rows_of(tmp_path) if row.candidate.step == 10]
     list(Scrubber(dir_at(tmp_path), clock=lambda: now[0]).scrub([row]))
     now[0] += 3600
     assert run(older_than=7200) == [(15, INTACT), (5, INTACT), (10, SKIPPED)]
     now[0] += 5400
     assert [step for step, state in run(older_than=7200) if state == INTACT] == [10]
-    now[0] -= 1e6                                               # the clock was set back
+    now[0] -= 1e6  # the clock was set back
     assert [step for step, state in run(older_than=7200) if state == INTACT] == [15, 10, 5]
 
 
-# ---- repair ----------------------------------------------------------------------------------------------------------
+# ---- repair --------------------------------------------------------------------------------------
+
 
 def test_a_large_tensor_in_several_pieces(tmp_path):
     array = np.arange(3 << 20, dtype=np.float32)
     for rank in range(2):
         tensors = {**tensors_of(0, 5), "big": array}
         name = FileName("net", rank, 0, state_of(5).epoch, state_of(5).step_in_epoch, "ckpt")
-        write_shard(target_of(tmp_path, rank, 2), rank_shard(name, state_of(5), tensors, metadata={}))
+        write_shard(
+            target_of(tmp_path, rank, 2), rank_shard(name, state_of(5), tensors, metadata={})
+        )
     Committer(target_of(tmp_path, 0, 2)).saved(5)
     path = path_of(tmp_path, 5, 1, fmt="ckpt")
     before = path.read_bytes()
@@ -224,7 +292,10 @@ def test_the_bucket_repairs_weights_without_replicas_and_records(tmp_path):
     bucket, before = Bucket(root, 5, tmp_path / "bucket"), folder_contents(root)
     flip_in(path_of(root, 5, 1), "layer.bias")
     flip_bit(root / FOLDER / attempt_name(5, RUN) / record_name(3))
-    assert states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED} and without_results(root) == before
+    assert (
+        states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED}
+        and without_results(root) == before
+    )
     flip_in(path_of(root, 5, 1), "layer.bias")
     flip_bit(path_of(bucket.copy, 5, 1))
     found = scrubbed(root, repairs=True, bucket=bucket.remote)[5]
@@ -240,7 +311,10 @@ def test_an_iteration_is_repaired_from_the_bucket(tmp_path):
     base = iteration_folders.folder_of(root, 5)
     bucket, before = Bucket(base, 5, tmp_path / "bucket"), folder_contents(root)
     flip_bit(iteration_folders.weights_of(root, 5, 1, "opt"))
-    assert states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED} and without_results(root) == before
+    assert (
+        states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED}
+        and without_results(root) == before
+    )
 
 
 class DiedError(BaseException):
@@ -262,15 +336,17 @@ class Dying(PosixStorage):
         try:
             self._change()
         except DiedError:
-            Path(path).write_bytes(b"".join(pieces)[:7])        # nothing removes it
+            Path(path).write_bytes(b"".join(pieces)[:7])  # nothing removes it
             raise
         return super().write(path, pieces, size)
 
 
 for name in ("rename", "sync", "remove", "make_folder"):
+
     def change(self, *arguments, _name=name):
         self._change()
         return getattr(PosixStorage, _name)(self, *arguments)
+
     setattr(Dying, name, change)
 
 
@@ -288,22 +364,30 @@ def test_a_death_at_any_operation_leaves_the_old_file_or_the_repaired_one(tmp_pa
         except DiedError:
             finished = False
         assert path.read_bytes() in (good, bad)
-        others = {name.relative_to(root): content for name, content in without_results(root).items()
-                  if "claim-" not in name.name and not name.name.endswith("-tmp") and name != path}
-        assert others == {name.relative_to(whole): content for name, content in folder_contents(whole).items()
-                          if name != path_of(whole, 5, 1)}
-        for holder in lease_holders(dir_at(root)):                # of this process, which is alive after all
+        others = {
+            name.relative_to(root): content
+            for name, content in without_results(root).items()
+            if "claim-" not in name.name and not name.name.endswith("-tmp") and name != path
+        }
+        assert others == {
+            name.relative_to(whole): content
+            for name, content in folder_contents(whole).items()
+            if name != path_of(whole, 5, 1)
+        }
+        # of this process, which is alive after all
+        for holder in lease_holders(dir_at(root)):
             leases.Lease(dir_at(root), replace(holder, pid=2**22 + 1)).publish()
         assert states(root, repairs=True)[5] in (REPAIRED, INTACT) and path.read_bytes() == good
         assert lease_holders(dir_at(root)) == []
-        clean_own_folder(replace(target_of(root, 1, 4), run="0009-0000aaaa"))       # the next job
+        clean_own_folder(replace(target_of(root, 1, 4), run="0009-0000aaaa"))  # the next job
         assert [name for name in (root / "rank_1").iterdir() if name.name.endswith("-tmp")] == []
         if finished:
             break
     assert finished and changes > 5
 
 
-# ---- meanwhile -------------------------------------------------------------------------------------------------------
+# ---- meanwhile -----------------------------------------------------------------------------------
+
 
 def test_retention_removes_nothing_that_is_being_read(tmp_path):
     for step in (5, 10):
@@ -315,12 +399,14 @@ def test_retention_removes_nothing_that_is_being_read(tmp_path):
             made = plan(dir_at(tmp_path), KeepLast(1), read_locks(dir_at(tmp_path)))
             seen.append([c.step for c in made.read_locked])
             carry_out(dir_at(tmp_path), made)
+
     (old,) = [row for row in rows_of(tmp_path) if row.candidate.step == 5]
     assert scrubbed(tmp_path, progress=remove, rows=[old])[5].state == INTACT and seen == [[5]]
     assert [row.candidate.step for row in rows_of(tmp_path)] == [10, 5]
     assert read_locks(dir_at(tmp_path)) == {}
     carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(1)))
-    assert [row.candidate.step for row in rows_of(tmp_path)] == [10]        # and no result is left over
+    # and no result is left over
+    assert [row.candidate.step for row in rows_of(tmp_path)] == [10]
     assert scrubbed(tmp_path, rows=[old])[5].state == REMOVED
 
 
@@ -332,7 +418,11 @@ def test_a_removal_by_hand_is_no_damage(tmp_path):
         for name in ("rank_0", "rank_1", "rank_2", "rank_3"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
         shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN), ignore_errors=True)
-    assert scrubbed(tmp_path, progress=remove, rows=rows)[5].state == REMOVED and rows_of(tmp_path) == ()
+
+    assert (
+        scrubbed(tmp_path, progress=remove, rows=rows)[5].state == REMOVED
+        and rows_of(tmp_path) == ()
+    )
 
 
 def test_what_is_removed_by_hand_is_not_brought_back_from_the_bucket(tmp_path):
@@ -340,8 +430,13 @@ def test_what_is_removed_by_hand_is_not_brought_back_from_the_bucket(tmp_path):
     iteration_folders.save(root, 5)
     base = iteration_folders.folder_of(root, 5)
     bucket, rows = Bucket(base, 5, tmp_path / "bucket"), rows_of(root)
-    found = scrubbed(root, progress=lambda count: shutil.rmtree(base, ignore_errors=True), rows=rows, repairs=True,
-                     bucket=bucket.remote)[5]
+    found = scrubbed(
+        root,
+        progress=lambda count: shutil.rmtree(base, ignore_errors=True),
+        rows=rows,
+        repairs=True,
+        bucket=bucket.remote,
+    )[5]
     assert found.state == REMOVED and not base.exists()
 
 
@@ -356,6 +451,7 @@ def test_a_signal_leaves_no_result_and_no_lock(tmp_path, count):
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         scrubbed(tmp_path, progress=read, repairs=True)
     assert folder_contents(tmp_path) == before
@@ -371,12 +467,14 @@ def test_a_full_disk_is_an_error_of_the_scrub_and_no_damage(tmp_path, monkeypatc
             if path.endswith("1_5.safetensors.mindresume-tmp") or "net_rank" in path:
                 raise OSError(28, "No space left on device", path)
             return super().write(path, pieces, size)
+
     found = scrubbed(tmp_path, Full(), repairs=True)[5]
     assert found.state == DAMAGED and any("No space left" in note for note in found.notes)
     assert path_of(tmp_path, 5, 1).read_bytes() == bad
 
 
-# ---- one at a time ---------------------------------------------------------------------------------------------------
+# ---- one at a time -------------------------------------------------------------------------------
+
 
 def other_lock(root, step, **fields):
     """Publishes the lock of another scrub; returns its path."""
@@ -391,7 +489,11 @@ def test_a_second_scrub_leaves_the_folder_to_the_first(tmp_path):
     save(tmp_path, 5)
     path = other_lock(tmp_path, 5, beat=1)
     found = scrubbed(tmp_path)[5]
-    assert found.state == SKIPPED and str(os.getpid()) in found.reason and not result_path(tmp_path, 5).exists()
+    assert (
+        found.state == SKIPPED
+        and str(os.getpid()) in found.reason
+        and not result_path(tmp_path, 5).exists()
+    )
     assert [holder.purpose for holder in lease_holders(dir_at(tmp_path))] == [SCRUBBING]
     path.unlink()
     assert states(tmp_path) == {5: INTACT}
@@ -414,6 +516,7 @@ def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
         if is_alive:
             holder = LeaseHolder.read(STORAGE, str(path))
             leases.Lease(dir_at(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
+
     found = list(Scrubber(dir_at(tmp_path), wait=wait).scrub(rows_of(tmp_path)))
     assert waits == [3 * 15.0] and [row.state for row in found] == [SKIPPED if is_alive else INTACT]
     assert path.exists() == is_alive
@@ -422,7 +525,10 @@ def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
 def test_of_two_that_begin_together_one_goes_on(tmp_path):
     save(tmp_path, 5)
     candidate = rows_of(tmp_path)[0].candidate
-    locks = [acquire_read_lock(dir_at(tmp_path), candidate.name, candidate.commit_dir, purpose=SCRUBBING) for _ in range(2)]
+    locks = [
+        acquire_read_lock(dir_at(tmp_path), candidate.name, candidate.commit_dir, purpose=SCRUBBING)
+        for _ in range(2)
+    ]
     first, second = sorted(locks, key=lambda lock: lock.run)
     assert Scrubber(dir_at(tmp_path), wait=pytest.fail).other_scrub(second).run == first.run
     assert Scrubber(dir_at(tmp_path), wait=pytest.fail).other_scrub(first) is None
@@ -431,15 +537,17 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
 
 
 def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
-    save(tmp_path, 5)                                           # at 1005 s
+    save(tmp_path, 5)  # at 1005 s
     for now, state in ((2000.0, SKIPPED), (9000.0, INTACT), (9100.0, SKIPPED)):
-        (found,) = Scrubber(dir_at(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now).scrub(
-            rows_of(tmp_path))
+        (found,) = Scrubber(
+            dir_at(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now
+        ).scrub(rows_of(tmp_path))
         assert found.state == state
 
 
 def test_a_file_that_is_replaced_while_others_are_read_is_not_refused(tmp_path):
-    """A scrub of a large checkpoint takes hours; the backup that a person brings back meanwhile is not what it found damaged."""
+    """A scrub of a large checkpoint takes hours; the backup that a person brings back meanwhile is
+    not what it found damaged."""
     save(tmp_path, 5)
     first, last = path_of(tmp_path, 5, 0), path_of(tmp_path, 5, 3)
     shutil.copy2(first, tmp_path / "backup")
@@ -450,9 +558,14 @@ def test_a_file_that_is_replaced_while_others_are_read_is_not_refused(tmp_path):
     class Replacing(PosixStorage):
         def open(self, name):
             opened.append(name)
-            if name == str(last) and str(first) in opened[opened.index(name):] and (tmp_path / "backup").exists():
+            if (
+                name == str(last)
+                and str(first) in opened[opened.index(name) :]
+                and (tmp_path / "backup").exists()
+            ):
                 os.replace(tmp_path / "backup", first)
             return super().open(name)
+
     rows = scrubbed(tmp_path, Replacing())[5].damaged
     assert not (tmp_path / "backup").exists() and {row.rank for row in rows} == {0, 3}
     refusal = known_damage(dir_at(tmp_path), rows_of(tmp_path)[0].candidate)
@@ -468,7 +581,9 @@ def test_a_replaced_file_is_read_soon(tmp_path):
     assert states(tmp_path) == {5: DAMAGED} and states(tmp_path, **options) == {5: DAMAGED}
     path.with_name("new").write_bytes(good)
     os.replace(path.with_name("new"), path)
-    assert states(tmp_path, **options) == {5: INTACT} and states(tmp_path, **options) == {5: SKIPPED}
+    assert states(tmp_path, **options) == {5: INTACT} and states(tmp_path, **options) == {
+        5: SKIPPED
+    }
 
 
 @pytest.mark.parametrize("linked", ["the folder of records", "the iteration folder"])
@@ -486,15 +601,23 @@ def test_nothing_is_written_through_a_link(tmp_path, linked):
     folder.symlink_to(archive)
     before = folder_contents(archive)
     found = scrubbed(root, repairs=True)[5]
-    assert found.state == SKIPPED and "symbolic link" in found.reason and folder_contents(archive) == before
+    assert (
+        found.state == SKIPPED
+        and "symbolic link" in found.reason
+        and folder_contents(archive) == before
+    )
 
 
 @pytest.mark.parametrize("fmt", ["rank folders", "iteration"])
 def test_what_a_killed_repair_left_is_removed_by_the_next_scrub_or_job(tmp_path, fmt):
-    """A repair leaves a file as large as a shard. In an iteration folder nothing ever removed it."""
+    """A repair leaves a file as large as a shard. In an iteration folder nothing ever removed
+    it."""
     if fmt == "iteration":
         iteration_folders.save(tmp_path, 5)
-        path, target = iteration_folders.weights_of(tmp_path, 5), iteration_folders.target_of(tmp_path, run="0002-0000bbbb")
+        path, target = (
+            iteration_folders.weights_of(tmp_path, 5),
+            iteration_folders.target_of(tmp_path, run="0002-0000bbbb"),
+        )
     else:
         save(tmp_path, 5, replicas=1)
         path, target = path_of(tmp_path, 5, 0), target_of(tmp_path, 0, 4, "0002-0000bbbb")
@@ -505,7 +628,9 @@ def test_what_a_killed_repair_left_is_removed_by_the_next_scrub_or_job(tmp_path,
     left.write_bytes(b"half of a shard")
     assert clean_own_folder(target) == [left.name] and not left.exists()
     left.write_bytes(b"of a reader that goes on")
-    leases.Lease(dir_at(tmp_path), replace(leases.holder_of_this_process("loading"), run="0000-0000cccc")).publish()
+    leases.Lease(
+        dir_at(tmp_path), replace(leases.holder_of_this_process("loading"), run="0000-0000cccc")
+    ).publish()
     assert states(tmp_path) == {5: INTACT} and left.exists()
 
 
@@ -523,6 +648,9 @@ def test_a_repair_by_root_leaves_the_files_to_their_owner(tmp_path):
         assert states(tmp_path, repairs=True) == {5: REPAIRED}
     finally:
         os.umask(before)
-    found = [os.stat(path) for path in (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5))]
+    found = [
+        os.stat(path)
+        for path in (path_of(tmp_path, 5, 1), path_of(tmp_path, 5, 2), result_path(tmp_path, 5))
+    ]
     assert [(status.st_uid, status.st_gid) for status in found] == [(1234, 2345)] * 3
     assert [stat.S_IMODE(status.st_mode) for status in found] == [0o640, 0o644, 0o644]

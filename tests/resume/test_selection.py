@@ -1,4 +1,6 @@
-"""The one function by which job and command line select a checkpoint, and its preview by a single process."""
+"""The one function by which job and command line select a checkpoint, and its preview by a single
+process."""
+
 import os
 
 import pytest
@@ -16,11 +18,15 @@ from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
 from mindresume.resume.selection import preview_selection, select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 
-WHOLE = Candidate(7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1)
+WHOLE = Candidate(
+    7, MERGED, "safetensors", {0: (FileRecord("part0.safetensors", "safetensors"),)}, 1
+)
 
 
 def preview(path, *policy, sources=None, **options):
-    return preview_selection(STORAGE, str(path), SelectionPolicy(*policy, ranks_to_verify=every_rank, **options), sources)
+    return preview_selection(
+        STORAGE, str(path), SelectionPolicy(*policy, ranks_to_verify=every_rank, **options), sources
+    )
 
 
 class Consolidated:
@@ -42,7 +48,8 @@ def weights(tmp_path):
     return folder
 
 
-# ---- consolidated weights --------------------------------------------------------------------------------------------
+# ---- consolidated weights ------------------------------------------------------------------------
+
 
 def test_consolidated_weights_are_selected_by_their_own_function(weights):
     sources = CheckpointSources(consolidated=Consolidated())
@@ -53,8 +60,16 @@ def test_consolidated_weights_are_selected_by_their_own_function(weights):
 
 
 def test_a_single_file_counts_as_consolidated_weights_only_where_any_layout_is_loaded(weights):
-    sources, path = CheckpointSources(consolidated=Consolidated()), str(weights / "part0.safetensors")
-    assert select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(any_layout=True), sources).chosen is WHOLE
+    sources, path = (
+        CheckpointSources(consolidated=Consolidated()),
+        str(weights / "part0.safetensors"),
+    )
+    assert (
+        select_checkpoint(
+            STORAGE, path, SingleProcess(), SelectionPolicy(any_layout=True), sources
+        ).chosen
+        is WHOLE
+    )
     with pytest.raises(MissingCheckpointError):
         select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(1), sources)
 
@@ -64,28 +79,44 @@ def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_previ
     with pytest.raises(CollectiveError):
         select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
     found = preview(weights, sources=sources)
-    assert found.error == "part0.safetensors is damaged" and found.choice.chosen is None and not found.choice.is_fresh_start
+    assert (
+        found.error == "part0.safetensors is damaged"
+        and found.choice.chosen is None
+        and not found.choice.is_fresh_start
+    )
 
 
 def test_job_and_preview_do_not_apply_a_requested_name_to_consolidated_weights(weights):
     """The command line refused what the job takes."""
-    sources, policy = CheckpointSources(consolidated=Consolidated()), SelectionPolicy(requested="x.safetensors")
-    assert select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources).chosen is WHOLE
+    sources, policy = (
+        CheckpointSources(consolidated=Consolidated()),
+        SelectionPolicy(requested="x.safetensors"),
+    )
+    assert (
+        select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources).chosen is WHOLE
+    )
     assert preview(weights, requested="x.safetensors", sources=sources).choice.chosen is WHOLE
 
 
-# ---- folders of checkpoints ------------------------------------------------------------------------------------------
+# ---- folders of checkpoints ----------------------------------------------------------------------
+
 
 def test_job_and_preview_select_the_same(tmp_path):
     for step in (5, 10):
         save(tmp_path / "checkpoint", step, world=2)
     flip_bit(path_of(tmp_path / "checkpoint", 10, 1))
-    job = Ranks(2).run(lambda group: select_checkpoint(STORAGE, str(tmp_path / "checkpoint"), group, SelectionPolicy(2)))
+    job = Ranks(2).run(
+        lambda group: select_checkpoint(
+            STORAGE, str(tmp_path / "checkpoint"), group, SelectionPolicy(2)
+        )
+    )
     found = preview(tmp_path)
     assert {choice.chosen.step for choice in (*job, found.choice)} == {5}
-    assert all(choice.refused == found.choice.refused for choice in job) and [r.step for r in found.choice.refused] == [10]
+    assert all(choice.refused == found.choice.refused for choice in job) and [
+        r.step for r in found.choice.refused
+    ] == [10]
     assert not found.choice.consolidated and found.choice.root == str(tmp_path / "checkpoint")
-    (note,) = found.choice.notes                        # says where the checkpoints lie
+    (note,) = found.choice.notes  # says where the checkpoints lie
     assert str(tmp_path / "checkpoint") in note
     assert preview(tmp_path, verify=QUICK).choice.chosen.step == 10
 
@@ -94,8 +125,12 @@ def test_a_preview_reports_why_none_can_be_used(tmp_path):
     save(tmp_path, 5, world=2)
     flip_bit(path_of(tmp_path, 5, 1))
     found = preview(tmp_path)
-    assert found.choice.chosen is None and not found.choice.is_fresh_start and found.node_local is None
-    assert str(tmp_path) in found.error and [refusal.rank for refusal in found.choice.refused] == [1]
+    assert (
+        found.choice.chosen is None and not found.choice.is_fresh_start and found.node_local is None
+    )
+    assert str(tmp_path) in found.error and [refusal.rank for refusal in found.choice.refused] == [
+        1
+    ]
     found = preview(path_of(tmp_path, 5, 0))
     assert found.choice.chosen is None and found.choice.root == str(tmp_path)
 
@@ -107,7 +142,9 @@ def test_files_of_refusals_are_relative_to_the_root_that_a_preview_returns(tmp_p
     for path in (tmp_path, tmp_path / "checkpoint", path_of(tmp_path / "checkpoint", 5, 0)):
         found = preview(path)
         (refusal,) = found.choice.refused
-        assert (tmp_path / "checkpoint" / refusal.file).exists() and found.choice.root == str(tmp_path / "checkpoint")
+        assert (tmp_path / "checkpoint" / refusal.file).exists() and found.choice.root == str(
+            tmp_path / "checkpoint"
+        )
 
 
 def test_a_preview_of_no_folder_is_a_fresh_start(tmp_path):
@@ -115,14 +152,19 @@ def test_a_preview_of_no_folder_is_a_fresh_start(tmp_path):
     assert found.choice.is_fresh_start and found.error == ""
 
 
-# ---- node-local storage ----------------------------------------------------------------------------------------------
+# ---- node-local storage --------------------------------------------------------------------------
+
 
 def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_path):
     for step in (5, 10):
         save_part(tmp_path, step, (0, 1))
     flip_bit(path_of(tmp_path, 10, 1))
     found = preview(tmp_path)
-    assert found.choice.chosen is None and found.error and (found.node_local.step, found.node_local.local_ranks) == (5, (0, 1))
+    assert (
+        found.choice.chosen is None
+        and found.error
+        and (found.node_local.step, found.node_local.local_ranks) == (5, (0, 1))
+    )
     assert preview(tmp_path, verify=QUICK).node_local.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
 
@@ -132,25 +174,37 @@ def test_node_local_storage_selects_the_common_step(tmp_path):
     for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
         save_part(tmp_path / node, 5, ranks)
     save_part(tmp_path / "a", 10, (0, 1))
-    found = Ranks(4).run(lambda group: select_checkpoint(STORAGE, str(tmp_path / "aabb"[group.rank]), group, SelectionPolicy(4),
-                                                         sources))
+    found = Ranks(4).run(
+        lambda group: select_checkpoint(
+            STORAGE, str(tmp_path / "aabb"[group.rank]), group, SelectionPolicy(4), sources
+        )
+    )
     assert [choice.chosen.step for choice in found] == [5] * 4
 
 
-# ---- an object store -------------------------------------------------------------------------------------------------
+# ---- an object store -----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("split", [True, False])
 def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monkeypatch, split):
     asked = []
 
     def fetch_newer(self, *rest):
-        asked.append((self.job.policy.world_size, self.job.policy.max_failed_loads, self.job.is_split))
+        asked.append(
+            (self.job.policy.world_size, self.job.policy.max_failed_loads, self.job.is_split)
+        )
         raise NoUsableCheckpointError("nothing")
+
     monkeypatch.setattr(BucketSource, "fetch_newer", fetch_newer)
     shared = SharedGroups((0, 1) if split else (0, 0))
-    sources = CheckpointSources(remote=object(), shared=shared, saved_to={os.path.realpath(tmp_path)})
+    sources = CheckpointSources(
+        remote=object(), shared=shared, saved_to={os.path.realpath(tmp_path)}
+    )
 
     def work(group):
-        return select_checkpoint(STORAGE, str(tmp_path), group, SelectionPolicy(max_failed_loads=3), sources)
+        return select_checkpoint(
+            STORAGE, str(tmp_path), group, SelectionPolicy(max_failed_loads=3), sources
+        )
+
     assert all(isinstance(error, NoUsableCheckpointError) for error in Ranks(2).run(work))
     assert asked == [(2, 0, True) if split else (None, 3, False)] * 2

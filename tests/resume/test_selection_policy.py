@@ -1,4 +1,5 @@
 """Which checkpoints a selection accepts, and which ranks each process verifies."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,20 @@ def candidate(ranks, state=None):
     return Candidate(5, MINDFORMERS, "safetensors", dict.fromkeys(ranks, FILE), len(ranks), state)
 
 
-@pytest.mark.parametrize("rank, size, state, ranks", [
-    (0, 1, "recorded", [0, 1, 2, 3]), (0, 1, None, [0, 1, 2, 3]), (1, 2, "recorded", [1, 3]), (1, 2, None, [0, 1, 3]),
-    (5, 8, "recorded", []), (5, 8, None, [0])])
-def test_every_rank_is_verified_by_some_process_and_the_counters_of_mindformers_by_each(rank, size, state, ranks):
+@pytest.mark.parametrize(
+    "rank, size, state, ranks",
+    [
+        (0, 1, "recorded", [0, 1, 2, 3]),
+        (0, 1, None, [0, 1, 2, 3]),
+        (1, 2, "recorded", [1, 3]),
+        (1, 2, None, [0, 1, 3]),
+        (5, 8, "recorded", []),
+        (5, 8, None, [0]),
+    ],
+)
+def test_every_rank_is_verified_by_some_process_and_the_counters_of_mindformers_by_each(
+    rank, size, state, ranks
+):
     group = SimpleNamespace(rank=rank, size=size)
     assert list(every_rank(group, candidate(range(4), state))) == ranks
     assert list(own_rank(group, candidate(range(4), state))) == [rank]

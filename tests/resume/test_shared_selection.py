@@ -1,4 +1,5 @@
 """Which checkpoint is selected, and the reasons for refusing the others."""
+
 import os
 import shutil
 
@@ -49,7 +50,9 @@ def refusals(choice):
 def test_a_file_of_another_kind_is_a_config_error_on_all_ranks(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     errors = Ranks(2).run(lambda group: job_choices.choose(tmp_path / "notes.txt", 2, group=group))
-    assert [type(error) for error in errors] == [ConfigError, ConfigError] and "notes.txt" in str(errors[1])
+    assert [type(error) for error in errors] == [ConfigError, ConfigError] and "notes.txt" in str(
+        errors[1]
+    )
 
 
 def test_the_newest_complete_one(saved):
@@ -68,9 +71,11 @@ def test_a_flipped_bit_names_file_and_tensor(tmp_path, fmt):
     flip_bit(path, start_of(path, "embedding.weight") + 7)
     choice = choose(tmp_path)
     assert choice.chosen.step == 5
-    refusal, = choice.refused
+    (refusal,) = choice.refused
     assert (refusal.step, refusal.rank, refusal.file) == (10, 1, f"rank_1/net_rank_1-1_10.{fmt}")
-    assert "not what was written" in refusal.reason and "damaged: embedding.weight" in refusal.reason
+    assert (
+        "not what was written" in refusal.reason and "damaged: embedding.weight" in refusal.reason
+    )
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
@@ -105,7 +110,9 @@ def test_a_deleted_rank_folder_is_refused_without_replicas(tmp_path):
     with pytest.raises(NoUsableCheckpointError) as caught:
         choose(tmp_path)
     assert [refusal.step for refusal in caught.value.refused] == [10, 5]
-    assert "the file of rank 1 is missing, and 3 of its tensors are on no other rank" in str(caught.value)
+    assert "the file of rank 1 is missing, and 3 of its tensors are on no other rank" in str(
+        caught.value
+    )
     assert "resume_training: False" in str(caught.value)
 
 
@@ -114,7 +121,11 @@ def test_a_deleted_rank_folder_is_read_from_proven_replicas(saved):
     choice = choose(saved)
     assert choice.chosen.step == 15
     shard = choice.shards[1]
-    assert {source.file.path.split("/")[0] for source in shard.sources} <= {"rank_0", "rank_2", "rank_3"}
+    assert {source.file.path.split("/")[0] for source in shard.sources} <= {
+        "rank_0",
+        "rank_2",
+        "rank_3",
+    }
     assert {name for source in shard.sources for name in source.names} == set(tensors_of(1, 15))
     assert shard.details.random == {"python": "of rank 1"}
 
@@ -131,7 +142,10 @@ def test_a_deleted_record(saved):
     (records_of(saved, 15) / "rank_00002.json").unlink()
     choice = choose(saved)
     assert choice.chosen.step == 10
-    assert choice.refused[0].rank == 2 and "the record of rank 2 is missing" in choice.refused[0].reason
+    assert (
+        choice.refused[0].rank == 2
+        and "the record of rank 2 is missing" in choice.refused[0].reason
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", None])
@@ -159,7 +173,9 @@ def test_a_save_cut_short_is_refused_with_the_missing_ranks(saved):
         write_rank(saved, 20, rank, WORLD)
     choice = choose(saved)
     assert choice.chosen.step == 15
-    assert refusals(choice) == [(20, "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 1, 2")]
+    assert refusals(choice) == [
+        (20, "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 1, 2")
+    ]
 
 
 def test_a_file_whose_record_was_never_written(saved):
@@ -167,11 +183,16 @@ def test_a_file_whose_record_was_never_written(saved):
     shutil.rmtree(records_of(saved, 20))
     records_of(saved, 20).mkdir()
     choice = choose(saved)
-    assert choice.chosen.step == 15 and refusals(choice)[0] == (20, "the save never completed: no rank recorded what they wrote")
+    assert choice.chosen.step == 15 and refusals(choice)[0] == (
+        20,
+        "the save never completed: no rank recorded what they wrote",
+    )
 
 
 def test_another_world_size(saved):
-    with pytest.raises(NoUsableCheckpointError, match="saved by 4 ranks, this job has 2; .*auto_trans_ckpt: True"):
+    with pytest.raises(
+        NoUsableCheckpointError, match="saved by 4 ranks, this job has 2; .*auto_trans_ckpt: True"
+    ):
         choose(saved, world=2)
     assert choose(saved, world=None).chosen.step == 15
 
@@ -179,7 +200,8 @@ def test_another_world_size(saved):
 def test_a_leftover_of_a_larger_world_size(tmp_path):
     save(tmp_path, 20, world=8, run=RUN)
     save(tmp_path, 5, world=4, run=LATER_RUN, suffix=1)
-    assert choose(tmp_path).chosen.step == 5                       # the later run, though of an earlier step
+    # the later run, though of an earlier step
+    assert choose(tmp_path).chosen.step == 5
     write_foreign(tmp_path / "foreign", 20, world=8, meta=False, time=100)
     write_foreign(tmp_path / "foreign", 25, world=4, time=200)
     choice = choose(tmp_path / "foreign")
@@ -189,14 +211,16 @@ def test_a_leftover_of_a_larger_world_size(tmp_path):
 def test_two_runs_side_by_side_are_never_mixed(tmp_path):
     save(tmp_path, 5)
     for rank in (0, 1):
-        write_rank(tmp_path, 10, rank, WORLD)                       # the first run is killed
+        write_rank(tmp_path, 10, rank, WORLD)  # the first run is killed
     for rank in (2, 3):
-        write_rank(tmp_path, 10, rank, WORLD, run=LATER_RUN, suffix=1)   # and so does the second one, the other way round
+        # and so does the second one, the other way round
+        write_rank(tmp_path, 10, rank, WORLD, run=LATER_RUN, suffix=1)
     choice = choose(tmp_path)
     assert choice.chosen.step == 5
     assert [reason for _, reason in refusals(choice)] == [
         "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 0, 1",
-        "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 2, 3"]
+        "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank 2, 3",
+    ]
 
 
 def test_a_shard_of_another_run_under_the_right_name(saved):
@@ -213,7 +237,8 @@ def test_after_a_fall_back_the_new_run_is_newer(saved):
     assert (choice.chosen.step, choice.chosen.run, choice.refused) == (10, LATER_RUN, ())
 
 
-# ---- fresh start or error --------------------------------------------------------------------------------------------
+# ---- fresh start or error ------------------------------------------------------------------------
+
 
 def test_an_empty_folder_is_a_fresh_start(tmp_path):
     assert choose(tmp_path).is_fresh_start and choose(tmp_path / "missing").is_fresh_start
@@ -241,9 +266,12 @@ def test_never_a_silent_fresh_start_when_something_was_complete(tmp_path):
     assert [refusal.step for refusal in caught.value.refused] == [10, 5]
 
 
-# ---- named checkpoints -------------------------------------------------------------------------------------------------
+# ---- named checkpoints ---------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["net_rank_0-1_10.safetensors", "net_rank_3-1_10", "net_rank_0-1_10"])
+
+@pytest.mark.parametrize(
+    "name", ["net_rank_0-1_10.safetensors", "net_rank_3-1_10", "net_rank_0-1_10"]
+)
 def test_a_named_checkpoint(saved, name):
     assert choose(saved, named=name).chosen.step == 10
 
@@ -252,12 +280,16 @@ def test_a_named_checkpoint_that_is_missing_on_a_rank(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 10, replicas=4)
     path_of(tmp_path, 10, 2).unlink()
-    with pytest.raises(MissingCheckpointError, match="rank 2 is missing.*rank_2/net_rank_2-1_10.safetensors"):
+    with pytest.raises(
+        MissingCheckpointError, match="rank 2 is missing.*rank_2/net_rank_2-1_10.safetensors"
+    ):
         choose(tmp_path, named="net_rank_0-1_10.safetensors")
 
 
 def test_a_named_checkpoint_that_does_not_exist_lists_the_others(saved):
-    with pytest.raises(MissingCheckpointError, match="net_rank_0-1_10.safetensors, net_rank_0-1_5.safetensors"):
+    with pytest.raises(
+        MissingCheckpointError, match="net_rank_0-1_10.safetensors, net_rank_0-1_5.safetensors"
+    ):
         choose(saved, named="net_rank_0-9_9")
 
 
@@ -267,7 +299,8 @@ def test_a_named_checkpoint_that_is_damaged_is_an_error_not_a_fall_back(saved):
         choose(saved, named=str(name_of(0, 15)))
 
 
-# ---- files and rank folders ----------------------------------------------------------------------------------------------
+# ---- files and rank folders ----------------------------------------------------------------------
+
 
 def test_a_rank_folder_is_accepted_for_its_root(saved):
     assert choose(saved / "rank_0").chosen.step == 15
@@ -284,15 +317,19 @@ def test_a_file_outside_rank_folders(saved, tmp_path):
     assert choice.chosen.step == 10 and choice.shards[0].scalars["global_batch_size"] == 8
 
 
-# ---- folders of mindformers ----------------------------------------------------------------------------------------------
+# ---- folders of mindformers ----------------------------------------------------------------------
+
 
 def test_mindformers_folder_by_content_not_by_name(tmp_path):
     for step in (5, 10, 15):
         write_foreign(tmp_path, step)
     write_foreign(tmp_path, 20, suffix=1)
-    os.rename(path_of(tmp_path, 20, 0, suffix=1), tmp_path / "rank_0" / "net_rank_0_1-2_5.safetensors")
+    os.rename(
+        path_of(tmp_path, 20, 0, suffix=1), tmp_path / "rank_0" / "net_rank_0_1-2_5.safetensors"
+    )
     choice = choose(tmp_path)
-    assert choice.chosen.step == 15                     # rank 0 alone has -2_5 of the second attempt
+    # rank 0 alone has -2_5 of the second attempt
+    assert choice.chosen.step == 15
     assert "no file of rank" in choice.refused[0].reason
 
 
@@ -302,7 +339,9 @@ def test_mindformers_folder_without_meta_json_and_with_wrong_times(tmp_path):
     assert choose(tmp_path).chosen.step == 10
 
 
-@pytest.mark.parametrize("meta", ["", "{", '{"last_ckpt_file": "net_rank_0-7_7.safetensors"}', "[]"])
+@pytest.mark.parametrize(
+    "meta", ["", "{", '{"last_ckpt_file": "net_rank_0-7_7.safetensors"}', "[]"]
+)
 def test_a_bad_meta_json_is_only_a_note(tmp_path, meta):
     for step in (5, 10):
         write_foreign(tmp_path, step)
@@ -324,13 +363,14 @@ def test_a_truncated_mindformers_file(tmp_path, fmt):
 def test_ranks_of_mindformers_at_different_steps(tmp_path):
     for step in (5, 10):
         write_foreign(tmp_path, step)
-    shutil.copy(path_of(tmp_path, 5, 1), path_of(tmp_path, 10, 1))       # step 5 inside, the name of step 10
+    # step 5 inside, the name of step 10
+    shutil.copy(path_of(tmp_path, 5, 1), path_of(tmp_path, 10, 1))
     choice = choose(tmp_path)
     assert choice.chosen.step == 5 and "rank 1 holds step 5" in choice.refused[0].reason
 
 
 def test_files_copied_without_their_records_are_selected(saved):
-    shutil.rmtree(saved / RECORDS)                                        # cp -r rank_* elsewhere
+    shutil.rmtree(saved / RECORDS)  # cp -r rank_* elsewhere
     choice = choose(saved)
     assert choice.chosen.step == 15 and choice.shards[0].details is None
 
@@ -341,7 +381,8 @@ def test_weights_without_counters_cannot_be_resumed(tmp_path):
         choose(tmp_path, world=1)
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------------
+# ---- several ranks -------------------------------------------------------------------------------
+
 
 def test_one_rank_with_a_bad_file_makes_all_ranks_fall_back(saved):
     flip_bit(path_of(saved, 15, 2))
@@ -360,8 +401,11 @@ def test_an_error_of_rank_0_reaches_all(tmp_path):
 
 
 @pytest.mark.parametrize("trouble", [False, True])
-def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_ranks(tmp_path, trouble):
-    """Counts on rank 0, which verifies its own file. ``trouble``: the job was killed in a save of the newest."""
+def test_choosing_among_committed_checkpoints_costs_the_same_for_any_number_of_ranks(
+    tmp_path, trouble
+):
+    """Counts on rank 0, which verifies its own file. ``trouble``: the job was killed in a save of
+    the newest."""
     counts = []
     for world in (2, 16):
         root = tmp_path / str(world)

@@ -1,4 +1,6 @@
-"""Which iteration is selected, the reasons for refusing the others, and whether it is a fresh start or an error."""
+"""Which iteration is selected, the reasons for refusing the others, and whether it is a fresh start
+or an error."""
+
 import json
 import os
 import shutil
@@ -50,13 +52,16 @@ def saved(tmp_path):
     return tmp_path
 
 
-# ---- the tracker -----------------------------------------------------------------------------------------------------
+# ---- the tracker ---------------------------------------------------------------------------------
+
 
 def test_the_iteration_that_the_tracker_names_is_selected(saved):
     choice = choose(saved)
     assert taken(choice) == (15, RUN) and choice.chosen.iteration_dir == "iteration_00000015"
     assert (choice.refused, choice.notes, choice.is_fresh_start) == ((), (), False)
-    assert [proof.details.random for proof in choice.shards] == [{"python": f"of rank {rank}"} for rank in range(2)]
+    assert [proof.details.random for proof in choice.shards] == [
+        {"python": f"of rank {rank}"} for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("text", ["10", "10\n", "  10\r\n", "0000000010"])
@@ -64,11 +69,15 @@ def test_a_tracker_that_was_set_back_by_hand(saved, text):
     track(saved, text)
     choice = choose(saved)
     assert taken(choice) == (10, RUN) and choice.refused == ()
-    assert notes(choice) == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
+    assert (
+        notes(choice)
+        == f"newer than step 10, which {TRACKER} names, so only used as a last resort: step 15"
+    )
 
 
 def test_a_published_folder_whose_manifest_rotted_is_the_newest_still(saved):
-    """Else the tracker counts as set back, and a later save that all ranks have written as a last resort."""
+    """Else the tracker counts as set back, and a later save that all ranks have written as a last
+    resort."""
     flip_bit(records_of(folder_of(saved, 15), 15) / MANIFEST)
     write_all(saved, 20)
     choice = choose(saved)
@@ -79,31 +88,54 @@ def test_a_tracker_that_names_a_missing_step(saved):
     track(saved, 12)
     choice = choose(saved)
     assert taken(choice) == (10, RUN)
-    assert notes(choice) == (f"{TRACKER} names step 12, which does not exist | newer than step 12, which {TRACKER} names, so "
-                            f"only used as a last resort: step 15")
+    assert notes(choice) == (
+        f"{TRACKER} names step 12, which does not exist | newer than step 12, which {TRACKER} "
+        "names, so "
+        f"only used as a last resort: step 15"
+    )
 
 
 def test_a_tracker_that_names_a_later_step_than_any(saved):
     track(saved, 10**17)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and notes(choice) == f"{TRACKER} names step {10**17}, which does not exist"
+    assert (
+        taken(choice) == (15, RUN)
+        and notes(choice) == f"{TRACKER} names step {10**17}, which does not exist"
+    )
 
 
 def test_a_tracker_older_than_everything_is_not_a_fresh_start(saved):
     track(saved, 0)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and "only used as a last resort: step 15, 10, 5" in notes(choice)
+    assert taken(choice) == (15, RUN) and "only used as a last resort: step 15, 10, 5" in notes(
+        choice
+    )
 
 
-@pytest.mark.parametrize("content, reason", [
-    (b"", "it is empty"), (b" \n", "it is empty"), (b"\xff\xfe\x00", "it is not text"), (b"-15", "is negative"),
-    (b"9" * 40, "a number of 40 digits"), (b"1" * 5000, "a number of 1024 digits"), (b"10.0", "not a whole number"),
-    (b"release", "not a whole number"), ("١٠".encode(), "not a whole number"), (b"10 5", "not a whole number"),
-    (b"\0", "not a whole number")])
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b"\xff\xfe\x00", "it is not text"),
+        (b"-15", "is negative"),
+        (b"9" * 40, "a number of 40 digits"),
+        (b"1" * 5000, "a number of 1024 digits"),
+        (b"10.0", "not a whole number"),
+        (b"release", "not a whole number"),
+        ("١٠".encode(), "not a whole number"),
+        (b"10 5", "not a whole number"),
+        (b"\0", "not a whole number"),
+    ],
+)
 def test_an_invalid_tracker_is_reported_and_the_newest_is_selected(saved, content, reason):
     track(saved, content)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and reason in notes(choice) and "taking the newest complete one" in notes(choice)
+    assert (
+        taken(choice) == (15, RUN)
+        and reason in notes(choice)
+        and "taking the newest complete one" in notes(choice)
+    )
     assert len(notes(choice)) < 200
 
 
@@ -125,7 +157,10 @@ def test_a_dead_jobs_unfinished_tracker_update_counts(saved):
     intend(saved, 15)
     choice = choose(saved)
     assert taken(choice) == (15, RUN)
-    assert notes(choice) == f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
+    assert (
+        notes(choice)
+        == f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
+    )
 
 
 def test_an_intent_of_another_step_does_not_count(saved):
@@ -134,7 +169,8 @@ def test_an_intent_of_another_step_does_not_count(saved):
     assert taken(choose(saved)) == (5, RUN)
 
 
-# ---- not committed ---------------------------------------------------------------------------------------------------
+# ---- not committed -------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("manifest", [True, False])
 def test_a_save_that_all_ranks_have_finished_is_the_newest(saved, manifest):
@@ -146,7 +182,9 @@ def test_a_save_that_all_ranks_have_finished_is_the_newest(saved, manifest):
         write_all(saved, 15)
         track(saved, 10)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and choice.chosen.committed is manifest and choice.refused == ()
+    assert (
+        taken(choice) == (15, RUN) and choice.chosen.committed is manifest and choice.refused == ()
+    )
     assert choice.chosen.iteration_dir.startswith(RECORDS)
 
 
@@ -154,27 +192,37 @@ def test_a_tracker_that_was_set_back_precedes_a_save_that_all_ranks_have_finishe
     write_all(saved, 20)
     track(saved, 5)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "only used as a last resort: step 20, 15, 10" in notes(choice)
+    assert taken(choice) == (5, RUN) and "only used as a last resort: step 20, 15, 10" in notes(
+        choice
+    )
 
 
 def test_a_run_from_a_tracker_set_back_is_selected_if_killed_before_the_rename(saved):
-    """Steps 5, 10 and 15 of the previous run are published; the new run has committed 10 and recorded the intent of its
-    tracker."""
+    """Steps 5, 10 and 15 of the previous run are published; the new run has committed 10 and
+    recorded the intent of its tracker."""
     track(saved, 5)
     save(saved / "elsewhere", 10, run=LATER_RUN)
     os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, LATER_RUN))
     intend(saved, 10)
     choice = choose(saved)
-    assert taken(choice) == (10, LATER_RUN) and "names step 5: the job that saved step 10 died" in notes(choice)
+    assert taken(choice) == (
+        10,
+        LATER_RUN,
+    ) and "names step 5: the job that saved step 10 died" in notes(choice)
 
 
 def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(saved):
-    """Between its last record and the intent, a run from a tracker set back by hand cannot be distinguished from an earlier one
-    behind which the tracker was set: the tracker of the user counts, and a note names the other save."""
+    """Between its last record and the intent, a run from a tracker set back by hand cannot be
+    distinguished from an earlier one behind which the tracker was set: the tracker of the user
+    counts, and a note names the other save."""
     track(saved, 5)
     write_all(saved, 10, run=LATER_RUN)
     choice = choose(saved)
-    assert taken(choice) == (5, RUN) and "newer than step 5" in notes(choice) and "step 10" in notes(choice)
+    assert (
+        taken(choice) == (5, RUN)
+        and "newer than step 5" in notes(choice)
+        and "step 10" in notes(choice)
+    )
 
 
 def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_names(tmp_path):
@@ -188,14 +236,17 @@ def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_nam
 def test_a_save_without_one_rank_is_not_selected(saved):
     write_rank(saved, 20, 1)
     choice = choose(saved)
-    assert taken(choice) == (15, RUN) and choice.refused == ()      # it is newer than what the tracker names, so it comes last
+    # it is newer than what the tracker names, so it comes last
+    assert taken(choice) == (15, RUN) and choice.refused == ()
 
 
 def test_a_first_save_that_never_completed_is_a_fresh_start(tmp_path):
     write_rank(tmp_path, 10, 0)
     choice = choose(tmp_path)
     assert choice.chosen is None and choice.is_fresh_start
-    assert refused(choice) == [(10, "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 1")]
+    assert refused(choice) == [
+        (10, "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 1")
+    ]
 
 
 def test_a_first_save_with_a_damaged_record_is_not_a_fresh_start(tmp_path):
@@ -205,22 +256,42 @@ def test_a_first_save_with_a_damaged_record_is_not_a_fresh_start(tmp_path):
         choose(tmp_path)
 
 
-# ---- damaged ---------------------------------------------------------------------------------------------------------
+# ---- damaged -------------------------------------------------------------------------------------
+
 
 def cut(path):
     os.truncate(path, os.path.getsize(path) // 2)
 
 
 DAMAGE = {
-    "removed": (lambda root: os.remove(weights_of(root, 10, 1)), "the file of rank 1 is missing, and 1 of its tensors are on no"),
+    "removed": (
+        lambda root: os.remove(weights_of(root, 10, 1)),
+        "the file of rank 1 is missing, and 1 of its tensors are on no",
+    ),
     "cut": (lambda root: cut(weights_of(root, 10, 1, "opt")), "bytes, "),
-    "a bit": (lambda root: flip_bit(weights_of(root, 10, 1)), "is not what was written; damaged: embedding.weight"),
-    "empty": (lambda root: weights_of(root, 10).write_bytes(b""), "the file of rank 0 is empty (0 bytes)"),
-    "another step": (lambda root: shutil.copy(weights_of(root, 5), weights_of(root, 10)), "is not of run"),
-    "record": (lambda root: os.remove(records_of(folder_of(root, 10), 10) / "rank_00001.json"),
-               "the record of rank 1 is missing"),
-    "another record": (lambda root: shutil.copy(records_of(folder_of(root, 10), 10) / "rank_00000.json",
-                                                records_of(folder_of(root, 10), 10) / "rank_00001.json"), "is of run"),
+    "a bit": (
+        lambda root: flip_bit(weights_of(root, 10, 1)),
+        "is not what was written; damaged: embedding.weight",
+    ),
+    "empty": (
+        lambda root: weights_of(root, 10).write_bytes(b""),
+        "the file of rank 0 is empty (0 bytes)",
+    ),
+    "another step": (
+        lambda root: shutil.copy(weights_of(root, 5), weights_of(root, 10)),
+        "is not of run",
+    ),
+    "record": (
+        lambda root: os.remove(records_of(folder_of(root, 10), 10) / "rank_00001.json"),
+        "the record of rank 1 is missing",
+    ),
+    "another record": (
+        lambda root: shutil.copy(
+            records_of(folder_of(root, 10), 10) / "rank_00000.json",
+            records_of(folder_of(root, 10), 10) / "rank_00001.json",
+        ),
+        "is of run",
+    ),
 }
 
 
@@ -231,7 +302,7 @@ def test_the_next_older_iteration_is_selected_if_the_tracked_one_is_damaged(save
     damage(saved)
     choice = choose(saved)
     assert taken(choice) == (5, RUN) and "only used as a last resort: step 15" in notes(choice)
-    (step, said), = refused(choice)
+    ((step, said),) = refused(choice)
     assert step == 10 and reason in said
 
 
@@ -249,7 +320,10 @@ def test_when_all_are_damaged_it_is_an_error_that_names_each(saved):
     with pytest.raises(NoUsableCheckpointError) as error:
         choose(saved)
     assert [refusal.step for refusal in error.value.refused] == [15, 10, 5]
-    assert all(f"iteration_{step:08d}/net-model-0000000-0000002.safetensors" in str(error.value) for step in (5, 10, 15))
+    assert all(
+        f"iteration_{step:08d}/net-model-0000000-0000002.safetensors" in str(error.value)
+        for step in (5, 10, 15)
+    )
 
 
 @pytest.mark.parametrize("name", [COMMON, METADATA])
@@ -269,7 +343,9 @@ def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
     track(saved, 20)
     choice = choose(saved)
     assert taken(choice) == (10, RUN)
-    assert "iteration_00000020 holds step 15: the folder was renamed" in " ".join(reason for _, reason in refused(choice))
+    assert "iteration_00000020 holds step 15: the folder was renamed" in " ".join(
+        reason for _, reason in refused(choice)
+    )
 
 
 def test_all_ranks_select_the_same_and_damage_on_one_rank_counts_for_all(saved):
@@ -289,30 +365,59 @@ def test_health(tmp_path):
         save(tmp_path, step, health=health)
     assert taken(choose(tmp_path)) == (15, RUN)
     choice = choose(tmp_path, unhealthy=())
-    assert taken(choice) == (10, RUN) and "unhealthy when it was saved (the embedding's local norm" in refused(choice)[0][1]
+    assert (
+        taken(choice) == (10, RUN)
+        and "unhealthy when it was saved (the embedding's local norm" in refused(choice)[0][1]
+    )
     assert taken(choose(tmp_path, "15", unhealthy=())) == (15, RUN)
     assert taken(choose(folder_of(tmp_path, 15), unhealthy=())) == (15, RUN)
 
 
 def test_no_healthy_checkpoint_is_an_error(tmp_path):
     save(tmp_path, 5, health=1)
-    with pytest.raises(NoUsableCheckpointError, match="(?s)The training has no healthy checkpoints yet, please start.*unhealthy"):
+    with pytest.raises(
+        NoUsableCheckpointError,
+        match="(?s)The training has no healthy checkpoints yet, please start.*unhealthy",
+    ):
         choose(tmp_path, unhealthy=())
 
 
-# ---- named -----------------------------------------------------------------------------------------------------------
+# ---- named ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("named", ["iteration_00000010", "iteration_0000010", "iteration_10", "iteration_00000010/", "10",
-                                   "0010"])
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "iteration_00000010",
+        "iteration_0000010",
+        "iteration_10",
+        "iteration_00000010/",
+        "10",
+        "0010",
+    ],
+)
 def test_resume_training_names_a_step(saved, named):
     choice = choose(saved, named)
     assert taken(choice) == (10, RUN) and choice.notes == ()
 
 
-@pytest.mark.parametrize("named", ["12", "iteration_00000012", "-10", "ten", "rank_0", "١٠",
-                                   "net-model-0000000-0000002.safetensors"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "12",
+        "iteration_00000012",
+        "-10",
+        "ten",
+        "rank_0",
+        "١٠",
+        "net-model-0000000-0000002.safetensors",
+    ],
+)
 def test_resume_training_names_a_missing_step(saved, named):
-    with pytest.raises(MissingCheckpointError, match="There are: iteration_00000005, iteration_00000010, iteration_00000015"):
+    with pytest.raises(
+        MissingCheckpointError,
+        match="There are: iteration_00000005, iteration_00000010, iteration_00000015",
+    ):
         choose(saved, named)
 
 
@@ -322,7 +427,9 @@ def test_a_damaged_named_checkpoint_is_an_error_without_a_fallback(saved):
         choose(saved, "10")
 
 
-@pytest.mark.parametrize("name", ["iteration_00000010", "iteration_0000010", "iteration_10", "best", "epoch 3"])
+@pytest.mark.parametrize(
+    "name", ["iteration_00000010", "iteration_0000010", "iteration_10", "best", "epoch 3"]
+)
 def test_a_folder_given_directly_may_have_any_name(saved, name):
     os.rename(folder_of(saved, 10), saved / name)
     choice = choose(saved / name)
@@ -342,7 +449,9 @@ def test_a_folder_that_was_copied_elsewhere_without_its_root(saved, tmp_path_fac
 
 def test_a_folder_under_the_number_of_another_step_is_refused_even_if_it_is_named(saved):
     os.rename(folder_of(saved, 10), folder_of(saved, 12))
-    with pytest.raises(MissingCheckpointError, match="iteration_00000012 holds step 10: the folder was renamed"):
+    with pytest.raises(
+        MissingCheckpointError, match="iteration_00000012 holds step 10: the folder was renamed"
+    ):
         choose(folder_of(saved, 12))
 
 
@@ -353,7 +462,8 @@ def test_two_folders_of_one_step_under_names_of_different_length(saved):
     assert taken(choose(saved)) == (10, RUN)
 
 
-# ---- rank folders beside ---------------------------------------------------------------------------------------------
+# ---- rank folders beside -------------------------------------------------------------------------
+
 
 def test_both_formats_in_one_root_are_ordered(tmp_path):
     """A job changed the format and changed it back: the newest is selected."""
@@ -382,15 +492,22 @@ def test_a_save_that_never_completed_does_not_hide_the_rank_folders(tmp_path):
     assert choice.chosen is not None and choice.chosen.step == 5
 
 
-# ---- checkpoints of mindformers ---------------------------------------------------------------------------------------
+# ---- checkpoints of mindformers ------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_mindformers_folders(tmp_path, name):
     foreign(tmp_path, name)
     choice = choose(tmp_path)
     assert taken(choice) == (15, None) and choice.refused == () and choice.notes == ()
-    assert (choice.chosen.state.global_batch_size, choice.chosen.epoch) == (8, choice.chosen.state.epoch)
-    assert choice.chosen.world_size == {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
+    assert (choice.chosen.state.global_batch_size, choice.chosen.epoch) == (
+        8,
+        choice.chosen.state.epoch,
+    )
+    assert (
+        choice.chosen.world_size
+        == {"mf190_20_single": 1, "mf190_20_dp2tp2opt": 4, "mf180_20_tp2": 2}[name]
+    )
     track(tmp_path, 10)
     assert taken(choose(tmp_path)) == (10, None)
     assert taken(choose(folder_of(tmp_path, 15))) == (15, None)
@@ -401,6 +518,7 @@ def without(pattern):
     def act(folder):
         for path in folder.glob(pattern):
             path.unlink()
+
     return act
 
 
@@ -408,24 +526,35 @@ def common(**values):
     def act(folder):
         path = folder / COMMON
         path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
     return act
 
 
 def mixed(folder):
     """Replaces the last rank by one of a save with another number of ranks."""
-    shutil.copy(folder / "qwen3-model-0000003-0000004.safetensors", folder / "qwen3-model-0000007-0000008.safetensors")
+    shutil.copy(
+        folder / "qwen3-model-0000003-0000004.safetensors",
+        folder / "qwen3-model-0000007-0000008.safetensors",
+    )
 
 
 def other_prefix(folder):
-    os.rename(folder / "qwen3-opt-0000002-0000004.safetensors", folder / "llama-opt-0000002-0000004.safetensors")
+    os.rename(
+        folder / "qwen3-opt-0000002-0000004.safetensors",
+        folder / "llama-opt-0000002-0000004.safetensors",
+    )
 
 
 def metadata(change):
     def act(folder):
         path = folder / METADATA
         rows = json.loads(path.read_text())
-        change(rows, *(next(iter(rows[key].items())) for key in ("state_dict_metadata", "storage_data")))
+        change(
+            rows,
+            *(next(iter(rows[key].items())) for key in ("state_dict_metadata", "storage_data")),
+        )
         path.write_text(json.dumps(rows))
+
     return act
 
 
@@ -451,14 +580,30 @@ def renamed(rows, described, stored):
 
 FOREIGN_DAMAGE = {
     "metadata cut": (lambda folder: cut(folder / METADATA), "metadata.json: "),
-    "metadata empty": (lambda folder: (folder / METADATA).write_bytes(b""), "metadata.json: it has 0 bytes"),
-    "metadata no object": (lambda folder: (folder / METADATA).write_bytes(b"[]"), "metadata.json: "),
+    "metadata empty": (
+        lambda folder: (folder / METADATA).write_bytes(b""),
+        "metadata.json: it has 0 bytes",
+    ),
+    "metadata no object": (
+        lambda folder: (folder / METADATA).write_bytes(b"[]"),
+        "metadata.json: ",
+    ),
     "metadata of other files": (metadata(elsewhere), "slice 0 of "),
     "metadata of other shapes": (metadata(narrower), "by metadata.json it is float32 of shape"),
     "metadata of other tensors": (metadata(renamed), "metadata.json names for it"),
-    "metadata without a tensor": (metadata(lambda rows, described, stored: [
-        rows["state_dict_metadata"].pop(described[0]), [rows["storage_data"].pop(key) for key in list(rows["storage_data"])
-                                                        if f"'{described[0]}'" in key]]), "metadata.json does not name "),
+    "metadata without a tensor": (
+        metadata(
+            lambda rows, described, stored: [
+                rows["state_dict_metadata"].pop(described[0]),
+                [
+                    rows["storage_data"].pop(key)
+                    for key in list(rows["storage_data"])
+                    if f"'{described[0]}'" in key
+                ],
+            ]
+        ),
+        "metadata.json does not name ",
+    ),
     "model": (without("*-model-0000002-*"), "3 of 4 model files are there, missing: 2"),
     "all models": (without("*-model-*"), "the weights of the network are missing"),
     "opt": (without("*-opt-0000000-*"), "3 of 4 opt files are there, missing: 0"),
@@ -466,12 +611,18 @@ FOREIGN_DAMAGE = {
     "common": (without(COMMON), "common.json is missing"),
     "weights": (without("*.safetensors"), "the folder holds no weights"),
     "cut": (lambda folder: cut(folder / "qwen3-model-0000001-0000004.safetensors"), "rank 1: "),
-    "empty": (lambda folder: (folder / "qwen3-opt-0000003-0000004.safetensors").write_bytes(b""), "(0 bytes)"),
+    "empty": (
+        lambda folder: (folder / "qwen3-opt-0000003-0000004.safetensors").write_bytes(b""),
+        "(0 bytes)",
+    ),
     "mixed": (mixed, "files of two saves are mixed"),
     "other prefix": (other_prefix, "files of two saves are mixed"),
     "common empty": (lambda folder: (folder / COMMON).write_bytes(b""), "common.json: it is empty"),
     "common torn": (lambda folder: cut(folder / COMMON), "common.json: "),
-    "common of another step": (common(step_num=10), "common.json is of step 10, the folder of step 15"),
+    "common of another step": (
+        common(step_num=10),
+        "common.json is of step 10, the folder of step 15",
+    ),
     "common without step": (common(step_num=None), "step_num is missing"),
     "common a text": (common(global_batch_size="8"), "global_batch_size is '8'"),
     "common zero": (common(global_batch_size=0), "global_batch_size is 0"),
@@ -485,7 +636,7 @@ def test_damaged_mindformers_folders(tmp_path, kind):
     damage(folder_of(tmp_path, 15))
     choice = choose(tmp_path)
     assert taken(choice) == (10, None)
-    (step, said), = refused(choice)
+    ((step, said),) = refused(choice)
     assert step == 15 and reason in said
     with pytest.raises(MissingCheckpointError) as error:
         choose(folder_of(tmp_path, 15))
@@ -495,7 +646,9 @@ def test_damaged_mindformers_folders(tmp_path, kind):
         choose(tmp_path)
 
 
-@pytest.mark.parametrize("row", [{}, {"ckpt_status": 0}, {"ckpt_status": None, "a_key_of_2_1": {"x": 1}}])
+@pytest.mark.parametrize(
+    "row", [{}, {"ckpt_status": 0}, {"ckpt_status": None, "a_key_of_2_1": {"x": 1}}]
+)
 def test_common_of_other_versions(tmp_path, row):
     foreign(tmp_path, "mf180_20_tp2")
     common(**row)(folder_of(tmp_path, 15))
@@ -513,7 +666,11 @@ def test_missing_files_without_a_tracker_are_a_killed_first_save(tmp_path):
     foreign(tmp_path, steps=(10,), tracked=False)
     without(COMMON)(folder_of(tmp_path, 10))
     choice = choose(tmp_path)
-    assert choice.chosen is None and choice.is_fresh_start and "common.json is missing" in refused(choice)[0][1]
+    assert (
+        choice.chosen is None
+        and choice.is_fresh_start
+        and "common.json is missing" in refused(choice)[0][1]
+    )
 
 
 def test_with_a_tracker_missing_files_are_an_error(tmp_path):

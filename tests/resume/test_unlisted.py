@@ -1,5 +1,7 @@
-"""A folder that cannot be listed is refused with its reason, and the other checkpoints are used. It never counts as absent: no
-training starts afresh beside it, and nothing is removed because of it."""
+"""A folder that cannot be listed is refused with its reason, and the other checkpoints are used. It
+never counts as absent: no training starts afresh beside it, and nothing is removed because of
+it."""
+
 import errno
 import os
 
@@ -34,8 +36,8 @@ from tests.strategy_files import write_strategy
 
 
 class Closed(PosixStorage):
-    """Fails to list, stat or read ``path`` and anything below it (``nothing``: only the listing fails; status and contents are
-    readable)."""
+    """Fails to list, stat or read ``path`` and anything below it (``nothing``: only the listing
+    fails; status and contents are readable)."""
 
     def __init__(self, path, code=errno.EACCES, only_list=False):
         self.path, self.code, self.only_list = str(path), code, only_list
@@ -50,7 +52,8 @@ class Closed(PosixStorage):
 
     def status(self, path):
         if not self.only_list:
-            self._check(path, below=True)           # its own status is a matter of the folder it is in
+            # its own status is a matter of the folder it is in
+            self._check(path, below=True)
         return super().status(path)
 
     def open(self, path):
@@ -60,9 +63,13 @@ class Closed(PosixStorage):
 
 
 def choose(storage, root, world=2):
-    return select_checkpoint(storage, str(root), SingleProcess(),
-                         SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
-                             CheckpointSources(strategy_lookup(storage)))
+    return select_checkpoint(
+        storage,
+        str(root),
+        SingleProcess(),
+        SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
+        CheckpointSources(strategy_lookup(storage)),
+    )
 
 
 def save_rank_folders(root):
@@ -98,18 +105,28 @@ def root(tmp_path, request):
 @pytest.mark.parametrize("only_list", [True, False], ids=["names", "all"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
 def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, only_list):
-    steps = {row.candidate.step for row in list_checkpoints(PosixStorage(), str(root), strategy_lookup(PosixStorage()), 2)[1]
-             if not row.problem}
-    for folder in [root.parent / "strategy", *(path for path in sorted(root.rglob("*")) if path.is_dir())]:
+    steps = {
+        row.candidate.step
+        for row in list_checkpoints(PosixStorage(), str(root), strategy_lookup(PosixStorage()), 2)[
+            1
+        ]
+        if not row.problem
+    }
+    for folder in [
+        root.parent / "strategy",
+        *(path for path in sorted(root.rglob("*")) if path.is_dir()),
+    ]:
         storage = Closed(folder, code, only_list)
         found, rows = list_checkpoints(storage, str(root), strategy_lookup(storage), 2)
         sizes = [size_of(CheckpointDir(storage, str(root)), row.candidate) for row in rows]
-        assert len(sizes) == len(rows) and known_lease_holders(CheckpointDir(storage, str(root))) == []
+        assert (
+            len(sizes) == len(rows) and known_lease_holders(CheckpointDir(storage, str(root))) == []
+        )
         usable = {row.candidate.step for row in rows if not row.problem}
         assert usable <= steps, folder
         try:
             choice = choose(storage, root)
-        except NoUsableCheckpointError as error:                        # never a fresh start
+        except NoUsableCheckpointError as error:  # never a fresh start
             assert "cannot be" in str(error), folder
         else:
             assert choice.chosen is not None and choice.chosen.step in steps
@@ -118,7 +135,10 @@ def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, 
             assert len(usable) >= len(steps) - lost, folder
         if folder.parent == root or folder.parent.parent == root and folder.name != "strategy":
             problems = [str(row.problem) for row in rows if row.problem]
-            assert any(folder.name in text for text in problems) or not usable ^ steps, (folder, problems)
+            assert any(folder.name in text for text in problems) or not usable ^ steps, (
+                folder,
+                problems,
+            )
 
 
 @pytest.mark.parametrize("fill", [save_rank_folders, save_iteration_folders])
@@ -147,11 +167,14 @@ def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
         (tmp_path / iteration_folders.TRACKER).unlink()
     choice = choose(PosixStorage(), tmp_path)
     assert choice.chosen.step == 10
-    assert [(refusal.step, "cannot be listed" in refusal.reason) for refusal in choice.refused] == [(15, True)]
+    assert [(refusal.step, "cannot be listed" in refusal.reason) for refusal in choice.refused] == [
+        (15, True)
+    ]
 
 
 def test_unlistable_records_do_not_count_as_absent(tmp_path):
-    """Our iteration with unlistable records is not an iteration of mindformers, which could not be verified."""
+    """Our iteration with unlistable records is not an iteration of mindformers, which could not be
+    verified."""
     iteration_folders.save(tmp_path, 5, 10)
     storage = Closed(iteration_folders.folder_of(tmp_path, 10) / FOLDER)
     choice = choose(storage, tmp_path)
@@ -168,11 +191,17 @@ def test_records_unlistable_a_moment_ago_do_not_count_as_absent(tmp_path):
                 calls.append(folder)
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
             return super().list(folder)
+
     found = scan(CheckpointDir(ClosedOnce(), str(tmp_path))).candidates
     assert calls and [(c.step, c.origin, c.listing_error) for c in found] == [
-        (10, MINDFORMERS, f"iteration_00000010/{FOLDER} cannot be listed: it holds records that could not be "
-                          f"listed a moment ago"),
-        (5, OURS, "")]
+        (
+            10,
+            MINDFORMERS,
+            f"iteration_00000010/{FOLDER} cannot be listed: it holds records that could not be "
+            f"listed a moment ago",
+        ),
+        (5, OURS, ""),
+    ]
 
 
 def test_our_files_do_not_count_as_mindformers_files_if_the_records_are_unlistable(tmp_path):
@@ -184,7 +213,8 @@ def test_our_files_do_not_count_as_mindformers_files_if_the_records_are_unlistab
 
 
 def test_an_unlistable_folder_beside_the_checkpoints_is_ignored(tmp_path):
-    """The given folder is one level too high; it contains the checkpoint directory and an unrelated private folder."""
+    """The given folder is one level too high; it contains the checkpoint directory and an unrelated
+    private folder."""
     save(tmp_path / "elsewhere", 5, 2)
     (tmp_path / "private").mkdir()
     assert choose(Closed(tmp_path / "private"), tmp_path).chosen.step == 5
@@ -192,7 +222,9 @@ def test_an_unlistable_folder_beside_the_checkpoints_is_ignored(tmp_path):
 
 def test_an_unlistable_folder_alone_is_an_error(tmp_path):
     (tmp_path / "private" / "checkpoint").mkdir(parents=True)
-    with pytest.raises((OSError, CollectiveError, NoUsableCheckpointError), match=os.strerror(errno.EACCES)):
+    with pytest.raises(
+        (OSError, CollectiveError, NoUsableCheckpointError), match=os.strerror(errno.EACCES)
+    ):
         choose(Closed(tmp_path / "private"), tmp_path)
 
 
@@ -206,7 +238,7 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
     assert list_checkpoints(storage, str(root), strategy_lookup(storage))[1]
 
 
-# ---- removal -----------------------------------------------------------------------------------------------------------
+# ---- removal -------------------------------------------------------------------------------------
 
 LATER = run_name(2, "0000bbbb")
 
@@ -219,20 +251,27 @@ def test_retention_keeps_unlistable_saves_and_removes_the_rest(tmp_path):
     committer = Committer(committer.target, KeepLast(1))
     object.__setattr__(committer.target, "storage", Closed(closed, only_list=True))
     assert sorted(committer.prune()) == [5, 15]
-    assert path_of(tmp_path, 10, 0).exists() and closed.exists() and not path_of(tmp_path, 5, 0).exists()
+    assert (
+        path_of(tmp_path, 10, 0).exists()
+        and closed.exists()
+        and not path_of(tmp_path, 5, 0).exists()
+    )
 
 
 def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)
     closed = tmp_path / FOLDER / attempt_name(5, RUN)
-    made = plan(CheckpointDir(Closed(closed, only_list=True), str(tmp_path)), KeepLast(1), ended=EVERY_RUN)
+    made = plan(
+        CheckpointDir(Closed(closed, only_list=True), str(tmp_path)), KeepLast(1), ended=EVERY_RUN
+    )
     assert not made.to_delete and not made.orphans
     assert "cannot be listed" in made.reasons[str(closed)]
 
 
 def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp_path):
-    """Rank folders were deleted by hand, so that two steps have files of one name; the records of the later one are closed."""
+    """Rank folders were deleted by hand, so that two steps have files of one name; the records of
+    the later one are closed."""
     save(tmp_path, 5, 2)
     trash = tmp_path / FOLDER / (TRASH + attempt_name(5, RUN))
     (tmp_path / FOLDER / attempt_name(5, RUN)).rename(tmp_path / "aside")
@@ -240,13 +279,18 @@ def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp
         path_of(tmp_path, 5, rank).unlink()
     save(tmp_path, 5, 2, run=LATER)
     (tmp_path / "aside").rename(trash)
-    directory = CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path))
+    directory = CheckpointDir(
+        Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path)
+    )
     empty_trash(directory, ReadLocks(directory))
-    assert path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
+    assert (
+        path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
+    )
 
 
 def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
-    """The job was killed before it changed the tracker to step 10; the next job cannot see that step, the one after it can."""
+    """The job was killed before it changed the tracker to step 10; the next job cannot see that
+    step, the one after it can."""
     iteration_folders.save(tmp_path, 5, 10)
     iteration_folders.track(tmp_path, 5)
     iteration_folders.intend(tmp_path, 10)
@@ -254,11 +298,16 @@ def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
     storage = Closed(iteration_folders.folder_of(tmp_path, 10))
     object.__setattr__(committer.target, "storage", storage)
     committer.recover()
-    assert (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "5"
+    assert (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(
+        tmp_path
+    ) == "5"
     storage = PosixStorage()
     candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
     iteration_publisher.finish_tracker(CheckpointDir(storage, str(tmp_path)), candidates, LATER)
-    assert not (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(tmp_path) == "10"
+    assert (
+        not (tmp_path / FOLDER / intent_name(10)).exists()
+        and iteration_folders.tracker(tmp_path) == "10"
+    )
 
 
 def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
@@ -272,5 +321,6 @@ def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
 def test_an_unlistable_attempt_is_not_offered_to_other_nodes(tmp_path):
     save(tmp_path, 5, 2)
     save(tmp_path, 10, 2)
-    assert newest_committed(CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path))) == [attempt_name(5,
-        RUN)]
+    assert newest_committed(
+        CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path))
+    ) == [attempt_name(5, RUN)]

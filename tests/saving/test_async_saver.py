@@ -1,4 +1,6 @@
-"""Saving behind the training, in a thread and in a process: nothing torn, nothing silent, no memory beyond one buffer."""
+"""Saving behind the training, in a thread and in a process: nothing torn, nothing silent, no memory
+beyond one buffer."""
+
 import os
 import signal
 import threading
@@ -7,7 +9,18 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import RUN, STORAGE, dir_at, name_of, path_of, save, state_of, target_of, tensors_of, write_rank
+from rank_folders import (
+    RUN,
+    STORAGE,
+    dir_at,
+    name_of,
+    path_of,
+    save,
+    state_of,
+    target_of,
+    tensors_of,
+    write_rank,
+)
 
 from mindresume.coordination import host_memory
 from mindresume.coordination.collectives import SingleProcess
@@ -23,7 +36,14 @@ from mindresume.saving import background_writer
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
-from mindresume.saving.shard_writer import ExtraWeights, Outcome, Save, SaveTarget, rank_shard, write_shard
+from mindresume.saving.shard_writer import (
+    ExtraWeights,
+    Outcome,
+    Save,
+    SaveTarget,
+    rank_shard,
+    write_shard,
+)
 from mindresume.saving.staging import Staging, StagingLimits
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor
@@ -38,7 +58,9 @@ PATIENCE = 600.0
 
 
 def shard(step, rank=0, fmt="safetensors", tensors=None):
-    return rank_shard(name_of(rank, step, 0, fmt), state_of(step), tensors or tensors_of(rank, step))
+    return rank_shard(
+        name_of(rank, step, 0, fmt), state_of(step), tensors or tensors_of(rank, step)
+    )
 
 
 def saver_in(root, kind, world=1, rank=0, policy=KEEP_ALL, **options):
@@ -69,13 +91,21 @@ def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind, fmt):
                 assert read_tensor(file, header.tensors[name]).tobytes() == array.tobytes(), name
     assert saver.finish(PATIENCE) == []
     assert steps(tmp_path) == [10, 5]
-    assert select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step == 10
+    assert (
+        select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step
+        == 10
+    )
 
 
 def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
-    tensors = {"bf16": np.arange(7, dtype=np.float32).astype(ml_dtypes.bfloat16), "zero": np.array(3, np.int64),
-               "empty": np.zeros((0, 4), np.float16), "columns": np.arange(12, dtype=np.float64).reshape(3, 4).T,
-               "flag": np.array([True, False]), "text": np.array("dynamic")}
+    tensors = {
+        "bf16": np.arange(7, dtype=np.float32).astype(ml_dtypes.bfloat16),
+        "zero": np.array(3, np.int64),
+        "empty": np.zeros((0, 4), np.float16),
+        "columns": np.arange(12, dtype=np.float64).reshape(3, 4).T,
+        "flag": np.array([True, False]),
+        "text": np.array("dynamic"),
+    }
     saver = saver_in(tmp_path, "process")
     saver.save(Save(shard(5, fmt="ckpt", tensors=tensors)))
     assert saver.finish(PATIENCE)[0].error is None
@@ -87,8 +117,10 @@ def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
 
 
 def test_a_foreign_bfloat16_keeps_its_bits():
-    """MindSpore brings a numpy type of its own of that name; values must not pass through a cast."""
-    bits = np.array([0x7FC1, 0x0001, 0xFF80], np.uint16)            # a NaN with payload, a denormal, -infinity
+    """MindSpore brings a numpy type of its own of that name; values must not pass through a
+    cast."""
+    # a NaN with payload, a denormal, -infinity
+    bits = np.array([0x7FC1, 0x0001, 0xFF80], np.uint16)
     staging = Staging()
     save = Save(shard(5, tensors={"x": bits.view(ml_dtypes.bfloat16)}))
     unpacked = staging.unpack(staging.pack(save))
@@ -100,7 +132,9 @@ def test_the_buffer_is_made_once_and_grows_only_for_more(tmp_path):
     first = staging.pack(Save(shard(5)))
     memory = staging._memory
     staging.pack(Save(shard(10)))
-    assert staging._memory is memory and staging.size == first.size == Staging.needed(Save(shard(5)))
+    assert staging._memory is memory and staging.size == first.size == Staging.needed(
+        Save(shard(5))
+    )
     staging.pack(Save(shard(15, tensors={**tensors_of(0, 15), "more": np.zeros(1000)})))
     assert staging.size > first.size
 
@@ -109,16 +143,29 @@ class Job:
     """Is rank 0 of a simulated job: its saver, and its disk."""
 
     def __init__(self, kind, world, policy, timeout):
-        self.storage, self.world, self.events = Mount(current_cluster(), current_process()), world, []
-        self.saver = AsyncSaver(SaveTarget(self.storage, ROOT, RUN, 0, world), policy, kind, emit=self.events.append,
-                                timeout=timeout)
+        self.storage, self.world, self.events = (
+            Mount(current_cluster(), current_process()),
+            world,
+            [],
+        )
+        self.saver = AsyncSaver(
+            SaveTarget(self.storage, ROOT, RUN, 0, world),
+            policy,
+            kind,
+            emit=self.events.append,
+            timeout=timeout,
+        )
 
     def write(self, step, rank, run=RUN):
         """Writes the shard of another rank."""
         write_shard(SaveTarget(self.storage, ROOT, run, rank, self.world), shard(step, rank))
 
     def steps(self):
-        return [candidate.step for candidate in scan_records(CheckpointDir(self.storage, ROOT))[0] if candidate.committed]
+        return [
+            candidate.step
+            for candidate in scan_records(CheckpointDir(self.storage, ROOT))[0]
+            if candidate.committed
+        ]
 
     def emitted(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
@@ -128,17 +175,22 @@ class Job:
 
 
 def simulated(work, kind, world=1, policy=KEEP_ALL, timeout=PATIENCE, slow=0):
-    """``work(job)`` in simulated time. ``slow``: number of an operation on the disk that takes 100 s."""
+    """``work(job)`` in simulated time. ``slow``: number of an operation on the disk that takes 100
+    s."""
     cluster = Cluster(Schedule(faults=(Fault(slow, "slow", 100),) if slow else ()))
     with use_cluster(cluster):
-        process = cluster.process(cluster.host(), "rank0", lambda: work(Job(kind, world, policy, timeout)))
+        process = cluster.process(
+            cluster.host(), "rank0", lambda: work(Job(kind, world, policy, timeout))
+        )
         cluster.scheduler.run()
     if process.error is not None:
         raise process.error
 
 
 def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
-    """The copy of the save is released at the end of the training. The same holds for a thread that starts the save only then."""
+    """The copy of the save is released at the end of the training. The same holds for a thread that
+    starts the save only then."""
+
     def work(job):
         job.saver.save(Save(shard(5)))
         writer = job.saver._writer
@@ -147,6 +199,7 @@ def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
         writer.close()
         writer._thread.join(PATIENCE)
         assert not writer.alive() and job.storage.list(ROOT) == [] and job.steps() == []
+
     simulated(work, "thread", slow=1)
 
 
@@ -154,10 +207,13 @@ def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
 def test_the_training_continues_during_the_write(kind):
     def work(job):
         job.saver.save(Save(shard(5)))
-        assert job.saver.busy() and job.saver.poll() == [] and current_cluster().scheduler.now == 0.0
+        assert (
+            job.saver.busy() and job.saver.poll() == [] and current_cluster().scheduler.now == 0.0
+        )
         assert [outcome.step for outcome in job.saver.wait(PATIENCE)] == [5]
         assert not job.saver.busy() and current_cluster().scheduler.now > 100.0
         job.saver.finish(PATIENCE)
+
     simulated(work, kind, slow=9)
 
 
@@ -173,6 +229,7 @@ def test_the_next_save_waits(kind):
         job.saver.save(Save(shard(7)))
         assert [(o.step, o.saved) for o in job.saver.finish(PATIENCE)] == [(5, True), (7, True)]
         assert job.steps() == [7, 5]
+
     simulated(work, kind, timeout=2.0, slow=9)
 
 
@@ -183,10 +240,13 @@ def test_an_error_of_the_writer_is_reported_by_the_next_poll_and_the_next_save_w
         job.storage.write(f"{ROOT}/rank_0", [b"a file in the way"])
         job.saver.save(Save(shard(5)))
         (outcome,) = job.saver.wait(PATIENCE)
-        assert not outcome.saved and "rank_0" in str(outcome.error) and "step 5" in str(outcome.error)
+        assert (
+            not outcome.saved and "rank_0" in str(outcome.error) and "step 5" in str(outcome.error)
+        )
         job.storage.remove(f"{ROOT}/rank_0")
         job.saver.save(Save(shard(10)))
         assert job.saver.finish(PATIENCE)[0].error is None and job.steps() == [10]
+
     simulated(work, kind)
 
 
@@ -203,7 +263,9 @@ class Slow(PosixStorage):
 
 
 def slow_saver(tmp_path):
-    target = SaveTarget(Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1)
+    target = SaveTarget(
+        Slow(str(tmp_path / "go")), str(tmp_path / "checkpoint"), run_name(1, "0000aaaa"), 0, 1
+    )
     return AsyncSaver(target, KEEP_ALL, "process")
 
 
@@ -214,7 +276,12 @@ def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "died (exit status -9)" in str(outcome.error)
-    assert select_checkpoint(STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)).chosen.step == 1
+    assert (
+        select_checkpoint(
+            STORAGE, str(tmp_path / "checkpoint"), SingleProcess(), SelectionPolicy(1)
+        ).chosen.step
+        == 1
+    )
     (tmp_path / "go").touch()
     saver.save(Save(shard(10)))
     assert saver.finish(PATIENCE)[0].saved
@@ -223,6 +290,7 @@ def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
 
 class KillableWriter:
     """Reports a step as saved, unless ``silent``, and never finishes."""
+
     silent = False
 
     def __init__(self, *_):
@@ -292,7 +360,8 @@ def test_what_a_process_writes_is_no_work_of_this_one(tmp_path):
     assert written.steps == []
 
 
-@pytest.mark.parametrize("budget", [0, 1])              # 1: written in the training, committed by the writer
+# 1: written in the training, committed by the writer
+@pytest.mark.parametrize("budget", [0, 1])
 def test_a_writer_killed_during_its_commit_has_saved(tmp_path, monkeypatch, budget):
     monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", limits=StagingLimits(budget))
@@ -312,7 +381,9 @@ def test_a_writer_killed_in_the_second_save_of_a_step_is_an_error(tmp_path, monk
     monkeypatch.setattr(KillableWriter, "silent", True)
     saver.save(Save(shard(5, 1)))
     saver._writer.running = False
-    assert [(outcome.saved, "died (killed)" in str(outcome.error)) for outcome in saver.poll()] == [(False, True)]
+    assert [(outcome.saved, "died (killed)" in str(outcome.error)) for outcome in saver.poll()] == [
+        (False, True)
+    ]
 
 
 @pytest.mark.parametrize("late", ["before the next step", "after it", "at the end"])
@@ -330,6 +401,7 @@ def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_sav
             job.write(5, 1)
         assert job.saver.finish(PATIENCE) == [] and job.steps() == [5]
         assert job.emitted(WriterDied) == [WriterDied("process", "exit status -9", 5)]
+
     simulated(work, "process", world=2)
 
 
@@ -342,10 +414,11 @@ def test_the_successor_commits_no_older_step_after_a_newer_one():
         job.saver.save(Save(shard(10)))
         job.saver.wait(PATIENCE)
         assert job.steps() == [10]
-        job.write(5, 1)                                         # too late
+        job.write(5, 1)  # too late
         job.saver.poll()
         assert job.saver.finish(PATIENCE) == [] and job.steps() == [10]
         assert len(job.emitted(WriterDied)) == 1 and job.emitted(SaveAbandoned) == []
+
     simulated(work, "process", world=2)
 
 
@@ -359,10 +432,14 @@ def test_a_writer_process_finishes_its_save_when_the_training_is_killed(tmp_path
     assert steps(tmp_path / "checkpoint") == [5]
 
 
-@pytest.mark.parametrize("error", [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")],
+)
 def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monkeypatch, error):
     def start(*_):
         raise error
+
     saver = saver_in(tmp_path, "thread")
     with monkeypatch.context() as patched:
         patched.setitem(background_writer.WRITERS, "thread", start)
@@ -386,6 +463,7 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
     class Strange(PosixStorage):
         def make_folder(self, path):
             raise MemoryError("no bytes left")
+
     target = SaveTarget(Strange(), str(tmp_path), run_name(1, "0000aaaa"), 0, 1)
     saver = AsyncSaver(target, KEEP_ALL, "thread")
     saver.save(Save(shard(5)))
@@ -394,10 +472,18 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
     saver.finish(PATIENCE)
 
 
-@pytest.mark.parametrize("options, reason", [({"budget": 64}, "staging_gib) is 0 MiB"), ({"share": 64}, "the share of this rank"),
-                                             ({}, "container, has left 0 MiB")])
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"budget": 64}, "staging_gib) is 0 MiB"),
+        ({"share": 64}, "the share of this rank"),
+        ({}, "container, has left 0 MiB"),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_training_thread_saves_without_memory_for_a_copy(tmp_path, monkeypatch, kind, options, reason):
+def test_the_training_thread_saves_without_memory_for_a_copy(
+    tmp_path, monkeypatch, kind, options, reason
+):
     events = []
     monkeypatch.setattr(host_memory, "left", lambda: host_memory.UNKNOWN if options else 10)
     saver = saver_in(tmp_path, kind, emit=events.append, limits=StagingLimits(**options))
@@ -422,6 +508,7 @@ def test_rank_0_commits_what_another_rank_completes_later(kind):
         current_cluster().scheduler.sleep(1.0)
         assert job.steps() == [5]
         job.saver.finish(PATIENCE)
+
     simulated(work, kind, world=2, policy=KeepLast(1))
 
 
@@ -433,8 +520,11 @@ def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
         job.saver.wait(PATIENCE)
         began = current_cluster().scheduler.now
         job.saver.finish(30.0)
-        assert [(event.step, event.missing_ranks) for event in job.emitted(SaveAbandoned)] == [(5, (1,))]
+        assert [(event.step, event.missing_ranks) for event in job.emitted(SaveAbandoned)] == [
+            (5, (1,))
+        ]
         assert 30.0 <= current_cluster().scheduler.now - began < 31.0
+
     simulated(work, kind, world=3)
 
 
@@ -447,6 +537,7 @@ def test_a_lease_held_by_another_job_stops_the_training(kind):
             job.saver.wait(PATIENCE)
         with pytest.raises(LeaseHeldError):
             job.saver.poll()
+
     simulated(work, kind)
 
 
@@ -462,9 +553,21 @@ def test_a_new_writer_commits_what_the_dead_one_completed(tmp_path):
 def test_files_for_inference_are_written_by_the_writer_too(tmp_path, kind):
     weights = np.arange(10, dtype=np.float32)
     saver = saver_in(tmp_path / "checkpoint", kind)
-    saver.save(Save(shard(5),
-                    (ExtraWeights(str(tmp_path / "network"), "net_rank_0-network-1_5.safetensors", "network", "safetensors",
-                                            {"w": weights}, {}),)))
+    saver.save(
+        Save(
+            shard(5),
+            (
+                ExtraWeights(
+                    str(tmp_path / "network"),
+                    "net_rank_0-network-1_5.safetensors",
+                    "network",
+                    "safetensors",
+                    {"w": weights},
+                    {},
+                ),
+            ),
+        )
+    )
     weights[:] = 0
     assert saver.finish(PATIENCE)[0].error is None
     with open(tmp_path / "network" / "net_rank_0-network-1_5.safetensors", "rb") as file:

@@ -1,4 +1,6 @@
-"""The protocol of saving during one training, without mindformers: a few arrays instead of a network."""
+"""The protocol of saving during one training, without mindformers: a few arrays instead of a
+network."""
+
 import json
 import os
 import queue
@@ -39,15 +41,23 @@ def settled():
     end_jobs()
 
 
-# ---- saving --------------------------------------------------------------------------------------------------------
+# ---- saving --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("iterations", [False, True])
 def test_due_steps_and_the_last_step_are_saved(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(7).end()
-    assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [5, 7]
+    assert committed(tmp_path) == [5, 7] == [step for step, _ in job.saved] and job.collected == [
+        5,
+        7,
+    ]
     name = "iteration_00000007" if iterations else "net_rank_0-1_7.safetensors"
     assert Arrays(job).collect().name == name
-    assert all(stall >= 0 for _, stall in job.saved) and not job.manager.is_active and job.manager.session.lease.step == 7
+    assert (
+        all(stall >= 0 for _, stall in job.saved)
+        and not job.manager.is_active
+        and job.manager.session.lease.step == 7
+    )
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -55,9 +65,13 @@ def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
     job = Job(tmp_path, iterations=True, every=50, samples_in_common=known).steps(5)
     counted = Arrays(job)
     save = counted.collect()
-    counted.collect = lambda: replace(save, shard=replace(save.shard, state=replace(save.shard.state, consumed=70)))
+    counted.collect = lambda: replace(
+        save, shard=replace(save.shard, state=replace(save.shard.state, consumed=70))
+    )
     job.end(counted)
-    assert json.loads((tmp_path / "iteration_00000005" / COMMON).read_bytes()).get("consumed_samples") == (70 if known else None)
+    assert json.loads((tmp_path / "iteration_00000005" / COMMON).read_bytes()).get(
+        "consumed_samples"
+    ) == (70 if known else None)
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -65,26 +79,45 @@ def test_the_events_of_a_run_describe_each_step(tmp_path, iterations):
     job = Job(tmp_path, iterations=iterations).steps(5)
     opened, first, begun, committed, written = job.events
     assert first == FirstStepDone(1)
-    assert opened == RunOpened(job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1, 5)
+    assert opened == RunOpened(
+        job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1, 5
+    )
     assert begun == SaveBegun(5)
-    assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(committed, SaveCommitted)
-    assert (written.step, written.size_bytes) == (5, committed.size_bytes) and 0 < written.write_seconds < written.stall_seconds
+    assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(
+        committed, SaveCommitted
+    )
+    assert (written.step, written.size_bytes) == (
+        5,
+        committed.size_bytes,
+    ) and 0 < written.write_seconds < written.stall_seconds
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_save_in_the_background_is_staged_before_it_is_written(tmp_path, kind):
     job = Job(tmp_path, async_save=kind).steps(5).end()
-    assert [event.kind for event in job.events][:4] == ["run_opened", "first_step_done", "save_begun", "save_staged"]
-    assert {event.kind for event in job.events[4:]} == {"save_written", "save_committed"}         # both by the writer
+    assert [event.kind for event in job.events][:4] == [
+        "run_opened",
+        "first_step_done",
+        "save_begun",
+        "save_staged",
+    ]
+    # both by the writer
+    assert {event.kind for event in job.events[4:]} == {"save_written", "save_committed"}
     (staged,), (written,) = job.emitted(SaveStaged), job.emitted(SaveWritten)
-    assert (staged.step, staged.name) == (5, "net_rank_0-1_5.safetensors") and staged.stall_seconds == written.stall_seconds
+    assert (staged.step, staged.name) == (
+        5,
+        "net_rank_0-1_5.safetensors",
+    ) and staged.stall_seconds == written.stall_seconds
 
 
 def test_a_skipped_step_is_counted(tmp_path):
     job = Job(tmp_path, settings=Settings(async_when_busy="skip"), async_save="thread")
     job.manager._saver.busy = lambda: True
     job.steps(10)
-    assert [(event.step, event.skipped_in_total) for event in job.emitted(SaveSkipped)] == [(5, 1), (10, 2)]
+    assert [(event.step, event.skipped_in_total) for event in job.emitted(SaveSkipped)] == [
+        (5, 1),
+        (10, 2),
+    ]
 
 
 def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(tmp_path):
@@ -98,6 +131,7 @@ def test_a_save_that_an_earlier_run_could_not_commit_is_an_event_with_its_name(t
 def test_an_error_of_collecting_is_a_failed_save(tmp_path):
     def collect(self):
         raise SaveError("no health")
+
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
     job.step += 1
     with pytest.raises(SaveError, match="no health"):
@@ -109,7 +143,11 @@ class Tier:
     """Stands for the tier in memory: keeps what it gets, and fails once like a device."""
 
     def __init__(self, fails_at):
-        self.fails_at, self.given, self.notes = fails_at, {}, SimpleNamespace(committed=lambda step: None)
+        self.fails_at, self.given, self.notes = (
+            fails_at,
+            {},
+            SimpleNamespace(committed=lambda step: None),
+        )
 
     def step_end(self, state, save=None):
         self.given[state.step] = getattr(save, "step", save)
@@ -121,7 +159,8 @@ class Tier:
 
 
 def test_memory_never_gets_what_was_collected_at_an_earlier_step(tmp_path):
-    """MindIO repairs a device and goes on in the same process: the arrays of the earlier step have later values by then."""
+    """MindIO repairs a device and goes on in the same process: the arrays of the earlier step have
+    later values by then."""
     job = Job(tmp_path)
     job.manager._tier = tier = Tier(fails_at=5)
     with pytest.raises(RuntimeError, match="device"):
@@ -131,7 +170,9 @@ def test_memory_never_gets_what_was_collected_at_an_earlier_step(tmp_path):
     assert tier.given == {1: None, 2: None, 3: None, 4: None, 5: 5, 6: None}
 
 
-def test_an_earlier_training_of_this_process_releases_the_folder_and_one_of_another_process_does_not(tmp_path):
+def test_an_earlier_training_of_this_process_releases_the_folder_and_one_of_another_process_does_not(  # noqa: E501
+    tmp_path,
+):
     memory = {}
     first = Job(tmp_path, leases=memory).steps(5)
     second = Job(tmp_path, leases=memory)
@@ -164,7 +205,8 @@ def test_a_preempted_training_saves_the_step_and_reports_the_reason(tmp_path):
 
 @pytest.mark.parametrize("done", [0, 2])
 def test_a_signal_of_its_own_ends_the_process_with_a_failure(tmp_path, monkeypatch, done):
-    """As without a handler, although the training thread may wait for ever. The checkpoint that was loaded is not the reason."""
+    """As without a handler, although the training thread may wait for ever. The checkpoint that was
+    loaded is not the reason."""
     ended, load_attempt = queue.SimpleQueue(), FakeLoadAttempt()
     monkeypatch.setattr(os, "_exit", ended.put)
     job = Job(tmp_path, load_attempt=load_attempt).steps(done)
@@ -172,12 +214,16 @@ def test_a_signal_of_its_own_ends_the_process_with_a_failure(tmp_path, monkeypat
     assert ended.get(timeout=60) == 1
     (event,), (line,) = job.emitted(TrainingEnded), job.emitted(Notice)
     assert (line.text, line.level) == (event.reason, ERROR)
-    assert (event.outcome, event.step) == (FAILED, done or None) and "MindSpore sent SIGTERM to its own process" in event.reason
+    assert (event.outcome, event.step) == (
+        FAILED,
+        done or None,
+    ) and "MindSpore sent SIGTERM to its own process" in event.reason
     assert load_attempt.result == ("passed" if done else "mindresume said what is wrong")
     job.end()
 
 
-# ---- failures -------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
+
 
 def test_on_save_error_raise(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(4)
@@ -189,10 +235,14 @@ def test_on_save_error_raise(tmp_path):
 def test_on_save_error_warn_continues_until_the_limit_of_failures(tmp_path):
     job = Job(tmp_path, settings=Settings(on_save_error="warn", max_failed_saves=3)).steps(4)
     spoil(tmp_path)
-    job.steps(10)                                                       # steps 5 and 10 fail
+    job.steps(10)  # steps 5 and 10 fail
     with pytest.raises(SaveError, match="step 15"):
         job.steps(1)
-    assert [(event.step, event.failures_in_a_row) for event in job.emitted(SaveFailed)] == [(5, 1), (10, 2), (15, 3)]
+    assert [(event.step, event.failures_in_a_row) for event in job.emitted(SaveFailed)] == [
+        (5, 1),
+        (10, 2),
+        (15, 3),
+    ]
 
 
 def test_a_success_resets_the_count_of_failures(tmp_path):
@@ -222,7 +272,8 @@ def test_a_training_that_ends_with_an_error_commits_its_started_saves(tmp_path, 
     job = Job(tmp_path, async_save=kind).steps(5)
     job.manager.finish_after_error()
     assert committed(tmp_path) == [5]
-    job.manager.finish_after_error()                                    # at the exit of the interpreter: nothing is left to do
+    # at the exit of the interpreter: nothing is left to do
+    job.manager.finish_after_error()
     assert unregistered == [job.manager.finish_after_error] * 2
 
 
@@ -243,9 +294,15 @@ def test_an_emergency_save_has_a_marker_and_writes_nothing_twice(tmp_path):
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_failed_emergency_save_is_left_to_the_built_in_unless_it_would_wait(tmp_path, waits):
     job = Job(tmp_path).steps(7)
-    step = type("Broken", (Arrays,), {"collect_local": lambda self: 1 / 0, "needs_collectives": lambda self: waits})(job)
+    step = type(
+        "Broken",
+        (Arrays,),
+        {"collect_local": lambda self: 1 / 0, "needs_collectives": lambda self: waits},
+    )(job)
     if waits:
-        with pytest.raises(SaveError, match="step 7 was not saved before the end on rank 0: division by zero"):
+        with pytest.raises(
+            SaveError, match="step 7 was not saved before the end on rank 0: division by zero"
+        ):
             job.manager.emergency_save(step)
     else:
         assert job.manager.emergency_save(step) is False

@@ -3,7 +3,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from rank_folders import RUN, dir_at, name_of, path_of, save, state_of, target_of, tensors_of, write_foreign, write_rank
+from rank_folders import (
+    RUN,
+    dir_at,
+    name_of,
+    path_of,
+    save,
+    state_of,
+    target_of,
+    tensors_of,
+    write_foreign,
+    write_rank,
+)
 
 from mindresume.errors import RecordError, SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned
@@ -34,12 +45,13 @@ def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
     assert committer.poll() == [] and steps(tmp_path) == [5]
     meta = (tmp_path / "rank_0" / "meta.json").read_text()
     assert meta == f'{{"last_epoch":1,"last_step":5,"last_ckpt_file":"net_rank_0-1_5.{fmt}"}}'
-    assert not (tmp_path / "rank_1" / "meta.json").exists()             # one is enough for mindformers, which takes the oldest
+    # one is enough for mindformers, which takes the oldest
+    assert not (tmp_path / "rank_1" / "meta.json").exists()
 
 
 def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tmp_path):
-    """A rank may be between the rename of its record and the flush: the record is visible, and a power loss may remove it. A
-    manifest without that record would remain forever."""
+    """A rank may be between the rename of its record and the flush: the record is visible, and a
+    power loss may remove it. A manifest without that record would remain forever."""
     done = []
 
     class Noting(PosixStorage):
@@ -54,12 +66,15 @@ def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tm
         def write(self, path, pieces, size=0):
             done.append(("write", os.path.basename(path)))
             return super().write(path, pieces, size)
+
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     target = replace(target_of(tmp_path, 0, 2), storage=Noting())
     assert Committer(target).try_commit(5) == []
     listed, attempt = done.index(("list", target.attempt(5))), target.attempt(5)
-    written = next(number for number, (what, name) in enumerate(done) if what == "write" and MANIFEST in name)
+    written = next(
+        number for number, (what, name) in enumerate(done) if what == "write" and MANIFEST in name
+    )
     assert ("sync", attempt) in done[listed:written]
 
 
@@ -72,19 +87,29 @@ def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
     committer.saved(5)
     assert committer.pending == [5] and steps(tmp_path) == []
     (delayed,) = events
-    assert (type(delayed), delayed.step) == (CommitDelayed, 5) and "net_rank_1-1_5.safetensors" in delayed.reason
+    assert (type(delayed), delayed.step) == (
+        CommitDelayed,
+        5,
+    ) and "net_rank_1-1_5.safetensors" in delayed.reason
 
 
 def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path):
     now, events = [0.0], []
-    committer = Committer(target_of(tmp_path, 0, 4), emit=events.append, time=SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
+    committer = Committer(
+        target_of(tmp_path, 0, 4),
+        emit=events.append,
+        time=SimpleNamespace(
+            monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+        ),
+    )
     write_rank(tmp_path, 5, 0, 4)
     write_rank(tmp_path, 5, 2, 4)
     committer.saved(5)
     assert committer.finish(timeout=10.0, pause=0.5) == {5: [1, 3]}
     assert 10.0 <= now[0] <= 11.0
-    assert [(type(event), event.step, event.missing_ranks) for event in events] == [(SaveAbandoned, 5, (1, 3))]
+    assert [(type(event), event.step, event.missing_ranks) for event in events] == [
+        (SaveAbandoned, 5, (1, 3))
+    ]
 
 
 def test_the_end_commits_what_arrives_late(tmp_path):
@@ -92,7 +117,10 @@ def test_the_end_commits_what_arrives_late(tmp_path):
 
     def sleep(seconds):
         write_rank(tmp_path, 5, 1, 2)
-    committer = Committer(target_of(tmp_path, 0, 2), time=SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+
+    committer = Committer(
+        target_of(tmp_path, 0, 2), time=SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
+    )
     committer.saved(5)
     assert committer.finish(timeout=1.0) == {} and steps(tmp_path) == [5]
 
@@ -107,6 +135,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path):
 
 class FullDisk(PosixStorage):
     """Accepts ``limit`` bytes of the next file, then fails as a full disk does."""
+
     limit = 100
 
     def write(self, path, pieces, size=0):
@@ -117,6 +146,7 @@ class FullDisk(PosixStorage):
                     raise OSError(28, os.strerror(28), path)
                 left -= len(piece)
                 yield piece
+
         return super().write(path, cut())
 
 
@@ -124,7 +154,10 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path):
     save(tmp_path, 5, world=1)
     target = target_of(tmp_path, 0, 1)
     broken = type(target)(FullDisk(), target.root, RUN, 0, 1)
-    with pytest.raises(SaveError, match="step 10 was not saved on rank 0: No space left.*saved before are untouched"):
+    with pytest.raises(
+        SaveError,
+        match="step 10 was not saved on rank 0: No space left.*saved before are untouched",
+    ):
         write_shard(broken, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
     assert sorted(os.listdir(tmp_path / "rank_0")) == ["meta.json", "net_rank_0-1_5.safetensors"]
     assert steps(tmp_path) == [5]
@@ -142,9 +175,15 @@ def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
         save(tmp_path, step, world=2)
     save(tmp_path, 20, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(2))
     assert steps(tmp_path) == [20, 15]
-    assert sorted(os.listdir(tmp_path / "rank_1")) == ["net_rank_1-2_5.safetensors", "net_rank_1_1-2_10.safetensors",
-                                                       "net_rank_1_7-1_1.safetensors"]
-    assert sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(15, RUN), attempt_name(20, NEXT_RUN)]
+    assert sorted(os.listdir(tmp_path / "rank_1")) == [
+        "net_rank_1-2_5.safetensors",
+        "net_rank_1_1-2_10.safetensors",
+        "net_rank_1_7-1_1.safetensors",
+    ]
+    assert sorted(os.listdir(tmp_path / FOLDER)) == [
+        attempt_name(15, RUN),
+        attempt_name(20, NEXT_RUN),
+    ]
 
 
 def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
@@ -156,6 +195,7 @@ def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
             if path.endswith(MANIFEST):
                 opened.append(path)
             return super().open(path)
+
     committer = Committer(replace(target_of(tmp_path, 0, 2), storage=Noting()), KeepLast(4))
     for step in range(5, 55, 5):
         for rank in range(2):
@@ -167,16 +207,20 @@ def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
 def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path):
     save(tmp_path, 5, world=2)
     attempt = tmp_path / FOLDER / attempt_name(5, RUN)
-    attempt.rename(attempt.with_name(TRASH + attempt.name))              # killed right after the first operation
-    path_of(tmp_path, 5, 0).unlink()                                     # ... or in the middle
+    # killed right after the first operation
+    attempt.rename(attempt.with_name(TRASH + attempt.name))
+    path_of(tmp_path, 5, 0).unlink()  # ... or in the middle
     assert [c.step for c in scan(dir_at(tmp_path)).candidates if c.maybe_completed] == []
     save(tmp_path, 10, world=2, policy=KeepLast(3))
     assert steps(tmp_path) == [10]
-    assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [attempt_name(10, RUN)]
+    assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [
+        attempt_name(10, RUN)
+    ]
 
 
 def test_a_checkpoint_removed_by_hand_during_retention_is_no_error(tmp_path):
     import shutil
+
     for step in (5, 10):
         save(tmp_path, step, world=1)
     path_of(tmp_path, 5, 0).unlink()
@@ -188,7 +232,8 @@ def test_a_checkpoint_removed_by_hand_during_retention_is_no_error(tmp_path):
 
 def test_leftovers_of_a_dead_run_are_removed_by_the_next_commit(tmp_path):
     save(tmp_path, 5, world=2)
-    write_rank(tmp_path, 10, 0, 2)                                        # rank 1 was killed before its record
+    # rank 1 was killed before its record
+    write_rank(tmp_path, 10, 0, 2)
     path_of(tmp_path, 10, 1).write_bytes(path_of(tmp_path, 10, 0).read_bytes())
     save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(3))
     assert steps(tmp_path) == [10, 5]
@@ -220,9 +265,16 @@ def test_a_save_killed_before_its_manifest_is_committed_by_the_next_run(tmp_path
 def test_temporary_files_of_dead_runs_are_removed_and_those_of_this_run_kept(tmp_path):
     folder = tmp_path / "rank_0"
     folder.mkdir()
-    for name in (f".a.safetensors.{RUN}.mindresume-tmp", f".b.safetensors.{NEXT_RUN}.mindresume-tmp", ".c.tmp", "d.ckpt"):
+    for name in (
+        f".a.safetensors.{RUN}.mindresume-tmp",
+        f".b.safetensors.{NEXT_RUN}.mindresume-tmp",
+        ".c.tmp",
+        "d.ckpt",
+    ):
         (folder / name).write_text("x")
-    assert clean_own_folder(target_of(tmp_path, 0, 1, NEXT_RUN)) == [f".a.safetensors.{RUN}.mindresume-tmp"]
+    assert clean_own_folder(target_of(tmp_path, 0, 1, NEXT_RUN)) == [
+        f".a.safetensors.{RUN}.mindresume-tmp"
+    ]
     assert len(os.listdir(folder)) == 3
 
 
@@ -232,11 +284,16 @@ def test_a_manifest_from_records_of_two_world_sizes_is_refused(tmp_path):
     with pytest.raises(RecordError, match="4 ranks; expected"):
         Committer(target_of(tmp_path, 0, 2)).try_commit(5)
     found = scan(dir_at(tmp_path)).candidates[0]
-    assert found.origin == OURS and found.problem is not None and MANIFEST not in os.listdir(found.records_dir)
+    assert (
+        found.origin == OURS
+        and found.problem is not None
+        and MANIFEST not in os.listdir(found.records_dir)
+    )
 
 
 class Small(PosixStorage):
     """Has space for ``left`` bytes and counts the bytes that are written."""
+
     left, written = 100, 0
 
     def free_space(self, folder):
@@ -261,7 +318,11 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path):
 def test_the_manifest_merges_the_metrics_of_all_ranks_and_rank_0_wins(tmp_path):
     """With pipeline stages only the last stage has the loss."""
     for rank, metrics in ((0, {"accuracy": 0.5}), (1, {"accuracy": 0.9, "loss": 3.0})):
-        write_shard(target_of(tmp_path, rank, 2), rank_shard(name_of(rank, 5), replace(state_of(5), metrics=metrics),
-                                                        tensors_of(rank, 5)))
+        write_shard(
+            target_of(tmp_path, rank, 2),
+            rank_shard(
+                name_of(rank, 5), replace(state_of(5), metrics=metrics), tensors_of(rank, 5)
+            ),
+        )
     Committer(target_of(tmp_path, 0, 2)).saved(5)
     assert scan(dir_at(tmp_path)).candidates[0].metrics == {"accuracy": 0.5, "loss": 3.0}

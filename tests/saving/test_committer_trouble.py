@@ -1,4 +1,5 @@
 """A step that cannot be committed, or not yet: its events, and records that are listed late."""
+
 import errno
 import os
 from dataclasses import replace
@@ -20,8 +21,13 @@ def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
     now, events = [0.0], []
-    committer = Committer(target_of(tmp_path, 0, 2), emit=events.append, time=SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
+    committer = Committer(
+        target_of(tmp_path, 0, 2),
+        emit=events.append,
+        time=SimpleNamespace(
+            monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+        ),
+    )
     committer.saved(5)
     assert committer.finish(timeout=60.0) == {5: []}
     delayed, abandoned = events
@@ -31,12 +37,18 @@ def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
 
 
 class ListedLate(PosixStorage):
-    """Does not list the record of rank 1 of step 5 until this folder changes here; opening it by name works, as on NFS."""
+    """Does not list the record of rank 1 of step 5 until this folder changes here; opening it by
+    name works, as on NFS."""
+
     late = True
 
     def list(self, folder):
         names = super().list(folder)
-        return [name for name in names if name != record_name(1)] if self.late and attempt_name(5, RUN) in folder else names
+        return (
+            [name for name in names if name != record_name(1)]
+            if self.late and attempt_name(5, RUN) in folder
+            else names
+        )
 
     def rename(self, old, new):
         super().rename(old, new)
@@ -65,11 +77,16 @@ def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tm
 def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
     committer = Committer(written(tmp_path, 5))
     committer.saved(5)
-    assert committer.pending == [5] and committer.finish(timeout=0.0) == {} and committer.committed == [5]
+    assert (
+        committer.pending == [5]
+        and committer.finish(timeout=0.0) == {}
+        and committer.committed == [5]
+    )
 
 
 class UnreadableWeights(PosixStorage):
     """Fails each access to the weights of rank 1 and counts how often a record is opened."""
+
     opened = 0
 
     def open(self, path):
@@ -99,10 +116,17 @@ def test_a_folder_that_cannot_be_read_at_the_end_is_an_error_after_the_event(tmp
     class Gone(PosixStorage):
         def list(self, folder):
             raise OSError(errno.ESTALE, "Stale file handle", folder)
+
     events, now = [], iter(range(100))
-    committer = Committer(replace(target_of(tmp_path, 0, 1), storage=Gone()), emit=events.append, time=SimpleNamespace(
-        monotonic=lambda: float(next(now)), sleep=lambda seconds: None))
+    committer = Committer(
+        replace(target_of(tmp_path, 0, 1), storage=Gone()),
+        emit=events.append,
+        time=SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None),
+    )
     committer.saved(5)
     with pytest.raises(OSError, match="Stale file handle"):
         committer.finish(timeout=3.0)
-    assert isinstance(events[-1], SaveAbandoned) and "the next start commits it if all ranks have saved it" in events[-1].reason
+    assert (
+        isinstance(events[-1], SaveAbandoned)
+        and "the next start commits it if all ranks have saved it" in events[-1].reason
+    )

@@ -1,4 +1,6 @@
-"""A checkpoint on which jobs die is suspected, taken last, and never removed; one step clears it."""
+"""A checkpoint on which jobs die is suspected, taken last, and never removed; one step clears
+it."""
+
 import json
 import os
 import signal
@@ -24,18 +26,26 @@ NAN = RuntimeError("loss is nan")
 
 
 def choose(root, limit=2, named=None):
-    return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit))
+    return select_checkpoint(
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(1, named, max_failed_loads=limit)
+    )
 
 
 class Job:
     """Loads what is chosen, and is about to compute its first step. ``ranks`` of it."""
+
     count = 0
 
-    def __init__(self, root, limit=2, named=None, output="/output", ranks=1, hosts=1, compiled=True):
+    def __init__(
+        self, root, limit=2, named=None, output="/output", ranks=1, hosts=1, compiled=True
+    ):
         Job.count += 1
         self.choice = choose(root, limit, named)
         self.step = self.choice.chosen.step
-        self.load_attempts = [LoadAttempt(dir_at(root), self.choice.chosen, output, rank, limit) for rank in range(ranks)]
+        self.load_attempts = [
+            LoadAttempt(dir_at(root), self.choice.chosen, output, rank, limit)
+            for rank in range(ranks)
+        ]
         for load_attempt in self.load_attempts:
             load_attempt.run, load_attempt.hosts = run_name(Job.count, "0000aaaa"), hosts
             if compiled:
@@ -45,7 +55,7 @@ class Job:
         """Ends the job with ``error``. None: it is killed and records nothing."""
         if error is not None:
             self.load_attempts[rank].failed(error)
-        self.load_attempts[0]._stop_capturing()                 # as the end of the process does
+        self.load_attempts[0]._stop_capturing()  # as the end of the process does
         return self
 
     def passes(self):
@@ -69,14 +79,19 @@ def test_two_failed_loads_select_the_older_checkpoint(root):
     found = choose(root)
     assert found.chosen.step == 10
     assert [str(refusal) for refusal in found.refused] == [
-        "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was done, the last one: no "
-        "error was reported (mindresume.max_failed_loads: 2); name it explicitly to load it all the same"]
+        "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was "
+        "done, the last one: no "
+        "error was reported (mindresume.max_failed_loads: 2); name it explicitly to load it all "
+        "the same"
+    ]
 
 
 def test_the_failure_of_the_previous_job_is_reported(root):
     Job(root).fails(NAN)
-    assert choose(root).notes == (f"step 15: the job before loaded it and died before the first step was done, the last one: "
-                                  f"RuntimeError: loss is nan (rank 0, host {socket.gethostname()})",)
+    assert choose(root).notes == (
+        f"step 15: the job before loaded it and died before the first step was done, the last one: "
+        f"RuntimeError: loss is nan (rank 0, host {socket.gethostname()})",
+    )
 
 
 def test_a_finished_step_clears_the_load_attempt(root):
@@ -86,18 +101,33 @@ def test_a_finished_step_clears_the_load_attempt(root):
 
 
 def test_only_failures_after_the_load_count(root):
-    """Two preemptions or errors during the load or the compilation made the newest checkpoint suspect."""
+    """Two preemptions or errors during the load or the compilation made the newest checkpoint
+    suspect."""
     for _ in range(3):
         Job(root, compiled=False).fails(NAN)
     assert left(root) == [] and choose(root).chosen.step == 15
 
 
-@pytest.mark.parametrize("error", [
-    KeyboardInterrupt(), SystemExit(143), MemoryError(), RuntimeError("Device(id:0) memory isn't enough: Out of Memory"),
-    RuntimeError("Ascend error EL0004: Failed to allocate memory"), RuntimeError("std::bad_alloc"),
-    RuntimeError("HcclAllReduce failed, EI0002: notify wait timeout"), ConnectionResetError(), TimeoutError(),
-    RuntimeError("The total number of timed out node is 1"), RuntimeError("Exception thrown from dataset pipeline"),
-    OSError(5, "Input/output error"), LoadError("it changed"), TypeError("unexpected argument"), ImportError("no module")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        SystemExit(143),
+        MemoryError(),
+        RuntimeError("Device(id:0) memory isn't enough: Out of Memory"),
+        RuntimeError("Ascend error EL0004: Failed to allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("HcclAllReduce failed, EI0002: notify wait timeout"),
+        ConnectionResetError(),
+        TimeoutError(),
+        RuntimeError("The total number of timed out node is 1"),
+        RuntimeError("Exception thrown from dataset pipeline"),
+        OSError(5, "Input/output error"),
+        LoadError("it changed"),
+        TypeError("unexpected argument"),
+        ImportError("no module"),
+    ],
+)
 def test_failures_with_another_cause_do_not_count(root, error):
     for _ in range(3):
         Job(root, ranks=2).fails(error, rank=1)
@@ -106,8 +136,16 @@ def test_failures_with_another_cause_do_not_count(root, error):
     assert left(root) == []
 
 
-@pytest.mark.parametrize("error", [NAN, ValueError("nan"), FloatingPointError(), RuntimeError("aicore exception"),
-                                   AssertionError("")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        NAN,
+        ValueError("nan"),
+        FloatingPointError(),
+        RuntimeError("aicore exception"),
+        AssertionError(""),
+    ],
+)
 def test_failures_that_the_checkpoint_may_cause_count(root, error):
     for _ in range(2):
         Job(root, ranks=2).fails(error, rank=1)
@@ -116,7 +154,14 @@ def test_failures_that_the_checkpoint_may_cause_count(root, error):
 
 def test_an_error_of_the_compiler_is_none_of_the_checkpoint():
     space = {}
-    exec(compile("def compile(): raise ValueError('For primitive[Add]')", "/x/mindspore/nn/cell.py", "exec"), space)
+    exec(
+        compile(
+            "def compile(): raise ValueError('For primitive[Add]')",
+            "/x/mindspore/nn/cell.py",
+            "exec",
+        ),
+        space,
+    )
     try:
         space["compile"]()
     except ValueError as error:
@@ -131,11 +176,20 @@ def test_a_rank_that_lost_its_peers_does_not_excuse_the_rank_with_the_error(root
     assert choose(root).chosen.step == 10
 
 
-@pytest.mark.parametrize("number, supervised, counts", [(signal.SIGTERM, False, False), (signal.SIGINT, False, False),
-                                                        (signal.SIGUSR1, False, True), (signal.SIGTERM, True, True)])
-def test_the_signal_before_a_kill_decides_whether_it_counts(root, number, supervised, counts, monkeypatch):
-    """The number is on the disk although no handler ran, and none could: the process did not live to see it. The signal with
-    which a supervisor ends what a failure has left is no reason."""
+@pytest.mark.parametrize(
+    "number, supervised, counts",
+    [
+        (signal.SIGTERM, False, False),
+        (signal.SIGINT, False, False),
+        (signal.SIGUSR1, False, True),
+        (signal.SIGTERM, True, True),
+    ],
+)
+def test_the_signal_before_a_kill_decides_whether_it_counts(
+    root, number, supervised, counts, monkeypatch
+):
+    """The number is on the disk although no handler ran, and none could: the process did not live
+    to see it. The signal with which a supervisor ends what a failure has left is no reason."""
     if supervised:
         monkeypatch.setenv(ENDED_BY_US, "1")
     before = signal.signal(number, lambda *_: None)
@@ -158,7 +212,8 @@ def test_a_suspected_checkpoint_is_selected_if_all_are_suspected(root):
     assert found.chosen.step == 15 and [refusal.step for refusal in found.refused] == [15, 10, 5]
 
 
-# ---- hosts ---------------------------------------------------------------------------------------------------------------
+# ---- hosts ---------------------------------------------------------------------------------------
+
 
 def failures_on(root, monkeypatch, *hosts, ranks=2, of=2):
     for host in hosts:
@@ -169,8 +224,13 @@ def failures_on(root, monkeypatch, *hosts, ranks=2, of=2):
 def test_failures_on_one_host_need_more_jobs_to_refuse_a_checkpoint(root, monkeypatch):
     failures_on(root, monkeypatch, "bad", "bad", "bad")
     found = choose(root)
-    assert found.chosen.step == 15 and "3 jobs in a row" in found.notes[-1] and "All died on host bad" in found.notes[-1]
-    failures_on(root, monkeypatch, "bad")                       # never stuck: it may be its slice after all
+    assert (
+        found.chosen.step == 15
+        and "3 jobs in a row" in found.notes[-1]
+        and "All died on host bad" in found.notes[-1]
+    )
+    # never stuck: it may be its slice after all
+    failures_on(root, monkeypatch, "bad")
     found = choose(root)
     assert found.chosen.step == 10 and "all on host bad" in found.refused[0].reason
 
@@ -181,7 +241,8 @@ def test_failures_on_several_hosts_or_the_only_host_count(root, monkeypatch, hos
     assert choose(root).chosen.step == 10
 
 
-# ---- whose ---------------------------------------------------------------------------------------------------------------
+# ---- whose ---------------------------------------------------------------------------------------
+
 
 def test_jobs_that_begin_with_it_at_the_same_time_are_not_in_a_row(root):
     """Several trainings from one source; one of them has done its first step."""
@@ -233,16 +294,35 @@ def test_all_ranks_at_once(root):
         load_attempt.passed()
         group.gather(b"")
         load_attempt.failed(NAN)
+
     Ranks(4).run(work)
     assert left(root) == []
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("content", [
-    b"", b"\xff\xfe", b"two", b"2 /output", b"[]", b"{}", b"[" * 9000, *(
-        json.dumps({"output": "/output", "deaths": [row] * 2, "began": None}).encode()
-        for row in ({}, {"run": "x"}, {"run": "0001-0000aaaa", "hosts": 0}, {"run": "0001-0000aaaa", "cause": "x" * 999}))])
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"two",
+        b"2 /output",
+        b"[]",
+        b"{}",
+        b"[" * 9000,
+        *(
+            json.dumps({"output": "/output", "deaths": [row] * 2, "began": None}).encode()
+            for row in (
+                {},
+                {"run": "x"},
+                {"run": "0001-0000aaaa", "hosts": 0},
+                {"run": "0001-0000aaaa", "cause": "x" * 999},
+            )
+        ),
+    ],
+)
 def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     """Nor does it let one go."""
     Job(root).fails()
@@ -254,7 +334,9 @@ def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     assert not any(name.startswith("trial") for name in left(root))
 
 
-@pytest.mark.parametrize("word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
+@pytest.mark.parametrize(
+    "word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}']
+)
 def test_an_unreadable_failure_record_does_not_count(root, word):
     job = Job(root).fails(NAN)
     (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)
@@ -268,6 +350,7 @@ def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
 
     def fail(*_, **__):
         raise OSError(5, "Input/output error")
+
     Job(root).fails()
     setattr(Broken, operation, fail)
     load_attempt = LoadAttempt(CheckpointDir(Broken(), str(root)), choose(root).chosen, "/output")
@@ -281,32 +364,37 @@ def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
     assert choose(root, limit=3).chosen.step == 15
 
 
-# ---- retention -------------------------------------------------------------------------------------------------------------
+# ---- retention -----------------------------------------------------------------------------------
+
 
 def test_a_suspected_checkpoint_is_never_removed(root):
     """The newest checkpoint was passed over, an older one trained on, and the newer removed."""
     for _ in range(2):
         Job(root).fails()
-    Job(root).passes()                                          # of step 10
+    Job(root).passes()  # of step 10
     later = run_name(2, "0000bbbb")
     for step in (15, 20, 25):
         save(root, step, world=1, run=later, suffix=1)
     made, first = plan(dir_at(root), KeepLast(1)), run_name(1, "0000aaaa")
     assert [(c.step, c.run) for c in made.kept] == [(25, later), (15, first)]
-    assert made.reasons[str(root / FOLDER / attempt_name(15, first))] == "a job died right after it had loaded it"
+    assert (
+        made.reasons[str(root / FOLDER / attempt_name(15, first))]
+        == "a job died right after it had loaded it"
+    )
     Job(root, named="net_rank_0-2_5").passes()
     assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25]
 
 
 def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):
-    """One job failed right after it had loaded step 15, and the next one loads a newer checkpoint, which another job has
-    saved."""
+    """One job failed right after it had loaded step 15, and the next one loads a newer checkpoint,
+    which another job has saved."""
     Job(root).fails()
     later = run_name(2, "0000bbbb")
     for step in (20, 25):
         save(root, step, world=1, run=later, suffix=1)
     assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25, 15]
-    Job(root, output="/another").passes()                       # of a training that knows nothing of the first one
+    # of a training that knows nothing of the first one
+    Job(root, output="/another").passes()
     assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25, 15]
     Job(root).passes()
     assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25]

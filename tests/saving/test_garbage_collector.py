@@ -1,4 +1,6 @@
-"""What retention removes and what it never removes, and a removal that is killed before each of its operations."""
+"""What retention removes and what it never removes, and a removal that is killed before each of its
+operations."""
+
 import errno
 import json
 import os
@@ -10,7 +12,17 @@ import iteration_folders
 import pytest
 import rank_folders
 from lease_holders import ME, publish_lease
-from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at, name_of, path_of, save, write_foreign, write_rank
+from rank_folders import (
+    EVERY_RUN,
+    RUN,
+    STORAGE,
+    dir_at,
+    name_of,
+    path_of,
+    save,
+    write_foreign,
+    write_rank,
+)
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
@@ -18,7 +30,15 @@ from mindresume.events import CheckpointsRemoved, RemovalPostponed
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import META, meta_json
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name, strip_trash, trash_name
+from mindresume.model.manifest import (
+    FOLDER,
+    MANIFEST,
+    TRASH,
+    attempt_name,
+    run_name,
+    strip_trash,
+    trash_name,
+)
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
@@ -63,37 +83,51 @@ def saved(tmp_path):
     return root
 
 
-# ---- deciding --------------------------------------------------------------------------------------------------------
+# ---- deciding ------------------------------------------------------------------------------------
+
 
 def test_a_plan_changes_nothing_and_gives_reasons(saved):
     before = tree(saved)
     made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=EVERY_RUN)
-    assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == ([20, 10], [15, 5], [25], ())
-    assert why(made) == {attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
-                         attempt_name(10, RUN): "one every 10 steps",
-                         attempt_name(15, RUN): "none of: the last one, one every 10 steps",
-                         attempt_name(5, RUN): "none of: the last one, one every 10 steps",
-                         attempt_name(25, RUN): "the save never completed"}
+    assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == (
+        [20, 10],
+        [15, 5],
+        [25],
+        (),
+    )
+    assert why(made) == {
+        attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
+        attempt_name(10, RUN): "one every 10 steps",
+        attempt_name(15, RUN): "none of: the last one, one every 10 steps",
+        attempt_name(5, RUN): "none of: the last one, one every 10 steps",
+        attempt_name(25, RUN): "the save never completed",
+    }
     assert tree(saved) == before
 
 
 def test_every_save_is_in_exactly_one_group(saved):
     save(saved, 30, world=2, run=NEXT_RUN, suffix=1)
-    made = planned(saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=EVERY_RUN)
+    made = planned(
+        saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=EVERY_RUN
+    )
     assert sorted(why(made)) == sorted(os.listdir(saved / FOLDER))
 
 
-@pytest.mark.parametrize("ended, active, orphans", [(EVERY_RUN, None, [25]), ((), None, []),
-                                                   ({NEXT_RUN}, None, []), (EVERY_RUN, RUN, [])])
+@pytest.mark.parametrize(
+    "ended, active, orphans",
+    [(EVERY_RUN, None, [25]), ((), None, []), ({NEXT_RUN}, None, []), (EVERY_RUN, RUN, [])],
+)
 def test_an_incomplete_save_is_removed_only_if_its_run_has_ended(saved, ended, active, orphans):
     made = planned(saved, KEEP_ALL, ended=ended, active=active)
-    assert steps(made.orphans) == orphans and steps(made.unfinished) == [step for step in [25] if step not in orphans]
+    assert steps(made.orphans) == orphans and steps(made.unfinished) == [
+        step for step in [25] if step not in orphans
+    ]
     assert made.to_delete == () and steps(made.kept) == [20, 15, 10, 5]
 
 
 def test_an_incomplete_save_of_the_active_run_is_removed_after_its_newest_commit(saved):
     assert planned(saved, KEEP_ALL, active=RUN).orphans == ()
-    write_rank(saved, 18, 0, 2)                                     # 20 is committed
+    write_rank(saved, 18, 0, 2)  # 20 is committed
     assert steps(planned(saved, KEEP_ALL, active=RUN).orphans) == [18]
     assert planned(saved, KEEP_ALL, active=NEXT_RUN).orphans == ()
 
@@ -106,13 +140,16 @@ def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
         def list(self, folder):
             read.append(folder)
             return super().list(folder)
+
     seen = []
 
     class Asked:
         def __contains__(self, run):
             return not seen.append(len(read))
+
     plan(CheckpointDir(Watched(), str(saved)), KEEP_ALL, ended=Asked())
-    assert seen and min(seen) >= 6                     # the folder of records and those of five attempts
+    # the folder of records and those of five attempts
+    assert seen and min(seen) >= 6
 
 
 def test_checkpoints_of_mindformers_are_neither_counted_nor_removed(tmp_path):
@@ -138,16 +175,21 @@ def delete_record(root, step):
 
 
 @pytest.mark.parametrize("spoil", [cut_short, delete_file, delete_record])
-def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_do_not_count(saved, spoil):
+def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_do_not_count(
+    saved, spoil
+):
     for step in (15, 20):
         spoil(saved, step)
     made = planned(saved, KeepLast(1))
     assert steps(made.kept) == [20, 10] and steps(made.to_delete) == [15, 5]
     assert why(made)[attempt_name(10, RUN)].startswith(NEWEST_WHOLE)
     made = planned(saved, KeepLast(2))
-    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()       # 20 and 15 are broken: 10 and 5 are the last 2
+    # 20 and 15 are broken: 10 and 5 are the last 2
+    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()
     carry_out(CheckpointDir(STORAGE, str(saved)), planned(saved, KeepLast(1)))
-    chosen = select_checkpoint(STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+    chosen = select_checkpoint(
+        STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+    ).chosen
     assert chosen.step == 10 or spoil is delete_file
 
 
@@ -155,12 +197,15 @@ def test_no_checkpoint_is_removed_without_a_complete_one(saved):
     for step in (5, 10, 15, 20):
         cut_short(saved, step)
     made = planned(saved, KeepLast(1), ended=EVERY_RUN)
-    assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == () and steps(made.orphans) == [25]
+    assert (
+        steps(made.kept) == [20, 15, 10, 5] and made.to_delete == () and steps(made.orphans) == [25]
+    )
     assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
 
 
 def test_the_checkpoint_that_meta_json_names_is_kept(saved):
-    """A job has committed a newer one and not pointed to it yet; meanwhile a user prunes the folder."""
+    """A job has committed a newer one and not pointed to it yet; meanwhile a user prunes the
+    folder."""
     meta = saved / "rank_0" / "meta.json"
     older, gone = (json.dumps(meta_json(name_of(0, step))) for step in (10, 11))
     for text, kept in ((older, [20, 10]), (gone, [20]), ("[1]", [20]), ("", [20]), (None, [20])):
@@ -177,6 +222,7 @@ def test_nothing_is_removed_while_the_target_of_meta_json_is_unknown(saved):
             if path.endswith("meta.json"):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
             return super().open(path)
+
     with pytest.raises(OSError, match="Input/output"):
         plan(CheckpointDir(FailingStorage(), str(saved)), KeepLast(1))
 
@@ -200,19 +246,32 @@ def test_saves_that_can_no_longer_be_committed_displace_no_good_checkpoint(tmp_p
     assert steps(planned(tmp_path, KeepLast(3), ended=EVERY_RUN).to_delete) == []
     made = planned(tmp_path, KeepLast(2), ended=EVERY_RUN)
     assert steps(made.to_delete) == [5] and steps(made.kept) == [15, 10]
-    assert planned(tmp_path, KeepLast(2)).to_delete == ()                      # its run may still commit it
+    # its run may still commit it
+    assert planned(tmp_path, KeepLast(2)).to_delete == ()
 
 
 @pytest.fixture
 def healths(monkeypatch):
     """{step: health that the monitor reported at the save}"""
     found, plain = {}, rank_folders.state_of
-    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=found.get(step)))
+    monkeypatch.setattr(
+        rank_folders,
+        "state_of",
+        lambda step, batch=8: replace(plain(step, batch), health=found.get(step)),
+    )
     return found
 
 
-@pytest.mark.parametrize("unhealthy, kept, extra", [((), [25], None), ((25, 20), [25, 15], 15), ((25, 20, 15, 10, 5), [25], None),
-                                               ((20,), [25], None), ((10,), [25], None)])
+@pytest.mark.parametrize(
+    "unhealthy, kept, extra",
+    [
+        ((), [25], None),
+        ((25, 20), [25, 15], 15),
+        ((25, 20, 15, 10, 5), [25], None),
+        ((20,), [25], None),
+        ((10,), [25], None),
+    ],
+)
 def test_the_newest_healthy_checkpoint_is_kept(tmp_path, healths, unhealthy, kept, extra):
     healths.update({step: int(step in unhealthy) for step in (5, 10, 15, 20, 25)})
     for step in (5, 10, 15, 20, 25):
@@ -225,7 +284,9 @@ def test_the_newest_healthy_checkpoint_is_kept(tmp_path, healths, unhealthy, kep
     assert committed(tmp_path) == kept
 
 
-def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_healthy(tmp_path, healths):
+def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_healthy(
+    tmp_path, healths
+):
     healths.update({5: 0, 20: 1, 25: 1})
     for step in (5, 10, 15, 20, 25):
         save(tmp_path, step, world=2)
@@ -236,17 +297,39 @@ def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_he
 
 def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
     losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, rank_folders.state_of
-    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: rank_folders.TrainingState(
-        *[getattr(plain(step), name) for name in ("step", "steps_per_epoch", "global_step", "global_batch_size", "loss_scale",
-                                                  "sink_size", "dataset_size")], metrics={"loss": losses[step]}))
+    monkeypatch.setattr(
+        rank_folders,
+        "state_of",
+        lambda step, batch=8: rank_folders.TrainingState(
+            *[
+                getattr(plain(step), name)
+                for name in (
+                    "step",
+                    "steps_per_epoch",
+                    "global_step",
+                    "global_batch_size",
+                    "loss_scale",
+                    "sink_size",
+                    "dataset_size",
+                )
+            ],
+            metrics={"loss": losses[step]},
+        ),
+    )
     for step in losses:
         save(tmp_path, step, world=1)
-    assert [dict(c.metrics) for c in scan(dir_at(tmp_path)).candidates] == [{"loss": losses[s]} for s in (20, 15, 10, 5)]
+    assert [dict(c.metrics) for c in scan(dir_at(tmp_path)).candidates] == [
+        {"loss": losses[s]} for s in (20, 15, 10, 5)
+    ]
     made = planned(tmp_path, KeepAny((KeepLast(1), KeepBest("loss", 1))))
-    assert steps(made.kept) == [20, 10] and why(made)[attempt_name(10, RUN)] == "the best one by loss (smallest)"
+    assert (
+        steps(made.kept) == [20, 10]
+        and why(made)[attempt_name(10, RUN)] == "the best one by loss (smallest)"
+    )
 
 
-# ---- carrying out ----------------------------------------------------------------------------------------------------
+# ---- carrying out --------------------------------------------------------------------------------
+
 
 class Died(Exception):
     """Is not an OSError: nothing in the product catches it, like a SIGKILL."""
@@ -254,6 +337,7 @@ class Died(Exception):
 
 class Counting(PosixStorage):
     """Counts operations and is killed before operation ``limit`` (from 0)."""
+
     width = 1
 
     def __init__(self, limit=None):
@@ -300,9 +384,14 @@ def test_the_order_of_operations(saved):
     expected = [("rename", str(records / name), str(trash)), ("sync", str(records))]
     for rank in range(2):
         path = path_of(saved, 5, rank)
-        expected += [("remove", str(path)), ("remove", str(path.with_name(f".{path.name}.{RUN}.mindresume-tmp"))),
-                     ("sync", str(path.parent))]
-    expected += [("remove", str(trash / entry)) for entry in (MANIFEST, "rank_00000.json", "rank_00001.json")]
+        expected += [
+            ("remove", str(path)),
+            ("remove", str(path.with_name(f".{path.name}.{RUN}.mindresume-tmp"))),
+            ("sync", str(path.parent)),
+        ]
+    expected += [
+        ("remove", str(trash / entry)) for entry in (MANIFEST, "rank_00000.json", "rank_00001.json")
+    ]
     assert changes == [*expected, ("remove", str(trash))]
 
 
@@ -312,20 +401,29 @@ def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt
     for step in (5, 10, 15):
         save(source, step, world=2, fmt=fmt)
     write_rank(source, 20, 0, 2, fmt=fmt)
-    path_of(source, 25, 1, fmt=fmt).write_bytes(b"torn: no record says whose it is, nor does a label")
+    path_of(source, 25, 1, fmt=fmt).write_bytes(
+        b"torn: no record says whose it is, nor does a label"
+    )
     finished = tmp_path / "finished"
     shutil.copytree(source, finished)
     complete = Counting()
-    carry_out(CheckpointDir(complete, str(finished)), planned(finished, KeepLast(1), ended=EVERY_RUN))
+    carry_out(
+        CheckpointDir(complete, str(finished)), planned(finished, KeepLast(1), ended=EVERY_RUN)
+    )
     assert committed(finished) == [15] and len(complete.done) > 40
     for limit in range(len(complete.done)):
         root = tmp_path / "again"
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(source, root)
         with pytest.raises(Died):
-            carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=EVERY_RUN))
+            carry_out(
+                CheckpointDir(Counting(limit), str(root)),
+                planned(root, KeepLast(1), ended=EVERY_RUN),
+            )
         assert committed(root)[0] == 15, limit
-        chosen = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
+        chosen = select_checkpoint(
+            STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+        ).chosen
         assert chosen is not None and chosen.step == 15, limit
         carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
         assert tree(root) == tree(finished), limit
@@ -337,24 +435,33 @@ def test_a_removal_killed_twice_is_finished_by_the_third(saved, tmp_path):
         shutil.copytree(saved, root)
         for limit in (first, second):
             with pytest.raises(Died):
-                carry_out(CheckpointDir(Counting(limit), str(root)), planned(root, KeepLast(1), ended=EVERY_RUN))
+                carry_out(
+                    CheckpointDir(Counting(limit), str(root)),
+                    planned(root, KeepLast(1), ended=EVERY_RUN),
+                )
         carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
         assert os.listdir(root / FOLDER) == [attempt_name(20, RUN)] and committed(root) == [20]
         assert sorted(os.listdir(root / "rank_0")) == ["meta.json", path_of(root, 20, 0).name]
 
 
 def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
-    """The first process may have been killed before its flush; a power loss now must not restore the weights without their
-    records."""
+    """The first process may have been killed before its flush; a power loss now must not restore
+    the weights without their records."""
     made, dying = planned(saved, KeepLast(3)), Counting()
-    dying.limit = 1 + next(i for i, what in enumerate(counted(saved)) if what == ("remove", str(path_of(saved, 5, 1))))
+    dying.limit = 1 + next(
+        i for i, what in enumerate(counted(saved)) if what == ("remove", str(path_of(saved, 5, 1)))
+    )
     with pytest.raises(Died):
         carry_out(CheckpointDir(dying, str(saved)), made)
     assert not path_of(saved, 5, 1).exists()
     storage = Counting()
     carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
-    trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))            # with whatever nonce
-    first_record = next(i for i, what in enumerate(storage.done) if what[0] == "remove" and what[1].startswith(trash))
+    trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))  # with whatever nonce
+    first_record = next(
+        i
+        for i, what in enumerate(storage.done)
+        if what[0] == "remove" and what[1].startswith(trash)
+    )
     assert ("sync", str(saved / "rank_0")) in storage.done[:first_record]
     assert ("sync", str(saved / "rank_1")) in storage.done[:first_record]
 
@@ -373,7 +480,9 @@ def test_a_checkpoint_is_removed_although_a_file_stands_where_a_rank_folder_shou
     (saved / "rank_1").write_text("x")
     said = []
     carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), emit=said.append)
-    assert said == [] and not [name for name in os.listdir(saved / FOLDER) if name.startswith(TRASH)]
+    assert said == [] and not [
+        name for name in os.listdir(saved / FOLDER) if name.startswith(TRASH)
+    ]
 
 
 def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
@@ -388,11 +497,15 @@ def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
     save(tmp_path, 5, world=1)
     write_rank(tmp_path, 10, 0, 3)
     assert steps(carry_out(dir_at(tmp_path), planned(tmp_path, KEEP_ALL, ended=EVERY_RUN))) == [10]
-    assert os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)] and not path_of(tmp_path, 10, 0).exists()
+    assert (
+        os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)]
+        and not path_of(tmp_path, 10, 0).exists()
+    )
 
 
 def test_a_later_file_of_the_same_name_is_kept(tmp_path):
-    """The rank folders were deleted by hand and their hidden records were not: the next run uses the names again."""
+    """The rank folders were deleted by hand and their hidden records were not: the next run uses
+    the names again."""
     for step in (5, 10, 15):
         save(tmp_path, step, world=2)
     for rank in range(2):
@@ -401,31 +514,50 @@ def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     made = planned(tmp_path, KeepLast(1), active=NEXT_RUN, ended=EVERY_RUN)
     assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
     carry_out(CheckpointDir(STORAGE, str(tmp_path)), made)
-    chosen = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)).chosen
-    assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [attempt_name(5, NEXT_RUN)]
+    chosen = select_checkpoint(
+        STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+    ).chosen
+    assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [
+        attempt_name(5, NEXT_RUN)
+    ]
 
 
-# ---- holds -----------------------------------------------------------------------------------------------------------
+# ---- holds ---------------------------------------------------------------------------------------
 
 HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 
 
 def test_a_locked_checkpoint_is_not_removed(saved):
-    made = planned(saved, KeepLast(1), held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"}, ended=EVERY_RUN)
+    made = planned(
+        saved,
+        KeepLast(1),
+        held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"},
+        ended=EVERY_RUN,
+    )
     assert steps(made.to_delete) == [15, 5] and made.orphans == ()
-    assert sorted(steps(made.read_locked)) == [10, 25]               # 20 is kept anyway
+    assert sorted(steps(made.read_locked)) == [10, 25]  # 20 is kept anyway
     assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
     carry_out(dir_at(saved), made, lambda: HELD)
     assert committed(saved) == [20, 10]
 
 
 def test_a_read_lock_taken_after_the_plan_is_respected(saved):
-    before, events = {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()}, []
-    removed = carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), lambda: HELD, events.append)
+    before, events = (
+        {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()},
+        [],
+    )
+    removed = carry_out(
+        dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), lambda: HELD, events.append
+    )
     assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
     assert before == {p: p.stat().st_mtime_ns for p in before} and path_of(saved, 10, 1).exists()
-    assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(10, RUN)), HELD[attempt_name(10, RUN)], 10)]
-    assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(1)))) == [10]          # let go: the next one takes it
+    assert events == [
+        RemovalPostponed(
+            str(saved / FOLDER / attempt_name(10, RUN)), HELD[attempt_name(10, RUN)], 10
+        )
+    ]
+    # let go: the next one takes it
+    assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(1)))) == [10]
 
 
 def test_read_locks_are_checked_after_the_rename_is_durable(saved):
@@ -434,6 +566,7 @@ def test_read_locks_are_checked_after_the_rename_is_durable(saved):
     def read_locks():
         asked.append([what[0] for what in storage.done])
         return {}
+
     carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(2)), read_locks)
     assert asked == [["rename", "sync"], ["rename", "sync", "rename", "sync"]]
 
@@ -451,9 +584,14 @@ def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(sa
 
 def test_a_kill_during_the_restoring_rename_loses_nothing(saved):
     held = {attempt_name(5, RUN): "loading"}
-    for limit in (2, 3):                                             # before the rename back, before its sync
+    # before the rename back, before its sync
+    for limit in (2, 3):
         with pytest.raises(Died):
-            carry_out(CheckpointDir(Counting(limit), str(saved)), planned(saved, KeepLast(3)), lambda: held)
+            carry_out(
+                CheckpointDir(Counting(limit), str(saved)),
+                planned(saved, KeepLast(3)),
+                lambda: held,
+            )
         carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
         assert committed(saved) == [20, 15, 10, 5]
 
@@ -474,11 +612,13 @@ def test_another_process_may_finish_the_removal_before_the_lock_is_seen(saved):
         for trash in (saved / FOLDER).glob(TRASH + attempt_name(5, RUN) + ".*"):
             shutil.rmtree(trash)
         return {attempt_name(5, RUN): "loading"}
+
     assert carry_out(dir_at(saved), planned(saved, KeepLast(3)), read_locks) == []
     assert committed(saved) == [20, 15, 10]
 
 
-# ---- each fails for itself -------------------------------------------------------------------------------------------
+# ---- each fails for itself -----------------------------------------------------------------------
+
 
 class Stuck(Counting):
     """Fails operations on paths with one of ``names``, or in a folder of such a name."""
@@ -493,35 +633,55 @@ class Stuck(Counting):
             raise OSError(self.code, os.strerror(self.code), *paths[:1])
 
 
-@pytest.mark.parametrize("operation, name, left", [
-    ("rename", attempt_name(15, RUN), [20, 15]), ("remove", str(Path(path_of("", 15, 1)).name), [20]),
-    ("sync", "rank_1", [20]), ("open", "rank_00000.json", [20])])
+@pytest.mark.parametrize(
+    "operation, name, left",
+    [
+        ("rename", attempt_name(15, RUN), [20, 15]),
+        ("remove", str(Path(path_of("", 15, 1)).name), [20]),
+        ("sync", "rank_1", [20]),
+        ("open", "rank_00000.json", [20]),
+    ],
+)
 def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, left):
     events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
     storage = Stuck(operation, name)
-    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(1), ended=EVERY_RUN), emit=events.append)
+    removed = carry_out(
+        CheckpointDir(storage, str(saved)),
+        planned(saved, KeepLast(1), ended=EVERY_RUN),
+        emit=events.append,
+    )
     assert committed(saved) == left and not old.exists()
     assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
-    if operation != "open":                                                     # then other records tell what it wrote
-        assert events and {(type(event), event.reason) for event in events} == {(RemovalPostponed, "Permission denied")}
+    # then other records tell what it wrote
+    if operation != "open":
+        assert events and {(type(event), event.reason) for event in events} == {
+            (RemovalPostponed, "Permission denied")
+        }
         assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
     carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN))
-    assert os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
+    assert (
+        os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
+    )
 
 
 def test_a_failed_removal_is_emitted_once(saved):
     events, storage = [], Stuck("rename", attempt_name(5, RUN))
     target = rank_folders.target_of(saved, 0, 2)
-    committer = Committer(type(target)(storage, target.root, target.run, 0, 2), KeepLast(3), events.append)
+    committer = Committer(
+        type(target)(storage, target.root, target.run, 0, 2), KeepLast(3), events.append
+    )
     assert committer.prune() == committer.prune() == []
-    assert events == [RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)]
+    assert events == [
+        RemovalPostponed(str(saved / FOLDER / attempt_name(5, RUN)), "Permission denied", 5)
+    ]
 
 
 def test_trash_of_the_same_attempt_does_not_interfere(saved):
     """A removal was interrupted, then the checkpoint was copied back by hand."""
     name = attempt_name(5, RUN)
-    for old in (TRASH + name, trash_name(name)):                                # without a nonce, as before
+    # without a nonce, as before
+    for old in (TRASH + name, trash_name(name)):
         shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
     assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(3)))) == [5]
     assert committed(saved) == [20, 15, 10] and not list((saved / FOLDER).glob(TRASH + "*"))
@@ -533,8 +693,14 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
         def rename(self, old, new):
             super().rename(old, new)
             raise OSError(errno.EIO, "Input/output error", old)
+
     events = []
-    assert carry_out(CheckpointDir(Late(), str(saved)), planned(saved, KeepLast(3)), emit=events.append) == []
+    assert (
+        carry_out(
+            CheckpointDir(Late(), str(saved)), planned(saved, KeepLast(3)), emit=events.append
+        )
+        == []
+    )
     assert len(events) == 1 and committed(saved) == [20, 15, 10]
     assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
@@ -542,15 +708,18 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
 def test_unreadable_read_locks_keep_what_may_be_locked(saved):
     def read_locks():
         raise OSError(errno.EIO, "Input/output error")
+
     events = []
     assert carry_out(dir_at(saved), planned(saved, KeepLast(3)), read_locks, events.append) == []
     assert path_of(saved, 5, 0).exists() and len(events) == 2
     held = {attempt_name(5, RUN): "loading"}
     carry_out(dir_at(saved), planned(saved, KeepLast(3)), lambda: held)
-    assert committed(saved) == [20, 15, 10, 5]                                   # it was held, and comes back
+    # it was held, and comes back
+    assert committed(saved) == [20, 15, 10, 5]
 
 
-# ---- the committer ---------------------------------------------------------------------------------------------------
+# ---- the committer -------------------------------------------------------------------------------
+
 
 def test_the_committer_removes_respects_locks_and_emits(saved):
     events, held = [], dict(HELD)
@@ -559,8 +728,11 @@ def test_the_committer_removes_respects_locks_and_emits(saved):
     committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append)
     committer.read_locks = lambda: held
     committer.saved(30)
-    assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved((15, 5), str(saved), str(KeepLast(2)))
-    assert not path_of(saved, 25, 0).exists()                        # of a run with a smaller number: over, by default
+    assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved(
+        (15, 5), str(saved), str(KeepLast(2))
+    )
+    # of a run with a smaller number: over, by default
+    assert not path_of(saved, 25, 0).exists()
     held.clear()
     assert committer.prune() == [10] and committer.prune() == []
 
@@ -569,14 +741,19 @@ def test_the_committer_keeps_saves_that_may_still_be_written(saved):
     publish_lease(saved, ME)
     committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(9))
     assert committer.prune() == [] and path_of(saved, 25, 0).exists()
-    assert json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"] == path_of(saved, 20, 0).name
+    assert (
+        json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"]
+        == path_of(saved, 20, 0).name
+    )
 
 
 def test_the_committer_never_considers_a_later_run_ended(saved):
     """The run started later: the listing of runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
     Committer(rank_folders.target_of(saved, 0, 2), KeepLast(1)).prune()
-    assert path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
+    assert (
+        path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
+    )
 
 
 def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
@@ -591,10 +768,21 @@ def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
                 moved.append(os.path.basename(old))
                 if len(moved) == 1:
                     other = next(c for c in to_delete if c.iteration_dir != moved[0])
-                    held.append(acquire_read_lock(dir_at(tmp_path), other.name, other.commit_dir,
-                                                  sleep=lambda seconds: None))
+                    held.append(
+                        acquire_read_lock(
+                            dir_at(tmp_path),
+                            other.name,
+                            other.commit_dir,
+                            sleep=lambda seconds: None,
+                        )
+                    )
             super().rename(old, new)
-    carry_out(CheckpointDir(Slow(), str(tmp_path)), Plan(to_delete=tuple(to_delete)), ReadLocks(dir_at(tmp_path)))
+
+    carry_out(
+        CheckpointDir(Slow(), str(tmp_path)),
+        Plan(to_delete=tuple(to_delete)),
+        ReadLocks(dir_at(tmp_path)),
+    )
     assert len(moved) == 1 and held[0] is not None
     held[0].release()
 
@@ -608,11 +796,13 @@ def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
             if path.endswith(META):
                 raise PermissionError(13, "Permission denied", path)
             return super().open(path)
+
     made = plan(CheckpointDir(Private(), str(tmp_path)), KeepLast(1), {}, ended=EVERY_RUN)
     assert steps(made.to_delete) == [6, 5]
 
 
-# ---- what cannot be read now -------------------------------------------------------------------------------------------
+# ---- what cannot be read now ---------------------------------------------------------------------
+
 
 class Unreadable(PosixStorage):
     """Reports EIO for files with one of ``names`` in their path."""
@@ -634,15 +824,31 @@ class Unreadable(PosixStorage):
 WEIGHTS, RECORDS = "-1_5.safetensors", f"{FOLDER}/{TRASH}"
 
 
-@pytest.mark.parametrize("names", [
-    (RECORDS, WEIGHTS),                                     # neither the records nor the labels of the weights
-    (WEIGHTS, attempt_name(20, RUN))])                      # and not all saves are known, so the labels would have to decide
+@pytest.mark.parametrize(
+    "names",
+    [
+        # neither the records nor the labels of the weights
+        (RECORDS, WEIGHTS),
+        # and not all saves are known, so the labels would have to decide
+        (WEIGHTS, attempt_name(20, RUN)),
+    ],
+)
 def test_a_removal_whose_files_cannot_be_told_from_others_is_postponed(saved, names):
     """Without its records nobody would ever find its weights: they would fill the disk."""
     made, events = planned(saved, KeepEverySteps(10)), []
     assert steps(made.to_delete) == [15, 5]
-    carry_out(CheckpointDir(Unreadable(*names), str(saved)), Plan(to_delete=made.to_delete[1:]), emit=events.append)
-    assert path_of(saved, 5, 0).exists() and any(name.startswith(TRASH) for name in os.listdir(saved / FOLDER))
-    assert [type(event) for event in events] == [RemovalPostponed] and "Input/output error" in events[0].reason
+    carry_out(
+        CheckpointDir(Unreadable(*names), str(saved)),
+        Plan(to_delete=made.to_delete[1:]),
+        emit=events.append,
+    )
+    assert path_of(saved, 5, 0).exists() and any(
+        name.startswith(TRASH) for name in os.listdir(saved / FOLDER)
+    )
+    assert [type(event) for event in events] == [
+        RemovalPostponed
+    ] and "Input/output error" in events[0].reason
     carry_out(dir_at(saved), Plan())
-    assert not path_of(saved, 5, 0).exists() and not any(name.startswith(TRASH) for name in os.listdir(saved / FOLDER))
+    assert not path_of(saved, 5, 0).exists() and not any(
+        name.startswith(TRASH) for name in os.listdir(saved / FOLDER)
+    )

@@ -1,4 +1,6 @@
-"""How an iteration folder is published, replaced and removed, and how the next run repairs an interruption."""
+"""How an iteration folder is published, replaced and removed, and how the next run repairs an
+interruption."""
+
 import json
 import os
 import shutil
@@ -39,7 +41,15 @@ from mindresume.formats.metadata import read_metadata
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.layout import TensorLayout
-from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, Manifest, attempt_name, record_name, run_name
+from mindresume.model.manifest import (
+    FOLDER,
+    MANIFEST,
+    TRASH,
+    Manifest,
+    attempt_name,
+    record_name,
+    run_name,
+)
 from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
@@ -70,7 +80,9 @@ def adopting(root, run=NEXT, emit=ignore):
 
 
 def chosen(root):
-    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+    )
     return choice.chosen and (choice.chosen.step, choice.chosen.run)
 
 
@@ -80,6 +92,7 @@ def committed(root):
 
 class Dying(PosixStorage):
     """Is killed before the changing operation ``at``."""
+
     width = 1
 
     def __init__(self, at=None):
@@ -104,7 +117,8 @@ class Dying(PosixStorage):
 
 
 def interrupted_at_each_operation(act):
-    """Calls ``act(storage, number)`` once per changing operation, killed before it. Yields (number, operation)."""
+    """Calls ``act(storage, number)`` once per changing operation, killed before it. Yields (number,
+    operation)."""
     calm = Dying()
     act(calm, 0)
     for at in range(1, len(calm.done) + 1):
@@ -113,22 +127,43 @@ def interrupted_at_each_operation(act):
         yield at, calm.done[at - 1]
 
 
-# ---- a save ----------------------------------------------------------------------------------------------------------
+# ---- a save --------------------------------------------------------------------------------------
+
 
 def test_a_commit_leaves_only_the_files_that_mindformers_needs(tmp_path):
     save(tmp_path, 10)
-    assert listing(tmp_path) == [VISIBLE, TRACKER] and hidden(tmp_path) == [] and tracker(tmp_path) == "10"
+    assert (
+        listing(tmp_path) == [VISIBLE, TRACKER]
+        and hidden(tmp_path) == []
+        and tracker(tmp_path) == "10"
+    )
     folder = folder_of(tmp_path, 10)
-    assert sorted(os.listdir(folder)) == [FOLDER, COMMON, METADATA, *(f"net-{kind}-{rank:07d}-0000002.safetensors" for kind in (
-        "model", "opt") for rank in range(2))]
+    assert sorted(os.listdir(folder)) == [
+        FOLDER,
+        COMMON,
+        METADATA,
+        *(
+            f"net-{kind}-{rank:07d}-0000002.safetensors"
+            for kind in ("model", "opt")
+            for rank in range(2)
+        ),
+    ]
     common = parse_common((folder / COMMON).read_bytes(), COMMON)
-    assert (common.step_num, common.global_step, common.global_batch_size, common.ckpt_status) == (10, 10, 8, None)
+    assert (common.step_num, common.global_step, common.global_batch_size, common.ckpt_status) == (
+        10,
+        10,
+        8,
+        None,
+    )
     assert "ckpt_status" not in json.loads((folder / COMMON).read_text())
     rows = read_metadata((folder / METADATA).read_bytes(), METADATA)
     assert set(rows) == {"embedding.weight", "adam_m.embedding.weight"}
-    assert rows["embedding.weight"].layout == TensorLayout((2,), (0, -1)) and rows["embedding.weight"].shape == (8, 4)
+    assert rows["embedding.weight"].layout == TensorLayout((2,), (0, -1)) and rows[
+        "embedding.weight"
+    ].shape == (8, 4)
     assert [copies[0].file for copies in rows["embedding.weight"].stored.values()] == [
-        f"net-model-{rank:07d}-0000002.safetensors" for rank in range(2)]
+        f"net-model-{rank:07d}-0000002.safetensors" for rank in range(2)
+    ]
 
 
 def test_one_rank_needs_no_metadata_and_known_health_is_recorded(tmp_path):
@@ -141,8 +176,9 @@ def test_the_manifest_names_the_metadata_files_with_their_checksums(tmp_path):
     save(tmp_path, 10)
     with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
         small = Manifest.read(file).metadata_files
-    assert {file.path: file.size for file in small} == {name: (folder_of(tmp_path, 10) / name).stat().st_size
-                                                        for name in (COMMON, METADATA)}
+    assert {file.path: file.size for file in small} == {
+        name: (folder_of(tmp_path, 10) / name).stat().st_size for name in (COMMON, METADATA)
+    }
     assert all(len(file.checksum) == 32 for file in small)
 
 
@@ -152,7 +188,7 @@ def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == [] and chosen(tmp_path) is None
     write_rank(tmp_path, 10, 1)
-    assert chosen(tmp_path) == (10, RUN)                        # all have finished it
+    assert chosen(tmp_path) == (10, RUN)  # all have finished it
     assert committer.poll() == [] and listing(tmp_path) == [VISIBLE, TRACKER]
 
 
@@ -160,41 +196,63 @@ def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     events = []
     for rank in range(2):
         target = target_of(tmp_path, rank)
-        shard = iteration_folders.iteration_shard("net", target, rank_folders.state_of(10),
-                                                  iteration_folders.tensors_of(rank, 10), None, {
-            "embedding.weight": (TensorLayout((3,), (-1, -1)), (4, 4))})
+        shard = iteration_folders.iteration_shard(
+            "net",
+            target,
+            rank_folders.state_of(10),
+            iteration_folders.tensors_of(rank, 10),
+            None,
+            {"embedding.weight": (TensorLayout((3,), (-1, -1)), (4, 4))},
+        )
         iteration_folders.write_shard(target, shard)
     committer = Committer(target_of(tmp_path), emit=events.append)
     committer.saved(10)
     assert committer.pending == [10] and listing(tmp_path) == []
-    assert [(type(event), event.step) for event in events] == [(CommitDelayed, 10)] and "3 ranks" in events[0].reason
+    assert [(type(event), event.step) for event in events] == [
+        (CommitDelayed, 10)
+    ] and "3 ranks" in events[0].reason
 
 
 def test_a_kill_at_every_operation_of_a_save(tmp_path):
-    """The one before, or the new one; and the next run makes it visible, points to it and leaves nothing."""
+    """The one before, or the new one; and the next run makes it visible, points to it and leaves
+    nothing."""
+
     def act(storage, number):
         root = tmp_path / str(number)
         save(root, 10)
         write_all(root, 20)
         Committer(target_of(root, storage=storage)).saved(20)
+
     seen = set()
     for number, (operation, name) in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), (operation, name)
         adopting(root)
         assert chosen(root) == (20, RUN) and tracker(root) == "20", (operation, name)
-        assert listing(root) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(root) == [], (operation, name)
+        assert listing(root) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(root) == [], (
+            operation,
+            name,
+        )
         seen.add((operation, name.split(".")[0]))
-    assert {("rename", "iteration_00000020"), ("rename", "latest_checkpointed_iteration"), ("rename", "manifest"),
-            ("remove", "tracker-0000000020")} <= seen
+    assert {
+        ("rename", "iteration_00000020"),
+        ("rename", "latest_checkpointed_iteration"),
+        ("rename", "manifest"),
+        ("remove", "tracker-0000000020"),
+    } <= seen
 
 
-# ---- the next run ----------------------------------------------------------------------------------------------------
+# ---- the next run --------------------------------------------------------------------------------
+
 
 def test_records_without_a_manifest_are_committed(tmp_path):
     write_all(tmp_path, 10)
     assert adopting(tmp_path) == [10]
-    assert listing(tmp_path) == [VISIBLE, TRACKER] and hidden(tmp_path) == [] and tracker(tmp_path) == "10"
+    assert (
+        listing(tmp_path) == [VISIBLE, TRACKER]
+        and hidden(tmp_path) == []
+        and tracker(tmp_path) == "10"
+    )
     assert committed(tmp_path) == [(10, RUN)] and adopting(tmp_path) == []
 
 
@@ -216,6 +274,7 @@ def test_a_published_save_gets_its_tracker_if_that_was_intended(tmp_path):
 
 def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
     """... although all ranks were killed after the manifest of the next step."""
+
     class NoTracker(PosixStorage):
         def rename(self, old, new):
             if new.endswith(TRACKER):
@@ -226,6 +285,7 @@ def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
             if "tracker-0000000015" in path:
                 raise KeyboardInterrupt
             return super().write(path, pieces, size)
+
     save(tmp_path, 5)
     committer = Committer(target_of(tmp_path, storage=NoTracker()))
     write_all(tmp_path, 10)
@@ -253,19 +313,24 @@ def test_an_intent_of_a_missing_or_older_iteration_is_only_removed(tmp_path):
 
 
 def test_a_save_repeated_by_a_later_run_is_not_replaced(tmp_path):
-    """Run 1 was killed before it published step 10; run 2 could not adopt it and saved that step itself."""
+    """Run 1 was killed before it published step 10; run 2 could not adopt it and saved that step
+    itself."""
     write_all(tmp_path, 10)
     save(tmp_path, 10, run=NEXT)
     assert adopting(tmp_path, THIRD) == []
     assert committed(tmp_path) == [(10, NEXT), (10, RUN)] and chosen(tmp_path) == (10, NEXT)
-    assert (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).is_dir() and tracker(tmp_path) == "10"
+    assert (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).is_dir() and tracker(
+        tmp_path
+    ) == "10"
 
 
 def test_a_save_that_a_damaged_record_makes_doubtful_is_neither_adopted_nor_lost(tmp_path):
     save(tmp_path, 5)
     write_all(tmp_path, 10)
     (records_of(making(tmp_path, 10), 10) / record_name(1)).write_bytes(b"torn")
-    assert adopting(tmp_path) == [] and making(tmp_path, 10).is_dir() and chosen(tmp_path) == (5, RUN)
+    assert (
+        adopting(tmp_path) == [] and making(tmp_path, 10).is_dir() and chosen(tmp_path) == (5, RUN)
+    )
 
 
 def test_a_file_that_is_not_as_recorded_is_not_adopted(tmp_path):
@@ -274,7 +339,11 @@ def test_a_file_that_is_not_as_recorded_is_not_adopted(tmp_path):
     (making(tmp_path, 10) / "net-opt-0000001-0000002.safetensors").write_bytes(b"short")
     assert adopting(tmp_path, emit=events.append) == [] and listing(tmp_path) == []
     (delayed,) = events
-    assert (type(delayed), delayed.step, delayed.run_id) == (CommitDelayed, 10, RUN) and "net-opt-0000001" in delayed.reason
+    assert (type(delayed), delayed.step, delayed.run_id) == (
+        CommitDelayed,
+        10,
+        RUN,
+    ) and "net-opt-0000001" in delayed.reason
 
 
 def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
@@ -285,13 +354,16 @@ def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
 
 
 def test_a_kill_at_every_operation_of_an_adoption_of_several(tmp_path):
-    """Between two of them the tracker is older than the published iterations, as if a user had set it back."""
+    """Between two of them the tracker is older than the published iterations, as if a user had set
+    it back."""
+
     def act(storage, number):
         root = tmp_path / str(number)
         save(root, 5)
         for step in (10, 15, 20):
             write_all(root, step)
         Committer(target_of(root, run=NEXT, storage=storage)).recover()
+
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
@@ -306,11 +378,14 @@ def test_saves_before_one_that_cannot_be_adopted_are_not_skipped(tmp_path):
         write_all(tmp_path, step)
     (making(tmp_path, 15) / "net-opt-0000001-0000002.safetensors").write_bytes(b"short")
     assert chosen(tmp_path) == (10, RUN)
-    assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and chosen(tmp_path) == (10, RUN)
+    assert (
+        adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and chosen(tmp_path) == (10, RUN)
+    )
 
 
 def test_the_tracker_names_the_selected_iteration_after_an_adoption(tmp_path):
-    """The tracker names step 20, which is not published; a later run from an older step saved step 15, and both were killed."""
+    """The tracker names step 20, which is not published; a later run from an older step saved step
+    15, and both were killed."""
     save(tmp_path, 5, 20)
     unname(tmp_path, 20)
     write_all(tmp_path, 15, run=NEXT)
@@ -342,13 +417,20 @@ def test_a_kill_at_every_operation_of_an_adoption(tmp_path):
         save(root, 5)
         write_all(root, 10)
         Committer(target_of(root, run=NEXT, storage=storage)).recover()
+
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (10, RUN), operation
         adopting(root, THIRD)
-        assert chosen(root) == (10, RUN) and tracker(root) == "10" and committed(root) == [(10, RUN), (5, RUN)], operation
+        assert (
+            chosen(root) == (10, RUN)
+            and tracker(root) == "10"
+            and committed(root) == [(10, RUN), (5, RUN)]
+        ), operation
         acquire(dir_at(root), holder_of_this_process("saving"), 0.0).release()
-        assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], operation
+        assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], (
+            operation
+        )
 
 
 def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_kept(tmp_path):
@@ -359,25 +441,34 @@ def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_k
         with open(path, "wb") as file:
             file.write(b"1")
     finish_tracker(dir_at(tmp_path), [], NEXT)
-    assert [os.path.exists(names[run]) for run in (RUN, NEXT, THIRD)] == [False, True, True] and foreign_one.exists()
+    assert [os.path.exists(names[run]) for run in (RUN, NEXT, THIRD)] == [
+        False,
+        True,
+        True,
+    ] and foreign_one.exists()
 
 
-# ---- a step is saved once more ---------------------------------------------------------------------------------------
+# ---- a step is saved once more -------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("older, left", [((5,), "5"), ((), None)])
 def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left):
     """The tracker never names a folder that is incomplete or missing."""
+
     def act(storage, number):
         root = tmp_path / f"{older} {number}"
         save(root, *older, 20)
         write_all(root, 20, run=NEXT)
         Committer(target_of(root, run=NEXT, storage=storage)).saved(20)
+
     trackers = set()
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / f"{older} {number}"
         assert chosen(root) == (20, NEXT), operation
         trackers.add(tracker(root))
-        assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), operation
+        assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), (
+            operation
+        )
         adopting(root, THIRD)
         Committer(target_of(root, run=THIRD)).prune()
         assert chosen(root) == (20, NEXT) and tracker(root) == "20", operation
@@ -386,7 +477,8 @@ def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left
 
 
 def test_a_folder_of_mindformers_is_replaced_completely(tmp_path):
-    """Our folder has two files per rank under another prefix: no file of the other folder may remain."""
+    """Our folder has two files per rank under another prefix: no file of the other folder may
+    remain."""
     foreign(tmp_path, steps=(10, 15))
     save(tmp_path, 15, run=NEXT)
     assert sorted(name for name in os.listdir(folder_of(tmp_path, 15)) if "qwen" in name) == []
@@ -398,18 +490,23 @@ def test_a_kill_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path
     def act(storage, number):
         root = tmp_path / str(number)
         foreign(root, "mf190_20_single", (10, 15))
-        write_all(root, 15, world=1, run=NEXT, at=3e9)              # later than the files of the fixture
+        # later than the files of the fixture
+        write_all(root, 15, world=1, run=NEXT, at=3e9)
         Committer(target_of(root, 0, 1, NEXT, storage)).saved(15)
+
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (15, NEXT), operation
         Committer(target_of(root, 0, 1, THIRD)).recover()
         Committer(target_of(root, 0, 1, THIRD)).prune()
-        assert chosen(root) == (15, NEXT) and tracker(root) == "15" and hidden(root) == [], operation
+        assert chosen(root) == (15, NEXT) and tracker(root) == "15" and hidden(root) == [], (
+            operation
+        )
 
 
 def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path):
-    """... not to a later one, which would be taken by mindformers instead of the step that is being saved again."""
+    """... not to a later one, which would be taken by mindformers instead of the step that is being
+    saved again."""
     save(tmp_path, 5, 10, 20, 30)
     track(tmp_path, 20)
     write_all(tmp_path, 20, run=NEXT)
@@ -419,6 +516,7 @@ def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path)
             if TRASH in new:
                 raise KeyboardInterrupt
             super().rename(old, new)
+
     with pytest.raises(KeyboardInterrupt):
         Committer(target_of(tmp_path, run=NEXT, storage=Stop())).saved(20)
     assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
@@ -427,6 +525,7 @@ def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path)
 @pytest.mark.parametrize("trouble", ["tracker-0000000010", VISIBLE])
 def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, trouble):
     """The earlier one is named first; the tracker follows before anything else is done."""
+
     def act(storage, number):
         failed, rename = [], storage.rename
 
@@ -435,6 +534,7 @@ def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, 
                 failed.append(new)
                 raise OSError(5, "Input/output error", new)
             rename(old, new)
+
         storage.rename, root = once, tmp_path / str(number)
         save(root, 5)
         committer = Committer(target_of(root, storage=storage))
@@ -442,25 +542,32 @@ def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, 
             write_all(root, step)
             committer.saved(step)
         assert failed and tracker(root) == "20" and hidden(root) == []
+
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         newest = 20 if making(root, 20).exists() or folder_of(root, 20).exists() else 10
         assert chosen(root) == (newest, RUN), operation
         adopting(root)
-        assert chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == [], operation
+        assert (
+            chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == []
+        ), operation
 
 
 def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
-    """A tracker that a user sets back would otherwise count as late once the newer ones are removed."""
+    """A tracker that a user sets back would otherwise count as late once the newer ones are
+    removed."""
+
     class Once(PosixStorage):
         def remove(self, path):
             if path.endswith("tracker-0000000010"):
                 raise OSError(5, "Input/output error", path)
             super().remove(path)
+
     save(tmp_path, 5)
     write_all(tmp_path, 10)
     Committer(target_of(tmp_path, storage=Once())).saved(10)
-    intend(tmp_path, 30)                                        # not ours to remove: of a later step
+    # not ours to remove: of a later step
+    intend(tmp_path, 30)
     assert hidden(tmp_path) == ["tracker-0000000010", "tracker-0000000030"]
     save(tmp_path, 20)
     assert hidden(tmp_path) == ["tracker-0000000030"] and tracker(tmp_path) == "20"
@@ -475,17 +582,21 @@ def test_an_error_before_the_rename_is_repaired_by_the_next_save(tmp_path):
                 self.failed = True
                 raise OSError(5, "Input/output error", new)
             super().rename(old, new)
+
     events, storage = [], Once()
     committer = Committer(target_of(tmp_path, storage=storage), emit=events.append)
     for step in (10, 20):
         write_all(tmp_path, step)
         committer.saved(step)
     assert ["[Errno 5]" in event.text for event in events if isinstance(event, Notice)] == [True]
-    assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and tracker(tmp_path) == "20"
+    assert (
+        listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and tracker(tmp_path) == "20"
+    )
     assert chosen(tmp_path) == (20, RUN)
 
 
-# ---- retention -------------------------------------------------------------------------------------------------------
+# ---- retention -----------------------------------------------------------------------------------
+
 
 def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
     """The job changed to Checkpoint 2.0: our saves of both formats count."""
@@ -495,8 +606,13 @@ def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
     assert committed(tmp_path) == [(20, NEXT), (15, NEXT), (10, RUN)]
     committer.policy = KeepLast(1)
     assert committer.prune() == [15, 10]
-    assert listing(tmp_path) == ["iteration_00000020", TRACKER, "rank_0", "rank_1"] and hidden(tmp_path) == []
-    assert {name for rank in range(2) for name in os.listdir(tmp_path / f"rank_{rank}")} == {"meta.json"}
+    assert (
+        listing(tmp_path) == ["iteration_00000020", TRACKER, "rank_0", "rank_1"]
+        and hidden(tmp_path) == []
+    )
+    assert {name for rank in range(2) for name in os.listdir(tmp_path / f"rank_{rank}")} == {
+        "meta.json"
+    }
 
 
 def test_folders_of_mindformers_are_never_removed(tmp_path):
@@ -509,9 +625,13 @@ def test_an_iteration_that_the_tracker_names_by_hand_is_never_removed(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
     made = plan(dir_at(tmp_path), KeepLast(1))
-    assert [c.step for c in made.to_delete] == [10] and made.reasons[str(folder_of(tmp_path, 5))] == f"{TRACKER} names it"
+    assert [c.step for c in made.to_delete] == [10] and made.reasons[
+        str(folder_of(tmp_path, 5))
+    ] == f"{TRACKER} names it"
     assert carry_out(dir_at(tmp_path), made) == [*made.to_delete]
-    assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(tmp_path) == (5, RUN)
+    assert listing(tmp_path) == ["iteration_00000005", "iteration_00000015", TRACKER] and chosen(
+        tmp_path
+    ) == (5, RUN)
 
 
 def test_the_newest_complete_iteration_is_kept_when_a_newer_one_lost_a_metadata_file(tmp_path):
@@ -539,9 +659,9 @@ def test_incomplete_saves_of_this_run_and_of_ended_runs_are_removed(tmp_path):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, depth):
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
-    os.makedirs(tmp_path.joinpath(*parts[:depth + 1]))
+    os.makedirs(tmp_path.joinpath(*parts[: depth + 1]))
     assert chosen(tmp_path) is None and adopting(tmp_path) == []
-    assert plan(dir_at(tmp_path), KeepLast(2)).orphans == ()              # its run may still go on
+    assert plan(dir_at(tmp_path), KeepLast(2)).orphans == ()  # its run may still go on
     save(tmp_path, 20, run=NEXT)
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
 
@@ -556,6 +676,7 @@ def test_reclaim_space_removes_incomplete_saves_and_keeps_those_being_written(tm
     assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
     assert chosen(tmp_path) == (5, RUN)
 
+
 def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_path):
     """Another host has removed it, and this one still lists it."""
     save(tmp_path, 5, 10)
@@ -564,11 +685,17 @@ def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_pat
 
     class Late(PosixStorage):
         def list(self, folder):
-            return [*super().list(folder), *(["iteration_00000007"] if folder == str(tmp_path) else [])]
+            return [
+                *super().list(folder),
+                *(["iteration_00000007"] if folder == str(tmp_path) else []),
+            ]
 
         def rename(self, old, new):
             super().rename(old, new)
-            trackers.extend([(tmp_path / TRACKER).read_text()] if new == str(tmp_path / TRACKER) else [])
+            trackers.extend(
+                [(tmp_path / TRACKER).read_text()] if new == str(tmp_path / TRACKER) else []
+            )
+
     committer = Committer(target_of(tmp_path, run=NEXT, storage=Late()))
     committer.saved(10)
     assert committer.pending == [] and trackers == ["5", "10"]
@@ -579,19 +706,25 @@ def test_a_kill_at_every_operation_of_a_removal(tmp_path):
         root = tmp_path / str(number)
         save(root, 10, 20)
         carry_out(CheckpointDir(storage, str(root)), plan(dir_at(root), KeepLast(1)))
+
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
         assert chosen(root) == (20, RUN), operation
-        for candidate in scan(dir_at(root)).candidates:                   # complete, or not a checkpoint any more
-            assert candidate.problem is None and all((root / file.path).exists() for file in candidate.all_files), operation
+        # complete, or not a checkpoint any more
+        for candidate in scan(dir_at(root)).candidates:
+            assert candidate.problem is None and all(
+                (root / file.path).exists() for file in candidate.all_files
+            ), operation
         Committer(target_of(root, run=NEXT), KeepLast(1)).prune()
-        left = [name for name in hidden(root) if "claim-0000-" not in name]         # until its process has ended, or it is old
+        # until its process has ended, or it is old
+        left = [name for name in hidden(root) if "claim-0000-" not in name]
         assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation
 
 
 @pytest.mark.parametrize("at", range(1, 25))
 def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp_path, at):
-    """A locked iteration folder was renamed until the removing process saw the lock: files were missing meanwhile."""
+    """A locked iteration folder was renamed until the removing process saw the lock: files were
+    missing meanwhile."""
     save(tmp_path, 10, 20)
     commit_dir, held, waited, moved = str(folder_of(tmp_path, 10)), [], [], []
 
@@ -602,15 +735,23 @@ def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp
             if name in ("list", "open", "write", "rename", "sync", "status", "remove"):
                 self.__dict__["left"] = self.left - 1
                 if self.left == 0:
-                    held.append(acquire_read_lock(dir_at(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append))
+                    held.append(
+                        acquire_read_lock(
+                            dir_at(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append
+                        )
+                    )
             return super().__getattribute__(name)
 
         def rename(self, old, new):
             moved.extend([old] if held else [])
             super().rename(old, new)
+
     storage = Watched()
-    carry_out(CheckpointDir(storage, str(tmp_path)), plan(dir_at(tmp_path), KeepLast(1)),
-              ReadLocks(CheckpointDir(storage, str(tmp_path))))
+    carry_out(
+        CheckpointDir(storage, str(tmp_path)),
+        plan(dir_at(tmp_path), KeepLast(1)),
+        ReadLocks(CheckpointDir(storage, str(tmp_path))),
+    )
     assert held and (held[0] is not None) == os.path.exists(commit_dir)
     assert waited or commit_dir not in moved
     if held[0] is not None:
@@ -620,15 +761,20 @@ def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp
 def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
     save(tmp_path / "other", 10)
     (tmp_path / "root" / FOLDER).mkdir(parents=True)
-    os.symlink(folder_of(tmp_path / "other", 10), tmp_path / "root" / FOLDER / f"{TRASH}{attempt_name(10, RUN)}")
+    os.symlink(
+        folder_of(tmp_path / "other", 10),
+        tmp_path / "root" / FOLDER / f"{TRASH}{attempt_name(10, RUN)}",
+    )
     empty_trash(dir_at(tmp_path / "root"), ReadLocks(dir_at(tmp_path / "root")))
     assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
 
 
-# ---- folders are identified by content, not by the name of their records ---------------------------------------------
+# ---- folders are identified by content, not by the name of their records -------------------------
+
 
 def orphan(root, step, run=RUN):
-    """Saves a committed step again by one rank, as former versions did: a second folder of that name."""
+    """Saves a committed step again by one rank, as former versions did: a second folder of that
+    name."""
     other = root.parent / f"orphan-{root.name}"
     write_rank(other, step, 1, run=run)
     shutil.move(making(other, step, run), making(root, step, run))
@@ -640,13 +786,18 @@ def test_two_folders_of_one_attempt_are_removed_independently(tmp_path):
     save(root, 10, 20)
     left = orphan(root, 20)
     made = plan(dir_at(root), KeepLast(1), ended=EVERY_RUN)
-    assert [c.commit_dir for c in made.orphans] == [str(left)] and [c.step for c in made.to_delete] == [10]
-    assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(made.reasons) == 3
+    assert [c.commit_dir for c in made.orphans] == [str(left)] and [
+        c.step for c in made.to_delete
+    ] == [10]
+    assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(
+        made.reasons
+    ) == 3
     carry_out(dir_at(root), made)
     assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == []
 
     orphan(root, 20)
-    save(root, 30, policy=KeepLast(1))                                  # both go, and nothing is in the way of anything later
+    # both go, and nothing is in the way of anything later
+    save(root, 30, policy=KeepLast(1))
     assert listing(root) == ["iteration_00000030", TRACKER] and hidden(root) == []
     save(root, 40, policy=KeepLast(1))
     assert listing(root) == ["iteration_00000040", TRACKER] and hidden(root) == []
@@ -658,7 +809,10 @@ def test_the_next_run_is_not_confused_by_them(tmp_path):
     orphan(root, 20)
     assert chosen(root) == (20, RUN) and adopting(root) == []
     save(root, 30, run=NEXT, policy=KeepLast(2))
-    assert listing(root) == ["iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
+    assert (
+        listing(root) == ["iteration_00000020", "iteration_00000030", TRACKER]
+        and hidden(root) == []
+    )
 
 
 def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tmp_path):
@@ -667,16 +821,26 @@ def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tm
     shutil.copytree(folder_of(root, 10), folder_of(root, 11))
     assert chosen(root) == (10, RUN)
     save(root, 20, 30, policy=KeepLast(2))
-    assert listing(root) == ["iteration_00000011", "iteration_00000020", "iteration_00000030", TRACKER] and hidden(root) == []
+    assert (
+        listing(root) == ["iteration_00000011", "iteration_00000020", "iteration_00000030", TRACKER]
+        and hidden(root) == []
+    )
     made = plan(dir_at(root), KeepLast(2))
     assert "iteration_00000011 is a copy" in made.reasons[str(folder_of(root, 11))]
-    shutil.copytree(folder_of(root, 30), folder_of(root, 99))          # newer by its name than everything
+    # newer by its name than everything
+    shutil.copytree(folder_of(root, 30), folder_of(root, 99))
     save(root, 40, policy=KeepLast(1))
-    assert listing(root) == ["iteration_00000011", "iteration_00000040", "iteration_00000099", TRACKER]
+    assert listing(root) == [
+        "iteration_00000011",
+        "iteration_00000040",
+        "iteration_00000099",
+        TRACKER,
+    ]
     assert chosen(root) == (40, RUN) and adopting(root) == []
 
 
-# ---- readers ---------------------------------------------------------------------------------------------------------
+# ---- readers -------------------------------------------------------------------------------------
+
 
 def candidate_of(root, step):
     return next(c for c in scan(dir_at(root)).candidates if c.step == step)
@@ -687,13 +851,18 @@ def test_a_locked_iteration_is_not_removed(tmp_path):
     found = candidate_of(tmp_path, 10)
     lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
     events, made = [], plan(dir_at(tmp_path), KeepLast(1), read_locks(dir_at(tmp_path)))
-    assert made.to_delete == () and [c.step
-                                     for c in made.read_locked] == [10] and "held: loading" in made.reasons[found.commit_dir]
+    assert (
+        made.to_delete == ()
+        and [c.step for c in made.read_locked] == [10]
+        and "held: loading" in made.reasons[found.commit_dir]
+    )
     # ... also by who decided before the hold was there
     made = plan(dir_at(tmp_path), KeepLast(1))
     assert carry_out(dir_at(tmp_path), made, emit=events.append) == []
     assert folder_of(tmp_path, 10).is_dir()
-    assert [(type(event), event.step, event.path) for event in events] == [(RemovalPostponed, 10, found.commit_dir)]
+    assert [(type(event), event.step, event.path) for event in events] == [
+        (RemovalPostponed, 10, found.commit_dir)
+    ]
     lease.release()
     assert Committer(target_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 
@@ -702,7 +871,10 @@ def test_a_read_lock_that_comes_too_late_is_not_acquired(tmp_path):
     save(tmp_path, 10, 20)
     found = candidate_of(tmp_path, 10)
     carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(1)))
-    assert acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir) is None and hidden(tmp_path) == []
+    assert (
+        acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir) is None
+        and hidden(tmp_path) == []
+    )
 
 
 def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
@@ -724,13 +896,17 @@ def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
     write_all(tmp_path, 10, run=NEXT)
     Committer(target_of(tmp_path, run=NEXT)).saved(10)
-    assert committed(tmp_path) == [(10, NEXT)] and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
+    assert (
+        committed(tmp_path) == [(10, NEXT)]
+        and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
+    )
     lease.release()
     empty_trash(dir_at(tmp_path), ReadLocks(dir_at(tmp_path)))
     assert hidden(tmp_path) == [] and chosen(tmp_path) == (10, NEXT)
 
 
-# ---- two jobs --------------------------------------------------------------------------------------------------------
+# ---- two jobs ------------------------------------------------------------------------------------
+
 
 def acquire_lease(root, run=""):
     holder = holder_of_this_process("saving", 2)
@@ -738,7 +914,8 @@ def acquire_lease(root, run=""):
 
 
 def test_an_earlier_run_cannot_save_after_a_later_one_ended(tmp_path):
-    """A commit moves the folders away: without the marker nothing would tell that run 2 ever was."""
+    """A commit moves the folders away: without the marker nothing would tell that run 2 ever
+    was."""
     save(tmp_path, 10)
     lease = acquire_lease(tmp_path, NEXT)
     save(tmp_path, 20, run=NEXT)
@@ -774,7 +951,9 @@ def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_
     lease = acquire_lease(tmp_path / "new")
     save(tmp_path / "new", 20, run=lease.run)
     lease.release()
-    assert lease.run > THIRD and [c.step for c in plan(dir_at(tmp_path / "new"), KeepLast(1)).to_delete] == [10]
+    assert lease.run > THIRD and [
+        c.step for c in plan(dir_at(tmp_path / "new"), KeepLast(1)).to_delete
+    ] == [10]
 
 
 def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training(tmp_path):

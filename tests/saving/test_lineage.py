@@ -1,5 +1,6 @@
-"""Which checkpoints belong to one training: retention counts and removes these, also in folders of earlier versions and of
-several trainings."""
+"""Which checkpoints belong to one training: retention counts and removes these, also in folders of
+earlier versions and of several trainings."""
+
 import io
 import json
 import shutil
@@ -15,14 +16,29 @@ from mindresume.errors import RecordError
 from mindresume.events import Event, Notice
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, MANIFEST, Manifest, attempt_name, encode_head, read_head, read_record, run_name
+from mindresume.model.manifest import (
+    FOLDER,
+    MANIFEST,
+    Manifest,
+    attempt_name,
+    encode_head,
+    read_head,
+    read_record,
+    run_name,
+)
 from mindresume.resume.choice import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
 from mindresume.saving.removal_plan import ANOTHER_TRAINING, continued, newest_lineage, others, plan
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, write_shard
 
-RUNS = [RUN, *(run_name(number, f"0000{letter * 4}") for number, letter in ((2, "b"), (3, "c"), (4, "d"), (5, "e")))]
+RUNS = [
+    RUN,
+    *(
+        run_name(number, f"0000{letter * 4}")
+        for number, letter in ((2, "b"), (3, "c"), (4, "d"), (5, "e"))
+    ),
+]
 
 
 class Trainings:
@@ -32,8 +48,8 @@ class Trainings:
         self.root, self.fmt, self.number = root, fmt, 0
 
     def run(self, *steps, origin=None, keep=2, recorded=True):
-        """``origin``: the step it resumes from, of the newest run that has it, None: a fresh start. ``recorded`` False: saved by
-        an earlier version, without lineages."""
+        """``origin``: the step it resumes from, of the newest run that has it, None: a fresh start.
+        ``recorded`` False: saved by an earlier version, without lineages."""
         run, self.number = RUNS[self.number], self.number + 1
         chosen = next((c for c in self.found() if c.step == origin), None) if origin else None
         lineage = continued(chosen, run, True) if recorded else ""
@@ -81,13 +97,14 @@ def test_a_return_to_the_first_training_makes_the_second_the_other_one(trainings
 def test_resumes_are_one_training_despite_removals_in_between(trainings):
     trainings.run(10, 20)
     trainings.run(30, 40, origin=20)
-    trainings.run(50, 60, origin=40)                            # nothing is left of run 1
+    trainings.run(50, 60, origin=40)  # nothing is left of run 1
     trainings.run(70, origin=60, keep=1)
     assert trainings.committed() == [(70, 4)]
 
 
 def test_a_resume_from_an_older_step_gives_up_the_newer_ones(trainings):
-    """The user requested the older one by name. The newer ones belong to the same training and precede what the new run saves."""
+    """The user requested the older one by name. The newer ones belong to the same training and
+    precede what the new run saves."""
     trainings.run(10, 20, 30, keep=9)
     trainings.run(15, origin=10, keep=3)
     assert trainings.committed() == [(15, 2), (20, 1), (30, 1)]
@@ -116,7 +133,8 @@ def test_the_newest_of_this_training_is_kept_despite_newer_ones_of_another(train
     made = plan(dir_at(trainings.root), KeepLast(1), lineage=RUNS[0])
     assert [c.step for c in made.to_delete] == [10] and [c.step for c in made.kept] == [5, 20]
     assert made.reasons[made.kept[0].commit_dir] == ANOTHER_TRAINING
-    assert [c.step for c in plan(dir_at(trainings.root), KeepLast(1)).to_delete] == [20, 10]       # all together
+    # all together
+    assert [c.step for c in plan(dir_at(trainings.root), KeepLast(1)).to_delete] == [20, 10]
 
 
 def test_an_uncommitted_save_belongs_to_its_training(trainings):
@@ -145,14 +163,23 @@ def test_an_unreadable_save_belongs_to_the_training_of_its_run(tmp_path):
 def test_the_run_decides_the_lineage_of_another_folder():
     class Chosen:
         run, lineage = RUNS[1], ""
-    assert continued(Chosen, RUNS[2], same_folder=True) == "" and continued(Chosen, RUNS[2], same_folder=False) == RUNS[1]
+
+    assert (
+        continued(Chosen, RUNS[2], same_folder=True) == ""
+        and continued(Chosen, RUNS[2], same_folder=False) == RUNS[1]
+    )
     Chosen.lineage = RUN
-    assert continued(Chosen, RUNS[2], same_folder=True) == continued(Chosen, RUNS[2], same_folder=False) == RUN
-    Chosen.run = None                                           # mindformers wrote it
+    assert (
+        continued(Chosen, RUNS[2], same_folder=True)
+        == continued(Chosen, RUNS[2], same_folder=False)
+        == RUN
+    )
+    Chosen.run = None  # mindformers wrote it
     assert continued(Chosen, RUNS[2], True) == continued(None, RUNS[2], True) == RUNS[2]
 
 
-# ---- iteration folders of the same step ------------------------------------------------------------------------------
+# ---- iteration folders of the same step ----------------------------------------------------------
+
 
 def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_path):
     trainings = Trainings(tmp_path, "2.0")
@@ -162,19 +189,26 @@ def test_a_folder_of_another_training_keeps_its_content_under_another_name(tmp_p
     (kept,) = [name for name in listing(tmp_path) if ".kept-" in name]
     assert (tmp_path / kept / "common.json").read_bytes() == before and tracker(tmp_path) == "10"
     assert [kept in event.text for event in events if isinstance(event, Notice)] == [True]
-    assert [(c.step, c.run) for c in scan(dir_at(tmp_path)).candidates] == [(10, RUNS[1]), (20, RUN)]
+    assert [(c.step, c.run) for c in scan(dir_at(tmp_path)).candidates] == [
+        (10, RUNS[1]),
+        (20, RUN),
+    ]
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_complete_folder_of_mindformers_is_never_removed(tmp_path, whole):
-    """mindformers saved steps 10 and 15; a user set its tracker back, and step 15 is saved again."""
+    """mindformers saved steps 10 and 15; a user set its tracker back, and step 15 is saved
+    again."""
     iteration_folders.foreign(tmp_path)
     track(tmp_path, 10)
     if not whole:
         (folder_of(tmp_path, 15) / "common.json").unlink()
     Trainings(tmp_path, "2.0").run(15, keep=1)
     kept = [name for name in listing(tmp_path) if ".kept-" in name]
-    assert len(kept) == whole and listing(tmp_path)[:2] == ["iteration_00000010", "iteration_00000015"]
+    assert len(kept) == whole and listing(tmp_path)[:2] == [
+        "iteration_00000010",
+        "iteration_00000015",
+    ]
 
 
 def test_a_file_in_the_way_is_kept(tmp_path):
@@ -189,10 +223,13 @@ def test_a_copy_by_hand_is_never_removed(tmp_path):
     trainings.run(10)
     shutil.copytree(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
     trainings.run(20, origin=10, keep=1)
-    assert len([name for name in listing(tmp_path) if ".kept-" in name]) == 1 and trainings.committed() == [(20, 2)]
+    assert len(
+        [name for name in listing(tmp_path) if ".kept-" in name]
+    ) == 1 and trainings.committed() == [(20, 2)]
 
 
-# ---- on disk ---------------------------------------------------------------------------------------------------------
+# ---- on disk -------------------------------------------------------------------------------------
+
 
 def test_records_and_manifests_store_the_lineage_and_earlier_versions_are_read(tmp_path):
     trainings = Trainings(tmp_path, "1.0")
@@ -205,14 +242,19 @@ def test_records_and_manifests_store_the_lineage_and_earlier_versions_are_read(t
         with open(folder / "rank_00001.json", "rb") as file:
             record, _ = read_record(file)
         assert (manifest.lineage, record.lineage) == (lineage, lineage)
-        assert ("lineage" in json.loads((folder / MANIFEST).read_text().splitlines()[1])) is bool(lineage)
+        assert ("lineage" in json.loads((folder / MANIFEST).read_text().splitlines()[1])) is bool(
+            lineage
+        )
         assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 
 
 @pytest.mark.parametrize("value", ["", "x", 5, None, [], "0001-0000AAAA", "../0001-0000aaaa"])
 def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
     save(tmp_path, 5, world=1)
-    for name, kind, read in ((MANIFEST, "manifest", Manifest.read), ("rank_00000.json", "record", read_record)):
+    for name, kind, read in (
+        (MANIFEST, "manifest", Manifest.read),
+        ("rank_00000.json", "record", read_record),
+    ):
         with open(tmp_path / FOLDER / attempt_name(5, RUN) / name, "rb") as file:
             head, _ = read_head(file, kind, 1 << 20)
         with pytest.raises(RecordError):

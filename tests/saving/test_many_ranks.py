@@ -1,4 +1,5 @@
 """Work that one rank does for 8,192 ranks: operations are counted on a disk in memory."""
+
 import io
 import json
 import os
@@ -12,7 +13,16 @@ from mindresume.coordination.read_locks import ReadLocks
 from mindresume.events import WARNING, ignore
 from mindresume.formats import CheckpointDir, rank_folders, records, weight_files
 from mindresume.formats.rank_folders import META, FileName, folder_name, label, meta_json
-from mindresume.model.manifest import FOLDER, MANIFEST, Details, FileRecord, Record, attempt_name, record_name, run_name
+from mindresume.model.manifest import (
+    FOLDER,
+    MANIFEST,
+    Details,
+    FileRecord,
+    Record,
+    attempt_name,
+    record_name,
+    run_name,
+)
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
@@ -31,6 +41,7 @@ ROOT, RUN, RANKS = "/c", run_name(1, "0000aaaa"), 8192
 
 class Memory:
     """Is a disk in memory that counts its operations."""
+
     width = 1
 
     def __init__(self):
@@ -67,8 +78,12 @@ class Memory:
 
     def rename(self, old, new):
         self.done["rename"] += 1
-        for path in [path for path in (*self.files, *self.folders) if path == old or path.startswith(old + "/")]:
-            target = new + path[len(old):]
+        for path in [
+            path
+            for path in (*self.files, *self.folders)
+            if path == old or path.startswith(old + "/")
+        ]:
+            target = new + path[len(old) :]
             if path in self.files:
                 self.files[target] = self.files.pop(path)
             else:
@@ -103,13 +118,25 @@ def name_of(step, rank):
 
 def write_all(disk, step, ranks, recorded=True):
     state = TrainingState(step, 1000, step, 8)
-    data = b"".join(bytes(piece) for _, piece in encode("safetensors", {}, {"format": "ms", **label(RUN, step)}))
+    data = b"".join(
+        bytes(piece) for _, piece in encode("safetensors", {}, {"format": "ms", **label(RUN, step)})
+    )
     for rank in range(ranks):
         path = f"{folder_name(rank)}/{name_of(step, rank)}"
         disk.put(f"{ROOT}/{path}", data)
         if recorded:
-            record = Record(RUN, rank, ranks, state, 1000.0 + step, (FileRecord(path, "safetensors", len(data), "0" * 32),))
-            disk.put(f"{ROOT}/{FOLDER}/{attempt_name(step, RUN)}/{record_name(rank)}", record.encode(Details()))
+            record = Record(
+                RUN,
+                rank,
+                ranks,
+                state,
+                1000.0 + step,
+                (FileRecord(path, "safetensors", len(data), "0" * 32),),
+            )
+            disk.put(
+                f"{ROOT}/{FOLDER}/{attempt_name(step, RUN)}/{record_name(rank)}",
+                record.encode(Details()),
+            )
 
 
 def committer_of(disk, ranks, keep=3, emit=None):
@@ -122,7 +149,8 @@ def disk():
 
 
 def test_a_commit_flushes_as_often_as_one_of_two_ranks(disk):
-    """A commit flushes the manifest and one meta.json with their folders; of each rank it reads only the record, twice."""
+    """A commit flushes the manifest and one meta.json with their folders; of each rank it reads
+    only the record, twice."""
     counts = {}
     for ranks in (2, RANKS):
         disk = Memory()
@@ -133,9 +161,14 @@ def test_a_commit_flushes_as_often_as_one_of_two_ranks(disk):
         assert committer.committed == [5]
         counts[ranks] = disk.done
     few, many = counts[2], counts[RANKS]
-    assert many["flush"] == few["flush"] == 5 and many["rename"] == few["rename"] == 2 and many["remove"] == 0
-    assert many["open"] - few["open"] == RANKS - 2                      # records
-    assert many["status"] - few["status"] == 3 * (RANKS - 2)            # sizes, at the commit and before removal; other meta.json
+    assert (
+        many["flush"] == few["flush"] == 5
+        and many["rename"] == few["rename"] == 2
+        and many["remove"] == 0
+    )
+    assert many["open"] - few["open"] == RANKS - 2  # records
+    # sizes, at the commit and before removal; other meta.json
+    assert many["status"] - few["status"] == 3 * (RANKS - 2)
     assert many["list"] == few["list"]
 
 
@@ -153,15 +186,19 @@ def test_the_next_commit_does_not_look_for_other_pointers(disk):
 def test_pointers_of_former_versions_are_removed_after_the_first_commit(disk):
     """mindformers takes the oldest step that any of them names: they would hold it back."""
     write_all(disk, 5, 4)
-    for rank in range(6):                                               # the job before had more ranks
+    # the job before had more ranks
+    for rank in range(6):
         disk.put(f"{ROOT}/rank_{rank}/{META}", json.dumps(meta_json(name_of(4, rank))).encode())
     order, remove, rename = [], disk.remove, disk.rename
     disk.remove = lambda path: (order.append(("remove", path)), remove(path))
     disk.rename = lambda old, new: (order.append(("rename", new)), rename(old, new))
     committer_of(disk, 4, emit=ignore).saved(5)
     assert [path for path in disk.files if path.endswith(META)] == [f"{ROOT}/rank_0/{META}"]
-    assert order == [("rename", f"{ROOT}/{FOLDER}/{attempt_name(5, RUN)}/{MANIFEST}"), ("rename", f"{ROOT}/rank_0/{META}"),
-                     *(("remove", f"{ROOT}/rank_{rank}/{META}") for rank in range(1, 6))]
+    assert order == [
+        ("rename", f"{ROOT}/{FOLDER}/{attempt_name(5, RUN)}/{MANIFEST}"),
+        ("rename", f"{ROOT}/rank_0/{META}"),
+        *(("remove", f"{ROOT}/rank_{rank}/{META}") for rank in range(1, 6)),
+    ]
     assert disk.done["flush"] == 5 + 5
 
 
@@ -177,13 +214,18 @@ def test_a_pointer_that_cannot_be_written_stops_removal_only_once(disk):
         if META in path:
             raise OSError(13, "Permission denied", path)
         return write(path, pieces, size)
+
     disk.write = refused
     committer.saved(6)
     kept = sorted(name for name in disk.folders[f"{ROOT}/{FOLDER}"])
-    assert len(kept) == 4                                               # meta.json still leads to step 5
+    # meta.json still leads to step 5
+    assert len(kept) == 4
     assert events[-1].level == WARNING and "Permission denied" in events[-1].text
     committer.saved(7)
-    assert sorted(disk.folders[f"{ROOT}/{FOLDER}"]) == [attempt_name(step, RUN) for step in (5, 7, 8)]     # 6 was removed
+    # 6 was removed
+    assert sorted(disk.folders[f"{ROOT}/{FOLDER}"]) == [
+        attempt_name(step, RUN) for step in (5, 7, 8)
+    ]
     assert committer.committed == [5, 6, 7]
 
 
@@ -200,11 +242,15 @@ def test_the_clean_up_of_a_save_without_records_reads_the_headers_of_its_own_fil
     left = [path for path in disk.files if path.endswith(str(name_of(6, 0)).partition("-")[2])]
     assert left == ([] if readable else [f"{ROOT}/rank_0/{name_of(6, 0)}"])
     assert disk.done["open"] <= ranks + 10 and disk.done["list"] <= ranks + 10
-    assert f"{ROOT}/rank_471/{name_of(5, 471)}" in disk.files and disk.folders[f"{ROOT}/{FOLDER}"] == set()
+    assert (
+        f"{ROOT}/rank_471/{name_of(5, 471)}" in disk.files
+        and disk.folders[f"{ROOT}/{FOLDER}"] == set()
+    )
 
 
 def counted_together(monkeypatch, *modules):
-    """Returns a list that will have, of each call of ``parallel`` in ``modules``, its operations of the disk."""
+    """Returns a list that will have, of each call of ``parallel`` in ``modules``, its operations of
+    the disk."""
     plain, together = operations.parallel, []
 
     def parallel(disk, function, items):
@@ -212,6 +258,7 @@ def counted_together(monkeypatch, *modules):
         found = plain(disk, function, items)
         together.append(sum(disk.done.values()) - before)
         return found
+
     for module in modules:
         monkeypatch.setattr(module, "parallel", parallel)
     return together
@@ -219,7 +266,9 @@ def counted_together(monkeypatch, *modules):
 
 def test_work_for_each_rank_runs_concurrently(disk, monkeypatch):
     """No loop over the ranks does one disk operation after the other."""
-    together = counted_together(monkeypatch, commit, garbage_collector, operations, rank_folders, records, weight_files)
+    together = counted_together(
+        monkeypatch, commit, garbage_collector, operations, rank_folders, records, weight_files
+    )
     for step in (5, 6, 7):
         write_all(disk, step, 64)
     committer = committer_of(disk, 64, keep=1, emit=ignore)
@@ -240,7 +289,9 @@ def test_files_of_mindformers_ranks_are_checked_concurrently(disk, monkeypatch):
     data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))
     for rank in range(64):
         disk.put(f"{ROOT}/{folder_name(rank)}/{name_of(5, rank)}", data)
-        disk.put(f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode())
+        disk.put(
+            f"{ROOT}/{folder_name(rank)}/{META}", json.dumps(meta_json(name_of(5, rank))).encode()
+        )
     disk.done.clear()
     assert select_checkpoint(disk, ROOT, SingleProcess(), SelectionPolicy(64)).chosen.step == 5
     assert sum(disk.done.values()) - sum(together) < 40 and sum(together) > 64 * 3

@@ -1,4 +1,6 @@
-"""The contents of the object store after every operation, and what a job on an empty disk downloads."""
+"""The contents of the object store after every operation, and what a job on an empty disk
+downloads."""
+
 import errno
 import json
 import os
@@ -41,7 +43,12 @@ from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import garbage_collector, replication
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus, number_runs, record_path
+from mindresume.saving.remote_checkpoints import (
+    RemoteCheckpoints,
+    RunStatus,
+    number_runs,
+    record_path,
+)
 from mindresume.saving.replication import AGAIN, Uploader, Uploads, upload_part
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from sim.cluster import current_cluster
@@ -61,11 +68,12 @@ class Died(BaseException):
 
 
 class World:
-    """An object store, and jobs of two ranks on disks that can be lost. Time advances when a rank sleeps."""
+    """An object store, and jobs of two ranks on disks that can be lost. Time advances when a rank
+    sleeps."""
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
         self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
-        self.events = []                                    # of all ranks
+        self.events = []  # of all ranks
         self.disk, self.others = base / "disk", []
         self.remote = RemoteCheckpoints(moxing_store(), URL)
 
@@ -100,8 +108,19 @@ class World:
     def uploaders(self, run=RUN, policy=KEEP_ALL, stall_timeout=60.0):
         remotes = [RemoteCheckpoints(self.remote.store, self.remote.url) for _ in range(self.size)]
         self.first, *self.others = uploaders = [
-            Uploader(Uploads(remotes[rank], self.target(rank, run), None if rank else policy, stall_timeout, self.events.append,
-                             lambda: self.now, (lambda seconds: None) if rank else self.sleep)) for rank in range(self.size)]
+            Uploader(
+                Uploads(
+                    remotes[rank],
+                    self.target(rank, run),
+                    None if rank else policy,
+                    stall_timeout,
+                    self.events.append,
+                    lambda: self.now,
+                    (lambda seconds: None) if rank else self.sleep,
+                )
+            )
+            for rank in range(self.size)
+        ]
         for one in uploaders:
             one.queue.changed.wait = self.wait
         return uploaders
@@ -123,14 +142,21 @@ class World:
         group = group or SingleProcess()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
-        policy = SelectionPolicy(size, named, ranks_to_verify=every_rank if converts else own_rank, **options)
-        return select_checkpoint(STORAGE, str(self.disk), group, policy, self.sources(), self.events.append)
+        policy = SelectionPolicy(
+            size, named, ranks_to_verify=every_rank if converts else own_rank, **options
+        )
+        return select_checkpoint(
+            STORAGE, str(self.disk), group, policy, self.sources(), self.events.append
+        )
 
     def sources(self, remote=None):
-        return CheckpointSources(saved_to={os.path.realpath(self.disk)}, remote=remote or self.remote)
+        return CheckpointSources(
+            saved_to={os.path.realpath(self.disk)}, remote=remote or self.remote
+        )
 
     def restore_all(self, size=None, **how):
-        """Selects on all ranks of a job. Returns the selection, equal on all of them; raises an error."""
+        """Selects on all ranks of a job. Returns the selection, equal on all of them; raises an
+        error."""
         results = Ranks(size or self.size).run(lambda group: self.restore(group, **how))
         for result in results:
             if isinstance(result, BaseException):
@@ -155,20 +181,30 @@ def content(root):
     found = {}
     for folder, _, names in os.walk(root):
         for name in names:
-            if name not in ("meta.json", "latest_checkpointed_iteration.txt") and not name.startswith(("claim-", "ended-", ".")):
-                found[os.path.relpath(os.path.join(folder, name), root)] = Path(folder, name).read_bytes()
+            if name not in (
+                "meta.json",
+                "latest_checkpointed_iteration.txt",
+            ) and not name.startswith(("claim-", "ended-", ".")):
+                found[os.path.relpath(os.path.join(folder, name), root)] = Path(
+                    folder, name
+                ).read_bytes()
     return found
 
 
 def unreadable(monkeypatch, *steps, run=RUN):
-    """Makes objects archived, or access denied. Returns the urls of their manifests that were read."""
-    urls = {f"{URL}/{name}/{record_path(name, MANIFEST)}" for name in (attempt_name(step, run) for step in steps)}
+    """Makes objects archived, or access denied. Returns the urls of their manifests that were
+    read."""
+    urls = {
+        f"{URL}/{name}/{record_path(name, MANIFEST)}"
+        for name in (attempt_name(step, run) for step in steps)
+    }
     asked = []
 
     def watch(moment, operation, url):
         if (moment, operation) == ("before", "read") and url in urls:
             asked.append(url)
             raise RuntimeError("InvalidObjectState: the object is archived")
+
     monkeypatch.setattr(moxing.file, "watch", watch)
     return asked
 
@@ -180,12 +216,14 @@ def downloads(monkeypatch):
     def watch(moment, operation, url):
         if moment == "half":
             found.append(url.removeprefix(f"{URL}/").partition("/")[0])
+
     monkeypatch.setattr(moxing.file, "watch", watch)
     return found
 
 
 def strike(monkeypatch, at):
-    """Kills right after the operation with this number, or in the middle of a download. Returns the operations."""
+    """Kills right after the operation with this number, or in the middle of a download. Returns the
+    operations."""
     done = []
 
     def watch(moment, operation, url):
@@ -193,11 +231,13 @@ def strike(monkeypatch, at):
             done.append((moment, operation, url))
             if len(done) == at:
                 raise Died(operation)
+
     monkeypatch.setattr(moxing.file, "watch", watch)
     return done
 
 
-# ---- round trips ----------------------------------------------------------------------------------------------------
+# ---- round trips ---------------------------------------------------------------------------------
+
 
 def test_a_lost_disk_is_restored_bit_for_bit(world):
     world.upload(5, 10)
@@ -208,11 +248,20 @@ def test_a_lost_disk_is_restored_bit_for_bit(world):
     assert choice.chosen.step == 10 and choice.chosen.committed and choice.bytes_verified
     name = attempt_name(10, RUN)
     if world.fmt == "2.0":
-        assert iteration_folders.tracker(world.disk) == "10" and choice.chosen.iteration_dir == "iteration_00000010"
-        assert content(world.disk) == {path: data for path, data in before.items() if path.startswith("iteration_00000010/")}
+        assert (
+            iteration_folders.tracker(world.disk) == "10"
+            and choice.chosen.iteration_dir == "iteration_00000010"
+        )
+        assert content(world.disk) == {
+            path: data for path, data in before.items() if path.startswith("iteration_00000010/")
+        }
     else:
         mine = [file.path for file in choice.chosen.all_files]
-        assert content(world.disk) == {path: data for path, data in before.items() if path in mine or f"{FOLDER}/{name}/" in path}
+        assert content(world.disk) == {
+            path: data
+            for path, data in before.items()
+            if path in mine or f"{FOLDER}/{name}/" in path
+        }
 
 
 def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
@@ -220,7 +269,9 @@ def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
     world.upload(10)
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
-    choice = select_checkpoint(STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank))
+    choice = select_checkpoint(
+        STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+    )
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
@@ -234,7 +285,7 @@ def test_an_empty_store_is_a_fresh_start(world):
     assert world.restore_all().is_fresh_start
     uploaders = world.uploaders(stall_timeout=3)
     world.save(5)
-    uploaders[0].queue.enqueue(5)                             # rank 1 never does
+    uploaders[0].queue.enqueue(5)  # rank 1 never does
     uploaders[0].work()
     assert world.remote.scan().objects and world.committed() == []
     world.empty_disk()
@@ -242,9 +293,14 @@ def test_an_empty_store_is_a_fresh_start(world):
 
 
 def test_a_damaged_local_file_is_replaced(world):
-    """The store has the same bytes: the local file is refused and downloaded again, and only that file."""
+    """The store has the same bytes: the local file is refused and downloaded again, and only that
+    file."""
     world.upload(5, 10)
-    path = rank_folders.path_of(world.disk, 10, 1) if world.fmt == "1.0" else iteration_folders.weights_of(world.disk, 10, 1)
+    path = (
+        rank_folders.path_of(world.disk, 10, 1)
+        if world.fmt == "1.0"
+        else iteration_folders.weights_of(world.disk, 10, 1)
+    )
     whole = path.read_bytes()
     rank_folders.flip_bit(path)
     copies = []
@@ -265,9 +321,14 @@ def test_a_damaged_remote_checkpoint_is_refused_and_the_next_older_one_downloade
     rank_folders.flip_bit(weights)
     world.empty_disk()
     assert world.restore_all().chosen.step == 5
-    assert all(event.step == 10 and str(weights.relative_to(commit_dir)) in event.reason and URL in event.file
-               for event in kinds(world, CandidateRefused)) and kinds(world, CandidateRefused)
-    assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))     # nothing of it fills the disk
+    assert all(
+        event.step == 10
+        and str(weights.relative_to(commit_dir)) in event.reason
+        and URL in event.file
+        for event in kinds(world, CandidateRefused)
+    ) and kinds(world, CandidateRefused)
+    # nothing of it fills the disk
+    assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))
 
 
 def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, monkeypatch):
@@ -283,12 +344,14 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
     before = content(world.disk)
     choice = world.restore_all()
     assert (choice.chosen.step, choice.chosen.run) == (10, RUN) and content(world.disk) == before
-    assert any("run 0001-0000aaaa, step 10" in event.reason for event in kinds(world, CandidateRefused))
+    assert any(
+        "run 0001-0000aaaa, step 10" in event.reason for event in kinds(world, CandidateRefused)
+    )
 
 
 def unfinished_afresh(world, ranks):
-    """Leaves the first save of a training that started afresh on an empty disk and was killed; ``ranks`` have written their
-    part."""
+    """Leaves the first save of a training that started afresh on an empty disk and was killed;
+    ``ranks`` have written their part."""
     rank_folders.save(world.disk, 5, 2)
     for one in reversed(world.uploaders()):
         one.queue.enqueue(5)
@@ -305,7 +368,9 @@ def restored_without_it(world):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(tmp_path, monkeypatch, recorded):
+def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(
+    tmp_path, monkeypatch, recorded
+):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     unfinished_afresh(world, [1])
@@ -333,7 +398,9 @@ def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     before = content(world.disk)
     times = iter(range(0, 10_000, 60))
     time = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None)
-    monkeypatch.setattr(garbage_collector, "check_no_live_job", partial(check_no_live_job, time=time))
+    monkeypatch.setattr(
+        garbage_collector, "check_no_live_job", partial(check_no_live_job, time=time)
+    )
     with pytest.raises(CollectiveError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before
@@ -345,16 +412,21 @@ def test_no_usable_checkpoint_is_an_error_and_not_a_fresh_start(world, tmp_path)
     for path in (tmp_path / "objects").rglob("*.safetensors"):
         path.unlink()
     world.empty_disk()
-    with pytest.raises(NoUsableCheckpointError, match="holds checkpoints, but none can be used:\n  step 5: rank 0: .*downloaded"):
+    with pytest.raises(
+        NoUsableCheckpointError,
+        match="holds checkpoints, but none can be used:\n  step 5: rank 0: .*downloaded",
+    ):
         world.restore_all()
 
 
 def test_an_unreachable_store_is_an_error_only_without_a_local_checkpoint(world, monkeypatch):
-    """Without a local checkpoint it is unknown whether this is a fresh start; with one the job starts."""
+    """Without a local checkpoint it is unknown whether this is a fresh start; with one the job
+    starts."""
     world.upload(5)
 
     def refuse(url, recursive=False):
         raise RuntimeError("403 Forbidden")
+
     monkeypatch.setattr(moxing.file, "list_directory", refuse)
     assert world.restore_all().chosen.step == 5
     assert any(event.level == WARNING and "403" in event.text for event in kinds(world, Notice))
@@ -369,6 +441,7 @@ def test_a_failed_listing_is_not_a_fresh_start(world, monkeypatch):
 
     def refuse(url, recursive=False):
         raise RuntimeError("503 Slow Down")
+
     monkeypatch.setattr(moxing.file, "list_directory", refuse)
     monkeypatch.setattr(moxing.file, "exists", lambda url: False)
     with pytest.raises(RemoteError, match="newer checkpoint: .*503 Slow Down"):
@@ -379,7 +452,9 @@ def test_missing_space_is_reported_before_the_download(world, monkeypatch):
     world.upload(5)
     world.empty_disk()
     monkeypatch.setattr(type(STORAGE), "free_space", lambda self, folder: 1 << 20)
-    with pytest.raises(NoUsableCheckpointError, match="MiB are to be fetched, .* has room for 1.0 MiB"):
+    with pytest.raises(
+        NoUsableCheckpointError, match="MiB are to be fetched, .* has room for 1.0 MiB"
+    ):
         world.restore_all()
     assert not any(path.endswith("safetensors") for path in content(world.disk))
 
@@ -392,13 +467,26 @@ class OtherNode(type(STORAGE)):
 
     def __getattribute__(self, name):
         method = super().__getattribute__(name)
-        if name not in ("list", "status", "open", "write", "rename", "sync", "remove", "make_folder", "free_space"):
+        if name not in (
+            "list",
+            "status",
+            "open",
+            "write",
+            "rename",
+            "sync",
+            "remove",
+            "make_folder",
+            "free_space",
+        ):
             return method
-        return lambda *args: method(*(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args))
+        return lambda *args: method(
+            *(arg.replace(self.root, self.real) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
-    """Returns the selections of two nodes without shared storage, on empty disks. ``fetched``: the store of rank 0."""
+    """Returns the selections of two nodes without shared storage, on empty disks. ``fetched``: the
+    store of rank 0."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path)
     world.upload(5)
@@ -410,13 +498,24 @@ def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
         if group.rank == 1:
             storage = OtherNode(world.disk, tmp_path / "node1")
             download = store.download
-            store.download = lambda url, path: download(url, path.replace(str(world.disk), str(tmp_path / "node1")))
-        return select_checkpoint(storage, str(world.disk), group, SelectionPolicy(2), world.sources(remote), world.events.append)
+            store.download = lambda url, path: download(
+                url, path.replace(str(world.disk), str(tmp_path / "node1"))
+            )
+        return select_checkpoint(
+            storage,
+            str(world.disk),
+            group,
+            SelectionPolicy(2),
+            world.sources(remote),
+            world.events.append,
+        )
+
     return world, Ranks(2).run(work)
 
 
 def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
-    """Rank folders: each rank downloads its own files and record; rank 0 all records, which decide its selection."""
+    """Rank folders: each rank downloads its own files and record; rank 0 all records, which decide
+    its selection."""
     world, choices = restored_apart(tmp_path, monkeypatch)
     for choice in choices:
         assert choice.chosen.step == 5 and len(choice.shards) == 1
@@ -430,6 +529,7 @@ def test_missing_records_of_other_nodes_are_not_a_fresh_start(tmp_path, monkeypa
             if rank == 1:
                 raise RemoteError("Network is unreachable")
             return super().record(attempt, rank)
+
     _, errors = restored_apart(tmp_path, monkeypatch, Failing)
     assert [type(error) for error in errors] == [NoUsableCheckpointError] * 2
     assert "step 5: rank 0: Network is unreachable" in str(errors[0])
@@ -441,7 +541,9 @@ def test_a_downloaded_checkpoint_that_is_refused_is_not_a_fresh_start(tmp_path, 
     world.upload(5)
     world.empty_disk()
     monkeypatch.setattr(sources.SharedDisk, "select", lambda self: Choice(None, (), (), True))
-    with pytest.raises(NoUsableCheckpointError, match="step 5: it was fetched, but it is not complete on this disk"):
+    with pytest.raises(
+        NoUsableCheckpointError, match="step 5: it was fetched, but it is not complete on this disk"
+    ):
         world.restore()
 
 
@@ -449,7 +551,9 @@ def test_another_number_of_ranks(world):
     world.upload(5)
     world.empty_disk()
     if world.fmt == "1.0":
-        with pytest.raises(NoUsableCheckpointError, match="saved by 2 ranks, this job has 3; .*auto_trans_ckpt"):
+        with pytest.raises(
+            NoUsableCheckpointError, match="saved by 2 ranks, this job has 3; .*auto_trans_ckpt"
+        ):
             world.restore_all(3)
     for size in (1, 3):
         choice = world.restore_all(size, converts=True)
@@ -474,37 +578,61 @@ def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monke
         one.queue.enqueue(10)
     world.first.work()
     world.empty_disk()
-    fetched = BucketSource.fetch_newer                          # by a policy that ignores health
-    monkeypatch.setattr(BucketSource, "fetch_newer", lambda self, *rest: (setattr(self, "job", replace(
-        self.job, policy=SelectionPolicy())), fetched(self, *rest))[1])
+    fetched = BucketSource.fetch_newer  # by a policy that ignores health
+    monkeypatch.setattr(
+        BucketSource,
+        "fetch_newer",
+        lambda self, *rest: (
+            setattr(self, "job", replace(self.job, policy=SelectionPolicy())),
+            fetched(self, *rest),
+        )[1],
+    )
     policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
-    choice = select_checkpoint(STORAGE, str(world.disk), SingleProcess(), policy, world.sources(), world.events.append)
+    choice = select_checkpoint(
+        STORAGE, str(world.disk), SingleProcess(), policy, world.sources(), world.events.append
+    )
     assert choice.chosen.step == 5 and iteration_folders.tracker(world.disk) == "5"
     assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
 
 
-def test_an_unreadable_manifest_is_refused_with_its_reason_and_the_others_are_used(world, monkeypatch):
+def test_an_unreadable_manifest_is_refused_with_its_reason_and_the_others_are_used(
+    world, monkeypatch
+):
     world.upload(5, 10)
     world.empty_disk()
     unreadable(monkeypatch, 10)
     assert world.restore_all().chosen.step == 5
-    assert {event.step for event in kinds(world, CandidateRefused) if "archived" in event.reason} == {10}
+    assert {
+        event.step for event in kinds(world, CandidateRefused) if "archived" in event.reason
+    } == {10}
 
 
 def test_only_unreadable_manifests_are_an_error_and_not_a_fresh_start(world, monkeypatch):
     world.upload(5, 10)
     world.empty_disk()
     unreadable(monkeypatch, 5, 10)
-    with pytest.raises(NoUsableCheckpointError, match="step 10: .*archived(.|\n)*step 5: .*archived"):
+    with pytest.raises(
+        NoUsableCheckpointError, match="step 10: .*archived(.|\n)*step 5: .*archived"
+    ):
         world.restore_all()
 
 
 def unhealthy_from(world, monkeypatch, first):
-    """Makes the health monitor report steps from this one on as unhealthy. Returns the options of a job that respects it."""
+    """Makes the health monitor report steps from this one on as unhealthy. Returns the options of a
+    job that respects it."""
     write = iteration_folders.write_rank
-    monkeypatch.setattr(iteration_folders, "write_rank", lambda root, step, *more, **how: write(
-        root, step, *more, **{**how, "health": int(step >= first)}))
-    return {"unhealthy": () if world.fmt == "2.0" else {str(rank_folders.name_of(0, step)) for step in (10, 15)}}
+    monkeypatch.setattr(
+        iteration_folders,
+        "write_rank",
+        lambda root, step, *more, **how: write(
+            root, step, *more, **{**how, "health": int(step >= first)}
+        ),
+    )
+    return {
+        "unhealthy": ()
+        if world.fmt == "2.0"
+        else {str(rank_folders.name_of(0, step)) for step in (10, 15)}
+    }
 
 
 def test_an_unhealthy_checkpoint_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
@@ -522,7 +650,9 @@ def test_only_unhealthy_checkpoints_are_an_error_without_a_download(world, monke
     world.upload(10, 15)
     world.empty_disk()
     fetched = downloads(monkeypatch)
-    with pytest.raises(NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"):
+    with pytest.raises(
+        NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"
+    ):
         world.restore_all(**filters)
     assert fetched == []
     named = str(rank_folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
@@ -534,14 +664,22 @@ def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
     world.upload(5, 10)
     name = attempt_name(10, RUN)
     manifest, _ = world.remote.manifest(name)
-    part = replace(manifest, files=manifest.files[1:], records=manifest.records[1:], local_ranks=(1,), world_size=2)
+    part = replace(
+        manifest,
+        files=manifest.files[1:],
+        records=manifest.records[1:],
+        local_ranks=(1,),
+        world_size=2,
+    )
     world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", part.encode())
     world.empty_disk()
     fetched = downloads(monkeypatch)
     assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
 
 
-def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_usable(world, monkeypatch):
+def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_usable(
+    world, monkeypatch
+):
     world.upload(5, 10)
     note = (FOLDER, f"trial-{attempt_name(10, RUN)}")
 
@@ -549,17 +687,21 @@ def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_us
         world.empty_disk()
         (world.disk / FOLDER).mkdir(parents=True)
         deaths = [asdict(FailedLoad(run_name(sequence, "0000dead"))) for sequence in (3, 4)]
-        world.disk.joinpath(*note).write_text(json.dumps({"output": "/output", "deaths": deaths, "began": None}))
+        world.disk.joinpath(*note).write_text(
+            json.dumps({"output": "/output", "deaths": deaths, "began": None})
+        )
         fetched = downloads(monkeypatch)
         assert job().chosen.step == int(fetched[-1][5:15])
         return set(fetched)
+
     assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(5, RUN)}
     assert fetched_by(lambda: world.restore_all(max_failed_loads=3)) == {attempt_name(10, RUN)}
     world.remote._delete(attempt_name(5, RUN), world.remote.scan(), [])
     assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(10, RUN)}
 
 
-# ---- numbers of runs ---------------------------------------------------------------------------------------------------
+# ---- numbers of runs -----------------------------------------------------------------------------
+
 
 def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     world.upload(5, run=run_name(7, "00000007"))
@@ -568,7 +710,9 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
         number_runs(dir_at(world.disk), world.remote)
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
     lease = acquire(dir_at(world.disk), holder_of_this_process("saving"), 0)
-    assert lease.run.startswith("0008-") and not any("0007-00000007" in name for name in os.listdir(world.disk / FOLDER))
+    assert lease.run.startswith("0008-") and not any(
+        "0007-00000007" in name for name in os.listdir(world.disk / FOLDER)
+    )
 
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
@@ -585,8 +729,13 @@ def test_a_run_considered_dead_uploads_nothing_more(world):
         one.queue.enqueue(10)
     old[0].work()
     errors = old[0].queue.poll()
-    assert len(errors) == 1 and f"taken over by run {LATER}" in str(errors[0]) and world.committed() == [5]
-    assert old[0].queue.finish(0)                         # and reports missing steps at the end, without waiting
+    assert (
+        len(errors) == 1
+        and f"taken over by run {LATER}" in str(errors[0])
+        and world.committed() == [5]
+    )
+    # and reports missing steps at the end, without waiting
+    assert old[0].queue.finish(0)
 
 
 def test_the_later_of_two_runs_is_selected_whatever_its_step(world):
@@ -597,7 +746,8 @@ def test_the_later_of_two_runs_is_selected_whatever_its_step(world):
     assert (choice.chosen.step, choice.chosen.run) == (15, LATER)
 
 
-# ---- retention ---------------------------------------------------------------------------------------------------------
+# ---- retention -----------------------------------------------------------------------------------
+
 
 def test_the_local_policy_applies_to_the_store_and_counts_earlier_runs(world):
     world.upload(5, 10)
@@ -621,14 +771,22 @@ def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(worl
     asked = unreadable(monkeypatch, 10)
     uploaders = world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
     assert world.committed() == [25, 20, 10] and uploaders[0].queue.poll() == []
-    assert sum("archived" in event.text for event in kinds(world, Notice)) == 1 and len(set(asked)) == 1
+    assert (
+        sum("archived" in event.text for event in kinds(world, Notice)) == 1
+        and len(set(asked)) == 1
+    )
 
 
 def test_remote_retention_keeps_another_training(world, monkeypatch):
     """A fresh start uses the url of another training."""
     for module in (rank_folders, iteration_folders):
-        monkeypatch.setattr(module, "target_of", lambda root, rank, size, run=RUN, *more, plain=module.target_of: replace(
-            plain(root, rank, size, run, *more), lineage=run))
+        monkeypatch.setattr(
+            module,
+            "target_of",
+            lambda root, rank, size, run=RUN, *more, plain=module.target_of: replace(
+                plain(root, rank, size, run, *more), lineage=run
+            ),
+        )
     world.upload(5, 10)
     world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
     assert world.committed() == [25, 20, 10, 5]
@@ -636,29 +794,44 @@ def test_remote_retention_keeps_another_training(world, monkeypatch):
 
 def test_remote_retention_keeps_the_newest_healthy_checkpoint(world, monkeypatch):
     plain, write = rank_folders.state_of, iteration_folders.write_rank
-    monkeypatch.setattr(rank_folders, "state_of", lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)))
-    monkeypatch.setattr(iteration_folders, "write_rank", lambda root, step, *more, **how: write(
-        root, step, *more, **{**how, "health": int(step > 10)}))
+    monkeypatch.setattr(
+        rank_folders,
+        "state_of",
+        lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)),
+    )
+    monkeypatch.setattr(
+        iteration_folders,
+        "write_rank",
+        lambda root, step, *more, **how: write(
+            root, step, *more, **{**how, "health": int(step > 10)}
+        ),
+    )
     world.upload(5, 10, 15, 20, policy=KeepLast(1))
     assert world.committed() == [20, 10]
 
 
 def test_orphans_are_removed_but_not_objects_that_are_listed_late(world):
     world.upload(5)
-    world.remote.store.put(f"{URL}/{attempt_name(7, RUN)}/rank_0/torn.safetensors", b"of a rank that died")
-    moxing.file.hidden.add(f"{URL}/{attempt_name(5, RUN)}/{record_path(attempt_name(5, RUN), MANIFEST)}")
+    world.remote.store.put(
+        f"{URL}/{attempt_name(7, RUN)}/rank_0/torn.safetensors", b"of a rank that died"
+    )
+    moxing.file.hidden.add(
+        f"{URL}/{attempt_name(5, RUN)}/{record_path(attempt_name(5, RUN), MANIFEST)}"
+    )
     world.upload(10, run=LATER, policy=KeepLast(9))
     moxing.file.hidden.clear()
     assert world.committed() == [10, 5] and len(world.remote.scan().objects) == 2
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
+
 
 def test_a_failed_upload_is_reported_counted_and_retried(world, monkeypatch):
     uploaders, original = world.uploaders(), moxing.file.copy
 
     def refuse(source, target):
         raise RuntimeError("503 Service Unavailable")
+
     monkeypatch.setattr(moxing.file, "copy", refuse)
     world.save(5)
     for one in uploaders:
@@ -667,7 +840,7 @@ def test_a_failed_upload_is_reported_counted_and_retried(world, monkeypatch):
     errors = world.first.queue.poll()
     assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0])
     assert [(event.step, event.failed_in_total) for event in kinds(world, UploadFailed)] == [(5, 1)]
-    assert world.first.queue.poll() == [] and world.first.work() is False         # not at once
+    assert world.first.queue.poll() == [] and world.first.work() is False  # not at once
     monkeypatch.setattr(moxing.file, "copy", original)
     world.now += AGAIN
     world.first.work()
@@ -683,7 +856,8 @@ def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
     world.first.work()
     assert world.committed() == [15]
     assert kinds(world, UploadsSkipped) == [UploadsSkipped((5, 10), 2)]
-    assert all(one.work() is False for one in uploaders)                       # nothing is pending on any rank
+    # nothing is pending on any rank
+    assert all(one.work() is False for one in uploaders)
 
 
 def test_an_uncommitted_step_is_not_uploaded(world):
@@ -702,7 +876,10 @@ def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
     record = base / record_path(attempt_name(5, RUN), "rank_00001.json")
     hidden = record.rename(record.with_suffix(".late"))
-    set_sleep(uploaders[0], lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record)))
+    set_sleep(
+        uploaders[0],
+        lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record)),
+    )
     uploaders[0].work()
     assert world.committed() == [5] and 30 <= world.now < 60
     saved(world, uploaders, 10)
@@ -712,7 +889,9 @@ def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
     uploaders[0].work()
     assert world.committed() == [5] and 60 <= world.now - before < 70
     for one in uploaders:
-        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(one.queue.poll()[0])
+        assert "step 10 is given up: the part of rank 1 is not on its disk any more" in str(
+            one.queue.poll()[0]
+        )
 
 
 def test_a_rank_that_never_uploads_is_named(world):
@@ -721,7 +900,10 @@ def test_a_rank_that_never_uploads_is_named(world):
     world.save(5)
     uploaders[0].queue.enqueue(5)
     uploaders[0].work()
-    assert "objects of rank 1 did not come within 60 s" in str(uploaders[0].queue.poll()[0]) and world.committed() == []
+    assert (
+        "objects of rank 1 did not come within 60 s" in str(uploaders[0].queue.poll()[0])
+        and world.committed() == []
+    )
 
 
 def test_a_checkpoint_in_upload_is_not_removed_locally(world):
@@ -737,6 +919,7 @@ def test_a_checkpoint_in_upload_is_not_removed_locally(world):
             world.now += seconds
         else:
             world.sleep(seconds)
+
     set_sleep(world.first, meanwhile)
     world.first.work()
     assert world.committed() == [5]
@@ -752,9 +935,12 @@ def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
 
     def refuse(path):
         raise OSError("Input/output error")
+
     with monkeypatch.context() as broken:
         broken.setattr(type(STORAGE), "status", lambda self, path: refuse(path))
-        assert world.first.work() is False and "Input/output error" in str(world.first.queue.poll()[0])
+        assert world.first.work() is False and "Input/output error" in str(
+            world.first.queue.poll()[0]
+        )
         assert "step 5 is not" in str(world.first.queue.finish(0)[-1])
     world.now += AGAIN
     world.first.work()
@@ -785,13 +971,26 @@ def test_the_end_waits_for_the_last_upload(world):
 
 def test_the_worker_is_a_thread_that_ends_with_the_training(world):
     def work():
-        uploaders = [Uploader(Uploads(RemoteCheckpoints(world.remote.store, URL), world.target(rank), None if rank else KEEP_ALL))
-                     .start() for rank in range(2)]
+        uploaders = [
+            Uploader(
+                Uploads(
+                    RemoteCheckpoints(world.remote.store, URL),
+                    world.target(rank),
+                    None if rank else KEEP_ALL,
+                )
+            ).start()
+            for rank in range(2)
+        ]
         saved(world, uploaders, 5)
         current_cluster().scheduler.sleep(60.0)
         uploaded = world.committed()
         saved(world, uploaders, 10)
-        return uploaded, [one.queue.finish(60.0) for one in uploaders], current_cluster().scheduler.now
+        return (
+            uploaded,
+            [one.queue.finish(60.0) for one in uploaders],
+            current_cluster().scheduler.now,
+        )
+
     uploaded, errors, now = simulated(work)
     assert uploaded == [5] and errors == [[], []] and now < 90.0
     assert world.committed() == [10, 5] and world.remote.read_status(RUN).ended
@@ -804,9 +1003,18 @@ def test_the_end_names_what_is_missing(world):
     def hang(seconds):
         world.first.queue.begin(5)
         world.now += seconds
+
     world.first.queue.changed.wait = hang
     error = str(world.first.queue.finish(2)[-1])
-    assert all(fact in error for fact in ("step 5 is not", "obs://bucket/job/checkpoint", "2 s", "rank 0 is still uploading"))
+    assert all(
+        fact in error
+        for fact in (
+            "step 5 is not",
+            "obs://bucket/job/checkpoint",
+            "2 s",
+            "rank 0 is still uploading",
+        )
+    )
 
 
 def test_the_end_waits_for_a_limited_time(world):
@@ -818,7 +1026,8 @@ def test_the_end_waits_for_a_limited_time(world):
     assert "600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
 
 
-# ---- a later run at the same url -----------------------------------------------------------------------------------------
+# ---- a later run at the same url -----------------------------------------------------------------
+
 
 def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
     uploaders = world.upload(5)
@@ -835,7 +1044,9 @@ def test_the_other_ranks_stop_during_the_training_too(world):
     saved(world, uploaders, 10)
     for one in uploaders * 2:
         one.run_once()
-    assert [len(one.queue.poll()) for one in uploaders] == [1, 1] and all(one.run_once() is None for one in uploaders)
+    assert [len(one.queue.poll()) for one in uploaders] == [1, 1] and all(
+        one.run_once() is None for one in uploaders
+    )
 
 
 def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(world):
@@ -855,7 +1066,10 @@ def test_a_run_may_be_superseded_before_its_first_status(world):
     uploaders = world.uploaders()
     world.remote.publish_status(LATER, RunStatus())
     saved(world, uploaders, 5)
-    assert all(f"taken over by run {LATER}" in str(one.queue.finish(600)[0]) for one in uploaders) and world.now < 10
+    assert (
+        all(f"taken over by run {LATER}" in str(one.queue.finish(600)[0]) for one in uploaders)
+        and world.now < 10
+    )
 
 
 def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
@@ -865,7 +1079,7 @@ def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
     world.upload(15, run=LATER)
     assert world.remote.read_status(RUN) is None
     world.first, world.others = old[0], old[1:]
-    old[0]._finished = True                             # and it was killed
+    old[0]._finished = True  # and it was killed
     errors = old[1].queue.finish(600)
     assert f"taken over by run {LATER}" in str(errors[0]) and world.now < 10
 
@@ -876,7 +1090,11 @@ def test_the_status_is_retried(world, monkeypatch):
     world.remote.publish_status(LATER, RunStatus())
     write = moxing.file.write
     monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
-    assert uploaders[0].run_once() is False and uploaders[0].run_once() is False and uploaders[0].run_once() is False
+    assert (
+        uploaders[0].run_once() is False
+        and uploaders[0].run_once() is False
+        and uploaders[0].run_once() is False
+    )
     monkeypatch.setattr(moxing.file, "write", write)
     world.now += AGAIN
     assert uploaders[0].run_once() is None and LATER in world.remote.read_status(RUN).reason
@@ -892,15 +1110,20 @@ def test_a_run_status_of_an_older_version_has_no_reason(world):
 
 
 def test_two_pods_with_one_url_at_the_same_moment(world):
-    """Both found the bucket empty, so both are run 1. An upload of one is not an orphan for the other."""
+    """Both found the bucket empty, so both are run 1. An upload of one is not an orphan for the
+    other."""
     twin = run_name(1, "0000cccc")
     first, twins = world.uploaders(), world.uploaders(run=twin)
     world.others = first[1:]
     saved(world, first, 5)
     url = f"{URL}/{attempt_name(5, RUN)}"
     target = first[0].uploads.target
-    upload_part(first[0].uploads.remote, target, 5,
-                target.root if world.fmt == "1.0" else os.path.join(target.root, "iteration_00000005"))
+    upload_part(
+        first[0].uploads.remote,
+        target,
+        5,
+        target.root if world.fmt == "1.0" else os.path.join(target.root, "iteration_00000005"),
+    )
     before = world.remote.store.list(url)
     if world.fmt == "1.0":
         rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
@@ -914,14 +1137,24 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     twins[0].work()
     assert world.committed() == [10] and world.remote.store.list(url) == before != []
     first[0].work()
-    assert f"taken over by run {twin}" in str(first[0].queue.poll()[0]) and world.committed() == [10]
+    assert f"taken over by run {twin}" in str(first[0].queue.poll()[0]) and world.committed() == [
+        10
+    ]
 
 
-# ---- errors that are no undo ---------------------------------------------------------------------------------------------
+# ---- errors that are no undo ---------------------------------------------------------------------
 
-@pytest.mark.parametrize("operation, name", [
-    ("write", "manifest.json"), ("write", "rank_00000.json"), ("write", "rank_00001.json"), ("write", f"run-{RUN}.json"),
-    ("copy", "safetensors")])
+
+@pytest.mark.parametrize(
+    "operation, name",
+    [
+        ("write", "manifest.json"),
+        ("write", "rank_00000.json"),
+        ("write", "rank_00001.json"),
+        ("write", f"run-{RUN}.json"),
+        ("copy", "safetensors"),
+    ],
+)
 def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, operation, name):
     uploaders = world.upload(5, policy=KeepLast(2))
     saved(world, uploaders, 10)
@@ -929,6 +1162,7 @@ def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, o
     def watch(moment, done, url):
         if (moment, done) == ("after", operation) and url.endswith(name):
             raise RuntimeError("504 Gateway Timeout")
+
     monkeypatch.setattr(moxing.file, "watch", watch)
     world.first.work()
     monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
@@ -950,20 +1184,26 @@ def test_a_later_run_removes_objects_while_the_manifest_is_written(world, monkey
         if (moment, operation) == ("before", "write") and url.endswith(MANIFEST):
             for name in world.remote.store.list(commit_dir):
                 moxing.file.remove(f"{commit_dir}/{name}")
+
     monkeypatch.setattr(moxing.file, "watch", watch)
     world.first.work()
     monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
     assert world.committed() == [5] and "objects were removed" in str(world.first.queue.poll()[0])
 
 
-def test_a_manifest_that_appears_during_the_removal_of_its_orphans_is_removed_too(world, monkeypatch):
+def test_a_manifest_that_appears_during_the_removal_of_its_orphans_is_removed_too(
+    world, monkeypatch
+):
     world.upload(5)
     name = attempt_name(10, RUN)
     world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
 
     def watch(moment, operation, url):
         if (moment, operation) == ("before", "remove") and url.endswith("torn.safetensors"):
-            world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", b"of a run that was only slow")
+            world.remote.store.put(
+                f"{URL}/{name}/{record_path(name, MANIFEST)}", b"of a run that was only slow"
+            )
+
     monkeypatch.setattr(moxing.file, "watch", watch)
     world.upload(15, run=LATER)
     assert world.committed() == [15, 5] and name not in world.remote.scan().objects
@@ -977,15 +1217,19 @@ def test_one_failed_remote_removal_does_not_stop_the_others(world, monkeypatch):
         if attempt_name(5, RUN) in url:
             raise RuntimeError("403 Forbidden")
         remove(url, recursive)
+
     monkeypatch.setattr(moxing.file, "remove", refuse)
     uploaders = world.upload(15, 20, run=LATER, policy=KeepLast(1))
     assert world.committed() == [20, 5]
     assert all("403 Forbidden" in str(error) for error in uploaders[0].queue.poll())
 
 
-# ---- kill after every operation ---------------------------------------------------------------------------------------
+# ---- kill after every operation ------------------------------------------------------------------
 
-def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(tmp_path, monkeypatch):
+
+def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(
+    tmp_path, monkeypatch
+):
     for fmt in FORMATS:
         at, over = 0, False
         base = tmp_path / fmt
@@ -1002,7 +1246,12 @@ def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(
             except Died:
                 pass
             monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-            alone = select_checkpoint(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+            alone = select_checkpoint(
+                STORAGE,
+                str(world.disk),
+                SingleProcess(),
+                SelectionPolicy(ranks_to_verify=every_rank),
+            )
             assert alone.chosen is None and alone.is_fresh_start or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
         assert at > 10
@@ -1017,15 +1266,24 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
     while True:
         at += 1
         world.empty_disk()
-        machine = FaultInjector(STORAGE, Scheduler(1, random.Random(0)), Fault(at, "kill all"), random.Random(0))
+        machine = FaultInjector(
+            STORAGE, Scheduler(1, random.Random(0)), Fault(at, "kill all"), random.Random(0)
+        )
         view = machine.storage_of(0)
         try:
-            select_checkpoint(view, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank),
-                              world.sources())
+            select_checkpoint(
+                view,
+                str(world.disk),
+                SingleProcess(),
+                SelectionPolicy(ranks_to_verify=every_rank),
+                world.sources(),
+            )
             break
         except Killed:
             pass
-        alone = select_checkpoint(STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+        alone = select_checkpoint(
+            STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+        )
         seen.fresh += alone.chosen is None
         seen.taken += alone.chosen is not None
         assert alone.is_fresh_start if alone.chosen is None else alone.chosen.step == 10
@@ -1033,11 +1291,13 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
     assert seen.fresh > 20 and seen.taken > 3
 
 
-# ---- what is not uploaded, and what is ---------------------------------------------------------------------------------
+# ---- what is not uploaded, and what is -----------------------------------------------------------
+
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_file_is_not_uploaded_and_the_good_one_stays(world, rank):
-    """Only the sizes would fit: the damaged step would be complete in the store, and the good one pruned."""
+    """Only the sizes would fit: the damaged step would be complete in the store, and the good one
+    pruned."""
     uploaders = world.upload(5, policy=KeepLast(1))
     world.save(10)
     find = rank_folders.path_of if world.fmt == "1.0" else iteration_folders.weights_of
@@ -1050,11 +1310,17 @@ def test_a_damaged_file_is_not_uploaded_and_the_good_one_stays(world, rank):
     assert world.upload(15, policy=KeepLast(1)) and world.committed() == [15]
 
 
-@pytest.mark.parametrize("error, uploaded", [(errno.EROFS, True), (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
+@pytest.mark.parametrize(
+    "error, uploaded",
+    [(errno.EROFS, True), (errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)],
+)
 def test_a_disk_that_takes_no_lock_prevents_no_upload(world, monkeypatch, error, uploaded):
-    """A committed step lies on a disk that is full, or read-only since. Another error may pass, and is tried again."""
+    """A committed step lies on a disk that is full, or read-only since. Another error may pass, and
+    is tried again."""
+
     def fail(*given, **named):
         raise OSError(error, os.strerror(error))
+
     monkeypatch.setattr(replication, "acquire_read_lock", fail)
     world.upload(5)
     assert world.committed() == ([5] if uploaded else [])

@@ -1,5 +1,7 @@
-"""Nodes without shared storage, and an object store: each node commits its own part, the store has the whole checkpoint; a node
-that restarts with an empty disk downloads its part. Ranks 0 and 1 are on one node, 2 and 3 on the other."""
+"""Nodes without shared storage, and an object store: each node commits its own part, the store has
+the whole checkpoint; a node that restarts with an empty disk downloads its part. Ranks 0 and 1 are
+on one node, 2 and 3 on the other."""
+
 import os
 import shutil
 from dataclasses import replace
@@ -36,7 +38,7 @@ GROUPS = SharedGroups((0, 0, 2, 2))
 
 @pytest.fixture(autouse=True)
 def bucket(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda handle: None)           # nothing here loses its power
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # nothing here loses its power
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
 
 
@@ -53,9 +55,26 @@ def save(tmp_path, *steps, late=()):
         for other in uploaders[1:]:
             if other.uploads.target.rank not in late:
                 other.work()
-    places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]) for rank in range(4)]
-    uploaders = [Uploader(Uploads(remote(), target, None, 60.0, clock=lambda: now[0],
-                                  sleep=sleep if target.rank == 0 else lambda seconds: None)) for target in places]
+
+    places = [
+        SaveTarget(
+            STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]
+        )
+        for rank in range(4)
+    ]
+    uploaders = [
+        Uploader(
+            Uploads(
+                remote(),
+                target,
+                None,
+                60.0,
+                clock=lambda: now[0],
+                sleep=sleep if target.rank == 0 else lambda seconds: None,
+            )
+        )
+        for target in places
+    ]
     for step in steps:
         for node, ranks in PARTS.items():
             save_part(tmp_path / node, step, ranks)
@@ -68,8 +87,11 @@ def save(tmp_path, *steps, late=()):
 def resume(tmp_path, storage=lambda: STORAGE, hosts=()):
     def one(group):
         root, own = str(tmp_path / NODES[group.rank]), storage()
-        sources = CheckpointSources(shared=GROUPS, saved_to={os.path.realpath(root)}, remote=remote())
+        sources = CheckpointSources(
+            shared=GROUPS, saved_to={os.path.realpath(root)}, remote=remote()
+        )
         return select_checkpoint(own, root, group, SelectionPolicy(4), sources)
+
     found = Ranks(4, hosts).run(one)
     for error in found:
         if isinstance(error, BaseException):
@@ -87,7 +109,10 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
     monkeypatch.setattr(bucket_source, "_SPARE", 0)
     monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
     monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
-    for room, fits in ((max(sum(parts[:2]), sum(parts[2:])), True), (min(sum(parts[:2]), sum(parts[2:])) - 1, False)):
+    for room, fits in (
+        (max(sum(parts[:2]), sum(parts[2:])), True),
+        (min(sum(parts[:2]), sum(parts[2:])) - 1, False),
+    ):
         monkeypatch.setattr(type(STORAGE), "free_space", lambda self, folder, room=room: room)
         if fits:
             assert {choice.chosen.step for choice in resume(tmp_path, hosts=NODES)} == {5}
@@ -101,7 +126,12 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
 def test_the_store_has_the_parts_of_all_nodes_as_one_checkpoint(tmp_path):
     save(tmp_path, 5)
     manifest, _ = remote().manifest(remote().scan().committed()[0])
-    assert (manifest.state.step, manifest.world_size, manifest.local_ranks, len(manifest.files)) == (5, 4, (), 4)
+    assert (
+        manifest.state.step,
+        manifest.world_size,
+        manifest.local_ranks,
+        len(manifest.files),
+    ) == (5, 4, (), 4)
 
 
 def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path):
@@ -120,20 +150,24 @@ def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
         assert [shard.rank for shard in choice.shards] == [rank]
         assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
     names = {path.name for path in (tmp_path / lost).glob("rank_*")}
-    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and newest_committed(CheckpointDir(STORAGE, str(tmp_path / lost)))
+    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and newest_committed(
+        CheckpointDir(STORAGE, str(tmp_path / lost))
+    )
 
 
 def test_a_replaced_damaged_file_is_read_again(tmp_path):
     """Although every file that was read completely is cached in memory."""
     save(tmp_path, 5, 10)
     flip_bit(path_of(tmp_path / NODES[1], 10, 1))
-    assert [choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))] == [10] * 4
+    assert [
+        choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))
+    ] == [10] * 4
 
 
 def test_a_newer_step_of_both_nodes_is_kept(tmp_path):
     save(tmp_path, 5)
     for node, ranks in PARTS.items():
-        save_part(tmp_path / node, 10, ranks)                   # not uploaded any more
+        save_part(tmp_path / node, 10, ranks)  # not uploaded any more
     assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
 
@@ -151,26 +185,47 @@ def test_no_complete_checkpoint_anywhere_is_an_error(tmp_path):
         resume(tmp_path)
 
 
-# ---- retention of one node, and uploads of the other ----------------------------------------------------------------------
+# ---- retention of one node, and uploads of the other ---------------------------------------------
+
 
 def steps_of(names):
     return [parse_attempt(name)[0] for name in names]
 
 
 class Training:
-    """Two nodes that each keep one checkpoint; the ranks exchange their steps after each save. Time advances when a rank waits,
-    and the training then continues: ``slow`` saves until the other ranks have uploaded something."""
+    """Two nodes that each keep one checkpoint; the ranks exchange their steps after each save. Time
+    advances when a rank waits, and the training then continues: ``slow`` saves until the other
+    ranks have uploaded something."""
 
     def __init__(self, tmp_path, slow=5):
         self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
-        self.places = [SaveTarget(STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]])
-                       for rank in range(4)]
-        self.uploaders = [Uploader(Uploads(remote(), target, None, 60.0, self.events.append, lambda: self.now, self.sleep, True))
-                          for target in self.places]
+        self.places = [
+            SaveTarget(
+                STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]
+            )
+            for rank in range(4)
+        ]
+        self.uploaders = [
+            Uploader(
+                Uploads(
+                    remote(),
+                    target,
+                    None,
+                    60.0,
+                    self.events.append,
+                    lambda: self.now,
+                    self.sleep,
+                    True,
+                )
+            )
+            for target in self.places
+        ]
         for uploader in self.uploaders:
             uploader.queue.changed.wait = self.wait
-        self.exchanges = [PeerState(CheckpointDir(STORAGE, target.root), RUN, GROUPS, target.rank, uploader.queue)
-                          for target, uploader in zip(self.places, self.uploaders, strict=True)]
+        self.exchanges = [
+            PeerState(CheckpointDir(STORAGE, target.root), RUN, GROUPS, target.rank, uploader.queue)
+            for target, uploader in zip(self.places, self.uploaders, strict=True)
+        ]
         for peer_state in self.exchanges:
             STORAGE.make_folder(peer_state.directory.path(FOLDER))
             peer_state.record("")
@@ -197,9 +252,11 @@ class Training:
 
     def stop(self):
         """Pauses or ends the training; rank 0 waits nevertheless."""
+
         def sleep(seconds):
             self.now += seconds
             self.turns(1, 2, 3)
+
         self.uploaders[0].uploads = replace(self.uploaders[0].uploads, sleep=sleep)
 
     def wait(self, seconds):
@@ -238,7 +295,8 @@ def test_an_announced_step_is_kept_on_all_nodes_until_it_is_uploaded(tmp_path, s
         job.peer_state()
         job.turns(0)
         assert in_bucket() and job.errors() == []
-        assert all(len(job.on_disk(node)) <= 3 for node in PARTS)       # the newest, the common one, the one that is uploaded
+        # the newest, the common one, the one that is uploaded
+        assert all(len(job.on_disk(node)) <= 3 for node in PARTS)
     assert job.finish() == []
     assert in_bucket()[0] == job.step
     assert not [path for node in PARTS for path in (tmp_path / node / FOLDER).glob("claim-*")]
@@ -249,7 +307,8 @@ def test_only_a_step_that_all_nodes_have_is_announced(tmp_path):
     job.save()
     job.save("a")
     job.turns(0)
-    assert in_bucket() == [] and remote().read_status(RUN) == RunStatus()      # no common step is announced
+    # no common step is announced
+    assert in_bucket() == [] and remote().read_status(RUN) == RunStatus()
     job.peer_state()
     job.stop()
     job.turns(0)
@@ -263,12 +322,15 @@ def test_a_lost_part_is_reported_at_once_and_the_next_step_is_uploaded(tmp_path)
     job = Training(tmp_path, 1)
     job.save()
     job.peer_state()
-    shutil.rmtree(tmp_path / "b" / FOLDER / attempt_name(5, RUN))          # by hand
+    shutil.rmtree(tmp_path / "b" / FOLDER / attempt_name(5, RUN))  # by hand
     job.turns(0)
     assert in_bucket() == [] and job.now < 10
     first, *others = job.errors()
     assert "step 5 is given up: the part of rank 2 is not on its disk any more" in first
-    assert [f"the part of rank {rank} is not on its disk any more" in text for rank, text in zip((2, 3), others, strict=True)]
+    assert [
+        f"the part of rank {rank} is not on its disk any more" in text
+        for rank, text in zip((2, 3), others, strict=True)
+    ]
     job.save()
     job.peer_state()
     job.turns(0)
@@ -282,7 +344,11 @@ def test_weights_lost_during_the_upload_are_reported(tmp_path, monkeypatch):
     for path in (tmp_path / "b" / "rank_3").glob("*.safetensors"):
         path.unlink()
     job.turns(0)
-    assert in_bucket() == [] and job.now < 10 and any("part of rank 3 is not on its disk" in text for text in job.errors())
+    assert (
+        in_bucket() == []
+        and job.now < 10
+        and any("part of rank 3 is not on its disk" in text for text in job.errors())
+    )
 
 
 def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path):
@@ -294,7 +360,9 @@ def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path):
     errors = job.finish()
     assert in_bucket() == [5] and job.now < 10
     assert any("step 10 is given up: the part of rank 2 was not saved" in text for text in errors)
-    assert any("step 10 is not complete in obs://bucket/job/checkpoint: rank 0" in text for text in errors)
+    assert any(
+        "step 10 is not complete in obs://bucket/job/checkpoint: rank 0" in text for text in errors
+    )
 
 
 def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, monkeypatch):
@@ -318,6 +386,7 @@ def test_a_disk_without_read_locks_is_reported(tmp_path, monkeypatch):
 
     def refuse(*args):
         raise OSError(30, "Read-only file system")
+
     monkeypatch.setattr(replication, "acquire_read_lock", refuse)
     job.uploaders[2].queue.schedule(attempt_name(5, RUN))
     assert "step 5 cannot be locked on the disk of rank 2" in job.errors()[0]
@@ -329,6 +398,7 @@ def test_a_node_with_an_unlistable_folder_reports_no_checkpoint(tmp_path, monkey
 
     def refuse(storage, folder):
         raise OSError(5, "Input/output error")
+
     with monkeypatch.context() as broken:
         broken.setattr(type(STORAGE), "list", refuse)
         assert job.exchanges[2].local_state() == [[], True]

@@ -1,4 +1,6 @@
-"""Checkpoints on an S3 server: uploads are restored when the disk is lost. The protocol itself: test_remote.py."""
+"""Checkpoints on an S3 server: uploads are restored when the disk is lost. The protocol itself:
+test_remote.py."""
+
 import pytest
 from fakes.s3 import BUCKET, environment, s3_server  # noqa: F401  a fixture
 from saving.test_remote_checkpoints import FORMATS, LATER, World, content

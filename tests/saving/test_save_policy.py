@@ -1,4 +1,6 @@
-"""What follows from the outcome of a save: an event, an error of the training, and whether the step is saved."""
+"""What follows from the outcome of a save: an event, an error of the training, and whether the step
+is saved."""
+
 from rank_folders import Ranks
 
 from mindresume import runtime
@@ -13,7 +15,9 @@ FULL = SaveError("no room")
 
 
 def policy_of(settings=None, emit=ignore):
-    return SavePolicy(SaveOptions("/checkpoint", "net"), settings or Settings(), SingleProcess(), emit)
+    return SavePolicy(
+        SaveOptions("/checkpoint", "net"), settings or Settings(), SingleProcess(), emit
+    )
 
 
 def fatal(policy, *outcomes):
@@ -44,7 +48,10 @@ def test_an_error_beside_a_saved_shard_counts_as_a_failure_of_a_saved_step():
     policy = policy_of(Settings(on_save_error="warn"), events.append)
     policy.saved.add(5)
     assert policy.record(Outcome(5, True, FULL, 100, 2.0)) is None
-    assert policy.saved == {5} and [event.kind for event in events] == ["save_written", "save_failed"]
+    assert policy.saved == {5} and [event.kind for event in events] == [
+        "save_written",
+        "save_failed",
+    ]
 
 
 def test_on_save_error_raise():
@@ -53,7 +60,9 @@ def test_on_save_error_raise():
 
 def test_a_failure_of_no_known_step():
     events = []
-    policy_of(Settings(on_save_error="raise"), events.append).record_failure(None, "the end of the training")
+    policy_of(Settings(on_save_error="raise"), events.append).record_failure(
+        None, "the end of the training"
+    )
     assert events == [SaveFailed(None, "the end of the training", 1)]
 
 
@@ -62,7 +71,10 @@ def test_all_ranks_save_by_the_clock_of_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
 
     def work(group):
-        options = SaveOptions(str(tmp_path), "net", None, 60.0, since=-100.0 if group.rank == 0 else 0.0)
+        options = SaveOptions(
+            str(tmp_path), "net", None, 60.0, since=-100.0 if group.rank == 0 else 0.0
+        )
         policy = SavePolicy(options, Settings(), group, ignore)
         return [policy.is_due(step) for step in (1, 2)]
+
     assert Ranks(2).run(work) == [[True, False]] * 2

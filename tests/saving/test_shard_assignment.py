@@ -1,4 +1,6 @@
-"""Every piece is written once, by a rank that holds it, and no rank writes much more than another."""
+"""Every piece is written once, by a rank that holds it, and no rank writes much more than
+another."""
+
 import math
 
 import numpy as np
@@ -15,7 +17,8 @@ MATRICES = [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]
 
 @st.composite
 def held(draw):
-    """(layout of 8 ranks, shape, itemsize), of every kind; now and then no layout, or an empty tensor."""
+    """(layout of 8 ranks, shape, itemsize), of every kind; now and then no layout, or an empty
+    tensor."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
     if draw(st.integers(0, 5)) == 0:
         return None, tuple(draw(st.lists(st.integers(0, 5), max_size=3))), itemsize
@@ -26,10 +29,16 @@ def held(draw):
         taken, axes = tuple(axes[:count]), axes[count:]
         cuts.append(taken if count > 1 else taken[0] if taken else -1)
     replicas = TensorLayout(matrix, cuts).replicas
-    shards = draw(st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0]))
+    shards = draw(
+        st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0])
+    )
     layout = TensorLayout(matrix, cuts, shards)
     factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
-    return layout, tuple(map(math.prod, zip(factors, layout.pieces([0] * len(cuts)), strict=True))), itemsize
+    return (
+        layout,
+        tuple(map(math.prod, zip(factors, layout.pieces([0] * len(cuts)), strict=True))),
+        itemsize,
+    )
 
 
 models = st.dictionaries(st.text("abc.é", min_size=1, max_size=4), held(), max_size=12)
@@ -59,24 +68,37 @@ def test_all_ranks_compute_the_same_for_any_order_of_tensors(tensors, random):
 
 def written(tensors, found):
     """Returns bytes per rank."""
-    return [sum(math.prod(layout.local_shape(shape) if layout else shape) * itemsize
-                for layout, shape, itemsize in (tensors[name] for name in names)) for names in found]
+    return [
+        sum(
+            math.prod(layout.local_shape(shape) if layout else shape) * itemsize
+            for layout, shape, itemsize in (tensors[name] for name in names)
+        )
+        for names in found
+    ]
 
 
 def model(dp, tp, layers, shards=0):
-    """Returns the layouts of a transformer with two moments: half of its matrices cut by rows, half by columns, norms uncut."""
+    """Returns the layouts of a transformer with two moments: half of its matrices cut by rows, half
+    by columns, norms uncut."""
     row, column = TensorLayout((dp, tp), (0, -1), shards), TensorLayout((dp, tp), (-1, 0), shards)
     norm = TensorLayout((dp * tp,), (-1,), shards)
     found = {"embedding": (row, (32000, 512), 4)}
     for layer in range(layers):
         for kind in ("", "adam_m.", "adam_v."):
-            found |= {f"{kind}{layer}.qkv": (row, (1536, 512), 4), f"{kind}{layer}.proj": (column, (512, 512), 4),
-                      f"{kind}{layer}.up": (row, (2048, 512), 4), f"{kind}{layer}.down": (column, (512, 2048), 4),
-                      f"{kind}{layer}.norm": (norm, (2048,), 4)}
+            found |= {
+                f"{kind}{layer}.qkv": (row, (1536, 512), 4),
+                f"{kind}{layer}.proj": (column, (512, 512), 4),
+                f"{kind}{layer}.up": (row, (2048, 512), 4),
+                f"{kind}{layer}.down": (column, (512, 2048), 4),
+                f"{kind}{layer}.norm": (norm, (2048,), 4),
+            }
     return found
 
 
-@pytest.mark.parametrize("dp, tp, shards", [(4, 2, 0), (8, 1, 0), (1, 8, 0), (4, 2, 2), (4, 2, -1), (16, 8, 0), (16, 8, 4)])
+@pytest.mark.parametrize(
+    "dp, tp, shards",
+    [(4, 2, 0), (8, 1, 0), (1, 8, 0), (4, 2, 2), (4, 2, -1), (16, 8, 0), (16, 8, 4)],
+)
 def test_ranks_write_equal_amounts_within_a_tenth(dp, tp, shards):
     tensors = model(dp, tp, layers=24, shards=shards)
     loads = written(tensors, shares(tensors, dp * tp))
@@ -86,9 +108,12 @@ def test_ranks_write_equal_amounts_within_a_tenth(dp, tp, shards):
 
 
 def test_widely_replicated_tensors_balance_the_others():
-    """The half tensors are assigned first, to ranks 0 and 2; then the replicated one goes to the others, though its name sorts
-    first."""
-    tensors = {"half": (TensorLayout((2, 2), (1,)), (4,), 4), **{f"all.{n}": (None, (2,), 4) for n in range(2)}}
+    """The half tensors are assigned first, to ranks 0 and 2; then the replicated one goes to the
+    others, though its name sorts first."""
+    tensors = {
+        "half": (TensorLayout((2, 2), (1,)), (4,), 4),
+        **{f"all.{n}": (None, (2,), 4) for n in range(2)},
+    }
     assert written(tensors, shares(tensors, 4)) == [8, 8, 8, 8]
 
 
@@ -100,7 +125,11 @@ def test_fully_replicated_tensors_are_spread_as_evenly_as_the_largest_piece_allo
 
 
 def test_one_rank_writes_everything():
-    tensors = {"a": (TensorLayout((1,), (0, -1)), (4, 4), 2), "b": (None, (), 4), "c": (TensorLayout((1, 1), ()), (), 4)}
+    tensors = {
+        "a": (TensorLayout((1,), (0, -1)), (4, 4), 2),
+        "b": (None, (), 4),
+        "c": (TensorLayout((1, 1), ()), (), 4),
+    }
     assert shares(tensors, 1) == [frozenset("abc")]
 
 
@@ -112,8 +141,14 @@ def test_a_rank_may_get_nothing():
     assert shares({"a": (None, (5,), 4)}, 3) == [frozenset("a"), frozenset(), frozenset()]
 
 
-@pytest.mark.parametrize("tensors, ranks", [({}, 0), ({"w": (TensorLayout((4,), (0,)), (8,), 4)}, 8),
-                                            ({"w": (TensorLayout((4,), (0,)), (6,), 4)}, 4)])
+@pytest.mark.parametrize(
+    "tensors, ranks",
+    [
+        ({}, 0),
+        ({"w": (TensorLayout((4,), (0,)), (8,), 4)}, 8),
+        ({"w": (TensorLayout((4,), (0,)), (6,), 4)}, 4),
+    ],
+)
 def test_layouts_that_do_not_fit_are_refused(tensors, ranks):
     with pytest.raises(ValueError):
         shares(tensors, ranks)

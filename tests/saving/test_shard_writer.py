@@ -1,4 +1,6 @@
-"""One rank writes its shard: leftovers of errors, what an error must not undo, and a second attempt."""
+"""One rank writes its shard: leftovers of errors, what an error must not undo, and a second
+attempt."""
+
 import errno
 import os
 from dataclasses import replace
@@ -18,7 +20,14 @@ from mindresume.resume.eligible import SelectionPolicy, every_rank
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KeepLast
-from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard, mark_emergency, rank_shard, write_shard
+from mindresume.saving.shard_writer import (
+    Save,
+    SaveTarget,
+    iteration_shard,
+    mark_emergency,
+    rank_shard,
+    write_shard,
+)
 from mindresume.storage.operations import UnknownOutcomeError, publish
 from mindresume.storage.posix import PosixStorage
 
@@ -32,13 +41,22 @@ def target_of(made, root, rank, storage=STORAGE, run=RUN):
 
 def shard_of(target, step, other=0.0, suffix=0):
     """``other``: added to every weight. ``suffix``: of the name of the file, in 1.0."""
-    arrays = {name: array + array.dtype.type(other) if "weight" in name else array
-              for name, array in rank_folders.tensors_of(target.rank, step).items()}
+    arrays = {
+        name: array + array.dtype.type(other) if "weight" in name else array
+        for name, array in rank_folders.tensors_of(target.rank, step).items()
+    }
     if target.iterations:
         model = {name: array for name, array in arrays.items() if name == "embedding.weight"}
-        return iteration_shard("net", target, rank_folders.state_of(step), model,
-                               {name: array for name, array in arrays.items() if name not in model})
-    return rank_shard(rank_folders.name_of(target.rank, step, suffix), rank_folders.state_of(step), arrays)
+        return iteration_shard(
+            "net",
+            target,
+            rank_folders.state_of(step),
+            model,
+            {name: array for name, array in arrays.items() if name not in model},
+        )
+    return rank_shard(
+        rank_folders.name_of(target.rank, step, suffix), rank_folders.state_of(step), arrays
+    )
 
 
 def write(made, root, step, rank, storage=STORAGE, other=0.0):
@@ -54,7 +72,9 @@ def save_all(made, root, *steps):
 
 
 def chosen(root):
-    choice = select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank))
+    choice = select_checkpoint(
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+    )
     return choice.chosen and choice.chosen.step
 
 
@@ -63,16 +83,28 @@ def files(root):
 
 
 class OnRecord(PosixStorage):
-    """Calls ``act`` at the first ``operation`` on the record of rank 1, or on its folder once it exists; with ``code`` the
-    operation fails, before or after its ``effect``."""
+    """Calls ``act`` at the first ``operation`` on the record of rank 1, or on its folder once it
+    exists; with ``code`` the operation fails, before or after its ``effect``."""
+
     name = record_name(1)
 
     def __init__(self, operation, code=0, effect=True, act=lambda: None):
-        self.operation, self.code, self.effect, self.act, self.armed = operation, code, effect, act, True
+        self.operation, self.code, self.effect, self.act, self.armed = (
+            operation,
+            code,
+            effect,
+            act,
+            True,
+        )
 
     def _strike(self, operation, path, work):
-        hit = self.armed and operation == self.operation and (
-            self.name in os.path.basename(path) or os.path.exists(os.path.join(path, self.name)))
+        hit = (
+            self.armed
+            and operation == self.operation
+            and (
+                self.name in os.path.basename(path) or os.path.exists(os.path.join(path, self.name))
+            )
+        )
         if not hit:
             return work()
         self.armed = False
@@ -93,7 +125,8 @@ class OnRecord(PosixStorage):
         return self._strike("sync", folder, lambda: super(OnRecord, self).sync(folder))
 
 
-# ---- an error is not an undo -----------------------------------------------------------------------------------------
+# ---- an error is not an undo ---------------------------------------------------------------------
+
 
 @BOTH
 @pytest.mark.parametrize("operation", ["rename", "sync"])
@@ -102,15 +135,21 @@ def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made,
     """Rank 0 has committed step 10 and removed step 5 before rank 1 gets an error."""
     save_all(made, tmp_path, 5)
     write(made, tmp_path, 10, 0)
-    storage = OnRecord(operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).saved(10))
+    storage = OnRecord(
+        operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).saved(10)
+    )
     written = write(made, tmp_path, 10, 1, storage)
     assert not storage.armed and written.durability_error is None
-    assert chosen(tmp_path) == 10 and [c.step for c in scan(dir_at(tmp_path)).candidates if c.committed] == [10]
+    assert chosen(tmp_path) == 10 and [
+        c.step for c in scan(dir_at(tmp_path)).candidates if c.committed
+    ] == [10]
 
 
 @BOTH
 @pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
-def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported(tmp_path, made, operation, effect):
+def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported(
+    tmp_path, made, operation, effect
+):
     write(made, tmp_path, 10, 0)
     target = target_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
     saver = SyncSaver(target)
@@ -124,7 +163,10 @@ def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported
 @BOTH
 def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(tmp_path, made):
     storage = OnRecord("rename", errno.EIO, effect=False)
-    with pytest.raises(SaveError, match="step 10 may not be saved on rank 1: Input/output error.*Nothing was removed"):
+    with pytest.raises(
+        SaveError,
+        match="step 10 may not be saved on rank 1: Input/output error.*Nothing was removed",
+    ):
         write(made, tmp_path, 10, 1, storage)
     left = files(tmp_path)
     assert any(name.endswith(".safetensors") for name in left)
@@ -138,12 +180,16 @@ def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(tmp
 def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
     first = write(made, tmp_path, 10, 1)
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in files(tmp_path)}
-    assert write(made, tmp_path, 10, 1, other=1.0) == first                 # whatever it has by now: this step is saved
+    # whatever it has by now: this step is saved
+    assert write(made, tmp_path, 10, 1, other=1.0) == first
     write(made, tmp_path, 10, 0)
     assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == []
-    assert write(made, tmp_path, 10, 1).record == first.record              # of 2.0 the folder has another name by now
+    # of 2.0 the folder has another name by now
+    assert write(made, tmp_path, 10, 1).record == first.record
     if made == "1.0":
-        assert all((tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items())
+        assert all(
+            (tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items()
+        )
     else:
         assert hidden(tmp_path) == []
 
@@ -211,7 +257,8 @@ def test_a_published_name_is_unsettled_from_the_rename_on(tmp_path):
     assert not isinstance(raised.value, UnknownOutcomeError)
 
 
-# ---- committed is saved ----------------------------------------------------------------------------------------------
+# ---- committed is saved --------------------------------------------------------------------------
+
 
 def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flush(tmp_path):
     """No fault: only the order of the two."""
@@ -225,9 +272,19 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     (outcome,) = saver.poll()
     assert not storage.armed and committer.committed == [10]
     assert outcome.saved and outcome.error is None
-    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000010", iteration_folders.TRACKER]
-    saver.save(Save(shard_of(target,
-                             10)))                              # at the end of the training, as no result of the first arrived
+    assert hidden(tmp_path) == [] and listing(tmp_path) == [
+        "iteration_00000010",
+        iteration_folders.TRACKER,
+    ]
+    saver.save(
+        Save(
+            shard_of(
+                target,
+                # at the end of the training, as no result of the first arrived
+                10,
+            )
+        )
+    )
     assert saver.poll()[0].saved and hidden(tmp_path) == []
 
 
@@ -235,8 +292,15 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     """Its writer was killed before it could report the save."""
     save_all("2.0", tmp_path, 10)
     target = target_of("2.0", tmp_path, 0)
-    saver = SyncSaver(target, Committer(target, time=SimpleNamespace(
-        monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits"))))
+    saver = SyncSaver(
+        target,
+        Committer(
+            target,
+            time=SimpleNamespace(
+                monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")
+            ),
+        ),
+    )
     saver.save(Save(shard_of(target, 10)))
     assert saver.finish(600.0)[0].saved and saver.committer.pending == [] and hidden(tmp_path) == []
 
@@ -251,5 +315,7 @@ def test_an_emergency_save_of_a_committed_step_changes_nothing(tmp_path):
 def test_metrics_that_differ_do_not_matter_to_a_second_try(tmp_path, made):
     target = target_of(made, tmp_path, 1)
     first = write_shard(target, shard_of(target, 10))
-    again = replace(shard_of(target, 10), state=replace(rank_folders.state_of(10), metrics={"loss": 1.0}))
+    again = replace(
+        shard_of(target, 10), state=replace(rank_folders.state_of(10), metrics={"loss": 1.0})
+    )
     assert write_shard(target, again) == first

@@ -1,4 +1,5 @@
 """Saving in the training thread, and the files for inference beside a checkpoint."""
+
 import errno
 from dataclasses import replace
 
@@ -9,7 +10,14 @@ from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
 from mindresume.model.manifest import record_name, run_name
 from mindresume.saving.committer import Committer, SyncSaver
-from mindresume.saving.shard_writer import ExtraWeights, Save, SaveTarget, rank_shard, write_extra_weights, write_shard
+from mindresume.saving.shard_writer import (
+    ExtraWeights,
+    Save,
+    SaveTarget,
+    rank_shard,
+    write_extra_weights,
+    write_shard,
+)
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -20,7 +28,15 @@ def shard(step, rank=0, fmt="safetensors", suffix=0):
 
 def extra(folder, step, keep=0, kind="network"):
     name = f"net_rank_0-{kind}-{state_of(step).epoch}_{state_of(step).step_in_epoch}.safetensors"
-    return ExtraWeights(str(folder), name, kind, "safetensors", {"w": tensors_of(0, step)["layer.bias"]}, {"format": "ms"}, keep)
+    return ExtraWeights(
+        str(folder),
+        name,
+        kind,
+        "safetensors",
+        {"w": tensors_of(0, step)["layer.bias"]},
+        {"format": "ms"},
+        keep,
+    )
 
 
 def test_written_and_committed_when_it_returns(tmp_path):
@@ -56,14 +72,22 @@ def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
 
 def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     (tmp_path / "network").write_text("a file in the way")
-    saver = SyncSaver(target_of(tmp_path / "checkpoint", 0, 1), Committer(target_of(tmp_path / "checkpoint", 0, 1)))
+    saver = SyncSaver(
+        target_of(tmp_path / "checkpoint", 0, 1),
+        Committer(target_of(tmp_path / "checkpoint", 0, 1)),
+    )
     saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
-    assert outcome.saved and "was not written" in str(outcome.error) and saver.committer.committed == [5]
+    assert (
+        outcome.saved
+        and "was not written" in str(outcome.error)
+        and saver.committer.committed == [5]
+    )
 
 
 class UnflushedRecord(PosixStorage):
     """Fails the first flush of a folder in which a record appeared."""
+
     armed = True
 
     def sync(self, folder):
@@ -73,17 +97,26 @@ class UnflushedRecord(PosixStorage):
         super().sync(folder)
 
 
-@pytest.mark.parametrize("beside", [(), (5,)], ids=["nothing beside it", "a file beside it fails too"])
+@pytest.mark.parametrize(
+    "beside", [(), (5,)], ids=["nothing beside it", "a file beside it fails too"]
+)
 def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside):
     (tmp_path / "network").write_text("a file in the way")
     target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
     saver = SyncSaver(target, Committer(target))
     saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
     (outcome,) = saver.poll()
-    assert not target.storage.armed and not outcome.saved and "may not stay saved" in str(outcome.error)
+    assert (
+        not target.storage.armed
+        and not outcome.saved
+        and "may not stay saved" in str(outcome.error)
+    )
     assert saver.committer.committed == []
-    saver.save(Save(shard(5)))                          # at the end of the training: its record is there, and flushed now
-    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.committer.committed == [5]
+    # at the end of the training: its record is there, and flushed now
+    saver.save(Save(shard(5)))
+    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.committer.committed == [
+        5
+    ]
 
 
 def test_extra_files_appear_complete_and_the_oldest_are_removed(tmp_path):
@@ -92,14 +125,24 @@ def test_extra_files_appear_complete_and_the_oldest_are_removed(tmp_path):
     (tmp_path / "mine.safetensors").write_text("of the user")
     write_extra_weights(PosixStorage(), extra(tmp_path, 20, keep=2), "tag")
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["mine.safetensors", "net_rank_0-network-2_10.safetensors", "net_rank_0-network-2_5.safetensors"]
+    assert names == [
+        "mine.safetensors",
+        "net_rank_0-network-2_10.safetensors",
+        "net_rank_0-network-2_5.safetensors",
+    ]
     with open(tmp_path / names[1], "rb") as file:
         assert list(read_header(file, names[1]).tensors) == ["w"]
 
 
 def test_an_extra_that_cannot_be_encoded_is_named(tmp_path):
-    bad = ExtraWeights(str(tmp_path), "x.safetensors", "network", "safetensors",
-                       {"w": tensors_of(0, 5)["layer.bias"].astype(">f4")}, {})
+    bad = ExtraWeights(
+        str(tmp_path),
+        "x.safetensors",
+        "network",
+        "safetensors",
+        {"w": tensors_of(0, 5)["layer.bias"].astype(">f4")},
+        {},
+    )
     with pytest.raises(SaveError, match=r"x\.safetensors was not written.*big-endian"):
         write_extra_weights(PosixStorage(), bad, "tag")
 
@@ -115,7 +158,8 @@ class Small(PosixStorage):
 
 
 def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
-    """Rank 1 cannot save; rank 0 can, until its useless files fill the disk. Then they go, and a later save completes."""
+    """Rank 1 cannot save; rank 0 can, until its useless files fill the disk. Then they go, and a
+    later save completes."""
     write_rank(tmp_path / "elsewhere", 5, 0, 2)
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
     root, events = tmp_path / "checkpoint", []
@@ -126,7 +170,9 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
         assert saver.poll()[0].saved
     saver.save(Save(shard(25)))
     (outcome,) = saver.poll()
-    assert isinstance(outcome.error, OutOfSpaceError) and "keep_checkpoint_max" in str(outcome.error)
+    assert isinstance(outcome.error, OutOfSpaceError) and "keep_checkpoint_max" in str(
+        outcome.error
+    )
     assert events[-1] == CheckpointsRemoved((5, 10, 15), str(root), is_incomplete=True)
     saver.save(Save(shard(30)))
     write_rank(root, 30, 1, 2)
@@ -137,6 +183,7 @@ def test_an_exceeded_quota_is_out_of_space(tmp_path):
     class Exhausted(PosixStorage):
         def write(self, path, pieces, size=0):
             raise OSError(errno.EDQUOT, "Disk quota exceeded", path)
+
     target = target_of(tmp_path, 0, 1)
     with pytest.raises(OutOfSpaceError, match="Disk quota exceeded"):
         write_shard(SaveTarget(Exhausted(), target.root, target.run, 0, 1), shard(5))

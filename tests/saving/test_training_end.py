@@ -1,4 +1,6 @@
-"""The end of a training on several ranks: the last step, its commit and upload, and errors that all ranks get."""
+"""The end of a training on several ranks: the last step, its commit and upload, and errors that all
+ranks get."""
+
 import json
 import threading
 from types import SimpleNamespace
@@ -17,10 +19,13 @@ def settled():
     end_jobs()
 
 
-# ---- the last step, on several ranks -----------------------------------------------------------------------------------
+# ---- the last step, on several ranks -------------------------------------------------------------
+
 
 class Peer:
-    """The group of this rank and one other, which is busy for some exchanges, and then sends ``row`` (or is lost)."""
+    """The group of this rank and one other, which is busy for some exchanges, and then sends
+    ``row`` (or is lost)."""
+
     rank, size = 0, 2
 
     def __init__(self, row, busy=0):
@@ -29,7 +34,7 @@ class Peer:
     def gather(self, message):
         if isinstance(self.row, Exception):
             raise self.row
-        if isinstance(json.loads(message), list):                       # who is done?
+        if isinstance(json.loads(message), list):  # who is done?
             self.busy -= 1
             return [message, json.dumps([self.busy < 0, 0, 0]).encode()]
         self.sent.append(json.loads(message)["value"])
@@ -54,7 +59,9 @@ def test_a_rank_that_saved_the_last_step_takes_part_when_another_repeats_it(tmp_
     job.manager.group = Peer(UNSAVED)
     job.end()
     assert job.collected == [5, 5] and committed(tmp_path) == [5]
-    assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == ["net_rank_0-1_5.safetensors"]
+    assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == [
+        "net_rank_0-1_5.safetensors"
+    ]
 
 
 def test_a_rank_that_did_not_save_the_last_step_repeats_it_with_the_others(tmp_path):
@@ -112,7 +119,8 @@ def test_a_rank_lost_at_the_end_is_the_error_of_the_training(tmp_path):
     assert job.collected == [5] and committed(tmp_path) == [5]
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
+
 
 class Uploads:
     """Replaces an Uploader."""
@@ -131,13 +139,16 @@ class Uploads:
         return self.work()
 
 
-@pytest.mark.parametrize("error", [LeaseHeldError("taken over"), SaveError("no room"), ValueError("a defect")])
+@pytest.mark.parametrize(
+    "error", [LeaseHeldError("taken over"), SaveError("no room"), ValueError("a defect")]
+)
 def test_the_other_parts_of_the_end_run_after_an_error_of_one(tmp_path, error):
     job = Job(tmp_path).steps(5)
     uploads = job.manager._uploads = Uploads(lambda: [RemoteError("no such bucket")])
 
     def finish(timeout):
         raise error
+
     job.manager._saver.finish = finish
     with pytest.raises(type(error), match=str(error)):
         job.end()
@@ -154,11 +165,14 @@ def test_an_error_of_the_last_save_is_raised_after_the_end(tmp_path):
     (tmp_path / "rank_0").write_text("in the way")
     with pytest.raises(SaveError, match="step 6"):
         job.end()
-    assert job.manager.group.sent == [UNSAVED, None, None, None, [True, True]] and uploads.done == ["finished"]
+    assert job.manager.group.sent == [UNSAVED, None, None, None, [True, True]] and uploads.done == [
+        "finished"
+    ]
 
 
 class Other(Peer):
     """``last``: the message of the other rank in the last exchange of the end."""
+
     last = RAISES
 
     def gather(self, message):
@@ -168,7 +182,8 @@ class Other(Peer):
 
 
 def test_an_error_of_one_rank_at_the_end_is_raised_on_all(tmp_path):
-    """A rank that leaves after a signal makes one exchange more, and would wait there for the rank that raised."""
+    """A rank that leaves after a signal makes one exchange more, and would wait there for the rank
+    that raised."""
     job = Job(tmp_path).steps(5)
     job.manager.group = Other(SAVED)
     with pytest.raises(SaveError, match="rank 1 does: its log names it"):
@@ -200,8 +215,12 @@ def test_a_rank_that_fails_in_the_save_of_others_notifies_them_first(tmp_path):
 
 @pytest.mark.parametrize("part", ["commits", "uploads"])
 def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, part):
-    """The work ends only after ten exchanges: if another rank waited for it in one exchange, it would never end."""
-    job, enough = Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5), threading.Event()
+    """The work ends only after ten exchanges: if another rank waited for it in one exchange, it
+    would never end."""
+    job, enough = (
+        Job(tmp_path, settings=Settings(on_save_error="raise")).steps(5),
+        threading.Event(),
+    )
 
     class Counting(Peer):
         exchanges = 0
@@ -211,11 +230,13 @@ def test_the_others_follow_the_end_in_short_exchanges(tmp_path, monkeypatch, par
             if self.exchanges == 10:
                 enough.set()
             return super().gather(message)
+
     job.manager.group = Counting(SAVED)
     monkeypatch.setattr("mindresume.coordination.collectives.LONGEST_PAUSE", 0.01)
 
     def work(*timeout):
         return [] if enough.wait(60) else [RemoteError("nobody followed")]
+
     if part == "commits":
         job.manager._saver.finish = work
     else:
@@ -229,9 +250,11 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
 
     class Leaving(Peer):
         def gather(self, message):
-            if self.sent:                                               # it has reported its step as saved
+            # it has reported its step as saved
+            if self.sent:
                 raise RuntimeError("the other rank is gone")
             return super().gather(message)
+
     job.manager.group = Leaving(SAVED)
     left = threading.Event()
 
@@ -239,6 +262,7 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
         left.wait(0.1)
         done.append("committed")
         return []
+
     job.manager._saver.finish = finish
     job.manager._uploads = Uploads()
     with pytest.raises(RuntimeError, match="the other rank is gone"):
@@ -248,7 +272,9 @@ def test_a_rank_that_is_lost_while_this_one_commits_does_not_stop_it(tmp_path):
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_path, raises):
-    job = Job(tmp_path, settings=Settings(on_save_error="raise" if raises else "warn", max_failed_saves=1))
+    job = Job(
+        tmp_path, settings=Settings(on_save_error="raise" if raises else "warn", max_failed_saves=1)
+    )
     job.manager._uploads = SimpleNamespace(poll=lambda: [RemoteError("one"), RemoteError("two")])
     if raises:
         with pytest.raises(RemoteError, match="one"):

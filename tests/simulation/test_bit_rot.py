@@ -1,8 +1,16 @@
 """Bits that rot: which files, what does not change, and what remembers it."""
+
 import pytest
 
 from mindresume.fault_injection.faults import Fault
-from sim.bit_rot import is_of_checkpoint, rot, rotted_files, rotted_saves, saves_on, unreadable_saves
+from sim.bit_rot import (
+    is_of_checkpoint,
+    rot,
+    rotted_files,
+    rotted_saves,
+    saves_on,
+    unreadable_saves,
+)
 from sim.cluster import SHARED
 from sim.disk import Disk
 from sim.oracle import check_disks
@@ -67,15 +75,24 @@ def test_a_rotted_record_makes_the_save_unreadable(trained):
     assert not any(path.endswith("1_2.safetensors") for path in found)
 
 
-@pytest.mark.parametrize("path, expected", [
-    ("/out/rank_0/a.ckpt", True), ("/out/rank_0/.a.ckpt.mindresume-tmp", False), ("/out/rank_0/meta.json", False),
-    ("/out/.mindresume/step-0000000004-run-0001-c0652a54/rank_00000.json", True), ("/out/.mindresume/claim-1.json", False),
-    ("/out/iteration_00000002/common.json", True), ("/dev/shm/a/b/slots/a.safetensors", False)])
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        ("/out/rank_0/a.ckpt", True),
+        ("/out/rank_0/.a.ckpt.mindresume-tmp", False),
+        ("/out/rank_0/meta.json", False),
+        ("/out/.mindresume/step-0000000004-run-0001-c0652a54/rank_00000.json", True),
+        ("/out/.mindresume/claim-1.json", False),
+        ("/out/iteration_00000002/common.json", True),
+        ("/dev/shm/a/b/slots/a.safetensors", False),
+    ],
+)
 def test_which_files_rot(path, expected):
     assert is_of_checkpoint(path) is expected
 
 
-# ---- the oracle ----------------------------------------------------------------------------------------------------------------
+# ---- the oracle ----------------------------------------------------------------------------------
+
 
 def findings(sim):
     return [finding.kind for finding in check_disks(sim.cluster.disks, sim.history, sim.training)]
@@ -103,5 +120,11 @@ def test_an_intact_checkpoint_that_is_gone_is_lost_beside_a_rotted_one(trained):
 
 
 def test_a_fault_lets_a_file_rot_and_affects_no_job():
-    sim = Simulation(SCENARIOS["rot and scrub"], "safetensors", Schedule(faults=(Fault(3, ROT, 7),))).run()
-    assert sim.cluster.rots and not any(job.is_affected(()) for job in sim.jobs) and sim.findings() == []
+    sim = Simulation(
+        SCENARIOS["rot and scrub"], "safetensors", Schedule(faults=(Fault(3, ROT, 7),))
+    ).run()
+    assert (
+        sim.cluster.rots
+        and not any(job.is_affected(()) for job in sim.jobs)
+        and sim.findings() == []
+    )

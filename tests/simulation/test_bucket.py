@@ -1,4 +1,5 @@
 """An object store as pods see it, and jobs that lose their disks beside it."""
+
 import random
 from dataclasses import replace
 from itertools import product
@@ -35,7 +36,9 @@ NAMES = ("bucket", "bucket nodes", "bucket slow", "bucket archived", "two pods",
 
 def in_pod(work, schedule=None, bucket=None):
     """Returns what ``work(store, disk)`` returns or raises in the only process of a pod."""
-    cluster = Cluster(schedule or Schedule(), {"node0": Disk(local=True), BUCKET: bucket or Bucket()})
+    cluster = Cluster(
+        schedule or Schedule(), {"node0": Disk(local=True), BUCKET: bucket or Bucket()}
+    )
     found = []
     with use_cluster(cluster):
         host = cluster.host()
@@ -45,6 +48,7 @@ def in_pod(work, schedule=None, bucket=None):
                 found.append(work(PodStore(cluster, process), Mount(cluster, process)))
             except Exception as error:
                 found.append(error)
+
         process = cluster.process(host, "pod", run)
         cluster.scheduler.run()
     return found[0]
@@ -59,10 +63,16 @@ def test_objects_are_put_and_deleted():
         store.put("obs://b/cc", b"not below c")
         store.download("obs://b/c/x", "/a/z")
         with disk.open("/a/z") as file:
-            found = [file.read(), store.list("obs://b/c"), store.size("obs://b/c/d/y"), store.read("obs://b/c/x")]
+            found = [
+                file.read(),
+                store.list("obs://b/c"),
+                store.size("obs://b/c/d/y"),
+                store.read("obs://b/c/x"),
+            ]
         store.delete("obs://b/c/x")
         store.delete("obs://b/c/x")
         return [*found, store.list("obs://b/c"), store.size("obs://b/c/x")]
+
     assert in_pod(work) == [b"bytes", ["d/y", "x"], 4, b"bytes", ["d/y"], None]
 
 
@@ -75,6 +85,7 @@ def test_a_missing_object_is_an_error_and_leaves_nothing():
         with pytest.raises(RemoteError):
             store.download("obs://b/x", "/x")
         return disk.list("/")
+
     assert in_pod(work) == []
 
 
@@ -84,6 +95,7 @@ def test_an_error_before_or_after_the_effect(kind, there):
         with pytest.raises(RemoteError):
             store.put("obs://b/x", b"bytes")
         return store.size("obs://b/x") is not None
+
     assert in_pod(work, Schedule(faults=(Fault(1, kind),))) is there
 
 
@@ -95,7 +107,9 @@ def test_a_download_that_fails_is_removed():
         with pytest.raises(RemoteError):
             store.download("obs://b/x", "/x")
         return disk.list("/")
-    for at in (1, 2, 3, 4):                             # its beginning, the new file, the bytes, the flush
+
+    # its beginning, the new file, the bytes, the flush
+    for at in (1, 2, 3, 4):
         assert in_pod(work, Schedule(faults=(Fault(at, "EIO"),)), bucket.copy()) == []
 
 
@@ -108,6 +122,7 @@ def test_an_outage_lasts():
             except RemoteError:
                 found.append(None)
         return found
+
     assert in_pod(work, Schedule(faults=(Fault(1, "outage", 2),))) == [[], None, None, [], []]
 
 
@@ -121,6 +136,7 @@ def test_an_unreadable_object_is_listed_and_cannot_be_read():
             with pytest.raises(RemoteError, match="denied"):
                 read()
         return store.list("obs://b"), store.size("obs://b/x")
+
     assert in_pod(work, bucket=bucket) == in_pod(work, bucket=bucket.copy()) == (["x"], 5)
 
 
@@ -136,6 +152,7 @@ def test_listings_lag_and_urls_do_not():
         found += [store.size("obs://b/a"), store.list("obs://b")]
         current_cluster().scheduler.sleep(6.0)
         return moments, [*found, store.list("obs://b")]
+
     moments, found = in_pod(work, Schedule(lag=60.0))
     assert moments == [(5, [])] * 4
     assert found == [["a", "b", "c", "d"], None, ["a", "b", "c", "d"], ["b", "c", "d"]]
@@ -146,8 +163,12 @@ def test_without_a_fault_the_last_step_is_uploaded(name, soak):
     """Covers each format and each way; with --soak each format in each way."""
     scenario = SCENARIOS[name]
     formats, ways = scenario.formats, scenario.ways
-    first = NAMES.index(name)                               # so that the scenarios together have other pairs
-    some = [(formats[i % len(formats)], ways[(i + first) % len(ways)]) for i in range(max(len(formats), len(ways)))]
+    # so that the scenarios together have other pairs
+    first = NAMES.index(name)
+    some = [
+        (formats[i % len(formats)], ways[(i + first) % len(ways)])
+        for i in range(max(len(formats), len(ways)))
+    ]
     for fmt, way in product(formats, ways) if soak else some:
         sim = Simulation(scenario, fmt, Schedule(), way).run()
         assert not sim.findings()
@@ -157,7 +178,9 @@ def test_without_a_fault_the_last_step_is_uploaded(name, soak):
 @pytest.mark.parametrize("seed", range(len(LATER)))
 def test_one_of_two_pods_is_superseded_and_both_end_without_findings(seed):
     sim = Simulation(SCENARIOS["two pods"], "ckpt", Schedule(seed=seed)).run()
-    stopped = [[process.own.uploader.queue.stopped or "" for process in job.ranks] for job in sim.jobs]
+    stopped = [
+        [process.own.uploader.queue.stopped or "" for process in job.ranks] for job in sim.jobs
+    ]
     assert sorted("taken over" in rows[0] for rows in stopped) == [False, True]
     assert not sim.findings() and not any(process.exit for job in sim.jobs for process in job.ranks)
 
@@ -176,17 +199,25 @@ def test_the_oracle_sees_what_is_wrong(way, monkeypatch):
     else:
         monkeypatch.setattr(RemoteCheckpoints, "prune", lambda *_: [])
     kinds = {finding.kind for finding in check_bucket(sim.cluster.disks, sim.history, sim.training)}
-    assert kinds == {{"manifest": "lost", "weights": "wrong", "changed": "wrong", "leftover": "leftover"}[way]}
+    assert kinds == {
+        {"manifest": "lost", "weights": "wrong", "changed": "wrong", "leftover": "leftover"}[way]
+    }
 
 
 def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
     """The other job is killed before it uploads anything, so it removes nothing."""
+
     def findings(schedule):
         sim = Simulation(SCENARIOS["two pods"], "ckpt", schedule)
         sim.cluster.trace.wanted = True
         return sim.run().cluster.trace.rows, [finding.kind for finding in sim.findings()]
+
     rows, _ = findings(Schedule(seed=2))
-    at = next(number for number, process, name, path in rows if (process, name) == ("job1.0", "write") and "_4.ckpt" in path)
+    at = next(
+        number
+        for number, process, name, path in rows
+        if (process, name) == ("job1.0", "write") and "_4.ckpt" in path
+    )
     schedule = Schedule(seed=2, faults=(Fault(at, "kill host"),))
     assert findings(schedule)[1] == []
     end = Uploader._end
@@ -196,6 +227,7 @@ def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
             uploader.queue.finished = True
             return None
         return end(uploader)
+
     monkeypatch.setattr(Uploader, "_end", silent)
     assert findings(schedule)[1] == ["misreported"]
 
@@ -216,9 +248,15 @@ def test_uploads_of_steps_that_the_nodes_do_not_keep_are_found(way, monkeypatch)
     def unbound(uploader):
         uploader.uploads = replace(uploader.uploads, only_scheduled=False)
         return start(uploader)
+
     monkeypatch.setattr(Uploader, "start", unbound)
     monkeypatch.setattr(UploadQueue, "schedule", lambda queue, name: None)
-    assert "lost" in {finding.kind for finding in Simulation(SCENARIOS["bucket slow"], "ckpt", Schedule(), way).run().findings()}
+    assert "lost" in {
+        finding.kind
+        for finding in Simulation(SCENARIOS["bucket slow"], "ckpt", Schedule(), way)
+        .run()
+        .findings()
+    }
 
 
 def test_random_schedules(soak):

@@ -1,4 +1,5 @@
 """``python -m sim``: what is asked, what is printed, and that what it finds can be shown again."""
+
 import json
 import re
 import shlex
@@ -42,11 +43,13 @@ class InThisProcess:
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs the command; returns (exit status, stdout, stderr)."""
+
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["sim", *arguments])
         with pytest.raises(SystemExit) as ended:
             run_app(app, "sim")
         return ended.value.code or 0, *capsys.readouterr()
+
     return run
 
 
@@ -62,7 +65,11 @@ def unflushed(monkeypatch):
 
 def test_several_processes_find_nothing(read):
     status, found = read(*SMALL, "--seeds", "6", "--first-seed", "3", "--jobs", "2")
-    assert status == 0 and found["found"] == [] and (found["seeds"], found["first_seed"], found["runs"]) == (6, 3, 6)
+    assert (
+        status == 0
+        and found["found"] == []
+        and (found["seeds"], found["first_seed"], found["runs"]) == (6, 3, 6)
+    )
     assert found["schedules"] > found["states"] > 6
 
 
@@ -70,7 +77,10 @@ def test_a_finding_is_printed_and_can_be_replayed(call, unflushed, monkeypatch, 
     status, out, err = call(*SMALL, "--seeds", "3")
     assert status == 1 and "1 finding(s)" in out
     head, text, line, command = out.splitlines()[:4]
-    assert re.fullmatch(r"LOST: save, ckpt, foreground, seed \d+", head) and "all ranks were told" in text
+    assert (
+        re.fullmatch(r"LOST: save, ckpt, foreground, seed \d+", head)
+        and "all ranks were told" in text
+    )
     found = json.loads(line)["schedule"]
     assert [fault["kind"] for fault in found["faults"]] == ["power"] and not found["switches"]
     *program, option, schedule = shlex.split(command)
@@ -88,17 +98,37 @@ def test_a_finding_is_printed_and_can_be_replayed(call, unflushed, monkeypatch, 
 
 def test_a_replay_as_json(read):
     faults = [{"at": 9, "kind": "power"}]
-    status, found = read("--replay", json.dumps(
-        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": faults}}))
+    status, found = read(
+        "--replay",
+        json.dumps(
+            {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": faults}}
+        ),
+    )
     assert status == 0 and found["findings"] == [] and found["faults"][0]["at"] == 9
     assert [row[0] for row in found["operations"]] == list(range(1, 10))
-    assert {process["name"]: process["exit"] for process in found["processes"]} == {"rank0": -9, "rank1": -9}
+    assert {process["name"]: process["exit"] for process in found["processes"]} == {
+        "rank0": -9,
+        "rank1": -9,
+    }
 
 
 def test_power_that_fails_after_the_end(call, unflushed):
-    status, out, err = call("--replay", json.dumps(
-        {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": [{"at": 1000, "kind": "power"}]}}))
-    assert status == 1 and re.search(r"^ 1000 +the end   <- power$", out, re.MULTILINE) and "rank1: exit status 0" in out
+    status, out, err = call(
+        "--replay",
+        json.dumps(
+            {
+                "scenario": "save",
+                "format": "ckpt",
+                "way": "",
+                "schedule": {"faults": [{"at": 1000, "kind": "power"}]},
+            }
+        ),
+    )
+    assert (
+        status == 1
+        and re.search(r"^ 1000 +the end   <- power$", out, re.MULTILINE)
+        and "rank1: exit status 0" in out
+    )
     assert out.splitlines()[-1].startswith("lost: ")
 
 
@@ -108,20 +138,41 @@ def test_all_schedules_with_few_switches(call, unflushed):
     assert out.splitlines()[-1].startswith("1 runs (all with at most 0 switches)")
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (("--systematic", "1"), "--systematic needs --scenario"),
-    (("--scenario", "x"), "there is no scenario 'x'; choose from: save, prune"),
-    (("--way", "x"), "choose from: foreground, thread, process"),
-    (("--format", "x"), "there is no format 'x'"),
-    (("--scenario", "nodes", "--format", "iteration"), "no scenario of nodes exists in iteration"),
-    (("--replay", "{}", "--seeds", "2"), "it does not go with --seeds"),
-    (("--replay", "@/nowhere"), "/nowhere"),
-    *((("--replay", text), "not a schedule") for text in (
-        "", "[]", "{}", '{"scenario": "x"}', "[" * 10_000, '{"scenario":"save","format":"x","way":"","schedule":{}}',
-        '{"scenario":"save","format":"ckpt","way":"","schedule":{"switches":[1]}}',
-        '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":"x"}]}}')),
-    (("--replay", '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":1,"kind":"x"}]}}'),
-     "there is no fault 'x'")])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("--systematic", "1"), "--systematic needs --scenario"),
+        (("--scenario", "x"), "there is no scenario 'x'; choose from: save, prune"),
+        (("--way", "x"), "choose from: foreground, thread, process"),
+        (("--format", "x"), "there is no format 'x'"),
+        (
+            ("--scenario", "nodes", "--format", "iteration"),
+            "no scenario of nodes exists in iteration",
+        ),
+        (("--replay", "{}", "--seeds", "2"), "it does not go with --seeds"),
+        (("--replay", "@/nowhere"), "/nowhere"),
+        *(
+            (("--replay", text), "not a schedule")
+            for text in (
+                "",
+                "[]",
+                "{}",
+                '{"scenario": "x"}',
+                "[" * 10_000,
+                '{"scenario":"save","format":"x","way":"","schedule":{}}',
+                '{"scenario":"save","format":"ckpt","way":"","schedule":{"switches":[1]}}',
+                '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":"x"}]}}',
+            )
+        ),
+        (
+            (
+                "--replay",
+                '{"scenario":"save","format":"ckpt","way":"","schedule":{"faults":[{"at":1,"kind":"x"}]}}',
+            ),
+            "there is no fault 'x'",
+        ),
+    ],
+)
 def test_invalid_options_are_errors(call, arguments, says):
     status, out, err = call(*arguments)
     assert (status, out) == (2, "") and says in err and err.count("\n") == 1
@@ -129,18 +180,30 @@ def test_invalid_options_are_errors(call, arguments, says):
 
 def test_explain_describes_scenarios_and_faults(call):
     status, out, err = call("--explain")
-    assert status == 0 and all(f"\n{name} " in out for name in ("two hosts", "kill host", "ESTALE after"))
+    assert status == 0 and all(
+        f"\n{name} " in out for name in ("two hosts", "kill host", "ESTALE after")
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_the_findings_so_far(number):
-    program = subprocess.Popen([sys.executable, "-m", "sim", *SMALL, "--seeds", "1000000", "--jobs", "2"],
-                               cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    children, late = Path(f"/proc/{program.pid}/task/{program.pid}/children"), time.monotonic() + PATIENCE
+    program = subprocess.Popen(
+        [sys.executable, "-m", "sim", *SMALL, "--seeds", "1000000", "--jobs", "2"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    children, late = (
+        Path(f"/proc/{program.pid}/task/{program.pid}/children"),
+        time.monotonic() + PATIENCE,
+    )
     while len(children.read_text().split()) < 2:
         assert time.monotonic() < late and program.poll() is None
         time.sleep(0.05)
     program.send_signal(number)
     out, err = program.communicate(timeout=PATIENCE)
     assert program.returncode == 128 + number and "Traceback" not in err
-    assert "schedules a second" in out.splitlines()[-1] and "the simulation was stopped after" in err
+    assert (
+        "schedules a second" in out.splitlines()[-1] and "the simulation was stopped after" in err
+    )

@@ -1,4 +1,5 @@
 """The collectives of simulated jobs."""
+
 import pytest
 
 from sim.cluster import Cluster, current_cluster, current_process
@@ -11,12 +12,18 @@ from sim.scheduler import TICK
 
 def run_ranks(*works, limit=LIMIT, picks=(), tick=TICK):
     """Runs each ``work(member)`` as a rank. Returns (cluster, communicator, results by rank)."""
-    cluster, shared, found = Cluster(Schedule(picks=picks, tick=tick)), Communicator(len(works), limit), {}
+    cluster, shared, found = (
+        Cluster(Schedule(picks=picks, tick=tick)),
+        Communicator(len(works), limit),
+        {},
+    )
     with use_cluster(cluster):
         host = cluster.host()
         for rank, work in enumerate(works):
+
             def attempt(rank=rank, work=work):
                 found[rank] = work(shared.member(rank, cluster.processes[rank]))
+
             cluster.process(host, f"rank{rank}", attempt)
         cluster.scheduler.run()
     return cluster, shared, [found.get(rank) for rank in range(len(works))]
@@ -27,6 +34,7 @@ def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
     def work(member):
         own = f"m{member.rank}".encode()
         return member.gather(own), member.broadcast(own), member.gather(own + b"'"), member.size
+
     _, shared, found = run_ranks(work, work, work, picks=picks)
     assert found == [([b"m0", b"m1", b"m2"], b"m0", [b"m0'", b"m1'", b"m2'"], 3)] * 3
     assert not shared.rounds and not shared.mismatch and shared.longest_wait == 0.0
@@ -37,33 +45,44 @@ def test_a_collective_ends_with_the_slowest_rank():
         current_cluster().scheduler.sleep(10.0 * member.rank)
         member.gather(b"")
         return current_cluster().scheduler.now
+
     _, shared, found = run_ranks(work, work, work)
     assert found == [20.0] * 3 and shared.longest_wait == 20.0
 
 
 def test_a_job_of_one_rank():
-    assert run_ranks(lambda member: (member.gather(b"a"), member.broadcast(b"b")))[2] == [([b"a"], b"b")]
+    assert run_ranks(lambda member: (member.gather(b"a"), member.broadcast(b"b")))[2] == [
+        ([b"a"], b"b")
+    ]
 
 
 def test_a_killed_rank_is_waited_for_until_the_limit():
-    cluster, shared, found = run_ranks(lambda member: member.gather(b""),
-                                 lambda member: current_cluster().kill(current_cluster().current_process), limit=30.0)
+    cluster, shared, found = run_ranks(
+        lambda member: member.gather(b""),
+        lambda member: current_cluster().kill(current_cluster().current_process),
+        limit=30.0,
+    )
     assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1]" in str(
-        cluster.processes[0].error)
+        cluster.processes[0].error
+    )
     assert cluster.scheduler.now == 30.0 and found[0] is None
-    assert shared.longest_wait == 0.0                       # no running rank was waited for
+    assert shared.longest_wait == 0.0  # no running rank was waited for
 
 
 def test_the_message_of_a_rank_killed_later_arrives():
     def dies(member):
-        current_cluster().scheduler.start(current_cluster().current_process, lambda: (current_cluster().scheduler.sleep(1.0),
-                                                                                      current_cluster().kill(killed[0])), "kills")
+        current_cluster().scheduler.start(
+            current_cluster().current_process,
+            lambda: (current_cluster().scheduler.sleep(1.0), current_cluster().kill(killed[0])),
+            "kills",
+        )
         killed.append(current_cluster().current_process)
         member.gather(b"last")
 
     def waits(member):
         current_cluster().scheduler.sleep(5.0)
         return member.gather(b"mine")
+
     killed = []
     cluster, _, found = run_ranks(dies, waits)
     assert found[1] == [b"last", b"mine"] and cluster.processes[0].exit == -9
@@ -72,6 +91,7 @@ def test_the_message_of_a_rank_killed_later_arrives():
 def test_a_rank_that_does_not_call_is_reported():
     def late(member):
         current_cluster().scheduler.sleep(100.0)
+
     cluster, shared, _ = run_ranks(lambda member: member.gather(b""), late, limit=30.0)
     assert isinstance(cluster.processes[0].error, ExchangeError) and shared.longest_wait == 30.0
 
@@ -82,14 +102,19 @@ def test_two_ranks_that_make_different_calls(further):
         for _ in range(further):
             member.gather(b"")
         return member.gather(b"") if member.rank == 0 else member.broadcast(b"")
+
     cluster, shared, _ = run_ranks(work, work, limit=30.0)
     errors = [type(process.error) for process in cluster.processes]
-    assert sorted(error.__name__ for error in errors) == ["ExchangeError", "MismatchError"] and MismatchError in errors
+    assert (
+        sorted(error.__name__ for error in errors) == ["ExchangeError", "MismatchError"]
+        and MismatchError in errors
+    )
     assert shared.mismatch.startswith(f"call {further + 1}: ")
 
 
 def test_a_killed_rank_sends_no_message():
     """Its except and finally clauses make calls while it is unwound."""
+
     def dies(member):
         try:
             current_cluster().scheduler.sleep(100.0)
@@ -101,22 +126,29 @@ def test_a_killed_rank_sends_no_message():
         current_cluster().kill(current_cluster().processes[0])
         current_cluster().scheduler.sleep(1.0)
         return member.gather(b"")
+
     cluster, shared, _ = run_ranks(dies, kills, limit=30.0)
-    assert isinstance(cluster.processes[1].error, ExchangeError) and list(shared.rounds[1].messages) == [1]
+    assert isinstance(cluster.processes[1].error, ExchangeError) and list(
+        shared.rounds[1].messages
+    ) == [1]
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_operations_of_other_jobs_do_not_count_as_waiting(own):
     """Operations of different hosts take simulated time one after the other."""
+
     def busy():
         mount = Mount(current_cluster(), current_process())
         for _ in range(20):
             mount.status("/")
 
     def late(member):
-        current_cluster().process(current_process().host if own else current_cluster().host("user"), "other", busy)
+        current_cluster().process(
+            current_process().host if own else current_cluster().host("user"), "other", busy
+        )
         current_cluster().scheduler.sleep(10.0)
         member.gather(b"")
+
     cluster, shared, _ = run_ranks(lambda member: member.gather(b""), late, limit=600.0, tick=1.0)
     assert shared.longest_wait == pytest.approx(20.0 if own else 0.0)
 
@@ -130,6 +162,7 @@ def test_a_rank_that_never_started_is_waited_for_like_a_running_one():
         with pytest.raises(ExchangeError, match=r"rank \[1\]"):
             member.gather(b"")
         found.append(shared.longest_wait)
+
     with use_cluster(cluster):
         cluster.process(cluster.host(), "one", work)
         cluster.scheduler.run()
@@ -138,8 +171,12 @@ def test_a_rank_that_never_started_is_waited_for_like_a_running_one():
 
 def test_a_limit_that_no_difference_of_two_times_reaches():
     """671.821 + 600 - 671.821 is less than 600: the wait ends nevertheless."""
+
     def work(member):
         current_cluster().scheduler.sleep(671.821)
         member.gather(b"")
-    cluster, _, _ = run_ranks(work, lambda member: current_cluster().kill(current_cluster().current_process), limit=600.0)
+
+    cluster, _, _ = run_ranks(
+        work, lambda member: current_cluster().kill(current_cluster().current_process), limit=600.0
+    )
     assert isinstance(cluster.processes[0].error, ExchangeError)

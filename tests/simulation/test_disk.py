@@ -1,4 +1,5 @@
 """The in-memory disk behaves as a real one, and keeps what a power loss may leave."""
+
 import errno
 import os
 import random
@@ -26,7 +27,8 @@ def after_power_loss(disk, survives=lambda: False, torn=lambda data: b""):
 
 
 def all_power_losses(disk):
-    """Returns every set of files that a power loss can leave, by trying every answer of ``survives``."""
+    """Returns every set of files that a power loss can leave, by trying every answer of
+    ``survives``."""
     found, pending = [], [()]
     while pending:
         answers = pending.pop()
@@ -35,15 +37,19 @@ def all_power_losses(disk):
         def survives(answers=answers, options=options):
             options.append(answers[len(options)] if len(options) < len(answers) else False)
             return options[-1]
+
         result = after_power_loss(disk, survives)
         if len(answers) < len(options):
-            pending += [(*options[:position], True) for position in range(len(answers), len(options))]
+            pending += [
+                (*options[:position], True) for position in range(len(answers), len(options))
+            ]
         if result not in found:
             found.append(result)
     return found
 
 
-# ---- visible files -----------------------------------------------------------------------------------------------------------
+# ---- visible files -------------------------------------------------------------------------------
+
 
 def run_both(tmp_path, operations):
     """Returns (operation, result of each storage) until the results differ."""
@@ -51,7 +57,9 @@ def run_both(tmp_path, operations):
     results = []
 
     def attempt(storage, prefix, name, arguments):
-        paths = [prefix + argument if isinstance(argument, str) else argument for argument in arguments]
+        paths = [
+            prefix + argument if isinstance(argument, str) else argument for argument in arguments
+        ]
         try:
             found = getattr(storage, name)(*paths)
             if name == "open":
@@ -73,17 +81,29 @@ def run_both(tmp_path, operations):
         for name in storage.list(prefix + folder):
             path = f"{folder}/{name}"
             status = storage.status(prefix + path)
-            found.append((path, status.is_folder, None if status.is_folder else attempt(storage, prefix, "open", [path])))
+            found.append(
+                (
+                    path,
+                    status.is_folder,
+                    None if status.is_folder else attempt(storage, prefix, "open", [path]),
+                )
+            )
             found += look(storage, prefix, path) if status.is_folder else []
         return found
 
     def work():
         mount = Mount(cluster, cluster.processes[0])
         for name, *arguments in operations:
-            row = name, arguments, attempt(mount, "", name, arguments), attempt(real, root, name, arguments)
+            row = (
+                name,
+                arguments,
+                attempt(mount, "", name, arguments),
+                attempt(real, root, name, arguments),
+            )
             results.append((*row, look(mount, ""), look(real, root)))
             if row[2] != row[3] or results[-1][4] != results[-1][5]:
                 return
+
     with use_cluster(cluster):
         process = cluster.process(cluster.host(), "one", work)
         cluster.scheduler.run()
@@ -103,10 +123,25 @@ def test_the_same_operations_on_the_disk_and_on_a_real_folder_give_the_same(tmp_
 
     def path():
         return "".join(f"/{rng.choice(parts)}" for _ in range(rng.choice((1, 1, 2, 2, 3))))
+
     operations = []
     for _ in range(120):
-        kind = rng.choice(("write", "write", "make_folder", "make_folder", "rename", "rename", "rename", "remove", "open",
-                           "list", "status", "create"))
+        kind = rng.choice(
+            (
+                "write",
+                "write",
+                "make_folder",
+                "make_folder",
+                "rename",
+                "rename",
+                "rename",
+                "remove",
+                "open",
+                "list",
+                "status",
+                "create",
+            )
+        )
         arguments = [path(), path()] if kind == "rename" else [path()]
         if kind == "write":
             arguments.append([rng.randbytes(rng.randrange(5)) for _ in range(rng.randrange(3))])
@@ -116,25 +151,83 @@ def test_the_same_operations_on_the_disk_and_on_a_real_folder_give_the_same(tmp_
     check_both(tmp_path, operations)
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ("/file", "/file/x"), ("/file", "/folder"), ("/file", "/empty"), ("/folder", "/file"), ("/folder", "/empty"),
-    ("/empty", "/folder"), ("/folder", "/folder/x"), ("/folder", "/folder/in/x"), ("/folder/in", "/folder"),
-    ("/folder/in", "/in"), ("/none", "/x"), ("/none/x", "/x"), ("/file/x", "/x"), ("/file", "/none/x"), ("/file", "/file"),
-    ("/folder", "/folder"), ("/file", "/other"), ("/none", "/file/x"), ("/empty", "/empty/x"), ("/folder/in", "/folder/in/x")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("/file", "/file/x"),
+        ("/file", "/folder"),
+        ("/file", "/empty"),
+        ("/folder", "/file"),
+        ("/folder", "/empty"),
+        ("/empty", "/folder"),
+        ("/folder", "/folder/x"),
+        ("/folder", "/folder/in/x"),
+        ("/folder/in", "/folder"),
+        ("/folder/in", "/in"),
+        ("/none", "/x"),
+        ("/none/x", "/x"),
+        ("/file/x", "/x"),
+        ("/file", "/none/x"),
+        ("/file", "/file"),
+        ("/folder", "/folder"),
+        ("/file", "/other"),
+        ("/none", "/file/x"),
+        ("/empty", "/empty/x"),
+        ("/folder/in", "/folder/in/x"),
+    ],
+)
 def test_an_impossible_rename_fails_as_on_a_real_disk(tmp_path, old, new):
-    check_both(tmp_path, [("write", "/file", [b"1"]), ("write", "/other", [b"2"]), ("make_folder", "/folder/in"),
-                          ("write", "/folder/in/f", [b"3"]), ("make_folder", "/empty"), ("rename", old, new)])
+    check_both(
+        tmp_path,
+        [
+            ("write", "/file", [b"1"]),
+            ("write", "/other", [b"2"]),
+            ("make_folder", "/folder/in"),
+            ("write", "/folder/in/f", [b"3"]),
+            ("make_folder", "/empty"),
+            ("rename", old, new),
+        ],
+    )
 
 
-@pytest.mark.parametrize("operation", [
-    ("remove", "/file/x"), ("remove", "/none/x"), ("remove", "/none"), ("remove", "/folder"), ("remove", "/empty"),
-    ("open", "/folder"), ("open", "/file/x"), ("open", "/none/x"), ("status", "/file/x"), ("list", "/file/x"), ("list", "/file"),
-    ("write", "/folder", [b"1"]), ("write", "/none/x", [b"1"]), ("write", "/file/x", [b"1"]), ("create", "/file", 4),
-    ("create", "/folder", 4), ("create", "/none/x", 4), ("create", "/new", 0), ("create", "/new", 9), ("make_folder", "/file"),
-    ("make_folder", "/file/x"), ("make_folder", "/folder"), ("make_folder", "/none/x/y"), ("sync", "/none"), ("sync", "/folder"),
-    ("free_space", "/none/x")])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        ("remove", "/file/x"),
+        ("remove", "/none/x"),
+        ("remove", "/none"),
+        ("remove", "/folder"),
+        ("remove", "/empty"),
+        ("open", "/folder"),
+        ("open", "/file/x"),
+        ("open", "/none/x"),
+        ("status", "/file/x"),
+        ("list", "/file/x"),
+        ("list", "/file"),
+        ("write", "/folder", [b"1"]),
+        ("write", "/none/x", [b"1"]),
+        ("write", "/file/x", [b"1"]),
+        ("create", "/file", 4),
+        ("create", "/folder", 4),
+        ("create", "/none/x", 4),
+        ("create", "/new", 0),
+        ("create", "/new", 9),
+        ("make_folder", "/file"),
+        ("make_folder", "/file/x"),
+        ("make_folder", "/folder"),
+        ("make_folder", "/none/x/y"),
+        ("sync", "/none"),
+        ("sync", "/folder"),
+        ("free_space", "/none/x"),
+    ],
+)
 def test_an_impossible_operation_fails_as_on_a_real_disk(tmp_path, operation):
-    before = [("write", "/file", [b"1"]), ("make_folder", "/folder"), ("write", "/folder/f", [b"3"]), ("make_folder", "/empty")]
+    before = [
+        ("write", "/file", [b"1"]),
+        ("make_folder", "/folder"),
+        ("write", "/folder/f", [b"3"]),
+        ("make_folder", "/empty"),
+    ]
     if operation[0] == "free_space":
         with suppress(OSError):
             PosixStorage().free_space(str(tmp_path) + operation[1])
@@ -142,7 +235,8 @@ def test_an_impossible_operation_fails_as_on_a_real_disk(tmp_path, operation):
     check_both(tmp_path, [*before, operation])
 
 
-# ---- power loss ---------------------------------------------------------------------------------------------------------------
+# ---- power loss ----------------------------------------------------------------------------------
+
 
 def test_a_name_is_durable_once_its_folder_was_flushed():
     disk = Disk()
@@ -180,7 +274,8 @@ def test_a_rename_changes_both_names_or_none():
     disk.rename("/x/a", "/y/a")
     found = all_power_losses(disk)
     assert sorted(map(len, found)) == [1, 2] and {"/y/a": b"1"} in found
-    disk.sync("/x")                                     # of one of the two folders is enough: it is one change
+    # of one of the two folders is enough: it is one change
+    disk.sync("/x")
     assert after_power_loss(disk) == {"/y/a": b"1"}
 
 
@@ -251,7 +346,9 @@ def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
     disk.rename("/.a", "/a")
     disk.sync("/")
     assert disk.pending()
-    assert after_power_loss(disk) == {"/a": b""} and after_power_loss(disk, torn=lambda data: data[:3]) == {"/a": b"123"}
+    assert after_power_loss(disk) == {"/a": b""} and after_power_loss(
+        disk, torn=lambda data: data[:3]
+    ) == {"/a": b"123"}
     disk.fill(file, b"12345678", True, "/a")
     assert after_power_loss(disk) == {"/a": b"12345678"} and not disk.pending()
 
@@ -260,7 +357,9 @@ def test_a_power_loss_leaves_nothing_unflushed():
     disk = Disk()
     disk.create("/a", b"12", whole=False)
     disk.lose_power(lambda: True, lambda data: data[:1])
-    assert names(disk) == {"/a": b"1"} and not disk.pending() and after_power_loss(disk) == names(disk)
+    assert (
+        names(disk) == {"/a": b"1"} and not disk.pending() and after_power_loss(disk) == names(disk)
+    )
 
 
 def test_used_space_is_the_size_of_existing_files():
@@ -298,7 +397,8 @@ def test_a_name_that_changes_many_times_without_a_flush():
     assert after_power_loss(disk, lambda: True) == {"/b": b"2999"} and after_power_loss(disk) == {}
 
 
-# ---- copies and signatures ---------------------------------------------------------------------------------------------------
+# ---- copies and signatures -----------------------------------------------------------------------
+
 
 def busy():
     disk = Disk(room=1000)
@@ -315,7 +415,10 @@ def busy():
 
 def test_changes_of_a_copy_do_not_affect_the_original():
     disk = busy()
-    before, possible = (disk.signature(), names(disk), disk.room, disk.changed), all_power_losses(disk)
+    before, possible = (
+        (disk.signature(), names(disk), disk.room, disk.changed),
+        all_power_losses(disk),
+    )
     copy = disk.copy()
     assert copy.signature() == disk.signature() and all_power_losses(copy) == possible
     copy.remove("/a/g")
@@ -323,7 +426,9 @@ def test_changes_of_a_copy_do_not_affect_the_original():
     copy.sync("/a")
     copy.sync("/")
     copy.lose_power(lambda: True)
-    assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_power_losses(disk) == possible
+    assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_power_losses(
+        disk
+    ) == possible
 
 
 def test_a_file_in_progress_continues_in_one_of_two_copies():
@@ -343,6 +448,7 @@ def test_times_of_files_do_not_count():
 
 def differing():
     """Yields pairs of disks with equal content that differ after a power loss."""
+
     def made(*operations):
         disk = Disk()
         for folder in ("/a", "/b"):
@@ -353,20 +459,39 @@ def differing():
         for name, *arguments in operations:
             getattr(disk, name)(*arguments)
         return disk
+
     yield made(("create", "/a/g", b"2")), made(("create", "/a/g", b"2"), ("sync", "/a"))
     yield made(("create", "/a/g", b"2")), made(("create", "/a/g", b"2", False))
     yield made(("rename", "/a/f", "/b/f")), made(("remove", "/a/f"), ("create", "/b/f", b"1"))
     yield made(("create", "/a/f", b"2")), made(("create", "/a/f", b"3"), ("create", "/a/f", b"2"))
-    yield made(("remove", "/a/f"), ("remove", "/a")), made(("create", "/a/f", b"other"), ("sync", "/a"), ("remove", "/a/f"),
-                                                           ("remove", "/a"))
-    yield (made(("create", "/a/f", b"2"), ("rename", "/a/f", "/b/f"), ("sync", "/b"), ("create", "/a/f", b"3")),
-           made(("create", "/a/f", b"2"), ("rename", "/a/f", "/b/f"), ("sync", "/b"), ("create", "/a/f", b"3"), ("sync", "/a")))
+    yield (
+        made(("remove", "/a/f"), ("remove", "/a")),
+        made(("create", "/a/f", b"other"), ("sync", "/a"), ("remove", "/a/f"), ("remove", "/a")),
+    )
+    yield (
+        made(
+            ("create", "/a/f", b"2"),
+            ("rename", "/a/f", "/b/f"),
+            ("sync", "/b"),
+            ("create", "/a/f", b"3"),
+        ),
+        made(
+            ("create", "/a/f", b"2"),
+            ("rename", "/a/f", "/b/f"),
+            ("sync", "/b"),
+            ("create", "/a/f", b"3"),
+            ("sync", "/a"),
+        ),
+    )
 
 
 @pytest.mark.parametrize(("one", "two"), differing())
 def test_disks_with_different_possible_remains_have_different_signatures(one, two):
     assert names(one) == names(two) and one.signature() != two.signature()
-    assert sorted(map(str, all_power_losses(one))) != sorted(map(str, all_power_losses(two))) or one.pending() != two.pending()
+    assert (
+        sorted(map(str, all_power_losses(one))) != sorted(map(str, all_power_losses(two)))
+        or one.pending() != two.pending()
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -382,8 +507,13 @@ def test_equal_signatures_mean_equal_possible_remains(seed):
         for _ in range(rng.randrange(1, 6)):
             path, other = (f"/{rng.choice('ab')}/{rng.choice('xy')}" for _ in range(2))
             with suppress(OSError):
-                rng.choice((lambda p=path, d=disk: d.create(p, rng.choice((b"1", b"2"))),
-                            lambda p=path, q=other, d=disk: d.rename(p, q), lambda p=path, d=disk: d.remove(p),
-                            lambda p=path, d=disk: d.sync(os.path.dirname(p))))()
+                rng.choice(
+                    (
+                        lambda p=path, d=disk: d.create(p, rng.choice((b"1", b"2"))),
+                        lambda p=path, q=other, d=disk: d.rename(p, q),
+                        lambda p=path, d=disk: d.remove(p),
+                        lambda p=path, d=disk: d.sync(os.path.dirname(p)),
+                    )
+                )()
         possible = sorted(map(str, all_power_losses(disk)))
         assert by_signature.setdefault(disk.signature(), possible) == possible

@@ -1,4 +1,6 @@
-"""Quotas, memory limits, a killed launcher, copies and concurrent commands: their faults, and what the oracle finds."""
+"""Quotas, memory limits, a killed launcher, copies and concurrent commands: their faults, and what
+the oracle finds."""
+
 import random
 from dataclasses import replace
 
@@ -34,8 +36,24 @@ from sim.schedule import (
 from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
 from sim.workloads import MOMENTS, clone_folder
 
-NAMES = ("quota", "memory", "launcher", "hidden", "own signal", "copied", "snapshot", "copy", "copy with a tier", "conversion",
-         "conversion of files", "verify", "scrub", "unreadable", "bucket unreadable", "bucket health")
+NAMES = (
+    "quota",
+    "memory",
+    "launcher",
+    "hidden",
+    "own signal",
+    "copied",
+    "snapshot",
+    "copy",
+    "copy with a tier",
+    "conversion",
+    "conversion of files",
+    "verify",
+    "scrub",
+    "unreadable",
+    "bucket unreadable",
+    "bucket health",
+)
 RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE, OWN_SIGNAL, *PASSING}
 
 
@@ -51,18 +69,27 @@ def kinds_of(sim):
 
 
 def found(name, seeds, fmt="ckpt", way=""):
-    """Returns the kinds of findings of the first seed that has any; kills are not tried at every moment."""
+    """Returns the kinds of findings of the first seed that has any; kills are not tried at every
+    moment."""
     scenario = SCENARIOS[name]
     size = count_operations(scenario, fmt, way)
     for seed in range(seeds):
-        failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size, scenario.kinds), KnownStates(), Counts(),
-                      deaths=False)
+        failure = run(
+            scenario,
+            fmt,
+            way,
+            random_schedule(random.Random(seed), size, scenario.kinds),
+            KnownStates(),
+            Counts(),
+            deaths=False,
+        )
         if failure is not None:
             return {finding.kind for finding in failure.findings}
     return set()
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_process_ends_with_success_without_a_fault(name):
@@ -80,14 +107,27 @@ def test_random_schedules(name):
 
 def test_faults_of_these_scenarios_occur_in_no_other():
     assert {name for name, scenario in SCENARIOS.items() if RARE & set(scenario.kinds)} == {
-        "quota", "memory", "launcher", "hidden", "bucket unreadable", "conversion", "conversion of files", "verify", "scrub",
-        "unreadable", "own signal"}
+        "quota",
+        "memory",
+        "launcher",
+        "hidden",
+        "bucket unreadable",
+        "conversion",
+        "conversion of files",
+        "verify",
+        "scrub",
+        "unreadable",
+        "own signal",
+    }
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
+
 
 def first(sim, process, name):
-    return next(number for number, who, what, _ in sim.cluster.trace.rows if (who, what) == (process, name))
+    return next(
+        number for number, who, what, _ in sim.cluster.trace.rows if (who, what) == (process, name)
+    )
 
 
 def traced(name, fmt="ckpt", way=""):
@@ -100,11 +140,18 @@ def traced(name, fmt="ckpt", way=""):
 @pytest.mark.parametrize(("kind", "alone"), [(QUOTA, True), (QUOTA_OF_HOST, True)])
 def test_a_quota_is_of_one_rank_and_its_writer(way, kind, alone):
     rows = traced("quota", way=way).cluster.trace.rows
-    at = next(number for number, who, name, path in rows
-              if who == f"job0.1{'.writer' if way == 'process' else ''}" and name == "write" and "_1_" in path)
+    at = next(
+        number
+        for number, who, name, path in rows
+        if who == f"job0.1{'.writer' if way == 'process' else ''}"
+        and name == "write"
+        and "_1_" in path
+    )
     sim = simulated("quota", Schedule(faults=(Fault(at, kind, 10_000),)), way=way)
     assert sim.findings() == []
-    failed = {(process, "quota" in text.lower()) for (_, process), text in sim.history.failed.items()}
+    failed = {
+        (process, "quota" in text.lower()) for (_, process), text in sim.history.failed.items()
+    }
     assert (1, True) in failed and (0, True) not in failed
 
 
@@ -118,7 +165,9 @@ def test_an_exhausted_quota_ends():
 def test_a_rank_without_memory_saves_in_the_training(seed, way):
     sim = simulated("memory", Schedule(seed=seed), way=way)
     for rank, process in enumerate(sim.jobs[0].ranks):
-        assert any(isinstance(event, SaveNotStaged) for _, event in process.events) == bool(seed >> rank & 1)
+        assert any(isinstance(event, SaveNotStaged) for _, event in process.events) == bool(
+            seed >> rank & 1
+        )
     assert sim.findings() == []
 
 
@@ -144,8 +193,14 @@ def test_an_unreadable_object_is_listed_until_it_is_put_again():
     names = bucket.list("obs://bucket")
     bucket.make_unreadable(len(names) + 1)
     url = sorted(bucket.objects)[1]
-    assert bucket.unreadable == bucket.copy().unreadable == {url} and bucket.list("obs://bucket") == names
-    assert bucket.signature() != replace_in(bucket, url).signature() and not replace_in(bucket, url).unreadable
+    assert (
+        bucket.unreadable == bucket.copy().unreadable == {url}
+        and bucket.list("obs://bucket") == names
+    )
+    assert (
+        bucket.signature() != replace_in(bucket, url).signature()
+        and not replace_in(bucket, url).unreadable
+    )
 
 
 def replace_in(bucket, url):
@@ -154,14 +209,20 @@ def replace_in(bucket, url):
     return made
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
+# ---- copies --------------------------------------------------------------------------------------
+
 
 def test_times_of_copies_differ_by_seed():
     def times(seed):
         sim = Simulation(SCENARIOS["copied"], "ckpt", Schedule(seed=seed))
         SCENARIOS["copied"].workload(sim)
         files = sorted(sim.cluster.disks[SHARED].walk())
-        return sim.variant, [path for path, _ in sorted(files, key=lambda row: row[1].mtime)], len({f.mtime for _, f in files})
+        return (
+            sim.variant,
+            [path for path, _ in sorted(files, key=lambda row: row[1].mtime)],
+            len({f.mtime for _, f in files}),
+        )
+
     rows = [times(seed) for seed in range(40)]
     assert {variant.split(" ")[0] for variant, *_ in rows} == {"at", "in", "backwards"}
     assert {distinct == 1 for _, _, distinct in rows} == {True, False}
@@ -187,11 +248,14 @@ def test_a_job_resumes_from_a_snapshot_beside_its_original(seed):
     assert sim.findings() == [] and (start is not None) == (seed > 0)
 
 
-# ---- broken products -------------------------------------------------------------------------------------------------
+# ---- broken products -----------------------------------------------------------------------------
+
 
 def test_a_save_prevented_by_a_quota_and_reported_as_saved_is_found(monkeypatch):
     write = SyncSaver.write
-    monkeypatch.setattr(SyncSaver, "write", lambda work, save: replace(write(work, save), saved=True))
+    monkeypatch.setattr(
+        SyncSaver, "write", lambda work, save: replace(write(work, save), saved=True)
+    )
     assert "lost" in found("quota", 30)
 
 
@@ -202,8 +266,12 @@ def test_memory_used_beyond_the_limit_is_found(monkeypatch):
 
 def test_a_job_that_expels_orphans_is_found(monkeypatch):
     def dead(self, besides=()):
-        return [other for other in lease.lease_holders(self.directory) if other.run not in (self.me.run, *besides)
-                and other.purpose == lease.SAVING]
+        return [
+            other
+            for other in lease.lease_holders(self.directory)
+            if other.run not in (self.me.run, *besides) and other.purpose == lease.SAVING
+        ]
+
     monkeypatch.setattr(lease_acquisition._Others, "watch", dead)
     assert found("launcher", 30) & {"stuck", "lost"}
 
@@ -213,26 +281,38 @@ def test_a_selection_by_file_times_is_found(monkeypatch):
 
     def by_time(storage, path, *more):
         scan, is_explicit = find_candidates(storage, path, *more)
-        rows = sorted(scan.candidates, key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime, reverse=True)
+        rows = sorted(
+            scan.candidates,
+            key=lambda c: storage.status(f"{scan.root}/{c.first.path}").mtime,
+            reverse=True,
+        )
         return replace(scan, candidates=tuple(rows)), is_explicit
+
     monkeypatch.setattr(sources, "find_candidates", by_time)
     assert "lost" in found("copied", 20)
 
 
 def test_a_lease_that_never_expires_is_found(monkeypatch):
     def watch(self, besides=()):
-        if any(other.run not in (self.me.run, *besides) for other in lease.lease_holders(self.directory)):
+        if any(
+            other.run not in (self.me.run, *besides)
+            for other in lease.lease_holders(self.directory)
+        ):
             raise LeaseHeldError("somebody")
         return []
+
     monkeypatch.setattr(lease_acquisition._Others, "watch", watch)
     assert "stuck" in found("snapshot", 10)
 
 
-@pytest.mark.parametrize(("name", "fmt"), [("conversion", "iteration"), ("conversion of files", "ckpt")])
+@pytest.mark.parametrize(
+    ("name", "fmt"), [("conversion", "iteration"), ("conversion of files", "ckpt")]
+)
 def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
     class Nothing:
         def release(self):
             pass
+
     monkeypatch.setattr(open_checkpoint, "acquire_read_lock", lambda *_, **__: Nothing())
     assert "wrong" in found(name, 30, fmt)
 
@@ -242,8 +322,10 @@ def test_an_incomplete_target_is_found(monkeypatch):
     disk = sim.cluster.disks[SHARED]
     path = next(path for path, _ in disk.walk(commands.TARGETS) if path.endswith(".ckpt"))
     disk.remove(path)
-    assert "wrong" in {finding.kind
-                       for finding in commands.check_conversions(sim.cluster.disks, sim.history, sim.training)}
+    assert "wrong" in {
+        finding.kind
+        for finding in commands.check_conversions(sim.cluster.disks, sim.history, sim.training)
+    }
 
 
 def test_a_verify_that_lists_only_once_is_found(monkeypatch):
@@ -252,24 +334,50 @@ def test_a_verify_that_lists_only_once_is_found(monkeypatch):
 
 
 def test_a_scrub_that_locks_nothing_and_does_not_look_again_is_found(monkeypatch):
-    """Each of the two alone is enough: with the lock nothing is removed, and without it a look at the end tells."""
+    """Each of the two alone is enough: with the lock nothing is removed, and without it a look at
+    the end tells."""
+
     class Unlocked:
         run = "0000-00000000"
 
         def release(self):
             pass
+
     monkeypatch.setattr(scrub, "acquire_read_lock", lambda *_, **__: Unlocked())
     monkeypatch.setattr(scrub.Scrubber, "other_scrub", lambda *_: None)
     assert "wrong" not in found("scrub", 10)
-    mutate(monkeypatch, [
-        Edit(scrub.Scrubber, "_is_removed", "self.directory.storage.status(candidate.commit_dir) is None", "False")])
+    mutate(
+        monkeypatch,
+        [
+            Edit(
+                scrub.Scrubber,
+                "_is_removed",
+                "self.directory.storage.status(candidate.commit_dir) is None",
+                "False",
+            )
+        ],
+    )
     assert "wrong" in found("scrub", 30)
 
 
 def test_a_retention_that_passes_over_the_locks_of_scrubs_is_found(monkeypatch):
-    mutate(monkeypatch, [
-        Edit(read_locks.ReadLocks, "__call__", "holder.purpose != REMOVING", 'holder.purpose == "loading"'),
-        Edit(scrub.Scrubber, "_is_removed", "self.directory.storage.status(candidate.commit_dir) is None", "False")])
+    mutate(
+        monkeypatch,
+        [
+            Edit(
+                read_locks.ReadLocks,
+                "__call__",
+                "holder.purpose != REMOVING",
+                'holder.purpose == "loading"',
+            ),
+            Edit(
+                scrub.Scrubber,
+                "_is_removed",
+                "self.directory.storage.status(candidate.commit_dir) is None",
+                "False",
+            ),
+        ],
+    )
     assert "wrong" in found("scrub", 30)
 
 
@@ -279,20 +387,28 @@ def test_a_fresh_start_beside_an_unreadable_bucket_is_found(monkeypatch):
         bucket = sim.cluster.disks[BUCKET]
         bucket.unreadable |= {url for url in bucket.objects if url.endswith("manifest.json")}
         return kinds_of(sim)
+
     assert kinds() == set()
     monkeypatch.setattr(BucketSource, "allow", lambda self, choice: choice)
     assert kinds() == {"wrong"}
 
 
 def test_a_store_that_is_not_searched_for_older_ones_is_found(monkeypatch):
-    monkeypatch.setattr(BucketSource, "_refuse", lambda self, attempt, reason: self._tried.update(
-        self.remote.scan().committed()))
+    monkeypatch.setattr(
+        BucketSource,
+        "_refuse",
+        lambda self, attempt, reason: self._tried.update(self.remote.scan().committed()),
+    )
     assert found("bucket unreadable", 60)
 
 
 def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
     saved = remote_checkpoints._RetentionRow
-    monkeypatch.setattr(remote_checkpoints, "_RetentionRow", lambda step, at, metrics, health: saved(step, at, metrics, 0))
+    monkeypatch.setattr(
+        remote_checkpoints,
+        "_RetentionRow",
+        lambda step, at, metrics, health: saved(step, at, metrics, 0),
+    )
     assert "lost" in kinds_of(simulated("bucket health"))
 
 

@@ -1,8 +1,10 @@
-"""Schedules that once broke a promise: one JSON file each in ``found/``, as ``python -m sim --replay`` takes them.
+"""Schedules that once broke a promise: one JSON file each in ``found/``, as ``python -m sim
+--replay`` takes them.
 
-``about`` describes the defect. A schedule names operations by their number, so a later version of the product may do something
-else at them: an important defect has a test of its module as well.
+``about`` describes the defect. A schedule names operations by their number, so a later version of
+the product may do something else at them: an important defect has a test of its module as well.
 """
+
 import json
 from pathlib import Path
 

@@ -1,4 +1,5 @@
 """Jobs that start with the remains of earlier runs."""
+
 import pytest
 
 from mindresume.events import CandidateRefused, SaveCommitted
@@ -27,5 +28,10 @@ def test_an_uncommitted_save_is_selected_and_committed(fmt, way):
 def test_a_damaged_checkpoint_is_skipped(fmt):
     sim, chosen = simulated("damaged", fmt)
     assert [step for _, step in chosen] == [4, 2] and sim.findings() == []
-    assert [job.launcher.exit for job in sim.jobs] == [0, 0] and [process.exit for process in sim.jobs[0].ranks] == [-9, -9]
-    assert any(isinstance(event, CandidateRefused) and event.step == 4 for _, event in sim.jobs[1].ranks[0].events)
+    assert [job.launcher.exit for job in sim.jobs] == [0, 0] and [
+        process.exit for process in sim.jobs[0].ranks
+    ] == [-9, -9]
+    assert any(
+        isinstance(event, CandidateRefused) and event.step == 4
+        for _, event in sim.jobs[1].ranks[0].events
+    )

@@ -1,4 +1,6 @@
-"""Simulated threads, locks, queues and time behave as the real ones; whatever the product asks of the machine has an answer."""
+"""Simulated threads, locks, queues and time behave as the real ones; whatever the product asks of
+the machine has an answer."""
+
 import gc
 import inspect
 import os
@@ -33,7 +35,8 @@ def simulated(work, **schedule):
     return found[0], cluster
 
 
-# ---- as the real ones --------------------------------------------------------------------------------------------------------
+# ---- as the real ones ----------------------------------------------------------------------------
+
 
 def attempt(function, *values, **named):
     try:
@@ -49,6 +52,7 @@ def event():
     def sets():
         runtime.sleep(0.02)
         one.set()
+
     thread = runtime.Thread(target=sets, daemon=True)
     thread.start()
     results += [one.wait(5.0), one.is_set(), one.wait(0), one.wait()]
@@ -59,15 +63,22 @@ def event():
 
 def lock():
     one, results = runtime.Lock(), []
-    results += [one.acquire(), one.locked(), one.acquire(False), one.acquire(timeout=0.01), one.acquire(blocking=False)]
+    results += [
+        one.acquire(),
+        one.locked(),
+        one.acquire(False),
+        one.acquire(timeout=0.01),
+        one.acquire(blocking=False),
+    ]
 
     def waits():
         results.append(one.acquire(timeout=0.01))
         with one:
             results.append("has it")
+
     thread = runtime.Thread(target=waits, daemon=True)
     thread.start()
-    while len(results) < 6:                                 # it has waited in vain
+    while len(results) < 6:  # it has waited in vain
         runtime.sleep(0.01)
     one.release()
     thread.join(5.0)
@@ -96,7 +107,9 @@ def lock_taken_again():
     with one, one:
         results += [one.acquire(False)]
         one.release()
-        other = runtime.Thread(target=lambda: results.extend([one.acquire(False), attempt(one.release)]), daemon=True)
+        other = runtime.Thread(
+            target=lambda: results.extend([one.acquire(False), attempt(one.release)]), daemon=True
+        )
         other.start()
         other.join(5.0)
     after = runtime.Thread(target=lambda: results.append(one.acquire(False)), daemon=True)
@@ -110,8 +123,9 @@ def condition():
     results += [attempt(one.wait, 0.01), attempt(one.notify), attempt(one.notify_all)]
 
     def waits(name):
-        with one, one:                                  # taken twice: a wait gives up both
+        with one, one:  # taken twice: a wait gives up both
             results.append((name, one.wait(5.0)))
+
     threads = [runtime.Thread(target=waits, args=(name,), daemon=True) for name in "ab"]
     for thread in threads:
         thread.start()
@@ -127,7 +141,11 @@ def condition():
     for thread in threads:
         thread.join(5.0)
     with one:
-        results += [one.wait(0.01), one.wait_for(lambda: False, 0.01), one.wait_for(lambda: 7, 0.01)]
+        results += [
+            one.wait(0.01),
+            one.wait_for(lambda: False, 0.01),
+            one.wait_for(lambda: 7, 0.01),
+        ]
     return [*results, one.acquire(), one.release()]
 
 
@@ -141,7 +159,13 @@ def condition_of_a_lock():
 
 def simple_queue():
     one, results = runtime.SimpleQueue(), []
-    results += [one.empty(), one.qsize(), attempt(one.get_nowait), attempt(one.get, timeout=0.01), attempt(one.get, False)]
+    results += [
+        one.empty(),
+        one.qsize(),
+        attempt(one.get_nowait),
+        attempt(one.get, timeout=0.01),
+        attempt(one.get, False),
+    ]
     for item in (1, None, 2):
         one.put(item)
     results += [one.qsize(), one.get(), one.get_nowait(), one.get(timeout=1.0), one.empty()]
@@ -149,6 +173,7 @@ def simple_queue():
     def puts():
         runtime.sleep(0.01)
         one.put("late")
+
     thread = runtime.Thread(target=puts, daemon=True)
     thread.start()
     results.append(one.get(timeout=5.0))
@@ -158,8 +183,13 @@ def simple_queue():
 
 def thread_states():
     results = []
-    one = runtime.Thread(target=lambda *values, **named: results.append((values, named)), args=(1,), kwargs={"b": 2},
-                              name="named", daemon=True)
+    one = runtime.Thread(
+        target=lambda *values, **named: results.append((values, named)),
+        args=(1,),
+        kwargs={"b": 2},
+        name="named",
+        daemon=True,
+    )
     results += [one.is_alive(), attempt(one.join), one.name, one.daemon]
     one.start()
     one.join()
@@ -179,6 +209,7 @@ def thread_states():
 def thread_that_exits():
     def work():
         raise SystemExit(3)
+
     one = runtime.Thread(target=work, daemon=True)
     one.start()
     one.join(5.0)
@@ -195,7 +226,9 @@ def thread_that_joins_itself():
 
 def main_thread():
     results = [runtime.current_thread() is runtime.main_thread()]
-    one = runtime.Thread(target=lambda: results.append(runtime.current_thread() is runtime.main_thread()))
+    one = runtime.Thread(
+        target=lambda: results.append(runtime.current_thread() is runtime.main_thread())
+    )
     one.daemon = True
     one.start()
     one.join()
@@ -206,15 +239,31 @@ def clocks():
     began = runtime.monotonic(), runtime.time()
     runtime.sleep(0.01)
     ended = runtime.monotonic(), runtime.time()
-    return [[type(value).__name__, later > value] for value, later in zip(began, ended, strict=True)] + [
-        runtime.localtime().tm_year >= 1970, runtime.gmtime(0).tm_year, attempt(runtime.sleep, 0)]
+    return [
+        [type(value).__name__, later > value] for value, later in zip(began, ended, strict=True)
+    ] + [runtime.localtime().tm_year >= 1970, runtime.gmtime(0).tm_year, attempt(runtime.sleep, 0)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("scenario", [
-    event, lock, lock_released_by_another, lock_of_a_thread_that_ended, lock_taken_again, condition, condition_of_a_lock,
-    simple_queue, thread_states, thread_that_exits, thread_that_joins_itself, main_thread, clocks],
-    ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        event,
+        lock,
+        lock_released_by_another,
+        lock_of_a_thread_that_ended,
+        lock_taken_again,
+        condition,
+        condition_of_a_lock,
+        simple_queue,
+        thread_states,
+        thread_that_exits,
+        thread_that_joins_itself,
+        main_thread,
+        clocks,
+    ],
+    ids=lambda scenario: scenario.__name__,
+)
 def test_fakes_behave_like_the_real_primitives(scenario):
     assert simulated(scenario)[0] == scenario()
 
@@ -224,6 +273,7 @@ def test_acquiring_a_lock_twice_in_one_thread_waits_forever():
         one = runtime.Lock()
         one.acquire()
         one.acquire()
+
     with pytest.raises(Deadlock, match="waits for a lock"):
         simulated(work)
 
@@ -232,10 +282,12 @@ def test_an_error_ends_a_thread_and_not_the_process():
     def work():
         def bad():
             raise ValueError("x")
+
         one = runtime.Thread(target=bad, name="t")
         one.start()
         one.join()
         return current_process()
+
     process, _ = simulated(work)
     assert [event.level for _, event in process.events] == [ERROR] and process.exit == 0
 
@@ -255,30 +307,40 @@ def test_a_killed_process_releases_its_locks_and_its_threads_end():
         current_cluster().scheduler.sleep(1.0)
         cluster.kill(cluster.processes[0])
         results.append(lock.acquire(timeout=1.0))
-        done.set()                                                      # wakes no thread
+        done.set()  # wakes no thread
         results.append(results[0].is_alive())
+
     with use_cluster(cluster):
         host = cluster.host()
         for work in (killed, other):
             cluster.process(host, work.__name__, work)
         cluster.scheduler.run()
-    assert results[1:] == [True, False] and [process.exit for process in cluster.processes] == [-9, 0]
+    assert results[1:] == [True, False] and [process.exit for process in cluster.processes] == [
+        -9,
+        0,
+    ]
 
 
 def test_time_is_that_of_the_host_and_passes_at_once():
     def work():
         runtime.sleep(86400.0)
         return runtime.time(), runtime.monotonic(), current_cluster().server_time()
+
     began = time.monotonic()
     found, _ = simulated(work, clocks=(-7200.0,))
-    assert found == (EPOCH + 86400.0 - 7200.0, 86400.0, EPOCH + 86400.0) and time.monotonic() - began < 3600.0
+    assert (
+        found == (EPOCH + 86400.0 - 7200.0, 86400.0, EPOCH + 86400.0)
+        and time.monotonic() - began < 3600.0
+    )
 
 
-# ---- names, signals, the end of a process ------------------------------------------------------------------------------------
+# ---- names, signals, the end of a process --------------------------------------------------------
+
 
 def test_tokens_are_unique_and_depend_on_the_history_only():
     def work():
         return [runtime.token_hex(4) for _ in range(500)]
+
     one, two = simulated(work)[0], simulated(work)[0]
     assert one == two and len(set(one)) == 500 and {len(name) for name in one} == {8}
 
@@ -288,8 +350,15 @@ def test_a_process_is_identified_by_its_host_and_number():
         one = lease.holder_of_this_process("training", 2, ["a"])
         assert lease.is_alive(one)
         return one, runtime.gethostname()
+
     (owner, host), cluster = simulated(work)
-    assert (owner.host, owner.pid, owner.world_size, owner.holds, host) == ("node-7", 101, 2, ("a",), "node-7")
+    assert (owner.host, owner.pid, owner.world_size, owner.holds, host) == (
+        "node-7",
+        101,
+        2,
+        ("a",),
+        "node-7",
+    )
     assert cluster.processes[0].dead
 
 
@@ -298,13 +367,28 @@ def test_a_cluster_answers_whatever_the_product_asks(question):
     assert question in machine.ANSWERS
 
 
-@pytest.mark.parametrize("question", [lease.holder_of_this_process, lease.is_alive, host_memory.levels, mounts.is_local,
-                                      staging.staging_buffer, slots.mapped_file, directory.make_tier,
-                                      directory.foreign_folder, directory.memory_identity],
-                         ids=lambda question: question.__name__)
+@pytest.mark.parametrize(
+    "question",
+    [
+        lease.holder_of_this_process,
+        lease.is_alive,
+        host_memory.levels,
+        mounts.is_local,
+        staging.staging_buffer,
+        slots.mapped_file,
+        directory.make_tier,
+        directory.foreign_folder,
+        directory.memory_identity,
+    ],
+    ids=lambda question: question.__name__,
+)
 def test_an_answer_has_the_signature_of_the_question(question):
     def shape(function):
-        return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+        return [
+            (one.name, one.kind, one.default)
+            for one in inspect.signature(function).parameters.values()
+        ]
+
     assert shape(question) == shape(machine.ANSWERS[question])
 
 
@@ -315,7 +399,9 @@ def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
         current_cluster().terminate(current_process())
 
     def work():
-        before = runtime.signal(signal.SIGTERM, lambda number, frame: results.append((number, frame)))
+        before = runtime.signal(
+            signal.SIGTERM, lambda number, frame: results.append((number, frame))
+        )
         fault()
         inner = runtime.signal(signal.SIGTERM, lambda *_: results.append("inner"))
         fault()
@@ -324,14 +410,18 @@ def test_a_signal_runs_the_handler_and_the_one_before_can_be_put_back():
         runtime.signal(signal.SIGTERM, signal.SIG_IGN)
         fault()
         results.append(attempt(runtime.signal, signal.SIGTERM, None))
-        thread = runtime.Thread(target=lambda: results.append(attempt(runtime.signal, signal.SIGTERM, signal.SIG_DFL)))
+        thread = runtime.Thread(
+            target=lambda: results.append(attempt(runtime.signal, signal.SIGTERM, signal.SIG_DFL))
+        )
         thread.start()
         thread.join()
         assert runtime.signal(signal.SIGTERM, before) == signal.SIG_IGN and before == signal.SIG_DFL
         fault()
+
     _, cluster = simulated(work)
     assert results == [(15, None), "inner", (15, None), "TypeError", "ValueError"]
-    assert cluster.processes[0].exit == -15                          # the restored default handler ends the process
+    # the restored default handler ends the process
+    assert cluster.processes[0].exit == -15
 
 
 def test_exit_handlers_run_in_reverse_order():
@@ -344,6 +434,7 @@ def test_exit_handlers_run_in_reverse_order():
         runtime.at_exit(results.append, 3)
         runtime.not_at_exit(results.clear)
         results.append(0)
+
     _, cluster = simulated(work)
     assert results[0] == 0 and results[1:] == [3, 2, 1] and cluster.scheduler.now == 5.0
 
@@ -357,15 +448,18 @@ def test_an_unregistered_exit_handler_is_not_called():
     def work():
         runtime.at_exit(gone)
         runtime.not_at_exit(gone)
+
     simulated(work)
     assert results == []
 
 
-# ---- the answers of a cluster hold inside of it only --------------------------------------------------------------------------
+# ---- the answers of a cluster hold inside of it only ---------------------------------------------
+
 
 def test_a_default_and_an_imported_name_ask_the_cluster_too():
     def elapsed(clock=runtime.monotonic):
         return clock()
+
     assert simulated(elapsed)[0] == 0.0 != elapsed()
 
 
@@ -381,7 +475,7 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
         gc.collect()
         found = []
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):                     # the listing itself
+            with suppress(OSError):  # the listing itself
                 if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:mindresume"):
                     found.append(name)
         return sorted(found)
@@ -389,11 +483,14 @@ def test_no_memory_and_no_file_of_a_killed_process_is_left_open():
     def work():
         staging.staging_buffer(shared=True)
         current_cluster().scheduler.sleep(10.0)
+
     before = open_files()
     cluster = Cluster(Schedule())
     with use_cluster(cluster):
         host = cluster.host()
         killed = cluster.process(host, "killed", work)
-        cluster.process(host, "kills", lambda: (current_cluster().scheduler.sleep(1.0), cluster.kill(killed)))
+        cluster.process(
+            host, "kills", lambda: (current_cluster().scheduler.sleep(1.0), cluster.kill(killed))
+        )
         cluster.scheduler.run()
     assert open_files() == before

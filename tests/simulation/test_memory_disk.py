@@ -1,4 +1,5 @@
 """Files in memory of a simulated host: what a death leaves, and what is lost with the host."""
+
 import pytest
 
 from mindresume.events import CheckpointSelected
@@ -29,6 +30,7 @@ def test_a_file_is_overwritten_in_two_operations():
         assert made.data.tobytes() == b"efghij" == disk.find(PATH).data and made.size == 6
         with pytest.raises(FileExistsError):
             MappedFile(PATH, 4)
+
     with use_cluster(cluster):
         cluster.process(cluster.host(), "one", work)
         cluster.scheduler.run()
@@ -36,11 +38,16 @@ def test_a_file_is_overwritten_in_two_operations():
 
 
 def killed(kind, at):
-    """Runs the scenario with one fault. Returns the saves in memory of its first job, and the sources of the selections."""
+    """Runs the scenario with one fault. Returns the saves in memory of its first job, and the
+    sources of the selections."""
     sim = Simulation(SCENARIOS["tier"], "safetensors", Schedule(faults=(Fault(at, kind),))).run()
     assert sim.findings() == []
-    return common_saves(sim.jobs[0]), [event.source for process in sim.cluster.processes for _, event in process.events
-                                       if isinstance(event, CheckpointSelected) and process.name.endswith(".0")]
+    return common_saves(sim.jobs[0]), [
+        event.source
+        for process in sim.cluster.processes
+        for _, event in process.events
+        if isinstance(event, CheckpointSelected) and process.name.endswith(".0")
+    ]
 
 
 def test_memory_survives_the_death_of_processes_and_not_that_of_the_host():

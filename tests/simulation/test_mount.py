@@ -1,4 +1,5 @@
 """A mount: errors before and after the effect, half-written files, lagging listings."""
+
 import errno
 
 import pytest
@@ -22,16 +23,19 @@ def disk_with_files():
 
 
 def run(*works, disk=None, **schedule):
-    """Runs each ``work(mount)`` in a process on its own host. Returns (cluster, results or OSErrors)."""
+    """Runs each ``work(mount)`` in a process on its own host. Returns (cluster, results or
+    OSErrors)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: disk or disk_with_files()}), {}
     cluster.trace.wanted = True
     with use_cluster(cluster):
         for number, work in enumerate(works):
+
             def attempt(number=number, work=work):
                 try:
                     found[number] = work(Mount(cluster, cluster.processes[number]))
                 except OSError as error:
                     found[number] = error
+
             cluster.process(cluster.host(), f"p{number}", attempt)
         cluster.scheduler.run()
     return cluster, [found.get(number) for number in range(len(works))]
@@ -59,15 +63,21 @@ AFTER = {"write": {"/c/a": b"old", "/c/b": b"1234"}, "rename": {"/c/b": b"old"},
 def test_an_error_before_the_effect_has_none(name, kind):
     cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, kind),))
     assert found.errno == getattr(errno, kind) and files(cluster) == {"/c/a": b"old"}
-    assert cluster.disks[SHARED].find("/c/new") is None and [injected.name for injected in cluster.injected] == [name]
+    assert cluster.disks[SHARED].find("/c/new") is None and [
+        injected.name for injected in cluster.injected
+    ] == [name]
 
 
 @pytest.mark.parametrize("name", ["write", "rename", "remove", "make_folder", "sync"])
 def test_an_error_after_the_effect_is_reported_all_the_same(name):
     cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
     assert found.errno == errno.EIO
-    expected = {"/c/a": b"old", "/c/b": b""} if name == "write" else AFTER.get(name, {"/c/a": b"old"})
-    assert files(cluster) == expected and (cluster.disks[SHARED].find("/c/new") is not None) == (name == "make_folder")
+    expected = (
+        {"/c/a": b"old", "/c/b": b""} if name == "write" else AFTER.get(name, {"/c/a": b"old"})
+    )
+    assert files(cluster) == expected and (cluster.disks[SHARED].find("/c/new") is not None) == (
+        name == "make_folder"
+    )
 
 
 @pytest.mark.parametrize("name", ["list", "status", "open"])
@@ -89,6 +99,7 @@ def test_a_disk_that_is_unreadable_for_a_while(name):
             except OSError as error:
                 found.append(error.errno)
         return found
+
     cluster, found = run(work, faults=(Fault(2, UNREADABLE_DISK, 2),))
     assert found == [[True, *[errno.ESTALE] * 3, True]] and files(cluster) == {"/c/a": b"old"}
 
@@ -104,8 +115,14 @@ def test_an_unreadable_disk_is_one_host_s():
     assert found[0].errno == errno.ESTALE and found[1] == ["a"]
 
 
-@pytest.mark.parametrize("read", [lambda file: file.read(1), lambda file: file.readinto(bytearray(2)),
-                                  lambda file: file.readline()])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda file: file.read(1),
+        lambda file: file.readinto(bytearray(2)),
+        lambda file: file.readline(),
+    ],
+)
 def test_the_bytes_of_the_next_file_are_unreadable_for_a_while_for_everybody(read):
     def work(mount):
         found = []
@@ -116,9 +133,15 @@ def test_the_bytes_of_the_next_file_are_unreadable_for_a_while_for_everybody(rea
             except OSError as error:
                 found.append(error.errno)
         return found
+
     disk = disk_with_files()
     disk.create("/c/other", b"other")
-    _, found = run(work, lambda mount: mount.open("/c/a").read(), disk=disk, faults=(Fault(1, UNREADABLE_FILE, 2),))
+    _, found = run(
+        work,
+        lambda mount: mount.open("/c/a").read(),
+        disk=disk,
+        faults=(Fault(1, UNREADABLE_FILE, 2),),
+    )
     assert found == [[errno.EIO, 5, errno.EIO, 3], b"old"]
 
 
@@ -142,6 +165,7 @@ def test_an_error_of_the_source_of_pieces_removes_the_file():
     def work(mount):
         with pytest.raises(ValueError):
             mount.write("/c/b", pieces())
+
     cluster, _ = run(work)
     assert files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == 0
 
@@ -150,7 +174,9 @@ def test_an_error_of_the_source_of_pieces_removes_the_file():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_kill_before_an_operation_prevents_it(name, kind):
     cluster, found = run(OPERATIONS[name], faults=(Fault(1, kind),))
-    assert found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
+    assert (
+        found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
+    )
     assert isinstance(cluster.processes[0].main.error, Killed)
 
 
@@ -159,6 +185,7 @@ def test_half_of_a_write_exists_between_its_two_operations():
 
     def other(mount):
         seen.append((mount.list("/c"), mount.open("/c/b").read(), mount.status("/c/b").size))
+
     cluster, found = run(OPERATIONS["write"], other, switches=((2, 1),))
     assert seen == [(["a", "b"], b"12", 2)] and found[0] == 4 and files(cluster)["/c/b"] == b"1234"
 
@@ -179,12 +206,13 @@ def test_content_is_durable_after_the_flush_and_not_before():
         made.write_at(0, memoryview(b"ab"))
         made.finish()
         left.append(after(disk))
-        made.abandon()                                      # of a finished file: nothing
+        made.abandon()  # of a finished file: nothing
 
     def after(disk):
         copy = disk.copy()
         copy.lose_power(lambda: True)
         return copy.find("/c/b").data
+
     left = []
     cluster, _ = run(work)
     assert left == [b"", b"abcdef"] and files(cluster)["/c/b"] == b"abcdef"
@@ -196,11 +224,15 @@ def test_an_abandoned_file_is_removed_once():
         made.write_at(0, memoryview(b"ab"))
         made.abandon()
         made.abandon()
+
     cluster, _ = run(work)
-    assert files(cluster) == {"/c/a": b"old"} and [name for _, _, name, _ in cluster.trace.rows] == ["create", "remove"]
+    assert files(cluster) == {"/c/a": b"old"} and [
+        name for _, _, name, _ in cluster.trace.rows
+    ] == ["create", "remove"]
 
 
-# ---- a full disk -------------------------------------------------------------------------------------------------------------
+# ---- a full disk ---------------------------------------------------------------------------------
+
 
 def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
     def work(mount):
@@ -213,6 +245,7 @@ def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
                 except OSError as error:
                     results.append(error.errno)
         return results
+
     _, (found,) = run(work, faults=(Fault(1, "ENOSPC", 5),))
     full = errno.ENOSPC
     assert found == [full, "ok", full, full, "ok", full, "ok", "ok", "ok"]
@@ -223,9 +256,14 @@ def test_a_disk_without_room():
         with pytest.raises(OSError) as one:
             mount.write("/c/b", [b"12345"], 5)
         with pytest.raises(OSError) as two:
-            mount.write("/c/b", [b"1" * 50])                # the size was not announced
+            mount.write("/c/b", [b"1" * 50])  # the size was not announced
         assert {one.value.errno, two.value.errno} == {errno.ENOSPC}
-        return mount.free_space("/c"), mount.write("/c/b", [b"1234"], 4), mount.free_space("/nowhere")
+        return (
+            mount.free_space("/c"),
+            mount.write("/c/b", [b"1234"], 4),
+            mount.free_space("/nowhere"),
+        )
+
     disk = Disk(room=7)
     disk.make_folder("/c")
     disk.create("/c/a", b"old")
@@ -233,10 +271,13 @@ def test_a_disk_without_room():
     assert found == (4, 4, 0) and files(cluster) == {"/c/a": b"old", "/c/b": b"1234"}
 
 
-# ---- the view of other hosts ---------------------------------------------------------------------------------------------------
+# ---- the view of other hosts ---------------------------------------------------------------------
+
 
 def watched(seconds, change, look=lambda mount: mount.list("/c")):
-    """Returns what a host sees before, right after and ``seconds`` after the ``change`` of another host."""
+    """Returns what a host sees before, right after and ``seconds`` after the ``change`` of another
+    host."""
+
     def watcher(mount):
         results = [look(mount)]
         current_cluster().scheduler.sleep(2.0)
@@ -249,6 +290,7 @@ def watched(seconds, change, look=lambda mount: mount.list("/c")):
         current_cluster().scheduler.sleep(1.0)
         change(mount)
         return look(mount)
+
     return run(watcher, changer, lag=30.0)[1]
 
 
@@ -260,6 +302,7 @@ def test_a_host_caches_its_listing_until_its_own_changes():
 def test_a_name_that_was_removed_can_still_be_listed_but_not_opened():
     def look(mount):
         return mount.list("/c"), mount.status("/c/a") is not None
+
     seen, own = watched(40.0, OPERATIONS["remove"], look)
     assert seen == [(["a"], True), (["a"], False), ([], False)] and own == ([], False)
 
@@ -274,6 +317,7 @@ def test_an_own_change_shows_what_others_have_done_meanwhile():
     def changer(mount):
         current_cluster().scheduler.sleep(1.0)
         mount.write("/c/b", [b"2"])
+
     assert run(watcher, changer, lag=30.0)[1][0] == [["a"], ["a", "b", "own"], b"2"]
 
 
@@ -290,6 +334,7 @@ def test_without_lag_and_on_a_local_disk_everything_is_seen_at_once():
     def changer(mount):
         current_cluster().scheduler.sleep(1.0)
         mount.write("/c/b", [b"2"])
+
     for schedule in ({"lag": 0.0}, {"lag": 30.0, "disk": disk}):
         assert run(watcher, changer, **schedule)[1][0] == (["a", "b"], 1)
 
@@ -299,4 +344,5 @@ def test_times_of_files_are_those_of_the_server():
         current_cluster().scheduler.sleep(5.0)
         mount.write("/c/b", [b"1"])
         return mount.status("/c/b").mtime - current_cluster().server_time()
+
     assert run(work, clocks=(86400.0,))[1][0] == pytest.approx(0.0, abs=0.1)

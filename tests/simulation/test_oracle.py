@@ -1,4 +1,5 @@
 """The oracle reports damage with the right kind, and reports nothing for intact disks."""
+
 import json
 from dataclasses import replace
 from functools import cache
@@ -49,13 +50,17 @@ def kinds(findings):
     return {finding.kind for finding in findings}
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
+
 
 def paths(disk, *parts, step=6):
     """Returns the paths of files of ``step`` that contain all ``parts``."""
     names = (f"_{step}.", f"step-{step:010}-", f"iteration_{step:08}")
-    return sorted(path for path, _ in disk.walk(ROOT) if any(name in path for name in names)
-                  and all(part in path for part in parts))
+    return sorted(
+        path
+        for path, _ in disk.walk(ROOT)
+        if any(name in path for name in names) and all(part in path for part in parts)
+    )
 
 
 def weights(disk, fmt, rank, step=6):
@@ -157,7 +162,11 @@ def a_bit_of_metadata_json(disk, fmt):
 
 
 def a_stray_file(disk, fmt):
-    put(disk, f"{ROOT}/iteration_00000006/notes.txt" if fmt == ITERATION else f"{ROOT}/rank_1/notes.txt", b"x")
+    put(
+        disk,
+        f"{ROOT}/iteration_00000006/notes.txt" if fmt == ITERATION else f"{ROOT}/rank_1/notes.txt",
+        b"x",
+    )
 
 
 def a_stray_file_at_the_top(disk, fmt):
@@ -183,7 +192,12 @@ def stale_pointer(disk, fmt):
 
 
 def no_pointer(disk, fmt):
-    take(disk, f"{ROOT}/latest_checkpointed_iteration.txt" if fmt == ITERATION else f"{ROOT}/rank_0/meta.json")
+    take(
+        disk,
+        f"{ROOT}/latest_checkpointed_iteration.txt"
+        if fmt == ITERATION
+        else f"{ROOT}/rank_0/meta.json",
+    )
 
 
 def pointer_to_nothing(disk, fmt):
@@ -201,18 +215,43 @@ def all_three_damaged(disk, fmt):
 
 
 ALL, RANKS, FOLDERS = FORMATS, FORMATS[:2], FORMATS[2:]
-OLDER, ANOTHER = {LOST}, {LOST,
-                          INCONSISTENT}           # command line and job differ on damage that only a full verification finds
-CASES = [(damage, fmt, expected) for damage, formats, expected in (
-    (a_bit_of_weights, ALL, ANOTHER), (a_bit_of_weights_of_rank_0, ALL, ANOTHER), (a_bit_of_a_record, ALL, ANOTHER),
-    (a_bit_of_the_manifest, ALL, {WRONG}), (a_bit_of_the_checksum_of_the_manifest, ALL, {WRONG}),
-    (no_file_of_a_rank, ALL, OLDER), (files_of_two_steps_swapped, ALL, ANOTHER), (files_of_two_ranks_swapped, ALL, ANOTHER),
-    (no_manifest, RANKS, set()),                        # the records of all ranks are the commit
-    (no_manifest, FOLDERS, {WRONG}), (no_record, ALL, OLDER), (no_folder_of_records, RANKS, OLDER),
-    (no_folder_of_records, FOLDERS, {WRONG, LOST, INCONSISTENT}), (a_truncated_file, ALL, OLDER), (an_empty_file, ALL, OLDER),
-    (zeros, ALL, ANOTHER), (a_bit_of_common_json, FOLDERS, {WRONG}), (a_bit_of_metadata_json, FOLDERS, {WRONG}),
-    (stale_pointer, FOLDERS, OLDER), (pointer_to_nothing, FOLDERS, OLDER), (everything, ALL, OLDER),
-    (all_three_damaged, ALL, {STUCK, LOST})) for fmt in formats]
+OLDER, ANOTHER = (
+    {LOST},
+    {
+        LOST,
+        # command line and job differ on damage that only a full verification
+        # finds
+        INCONSISTENT,
+    },
+)
+CASES = [
+    (damage, fmt, expected)
+    for damage, formats, expected in (
+        (a_bit_of_weights, ALL, ANOTHER),
+        (a_bit_of_weights_of_rank_0, ALL, ANOTHER),
+        (a_bit_of_a_record, ALL, ANOTHER),
+        (a_bit_of_the_manifest, ALL, {WRONG}),
+        (a_bit_of_the_checksum_of_the_manifest, ALL, {WRONG}),
+        (no_file_of_a_rank, ALL, OLDER),
+        (files_of_two_steps_swapped, ALL, ANOTHER),
+        (files_of_two_ranks_swapped, ALL, ANOTHER),
+        (no_manifest, RANKS, set()),  # the records of all ranks are the commit
+        (no_manifest, FOLDERS, {WRONG}),
+        (no_record, ALL, OLDER),
+        (no_folder_of_records, RANKS, OLDER),
+        (no_folder_of_records, FOLDERS, {WRONG, LOST, INCONSISTENT}),
+        (a_truncated_file, ALL, OLDER),
+        (an_empty_file, ALL, OLDER),
+        (zeros, ALL, ANOTHER),
+        (a_bit_of_common_json, FOLDERS, {WRONG}),
+        (a_bit_of_metadata_json, FOLDERS, {WRONG}),
+        (stale_pointer, FOLDERS, OLDER),
+        (pointer_to_nothing, FOLDERS, OLDER),
+        (everything, ALL, OLDER),
+        (all_three_damaged, ALL, {STUCK, LOST}),
+    )
+    for fmt in formats
+]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -228,11 +267,18 @@ def test_damage_is_reported_with_the_right_kind(damage, fmt, expected):
     assert restarted == expected
 
 
-@pytest.mark.parametrize(("stray", "formats"), [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)])
+@pytest.mark.parametrize(
+    ("stray", "formats"),
+    [(a_stray_file, RANKS), (a_stray_file_at_the_top, ALL), (a_stray_record, ALL)],
+)
 def test_leftovers_after_the_next_run_are_reported(stray, formats):
     for fmt in formats:
         (found,) = findings_of(fmt, stray)
-        assert found.kind == LEFTOVER and "notes." in found.text and findings_of(fmt, stray, restart=False) == []
+        assert (
+            found.kind == LEFTOVER
+            and "notes." in found.text
+            and findings_of(fmt, stray, restart=False) == []
+        )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -245,13 +291,16 @@ def test_damage_to_an_unneeded_checkpoint_is_not_reported():
         assert findings_of(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
 
 
-# ---- findings that the disk alone does not show --------------------------------------------------------------------------------
+# ---- findings that the disk alone does not show --------------------------------------------------
+
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_wrong_tensors_with_correct_checksums_are_reported(fmt, monkeypatch):
     """Both ranks save the tensors of rank 0, with correct checksums."""
     right = journal.tensors
-    monkeypatch.setattr(journal, "tensors", lambda run, step, rank, replicated=False: right(run, step, 0))
+    monkeypatch.setattr(
+        journal, "tensors", lambda run, step, rank, replicated=False: right(run, step, 0)
+    )
     disk, history = trained(fmt)
     monkeypatch.undo()
     for restart in (False, True):
@@ -267,15 +316,25 @@ def test_reports_to_the_jobs_are_checked(fmt):
     def found(**changed):
         history = recorded.copy()
         for name, value in changed.items():
-            getattr(history, name).update(value) if isinstance(value, dict) else getattr(history, name).extend(value)
+            getattr(history, name).update(value) if isinstance(value, dict) else getattr(
+                history, name
+            ).extend(value)
         return check_disks({SHARED: disk.copy()}, history, training(fmt))
+
     assert kinds(found(failed={((run, 6), 1): "no room"})) == {MISREPORTED}
     assert kinds(found(failed={((run, 6), 1): "it may not be complete"})) == set()
-    assert kinds(found(reported={(run, 8): {0, 1}})) == {LOST} and found(reported={(run, 8): {0}}) == []
+    assert (
+        kinds(found(reported={(run, 8): {0, 1}})) == {LOST}
+        and found(reported={(run, 8): {0}}) == []
+    )
     assert kinds(found(wrong=["two runs were mixed"])) == {WRONG}
-    assert kinds(found(protected=[("0001-00000000", 4)])) == {LOST} and found(protected=[(run, 6)]) == []
+    assert (
+        kinds(found(protected=[("0001-00000000", 4)])) == {LOST}
+        and found(protected=[(run, 6)]) == []
+    )
     later = {(run.replace("0001", "0002"), 2): {0, 1}}
-    assert kinds(found(reported=later, sizes={run.replace("0001", "0002"): 2})) == {LOST}       # of a later run, though less far
+    # of a later run, though less far
+    assert kinds(found(reported=later, sizes={run.replace("0001", "0002"): 2})) == {LOST}
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -287,10 +346,19 @@ def test_fewer_checkpoints_than_the_policy_keeps_are_reported(fmt):
     def found(keep, **changed):
         history = recorded.copy()
         for name, value in changed.items():
-            getattr(history, name).extend(value) if isinstance(value, list) else getattr(history, name).update(value)
-        return check_disks({SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), restart=False)
+            getattr(history, name).extend(value) if isinstance(value, list) else getattr(
+                history, name
+            ).update(value)
+        return check_disks(
+            {SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), restart=False
+        )
+
     given_up = {(run, 5): {0, 1}}
-    assert found(4) == [] and found(3, reported=given_up) == [] and kinds(found(4, reported=given_up)) == {LOST}
+    assert (
+        found(4) == []
+        and found(3, reported=given_up) == []
+        and kinds(found(4, reported=given_up)) == {LOST}
+    )
     assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
 
 
@@ -315,7 +383,8 @@ def test_without_a_fault_the_pointers_are_those_of_the_last_save(fmt):
     stale_pointer(disk, fmt)
     (found,) = oracle.check_pointers({SHARED: disk}, recorded, training(fmt))
     assert found.kind == LOST
-    assert oracle.check_pointers({SHARED: disk}, History(), training(fmt)) == []  # of a run that may not have come so far
+    # of a run that may not have come so far
+    assert oracle.check_pointers({SHARED: disk}, History(), training(fmt)) == []
 
 
 def test_different_answers_of_command_line_and_job_are_reported(monkeypatch):
@@ -327,19 +396,28 @@ def test_different_answers_of_command_line_and_job_are_reported(monkeypatch):
 def test_a_job_that_does_not_start_is_stuck(monkeypatch):
     def fails(*_, **__):
         raise ValueError("does not start")
+
     monkeypatch.setattr(jobs.CheckpointSelector, "select", fails)
     (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "does not start" in found.text
 
 
 def test_a_job_that_waits_forever_is_stuck(monkeypatch):
-    monkeypatch.setattr(jobs, "_train", lambda *_: jobs.current_cluster().scheduler.block(None, "for nothing"))
+    monkeypatch.setattr(
+        jobs, "_train", lambda *_: jobs.current_cluster().scheduler.block(None, "for nothing")
+    )
     (found,) = findings_of("ckpt")
-    assert found.kind == STUCK and "OperationLimit" in found.text     # its heartbeat never ends
+    assert found.kind == STUCK and "OperationLimit" in found.text  # its heartbeat never ends
 
 
 def test_an_older_one_is_one_of_an_earlier_run_or_step():
-    history = History(reported={("0001-00000000", 8): {0, 1}, ("0002-00000000", 2): {0, 1}, ("0002-00000000", 4): {0}},
-                      sizes={"0001-00000000": 2, "0002-00000000": 2})
+    history = History(
+        reported={
+            ("0001-00000000", 8): {0, 1},
+            ("0002-00000000", 2): {0, 1},
+            ("0002-00000000", 4): {0},
+        },
+        sizes={"0001-00000000": 2, "0002-00000000": 2},
+    )
     assert history.newest() == ("0002-00000000", 2) and History().newest() is None
     assert journal.save_order(("", 9)) < journal.save_order(("0001-00000000", 1))

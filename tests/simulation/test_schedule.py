@@ -1,4 +1,5 @@
 """Schedules: drawing, printing, shrinking."""
+
 import json
 import random
 
@@ -36,8 +37,14 @@ def test_everything_that_can_happen_is_drawn():
     faults = [fault for schedule in DRAWN for fault in schedule.faults]
     assert {fault.kind for fault in faults} == set(KINDS) and {*ERRORS, *DEATHS} < set(KINDS)
     assert {len(schedule.faults) for schedule in DRAWN} == {0, 1, 2, 3}
-    assert {bool(schedule.lag) for schedule in DRAWN} == {bool(schedule.clocks) for schedule in DRAWN} == {True, False}
-    assert any(len(schedule.switches) > 20 for schedule in DRAWN) and any(not schedule.switches for schedule in DRAWN)
+    assert (
+        {bool(schedule.lag) for schedule in DRAWN}
+        == {bool(schedule.clocks) for schedule in DRAWN}
+        == {True, False}
+    )
+    assert any(len(schedule.switches) > 20 for schedule in DRAWN) and any(
+        not schedule.switches for schedule in DRAWN
+    )
     assert any(schedule.picks for schedule in DRAWN)
     power = {fault.amount == 0 for fault in faults if fault.kind == "power"}
     assert power == {True, False}
@@ -47,22 +54,45 @@ def test_all_moments_are_in_the_run_in_order_and_unique():
     for schedule in DRAWN:
         for rows in (schedule.switches, [(fault.at, 0) for fault in schedule.faults]):
             moments = [at for at, _ in rows]
-            assert moments == sorted(set(moments)) and all(1 <= at <= 151 for at in moments)     # 151: behind the last strike
+            # 151: behind the last strike
+            assert moments == sorted(set(moments)) and all(1 <= at <= 151 for at in moments)
 
 
 def test_only_requested_kinds_of_faults_are_drawn():
-    drawn = [random_schedule(random.Random(seed), 150, kinds=("kill",), lags=(5.0,)) for seed in range(50)]
+    drawn = [
+        random_schedule(random.Random(seed), 150, kinds=("kill",), lags=(5.0,))
+        for seed in range(50)
+    ]
     assert {fault.kind for schedule in drawn for fault in schedule.faults} == {"kill"}
     assert {schedule.lag for schedule in drawn} == {5.0}
 
 
 def test_faults_of_few_scenarios_have_their_own_amounts():
     rare = (OUTAGE, QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE)
-    faults = [fault for seed in range(200) for fault in random_schedule(random.Random(seed), 150, kinds=rare).faults]
+    faults = [
+        fault
+        for seed in range(200)
+        for fault in random_schedule(random.Random(seed), 150, kinds=rare).faults
+    ]
     amounts = {kind: {fault.amount for fault in faults if fault.kind == kind} for kind in rare}
-    assert amounts[QUOTA] == amounts[QUOTA_OF_HOST] == {20, 200, 2000} and amounts[OUTAGE] == {3, 30, 300}
-    assert amounts[MEMORY] == {0, 100, 1 << 40} and amounts[KILL_LAUNCHER] == {0} and len(amounts[UNREADABLE]) > 20
-    assert not set(rare) & set(KINDS) and {*rare, ROT, ROT_IN_MEMORY, OWN_SIGNAL, *PASSING, *KINDS} == set(EXPLAINED)
+    assert amounts[QUOTA] == amounts[QUOTA_OF_HOST] == {20, 200, 2000} and amounts[OUTAGE] == {
+        3,
+        30,
+        300,
+    }
+    assert (
+        amounts[MEMORY] == {0, 100, 1 << 40}
+        and amounts[KILL_LAUNCHER] == {0}
+        and len(amounts[UNREADABLE]) > 20
+    )
+    assert not set(rare) & set(KINDS) and {
+        *rare,
+        ROT,
+        ROT_IN_MEMORY,
+        OWN_SIGNAL,
+        *PASSING,
+        *KINDS,
+    } == set(EXPLAINED)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(), *DRAWN[:40]])
@@ -82,13 +112,24 @@ def test_shrink_candidates_are_smaller_parts():
             assert candidate.size < schedule.size and candidate.seed == schedule.seed
             for name in ("switches", "picks", "faults"):
                 assert set(getattr(candidate, name)) <= set(getattr(schedule, name))
-            assert candidate.lag in (schedule.lag, 0.0) and candidate.clocks in (schedule.clocks, ())
+            assert candidate.lag in (schedule.lag, 0.0) and candidate.clocks in (
+                schedule.clocks,
+                (),
+            )
 
 
 def test_everything_can_be_left_out_one_by_one():
     for schedule in DRAWN:
-        assert len({candidate for candidate in schedule.shrink_candidates()
-                    if candidate.size == schedule.size - 1}) == schedule.size
+        assert (
+            len(
+                {
+                    candidate
+                    for candidate in schedule.shrink_candidates()
+                    if candidate.size == schedule.size - 1
+                }
+            )
+            == schedule.size
+        )
         while schedule.shrink_candidates():
             schedule = schedule.shrink_candidates()[-1]
         assert schedule.size == 0 and schedule == Schedule(schedule.seed)

@@ -1,4 +1,5 @@
 """The order of tasks, and that a killed task has no further effect."""
+
 import gc
 from types import SimpleNamespace
 
@@ -28,10 +29,12 @@ def counting(scheduler, events, name, count=3):
     def work():
         for _ in range(count):
             events.append((name, scheduler.operation()))
+
     return work
 
 
-# ---- turns -------------------------------------------------------------------------------------------------------------------
+# ---- turns ---------------------------------------------------------------------------------------
+
 
 def test_each_task_runs_as_far_as_it_can_without_switches():
     events, scheduler = [], made()
@@ -71,6 +74,7 @@ def test_the_next_task_runs_when_one_waits():
         for _ in range(2):
             events.append(name)
             scheduler.sleep(0.0)
+
     run_works(scheduler, *(lambda name=name: work(name) for name in "abc"))
     assert "".join(events) == "abcabc"
 
@@ -88,11 +92,13 @@ def test_a_task_that_raises_ends_and_the_others_continue():
 
     def bad():
         raise ValueError("x")
+
     run_works(scheduler, bad, counting(scheduler, events, "b", 1))
     assert ended == [("t0", ValueError), ("t1", type(None))] and events == [("b", 1)]
 
 
-# ---- time --------------------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
+
 
 def test_sleepers_wake_in_the_order_of_their_moments():
     events, scheduler = [], made()
@@ -100,11 +106,14 @@ def test_sleepers_wake_in_the_order_of_their_moments():
     def work(seconds):
         scheduler.sleep(seconds)
         events.append((seconds, scheduler.now))
+
     run_works(scheduler, *(lambda seconds=seconds: work(seconds) for seconds in (30.0, 10.0, 20.0)))
     assert events == [(10.0, 10.0), (20.0, 20.0), (30.0, 30.0)]
 
 
-@pytest.mark.parametrize(("timeout", "woken", "moment"), [(None, True, 5.0), (9.0, True, 5.0), (3.0, False, 3.0)])
+@pytest.mark.parametrize(
+    ("timeout", "woken", "moment"), [(None, True, 5.0), (9.0, True, 5.0), (3.0, False, 3.0)]
+)
 def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
     events, scheduler = [], made()
 
@@ -114,6 +123,7 @@ def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
     def wakes():
         scheduler.sleep(5.0)
         scheduler.wake(waiting)
+
     waiting = scheduler.start(process(), waits, "waits")
     scheduler.start(process(), wakes, "wakes")
     scheduler.run()
@@ -126,6 +136,7 @@ def test_waking_a_task_that_does_not_wait_has_no_effect():
     def work():
         scheduler.wake(scheduler.current)
         events.append(scheduler.block(1.0))
+
     run_works(scheduler, work)
     assert events == [False]
 
@@ -133,7 +144,11 @@ def test_waking_a_task_that_does_not_wait_has_no_effect():
 def test_tasks_that_wait_for_each_other_are_deadlocked():
     scheduler = made()
     with pytest.raises(Deadlock, match="t0 for b; t1 for a"):
-        run_works(scheduler, lambda: scheduler.block(None, "for b"), lambda: scheduler.block(None, "for a"))
+        run_works(
+            scheduler,
+            lambda: scheduler.block(None, "for b"),
+            lambda: scheduler.block(None, "for a"),
+        )
 
 
 def test_a_wait_with_a_limit_is_not_a_deadlock():
@@ -153,13 +168,15 @@ def test_a_paused_process_is_not_woken_before_it_continues():
 
     def pauses():
         one.paused_until = 50.0
+
     scheduler.start(one, sleeper, "sleeper")
     scheduler.start(process(), pauses, "pauses")
     scheduler.run()
     assert events == [("sleeper", 50.0)]
 
 
-# ---- too long ----------------------------------------------------------------------------------------------------------------
+# ---- too long ------------------------------------------------------------------------------------
+
 
 def test_an_endless_loop_is_too_long_whatever_it_catches():
     """Product code with a broad except clause would handle an error that is raised in the task."""
@@ -169,9 +186,11 @@ def test_an_endless_loop_is_too_long_whatever_it_catches():
         while True:
             try:
                 scheduler.operation()
-            except Exception as error:                      # as a rank that reports it to the others
+            except Exception as error:
+                # as a rank that reports it to the others
                 caught.append(error)
                 return
+
     with pytest.raises(OperationLimit):
         run_works(scheduler, work)
     assert caught == []
@@ -185,7 +204,8 @@ def test_the_maximum_number_of_operations_is_not_too_long():
     assert len(events) == 3
 
 
-# ---- death -------------------------------------------------------------------------------------------------------------------
+# ---- death ---------------------------------------------------------------------------------------
+
 
 class Effects:
     """Records what a task does, and tries to do when it is killed."""
@@ -221,12 +241,16 @@ def test_a_killed_task_has_no_effect_any_more(how):
     """The position of the fault does not matter."""
     scheduler = made(switches=((2, 1),) if how == "is about to operate" else ())
     effects = Effects(scheduler)
-    wait = {"sleeps": lambda: scheduler.sleep(5.0), "waits": lambda: scheduler.block(None),
-            "is about to operate": lambda: None}[how]
+    wait = {
+        "sleeps": lambda: scheduler.sleep(5.0),
+        "waits": lambda: scheduler.block(None),
+        "is about to operate": lambda: None,
+    }[how]
 
     def kills():
         killed.dead = True
         scheduler.sleep(10.0)
+
     killed = process()
     scheduler.start(killed, lambda: effects.work(wait), "killed")
     scheduler.start(process(), kills, "kills")
@@ -250,6 +274,7 @@ def test_the_stack_of_a_killed_task_is_unwound_at_once_not_when_python_collects_
         killed.dead = True
         scheduler.sleep(1.0)
         gone.append(list(moments))
+
     task = scheduler.start(killed, waits, "killed")
     scheduler.start(process(), kills, "kills")
     scheduler.run()
@@ -278,6 +303,7 @@ def test_a_task_that_kills_its_process_ends_at_its_next_operation():
                 scheduler.operation()
             with pytest.raises(Killed):
                 scheduler.sleep(1.0)
+
     scheduler.start(one, work, "one")
     scheduler.run()
     assert events == ["finally"] and scheduler.operations == 0
@@ -295,12 +321,17 @@ def test_a_kill_among_many_does_not_disturb_the_others():
     def kills():
         scheduler.sleep(2.5)
         killed.dead = True
+
     for name in ("one", "two"):
         scheduler.start(killed, lambda name=name: sleeper(name, 1.0), name)
     scheduler.start(process(), lambda: sleeper("other", 2.0), "other")
     scheduler.start(process(), kills, "kills")
     scheduler.run()
-    assert [row for row in events if row[0] == "other"] == [("other", 2.0), ("other", 4.0), ("other", 6.0)]
+    assert [row for row in events if row[0] == "other"] == [
+        ("other", 2.0),
+        ("other", 4.0),
+        ("other", 6.0),
+    ]
     assert max(moment for name, moment in events if name != "other") == 2.0
 
 
@@ -324,6 +355,7 @@ def test_a_run_ends_at_its_condition_and_can_continue():
         for _ in range(4):
             scheduler.sleep(1.0)
             events.append(scheduler.now)
+
     scheduler.start(process(), work, "one")
     scheduler.run(until=lambda: len(events) >= 2)
     assert events == [1.0, 2.0]

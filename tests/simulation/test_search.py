@@ -1,4 +1,5 @@
 """A failure is reproduced in any process, and shrunk."""
+
 import json
 import os
 import random
@@ -47,32 +48,47 @@ def found(seeds, name="save", fmt="ckpt", way=""):
     scenario = SCENARIOS[name]
     size = count_operations(scenario, fmt, way)
     for seed in range(*seeds):
-        failure = run(scenario, fmt, way, random_schedule(random.Random(seed), size), KnownStates(), Counts())
+        failure = run(
+            scenario, fmt, way, random_schedule(random.Random(seed), size), KnownStates(), Counts()
+        )
         if failure is not None:
             yield failure
 
 
-# ---- replay ------------------------------------------------------------------------------------------------------------------
+# ---- replay --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("name", "fmt", "way"), [("save", "ckpt", ""), ("prune", "iteration", "thread"),
-                                                  ("save", "safetensors", "process"), ("job", "iteration", "")])
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "way"),
+    [
+        ("save", "ckpt", ""),
+        ("prune", "iteration", "thread"),
+        ("save", "safetensors", "process"),
+        ("job", "iteration", ""),
+    ],
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(name, fmt, way, seed):
     """Includes kills while a process waits before its operation, and after other faults."""
     scenario, rng, moments = SCENARIOS[name], random.Random(seed), []
     size = count_operations(scenario, fmt, way)
-    drawn = random_schedule(rng, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), max_faults=4)
+    drawn = random_schedule(
+        rng, size, kinds=("EIO", "ENOSPC", "EIO after", "kill", "slow", "pause"), max_faults=4
+    )
     switches = {at: 1 for at in rng.sample(range(1, size), min(size - 1, 12))}
     schedule = replace(drawn, switches=tuple(sorted(switches.items())))
 
     def collect(sim, at):
         begun = sim.cluster.scheduler.operations
-        kind, amount = rng.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun:])
+        kind, amount = rng.choice((("kill all", 0), ("power", 0), ("power", at))[at > begun :])
         disks = {name: disk.copy() for name, disk in sim.cluster.disks.items()}
         apply_death(disks, kind, amount)
         moments.append((Fault(at, kind, amount), begun, state_signature(sim, disks, sim.history)))
+
     Simulation(scenario, fmt, schedule, way).run(collect)
-    for death, begun, signature in rng.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]:
+    for death, begun, signature in (
+        rng.sample(moments[:-1], min(len(moments) - 1, 11)) + moments[-1:]
+    ):
         sim = Simulation(scenario, fmt, ending_with(schedule, death, begun), way).run()
         apply_death(sim.cluster.disks, "kill all", 0)
         assert sim.cluster.injected[-1].fault == death
@@ -80,29 +96,52 @@ def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(na
 
 
 def test_a_kill_strikes_while_the_disk_is_full():
-    schedule = Schedule(faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60))))
+    schedule = Schedule(
+        faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60)))
+    )
     sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
-    assert sim.cluster.injected[-1].fault.kind == "kill all" and all(process.dead for process in sim.cluster.processes)
+    assert sim.cluster.injected[-1].fault.kind == "kill all" and all(
+        process.dead for process in sim.cluster.processes
+    )
 
 
 def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
-    failures = [*found((0, 6)), *found((0, 2), "prune", "iteration", "thread"), *found((0, 1), "job", "safetensors", "process")]
+    failures = [
+        *found((0, 6)),
+        *found((0, 2), "prune", "iteration", "thread"),
+        *found((0, 1), "job", "safetensors", "process"),
+    ]
     assert len(failures) > 4
     for failure in failures:
-        again = Failure(failure.scenario, failure.format, failure.way, Schedule.from_json(
-            json.loads(json.dumps(failure.schedule.to_json()))), ())
+        again = Failure(
+            failure.scenario,
+            failure.format,
+            failure.way,
+            Schedule.from_json(json.loads(json.dumps(failure.schedule.to_json()))),
+            (),
+        )
         assert tuple(replay(again)) == failure.findings and failure.findings
 
 
-def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_out(no_folder_is_flushed):
+def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_out(
+    no_folder_is_flushed,
+):
     for failure in list(found((0, 8)))[:3]:
         simple = shrink(failure)
         kinds = {finding.kind for finding in failure.findings}
-        assert kinds & {finding.kind for finding in replay(simple)} and tuple(replay(simple)) == simple.findings
+        assert (
+            kinds & {finding.kind for finding in replay(simple)}
+            and tuple(replay(simple)) == simple.findings
+        )
         assert simple.schedule.size <= failure.schedule.size and simple.schedule.faults
-        assert not any(kinds & {finding.kind for finding in replay(Failure(simple.scenario, simple.format, simple.way, less,
-                                                                           ()))}
-                       for less in simple.schedule.shrink_candidates())
+        assert not any(
+            kinds
+            & {
+                finding.kind
+                for finding in replay(Failure(simple.scenario, simple.format, simple.way, less, ()))
+            }
+            for less in simple.schedule.shrink_candidates()
+        )
 
 
 def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_is_flushed):
@@ -119,13 +158,16 @@ def test_a_failure_serializes_all_fields(no_folder_is_flushed):
     assert row["findings"][0].startswith(f"{failure.kind[1]}: ")
 
 
-# ---- search ------------------------------------------------------------------------------------------------------------------
+# ---- search --------------------------------------------------------------------------------------
+
 
 def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
     wanted = SearchRequest((0, 6), scenarios=("save",), formats=("ckpt",), ways=("",))
     counts, failures = search_seeds(wanted)
     assert counts.runs == 6 and failures
-    assert len({failure.kind for _, failure in failures}) == len(failures) and all(0 <= seed < 6 for seed, _ in failures)
+    assert len({failure.kind for _, failure in failures}) == len(failures) and all(
+        0 <= seed < 6 for seed, _ in failures
+    )
 
 
 def traced(name, fmt, way, switches, chooser=None):
@@ -140,20 +182,29 @@ def traced(name, fmt, way, switches, chooser=None):
 def test_every_schedule_with_one_switch(no_folder_is_flushed):
     counts = Counts()
     failures = list(systematic(SCENARIOS["save"], "ckpt", switches=1, counts=counts, every=20))
-    assert failures == [] and counts.runs > 1                       # without a death nothing is lost
-    assert next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.faults[0].kind == "power"
+    # without a death nothing is lost
+    assert failures == [] and counts.runs > 1
+    assert (
+        next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.faults[0].kind
+        == "power"
+    )
 
 
 @pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
 def test_no_order_is_omitted_for_lack_of_ready_tasks(way, switches):
     """Compares with all schedules, most of which are equal."""
     size = count_operations(SCENARIOS["save"], "ckpt", way)
-    every = {traced("save", "ckpt", way, ((at, further),)) for at in range(1, size + 9) for further in (1, 2, 3)}
+    every = {
+        traced("save", "ckpt", way, ((at, further),))
+        for at in range(1, size + 9)
+        for further in (1, 2, 3)
+    }
     ran, stack = set(), [()]
     while stack:
         options = BranchRecorder(chosen := stack.pop())
         trace = traced("save", "ckpt", way, chosen, options)
-        assert trace == traced("save", "ckpt", way, chosen)     # to look who could go on changes nothing
+        # to look who could go on changes nothing
+        assert trace == traced("save", "ckpt", way, chosen)
         ran.add(trace)
         stack += options.further(1) if len(chosen) < switches else []
     counts = Counts()
@@ -165,8 +216,13 @@ def test_parts_of_the_schedules_are_all_of_them():
     def runs(*parts):
         counts = Counts()
         for part in parts:
-            list(systematic(SCENARIOS["save"], "safetensors", switches=1, counts=counts, every=5, part=part))
+            list(
+                systematic(
+                    SCENARIOS["save"], "safetensors", switches=1, counts=counts, every=5, part=part
+                )
+            )
         return counts.runs
+
     assert runs((0, 3), (1, 3), (2, 3)) == runs((0, 1)) > 3
 
 
@@ -174,18 +230,30 @@ def test_moments_before_the_last_switch_are_not_checked_again():
     scenario, seen = replace(SCENARIOS["save"], oracle=lambda *_, **__: []), []
     for switches in ((), ((20, 1),)):
         counts = Counts()
-        run(scenario, "ckpt", "", Schedule(switches=switches), KnownStates(), counts, recorder=BranchRecorder(switches))
+        run(
+            scenario,
+            "ckpt",
+            "",
+            Schedule(switches=switches),
+            KnownStates(),
+            counts,
+            recorder=BranchRecorder(switches),
+        )
         seen.append(counts.schedules)
     assert 30 < seen[1] < seen[0]
 
 
 @pytest.mark.parametrize("name", ["save", "bucket"])
 def test_an_already_checked_state_is_neither_copied_nor_checked_again(name):
-    """A second equal run gives no new state, and a disk has the signature of its copy after all processes were killed."""
+    """A second equal run gives no new state, and a disk has the signature of its copy after all
+    processes were killed."""
     known, first, again = KnownStates(), Counts(), Counts()
     wanted = SCENARIOS[name], "ckpt", "", Schedule(switches=((20, 1),))
     assert run(*wanted, known, first, share=32) is None and first.states > 10
-    assert run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (0, first.schedules)
+    assert run(*wanted, known, again, share=32) is None and (again.states, again.schedules) == (
+        0,
+        first.schedules,
+    )
     for disk in Simulation(wanted[0], "ckpt", wanted[3]).run().cluster.disks.values():
         copy = disk.copy()
         copy.lose_power(lambda: True, lambda data: data)
@@ -207,12 +275,15 @@ def test_equal_disks_are_restarted_once_despite_different_histories(monkeypatch)
     started = []
 
     def oracle(disks, history, training, restart=None):
-        if restart is not None:                                        # not the end
+        if restart is not None:  # not the end
             started.append(restart)
         return []
+
     scenario, known = replace(SCENARIOS["save"], oracle=oracle), KnownStates()
     for step in (1, 2):
-        monkeypatch.setattr(History, "complete", lambda history, step=step: [("0001-00000000", step)])
+        monkeypatch.setattr(
+            History, "complete", lambda history, step=step: [("0001-00000000", step)]
+        )
         run(scenario, "ckpt", "", Schedule(), known, Counts())
     half = len(started) // 2
     assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
@@ -228,23 +299,35 @@ def test_violations_of_a_run_are_reported_although_its_disk_was_seen(name):
 
 def test_partial_unnamed_files_are_equivalent():
     one, other, named = Disk(), Disk(), Disk()
-    for disk, name, content in ((one, ".a.mindresume-tmp", b"1"), (other, ".a.mindresume-tmp", b"22"), (named, "a", b"1")):
+    for disk, name, content in (
+        (one, ".a.mindresume-tmp", b"1"),
+        (other, ".a.mindresume-tmp", b"22"),
+        (named, "a", b"1"),
+    ):
         disk.create(f"/{name}", content)
     sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
-    first, second, third = (state_signature(sim, {"shared": disk}, sim.history) for disk in (one, other, named))
+    first, second, third = (
+        state_signature(sim, {"shared": disk}, sim.history) for disk in (one, other, named)
+    )
     assert first == second != third
-    assert state_signature(sim, {"shared": one}, sim.history, power=True) != first      # or its remains would count as checked
+    # or its remains would count as checked
+    assert state_signature(sim, {"shared": one}, sim.history, power=True) != first
 
 
 def test_a_search_accepts_only_the_requested_kinds():
-    assert {(scenario.name, fmt, way)
-            for scenario, fmt, way in SearchRequest((0, 1), ("save",), ("ckpt",), ("", "thread")).configurations()} == {
-        ("save", "ckpt", ""), ("save", "ckpt", "thread")}
+    assert {
+        (scenario.name, fmt, way)
+        for scenario, fmt, way in SearchRequest(
+            (0, 1), ("save",), ("ckpt",), ("", "thread")
+        ).configurations()
+    } == {("save", "ckpt", ""), ("save", "ckpt", "thread")}
     assert {scenario.name for scenario, _, _ in CONFIGURATIONS} == set(SCENARIOS)
-    assert all(fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in CONFIGURATIONS)
+    assert all(
+        fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in CONFIGURATIONS
+    )
 
 
-# ---- the same in every process ----------------------------------------------------------------------------------------------
+# ---- the same in every process -------------------------------------------------------------------
 
 _PROGRAM = """
 import gc, hashlib, sys
@@ -252,7 +335,7 @@ from sim.search import Counts, KnownStates, SearchRequest, count_operations, run
 from sim.scenarios import Simulation
 from sim.schedule import random_schedule
 import random
-if sys.argv[1] == "other":                              # memory addresses, and when garbage is collected
+if sys.argv[1] == "other":  # memory addresses, and when garbage is collected
     ballast = [object() for _ in range(100_000)]
     gc.set_threshold(50)
 digest, counts = hashlib.sha256(), Counts()
@@ -268,7 +351,7 @@ for number, (scenario, fmt, way) in enumerate(SearchRequest((0, 0)).configuratio
     if not number % 4:
         run(scenario, fmt, way, random_schedule(random.Random(number), size), KnownStates(), counts, share=6)
 print(digest.hexdigest(), counts)
-"""
+"""  # noqa: E501
 
 
 def test_hashes_of_strings_and_memory_addresses_decide_nothing():
@@ -276,8 +359,15 @@ def test_hashes_of_strings_and_memory_addresses_decide_nothing():
     outputs = []
     for seed, memory in (("0", "one"), ("1", "other")):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
-        outputs.append(subprocess.run([sys.executable, "-c", _PROGRAM, memory, "0", "17"], env=environment, check=True,
-                                      capture_output=True, text=True).stdout)
+        outputs.append(
+            subprocess.run(
+                [sys.executable, "-c", _PROGRAM, memory, "0", "17"],
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
     assert outputs[0] == outputs[1] and outputs[0].strip()
 
 
@@ -289,24 +379,30 @@ def test_a_run_does_not_depend_on_earlier_runs():
         sim.cluster.trace.wanted = True
         sim.run()
         return sim.cluster.trace.rows, [process.events for process in sim.cluster.processes]
+
     first = traced()
     for name in ("twice", "lost ranks", "save"):
         Simulation(SCENARIOS[name], "ckpt", random_schedule(random.Random(4), 100), "process").run()
     assert traced() == first
-    assert traced() == first                                        # with its own fakes, not those of a search
+    # with its own fakes, not those of a search
+    assert traced() == first
 
 
-# ---- the search itself -------------------------------------------------------------------------------------------------------
+# ---- the search itself ---------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="session")
 def share(soak):
-    """Returns on one of how many states the command is restarted; all are inspected. A restart takes most of the time."""
+    """Returns on one of how many states the command is restarted; all are inspected. A restart
+    takes most of the time."""
     return SHARE if soak else 4 * SHARE
 
 
 def check(share, seeds, *scenarios):
     _, failures = search_seeds(SearchRequest(seeds, scenarios, share=share))
-    assert not failures, "\n".join(f"seed {seed}: {json.dumps(failure.to_json())}" for seed, failure in failures)
+    assert not failures, "\n".join(
+        f"seed {seed}: {json.dumps(failure.to_json())}" for seed, failure in failures
+    )
 
 
 def test_operations_may_take_long():
@@ -320,6 +416,7 @@ def test_nothing_is_found_in_schedules_that_are_always_the_same(share):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_is_found_in_a_schedule_of_today(name, share, soak):
-    """Runs new schedules each time, in one format and way of each scenario; ``scripts/test.sh`` prints the first seed."""
+    """Runs new schedules each time, in one format and way of each scenario; ``scripts/test.sh``
+    prints the first seed."""
     first = int(os.environ.get("MINDRESUME_FIRST_SEED") or time.time_ns() // 1000 % 10**9)
     check(share, (first + list(SCENARIOS).index(name), 4 if soak else 1), name)

@@ -1,4 +1,5 @@
 """The writer process of a simulated job keeps the contract of the real one."""
+
 import pytest
 
 from mindresume.fault_injection.faults import Fault
@@ -17,13 +18,15 @@ WRITER = "rank0.writer"
 
 
 def run(work, *others, ranks=1, most=20_000, **schedule):
-    """Runs ``work(background, target)`` in a training of ``ranks``, with ``others`` beside it. Returns (cluster, result)."""
+    """Runs ``work(background, target)`` in a training of ``ranks``, with ``others`` beside it.
+    Returns (cluster, result)."""
     cluster, found = Cluster(Schedule(**schedule), {SHARED: Disk()}, most), []
     cluster.trace.wanted = True
 
     def training():
         target = SaveTarget(Mount(cluster, current_process()), ROOT, RUN, 0, ranks, False, (), RUN)
         found.append(work(AsyncSaver(target, KEEP_ALL, "process", timeout=TIMEOUT), target))
+
     with use_cluster(cluster):
         host = cluster.host()
         cluster.process(host, "rank0", training)
@@ -42,7 +45,9 @@ def save(saver, target, step=2):
 
 
 def committed(cluster):
-    return sorted(path for path, _ in cluster.disks[SHARED].walk(ROOT) if path.endswith("manifest.json"))
+    return sorted(
+        path for path, _ in cluster.disks[SHARED].walk(ROOT) if path.endswith("manifest.json")
+    )
 
 
 def operations(cluster, process=WRITER):
@@ -53,14 +58,20 @@ def complete(saver, target):
     save(saver, target)
     outcomes = saver.wait(TIMEOUT)
     outcomes += saver.finish(TIMEOUT, 5.0)
-    return [(outcome.step, outcome.saved) for outcome in outcomes], current_process().cluster.scheduler.now
+    return [
+        (outcome.step, outcome.saved) for outcome in outcomes
+    ], current_process().cluster.scheduler.now
 
 
 def test_a_save_is_written_and_committed_by_a_process_of_its_own_which_ends_with_the_training():
     cluster, (outcomes, _) = run(complete)
     assert outcomes == [(2, True)] and len(committed(cluster)) == 1
     assert writer_of(cluster).exit == 0 and writer_of(cluster).host is cluster.processes[0].host
-    assert not [name for number, process, name, path in cluster.trace.rows if process == "rank0" and name in ("write", "rename")]
+    assert not [
+        name
+        for number, process, name, path in cluster.trace.rows
+        if process == "rank0" and name in ("write", "rename")
+    ]
 
 
 def test_the_writer_ignores_sigterm():
@@ -68,12 +79,17 @@ def test_the_writer_ignores_sigterm():
     for number in operations(undisturbed):
         cluster, (outcomes, _) = run(complete, faults=(Fault(number, "term"),))
         assert cluster.injected[0].process == WRITER
-        assert outcomes == [(2, True)] and len(committed(cluster)) == 1 and writer_of(cluster).exit == 0
+        assert (
+            outcomes == [(2, True)]
+            and len(committed(cluster)) == 1
+            and writer_of(cluster).exit == 0
+        )
 
 
 def dies(saver, target):
     save(saver, target)
-    save(saver, target, 4)                              # waits for the first; then the training has ended
+    # waits for the first; then the training has ended
+    save(saver, target, 4)
     current_cluster().kill(current_process())
     current_cluster().scheduler.sleep(1.0)
 
@@ -84,6 +100,7 @@ def test_a_started_save_is_finished_when_the_training_is_killed(end):
         save(saver, target)
         save(saver, target, 4)
         raise ValueError
+
     cluster, _ = run(dies if end == "kill" else fails)
     assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
     assert len(committed(cluster)) == 2 and writer_of(cluster).exit == 0
@@ -94,11 +111,15 @@ def test_the_writer_ends_with_its_host():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[3]
     cluster, _ = run(complete, faults=(Fault(number, "kill host"),))
-    assert writer_of(cluster).exit == cluster.processes[0].exit == -9 and operations(cluster)[-1] == number
+    assert (
+        writer_of(cluster).exit == cluster.processes[0].exit == -9
+        and operations(cluster)[-1] == number
+    )
 
 
 def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout():
     """The second rank never writes its record."""
+
     def work(saver, target):
         save(saver, target)
         saver.wait(TIMEOUT)
@@ -106,6 +127,7 @@ def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout
         current_cluster().scheduler.sleep(1.0)
         current_cluster().kill(current_process())
         current_cluster().scheduler.sleep(1.0)
+
     cluster, _ = run(work, ranks=2)
     assert committed(cluster) == [] and writer_of(cluster).dead
     assert TIMEOUT <= cluster.scheduler.now <= TIMEOUT + 5.0
@@ -126,9 +148,15 @@ def test_a_live_training_is_served_without_a_time_limit():
         first = saver.wait(TIMEOUT)
         current_cluster().scheduler.sleep(10 * TIMEOUT)
         save(saver, target, 4)
-        return [outcome.saved for outcome in first + saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)]
+        return [
+            outcome.saved for outcome in first + saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
+        ]
+
     cluster, found = run(work)
-    assert found == [True, True] and len([process for process in cluster.processes if process.name == WRITER]) == 1
+    assert (
+        found == [True, True]
+        and len([process for process in cluster.processes if process.name == WRITER]) == 1
+    )
 
 
 def test_the_training_detects_a_killed_writer_and_starts_another():
@@ -140,14 +168,21 @@ def test_the_training_detects_a_killed_writer_and_starts_another():
         first = saver.wait(TIMEOUT)
         save(saver, target, 4)
         second = saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
-        return [(outcome.step, outcome.saved, str(outcome.error or "")) for outcome in first + second]
+        return [
+            (outcome.step, outcome.saved, str(outcome.error or "")) for outcome in first + second
+        ]
+
     cluster, found = run(work, faults=(Fault(number, "kill"),))
-    assert [row[:2] for row in found] == [(2, False), (4, True)] and "died (exit status -9)" in found[0][2]
+    assert [row[:2] for row in found] == [
+        (2, False),
+        (4, True),
+    ] and "died (exit status -9)" in found[0][2]
     assert [process.exit for process in cluster.processes if process.name == WRITER] == [-9, 0]
 
 
 def test_the_writer_shares_no_object_with_the_training():
     """Messages are pickled, as on a pipe, with the same errors."""
+
     def work(saver, target):
         writer = WriterProcess(target, KEEP_ALL, saver._staging, TIMEOUT)
         message = ["poll", {"a": 1}]
@@ -162,5 +197,6 @@ def test_the_writer_shares_no_object_with_the_training():
         with pytest.raises(BrokenPipeError):
             writer.send(None)
         return taken, writer.end()
+
     _, found = run(work)
     assert found == (["poll", {"a": 1}], "exit status 0")

@@ -1,4 +1,6 @@
-"""Wrong decisions that mutants of ``test_teeth`` put in the place of the right ones. Each is given the right one."""
+"""Wrong decisions that mutants of ``test_teeth`` put in the place of the right ones. Each is given
+the right one."""
+
 import inspect
 import os
 
@@ -18,6 +20,7 @@ def attempt_at_once(right):
         self.count_hosts()
         self.begin_load_attempt()
         right(self, *more)
+
     return begin
 
 
@@ -29,6 +32,7 @@ def unreadable_is_of_another(right):
             if isinstance(error.__cause__, UnreadableFileError):
                 return True
             raise
+
     return _may_be_of_another
 
 
@@ -44,12 +48,15 @@ class NoSync:
 
 def with_argument(name, value):
     """Calls the right one with another ``value`` of an argument."""
+
     def wrong(right):
         def call(*args, **how):
             bound = inspect.signature(right).bind(*args, **how)
             bound.arguments[name] = value
             return right(*bound.args, **bound.kwargs)
+
         return call
+
     return wrong
 
 
@@ -58,6 +65,7 @@ def weights_removed_first(right):
         *place, candidate, _, _ = args
         garbage_collector._clear_weights(*place, candidate.records_dir, ())
         return right(*args)
+
     return _uncommit
 
 
@@ -67,6 +75,7 @@ def intent_removed_first(right):
         storage, root = place if len(place) == 2 else (place[0].storage, place[0].root)
         storage.remove(os.path.join(root, FOLDER, intent_name(step)))
         return right(*args)
+
     return set_tracker
 
 

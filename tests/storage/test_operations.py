@@ -18,8 +18,10 @@ def test_parallel_keeps_the_order_and_raises_the_first_error():
 @pytest.fixture
 def alone(monkeypatch):
     """Prevents new threads, as at the end of the interpreter or at the limit of processes."""
+
     def start(thread):
         raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threading.Thread, "start", start)
 
 
@@ -34,6 +36,7 @@ def test_parallel_starts_no_item_after_an_error(alone):
         if item == 3:
             raise KeyboardInterrupt
         done.append(item)
+
     with pytest.raises(KeyboardInterrupt):
         parallel(PosixStorage(), work, range(100))
     assert done == [0, 1, 2]
@@ -41,7 +44,10 @@ def test_parallel_starts_no_item_after_an_error(alone):
 
 def test_a_disk_that_hangs_is_not_waited_for_for_ever():
     answers = threading.Event()
-    assert call_within(0.01, "nothing", answers.wait) == "nothing" and call_within(600, "nothing", str, 5) == "5"
+    assert (
+        call_within(0.01, "nothing", answers.wait) == "nothing"
+        and call_within(600, "nothing", str, 5) == "5"
+    )
     answers.set()
 
 

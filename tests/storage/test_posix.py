@@ -35,8 +35,10 @@ def test_below_what_is_no_folder_nothing_exists(tmp_path, folder):
 
 def test_a_folder_of_a_lower_layer_that_cannot_be_renamed_is_explained(tmp_path, monkeypatch):
     """overlayfs renames no folder of an image. "Invalid cross-device link" tells nobody that."""
+
     def replace(old, new):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), old, None, new)
+
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="comes from the image of the container") as error:
         STORAGE.rename(str(tmp_path), str(tmp_path) + "-new")
@@ -63,20 +65,29 @@ def test_free_space_uses_the_nearest_existing_folder(tmp_path):
 @pytest.mark.parametrize("reported", [{}, {"f_frsize": 4096}, {"f_frsize": 4096, "f_bavail": 7}])
 def test_an_unreported_size_counts_as_unlimited(tmp_path, monkeypatch, reported):
     """FUSE without statfs reports zeros. Unknown is not full."""
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **reported}))
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda path: SimpleNamespace(**{"f_blocks": 0, "f_bavail": 0, "f_frsize": 0, **reported}),
+    )
     assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO])
+@pytest.mark.parametrize(
+    "code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES, errno.EOVERFLOW, errno.EREMOTEIO]
+)
 def test_a_failing_statvfs_counts_as_unlimited(tmp_path, monkeypatch, code):
     def fail(path):
         raise OSError(code, os.strerror(code), path)
+
     monkeypatch.setattr(os, "statvfs", fail)
     assert PosixStorage().free_space(str(tmp_path)) == UNKNOWN_SPACE
 
 
 def test_a_full_disk_has_no_free_space(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=1000, f_bavail=0, f_frsize=4096))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=1000, f_bavail=0, f_frsize=4096)
+    )
     assert PosixStorage().free_space(str(tmp_path)) == 0
 
 
@@ -91,8 +102,24 @@ class Reserving:
         return -1 if self.code else 0
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ESPIPE, errno.EBADF,
-                                  errno.ENODEV, errno.EACCES, errno.EREMOTEIO, errno.ESTALE, errno.EINTR, 0, 524])
+@pytest.mark.parametrize(
+    "code",
+    [
+        errno.ENOSYS,
+        errno.EOPNOTSUPP,
+        errno.EINVAL,
+        errno.EPERM,
+        errno.ESPIPE,
+        errno.EBADF,
+        errno.ENODEV,
+        errno.EACCES,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.EINTR,
+        0,
+        524,
+    ],
+)
 def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch, code):
     """524: an error of the kernel's own (ENOTSUPP) that some file systems let out."""
     monkeypatch.setattr(posix, "_LIBC", Reserving(code))
@@ -106,18 +133,33 @@ def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch,
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG])
 def test_a_full_or_broken_device_is_an_error_before_the_first_byte(tmp_path, monkeypatch, code):
     monkeypatch.setattr(posix, "_LIBC", Reserving(code))
-    for begin in (lambda path: PosixStorage().write(path, [b"abc"], 3), lambda path: PosixStorage().create(path, 3)):
+    for begin in (
+        lambda path: PosixStorage().write(path, [b"abc"], 3),
+        lambda path: PosixStorage().create(path, 3),
+    ):
         with pytest.raises(OSError) as caught:
             begin(str(tmp_path / "file"))
         assert caught.value.errno == code and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("code, known", [(errno.EINVAL, False), (errno.ENOSYS, False), (errno.EOPNOTSUPP, False),
-                                         (errno.EIO, True), (errno.ENOSPC, True), (errno.ESTALE, True)])
+@pytest.mark.parametrize(
+    "code, known",
+    [
+        (errno.EINVAL, False),
+        (errno.ENOSYS, False),
+        (errno.EOPNOTSUPP, False),
+        (errno.EIO, True),
+        (errno.ENOSPC, True),
+        (errno.ESTALE, True),
+    ],
+)
 def test_unsupported_folder_flushes_are_ignored(tmp_path, monkeypatch, code, known):
-    """SMB and some FUSE file systems return EINVAL: they have no such operation, so there is nothing to wait for."""
+    """SMB and some FUSE file systems return EINVAL: they have no such operation, so there is
+    nothing to wait for."""
+
     def fail(handle):
         raise OSError(code, os.strerror(code))
+
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError) if known else nullcontext():
         PosixStorage().sync(str(tmp_path))
@@ -130,6 +172,7 @@ def test_an_impossible_size_is_an_error_before_the_first_byte(tmp_path):
     def pieces():
         taken.append(1)
         yield b"x"
+
     with pytest.raises(OSError):
         PosixStorage().write(str(tmp_path / "file"), pieces(), 1 << 60)
     assert not taken and not list(tmp_path.iterdir())
@@ -142,13 +185,14 @@ def test_a_reserved_file_grows_as_it_is_written(tmp_path):
         for _ in range(3):
             yield bytes(2 << 20)
             sizes.append((tmp_path / "file").stat().st_size)
+
     assert PosixStorage().write(str(tmp_path / "file"), pieces(), 6 << 20) == 6 << 20
     assert sizes == sorted(sizes) and sizes[0] < 6 << 20
 
 
 def test_write_back_begins_early_and_covers_each_byte_once(tmp_path, monkeypatch):
-    """It covers all bytes but less than one step; the final flush covers the rest. A device that refuses the hint changes
-    nothing."""
+    """It covers all bytes but less than one step; the final flush covers the rest. A device that
+    refuses the hint changes nothing."""
     step, pieces, asked = 1 << 20, [bytes([number]) * (300 << 10) for number in range(20)], []
     monkeypatch.setattr(posix, "_FLUSH_EVERY", step)
     begin = posix._begin_flush
@@ -156,6 +200,7 @@ def test_write_back_begins_early_and_covers_each_byte_once(tmp_path, monkeypatch
     def asking(handle, start, end):
         asked.append((start, end))
         begin(handle, start, end)
+
     monkeypatch.setattr(posix, "_begin_flush", asking)
     path = str(tmp_path / "file")
     assert PosixStorage().write(path, pieces) == sum(map(len, pieces))

@@ -21,6 +21,7 @@ def test_a_failing_source_leaves_nothing(tmp_path):
     def pieces():
         yield b"half"
         raise RuntimeError("the source broke")
+
     with pytest.raises(RuntimeError, match="the source broke"):
         publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "run")
     assert STORAGE.list(str(tmp_path)) == []
@@ -39,6 +40,7 @@ def test_temporary_names_contain_the_tag(tmp_path):
     def pieces():
         seen.extend(os.listdir(tmp_path))
         yield b"x"
+
     publish(STORAGE, str(tmp_path / "a.bin"), pieces(), "0001-deadbeef")
     assert seen == [".a.bin.0001-deadbeef" + TEMPORARY]
 
@@ -51,6 +53,12 @@ def test_json(tmp_path):
 def test_error_text_names_the_final_file():
     full = OSError(errno.ENOSPC, "No space left on device", "/a/.report.html.5410" + TEMPORARY)
     assert error_text(full) == "/a/report.html: No space left on device"
-    assert error_text(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")) == "a: No such file or directory"
+    assert (
+        error_text(FileNotFoundError(errno.ENOENT, "No such file or directory", "a"))
+        == "a: No such file or directory"
+    )
     assert error_text(OSError(errno.EIO, "Input/output error")) == "Input/output error"
-    assert error_text(FileNotFoundError("here is nothing")) == "here is nothing" and error_text(ValueError()) == "ValueError"
+    assert (
+        error_text(FileNotFoundError("here is nothing")) == "here is nothing"
+        and error_text(ValueError()) == "ValueError"
+    )

@@ -1,4 +1,6 @@
-"""A file that was read completely is read from memory the next time; files beyond the budget or read in part are not kept."""
+"""A file that was read completely is read from memory the next time; files beyond the budget or
+read in part are not kept."""
+
 import errno
 import mmap
 import os
@@ -40,13 +42,18 @@ def test_a_file_is_read_once(path):
     storage = ReadCache(disk, 20_000_000)
     first = hashed(storage, path)
     assert storage.size == len(DATA) and disk.opened == [path]
-    with open(path, "r+b") as file:                             # whatever becomes of it: what was hashed is what is read
+    # whatever becomes of it: what was hashed is what is read
+    with open(path, "r+b") as file:
         file.write(b"other")
     assert hashed(storage, path) == first and disk.opened == [path]
     with storage.open(path) as one, storage.open(path) as two:  # each at a position of its own
-        assert one.read(10) == two.read(10) == DATA[:10] and os.pread(one.fileno(), 5, 100) == DATA[100:105]
+        assert (
+            one.read(10) == two.read(10) == DATA[:10]
+            and os.pread(one.fileno(), 5, 100) == DATA[100:105]
+        )
         assert mmap.mmap(one.fileno(), 0, prot=mmap.PROT_READ)[-7:] == DATA[-7:]
-    with os.fdopen(os.dup(storage._kept[path][0])) as of_a_child:       # forked meanwhile, such as a worker of a data set
+    # forked meanwhile, such as a worker of a data set
+    with os.fdopen(os.dup(storage._kept[path][0])) as of_a_child:
         storage.clear()
         assert os.fstat(of_a_child.fileno()).st_blocks == 0
     assert storage.size == 0 and hashed(storage, path) != first and disk.opened == [path] * 2
@@ -72,7 +79,8 @@ def test_partial_and_unordered_reads_are_not_kept(path):
     with storage.open(path) as file:
         assert len(file.readline()) + len(file.read()) == len(DATA)
     assert storage.size == 0
-    with storage.open(path) as file:                            # what was read again counts as it was read last
+    # what was read again counts as it was read last
+    with storage.open(path) as file:
         file.read(100_000)
         with open(path, "r+b") as other:
             other.write(DATA[::-1])
@@ -96,11 +104,13 @@ def test_the_budget_applies_to_all_files_in_total(tmp_path, path):
 def test_without_memory_files_are_not_kept(path, monkeypatch, trouble):
     def fail(*args):
         raise OSError(errno.ENOMEM, "no memory")
+
     storage = ReadCache(PosixStorage(), 20_000_000)
     with monkeypatch.context() as patch:
         patch.setattr(read_cache.os, trouble, fail)
         assert hashed(storage, path)[1] == len(DATA) and storage.size == 0
-    assert hashed(storage, path)[1] == len(DATA) and storage.size == len(DATA)      # the budget was given back
+    # the budget was given back
+    assert hashed(storage, path)[1] == len(DATA) and storage.size == len(DATA)
 
 
 def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
@@ -112,8 +122,13 @@ def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
     sums = [hashed(storage, path) for path in paths]
     assert storage.size == 8 and sums == [hashed(storage, path) for path in paths]
     storage.clear()
-    assert hashed(storage, paths[3]) == sums[3] and storage.size == 4           # the handles were given back
-    assert ReadCache(PosixStorage(), 1).max_files >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
+    # the handles were given back
+    assert hashed(storage, paths[3]) == sums[3] and storage.size == 4
+    assert (
+        ReadCache(PosixStorage(), 1).max_files
+        >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        > 0
+    )
 
 
 def test_two_threads_that_read_the_same_file(path):
@@ -124,6 +139,7 @@ def test_two_threads_that_read_the_same_file(path):
             both.wait()
             file_checksum(file)
             both.wait()
+
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -147,11 +163,18 @@ def test_parts_are_given_away_once(path):
     assert storage.left == 100 and not storage.keeps(path)
     storage.keep_parts(path, parts, 60)
     assert storage.left == 40 and storage.keeps(path) and storage.size == 0
-    assert storage.take_part(path, ("a", 1)) is parts["a", 1] and storage.take_part(path, ("a", 1)) is None
+    assert (
+        storage.take_part(path, ("a", 1)) is parts["a", 1]
+        and storage.take_part(path, ("a", 1)) is None
+    )
     assert storage.take_part("other", ("b", 2)) is None
     storage.freeze()
     assert storage.left < 0 and storage.take_part(path, ("b", 2)) == [2]
     storage = ReadCache(PosixStorage(), 100)
     storage.keep_parts(path, parts, 60)
     storage.clear()
-    assert storage.left == 100 and not storage.keeps(path) and storage.take_part(path, ("a", 1)) is None
+    assert (
+        storage.left == 100
+        and not storage.keeps(path)
+        and storage.take_part(path, ("a", 1)) is None
+    )

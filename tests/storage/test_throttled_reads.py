@@ -1,4 +1,6 @@
-"""Reads at a bounded rate: by a clock that only the reads move, and past the cache of the kernel."""
+"""Reads at a bounded rate: by a clock that only the reads move, and past the cache of the
+kernel."""
+
 import os
 
 import pytest
@@ -63,7 +65,9 @@ def test_reads_return_the_same_bytes(path, count):
 
 def test_other_operations_are_those_of_the_storage(path):
     storage = ThrottledReads(PosixStorage())
-    assert storage.status(path).size == os.path.getsize(path) and storage.width == PosixStorage.width
+    assert (
+        storage.status(path).size == os.path.getsize(path) and storage.width == PosixStorage.width
+    )
     with pytest.raises(FileNotFoundError):
         storage.open(path + "x")
     assert storage.cached >= 0

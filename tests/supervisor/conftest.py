@@ -1,4 +1,5 @@
 """A fixture that supervises tiny programs in place of a training."""
+
 import json
 import os
 import signal
@@ -11,17 +12,19 @@ import pytest
 from memory_tiers import memory  # noqa: F401  a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 120                             # seconds after which a test fails instead of waiting for ever
+# seconds after which a test fails instead of waiting for ever
+LIMIT = 120
 
-# Stands in for msrun: starts ranks in sessions of their own, and ends badly when one of them does. It leaves the end of a rank to
-# the supervisor for a minute, and its exit status for ever: a busy machine must not decide who sees them first.
+# Stands in for msrun: starts ranks in sessions of their own, and ends badly when one of them does.
+# It leaves the end of a rank to the supervisor for a minute, and its exit status for ever: a busy
+# machine must not decide who sees them first.
 FAKE_MSRUN = """
 import os, subprocess, sys, time
 count = int(sys.argv[1])
 ranks = [subprocess.Popen([sys.executable, sys.argv[2]], start_new_session=True, stdout=open(f"worker_{rank}.log", "w"),
                           stderr=subprocess.STDOUT, env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)})
          for rank in range(count)]
-left, failed = list(ranks), False                   # a Popen that nothing names any more reaps its process
+left, failed = list(ranks), False  # a Popen that nothing names any more reaps its process
 while left and not failed:
     time.sleep(0.2)
     for rank in list(left):
@@ -34,7 +37,7 @@ if failed and left:
 for rank in left:
     rank.kill()
 os._exit(int(failed))             # without the destructors of subprocess, which reap
-"""
+"""  # noqa: E501
 # What every rank of a test begins with.
 PREAMBLE = """
 import os, signal, subprocess, sys, time
@@ -64,16 +67,29 @@ class Supervised:
         self.folder, self.process = folder, None
         (folder / "msrun.py").write_text(FAKE_MSRUN)
 
-    def start(self, program, *options, ranks=2, command=None, supervisor=("-m", "mindresume"), pipe=None, **environment):
-        """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``. ``supervisor``: arguments of Python. ``pipe``:
-        what it prints to."""
+    def start(
+        self,
+        program,
+        *options,
+        ranks=2,
+        command=None,
+        supervisor=("-m", "mindresume"),
+        pipe=None,
+        **environment,
+    ):
+        """Starts ``program``, text of Python, on ``ranks`` ranks; or ``command``. ``supervisor``:
+        arguments of Python. ``pipe``: what it prints to."""
         (self.folder / "rank.py").write_text(PREAMBLE + program)
-        out, errors = (open(self.folder / name, "w") for name in ("stdout", "stderr"))      # noqa: SIM115  the command keeps them
+        out, errors = (open(self.folder / name, "w") for name in ("stdout", "stderr"))  # noqa: SIM115  the command keeps them
         command = command or [sys.executable, "msrun.py", str(ranks), "rank.py"]
         self.process = subprocess.Popen(
-            [sys.executable, *supervisor, "run", "--json", *options, "--", *command], cwd=self.folder, text=True,
-            stdout=pipe or out, stderr=pipe or errors,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+            [sys.executable, *supervisor, "run", "--json", *options, "--", *command],
+            cwd=self.folder,
+            text=True,
+            stdout=pipe or out,
+            stderr=pipe or errors,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        )
         return self
 
     def wait(self):
@@ -96,7 +112,9 @@ class Supervised:
     def wait_until(self, condition):
         deadline = time.monotonic() + LIMIT
         while not condition():
-            assert time.monotonic() < deadline, f"in vain; processes: {self.processes()}, {self.errors()}"
+            assert time.monotonic() < deadline, (
+                f"in vain; processes: {self.processes()}, {self.errors()}"
+            )
             time.sleep(0.02)
 
     def events(self):
@@ -112,7 +130,11 @@ class Supervised:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and (entry / "cwd").resolve() == self.folder and int(entry.name) != self.process.pid:
+                if (
+                    entry.name.isdigit()
+                    and (entry / "cwd").resolve() == self.folder
+                    and int(entry.name) != self.process.pid
+                ):
                     found.append(int(entry.name))
             except OSError:
                 continue
@@ -136,6 +158,7 @@ def supervised():
     def make(folder):
         made.append(Supervised(folder))
         return made[-1]
+
     yield make
     for one in made:
         one.close()

@@ -1,4 +1,6 @@
-"""The one who watches waits for nobody: a pipe whose reader stopped, a disk that hangs, the limit of threads."""
+"""The one who watches waits for nobody: a pipe whose reader stopped, a disk that hangs, the limit
+of threads."""
+
 import os
 import threading
 from types import SimpleNamespace
@@ -30,8 +32,8 @@ def test_a_handler_that_hangs_holds_nobody_up_and_the_newest_events_are_kept():
     inner = Recorder()
     emit = Emitter(BackgroundHandler(inner, patience=0.01))
     for number in range(KEPT + 500):
-        emit(Notice(str(number)))                           # returns
-    emit.close()                                            # returns, too
+        emit(Notice(str(number)))  # returns
+    emit.close()  # returns, too
     inner.gate.set()
     assert inner.closed.wait(60)
     assert inner.seen[-KEPT:] == [str(number) for number in range(500, KEPT + 500)]
@@ -47,6 +49,7 @@ def test_a_full_pipe_holds_nobody_up():
 
         def close(self):
             os.close(writer)
+
     handler = BackgroundHandler(Printer(), patience=0.01)
     for _ in range(100):
         handler.handle(Notice("x" * 4000), 0.0)
@@ -63,10 +66,13 @@ def test_without_a_thread_the_events_wait_for_one(monkeypatch):
     class NoThread(threading.Thread):
         def start(self):
             raise RuntimeError("can't start new thread")
+
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "Thread", NoThread)
         handler.handle(Notice("1"), 0.0)
-        assert call_within(60, "none", str, hurry=SimpleNamespace(is_hurried=lambda: False)) == "none"
+        assert (
+            call_within(60, "none", str, hurry=SimpleNamespace(is_hurried=lambda: False)) == "none"
+        )
     handler.handle(Notice("2"), 0.0)
     handler.close()
     assert inner.seen == ["1", "2"]
@@ -82,6 +88,7 @@ def test_a_handler_that_fails_gets_no_more_events():
 
         def close(self):
             """Does nothing."""
+
     handler = BackgroundHandler(Broken(), errors.append)
     handler.handle(Notice("1"), 0.0)
     handler.close()
@@ -97,6 +104,12 @@ def test_work_that_hangs_is_left(answers, found):
         if found != "done":
             hangs.wait()
         return "done"
+
     rows = iter(answers)
-    assert call_within(600, "gave up", work, hurry=SimpleNamespace(is_hurried=lambda: not next(rows, True))) == found
+    assert (
+        call_within(
+            600, "gave up", work, hurry=SimpleNamespace(is_hurried=lambda: not next(rows, True))
+        )
+        == found
+    )
     hangs.set()

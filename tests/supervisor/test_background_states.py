@@ -1,4 +1,6 @@
-"""supervisor/rendezvous.py: a storage that never answers holds nobody up, and one that answers counts at once."""
+"""supervisor/rendezvous.py: a storage that never answers holds nobody up, and one that answers
+counts at once."""
+
 import threading
 import time
 
@@ -6,7 +8,15 @@ import pytest
 
 from mindresume.errors import RecordError
 from mindresume.storage.posix import PosixStorage
-from mindresume.supervisor.rendezvous import FAILED, READY, BackgroundStates, NodeState, NodeStates, Place, Rendezvous
+from mindresume.supervisor.rendezvous import (
+    FAILED,
+    READY,
+    BackgroundStates,
+    NodeState,
+    NodeStates,
+    Place,
+    Rendezvous,
+)
 from mindresume.supervisor.restart_policy import DIED
 
 PATIENCE = 120.0
@@ -65,14 +75,19 @@ def test_states_are_exchanged(states, tmp_path):
     states.set(state=FAILED, status=7)
     wait_until(states, lambda: states.is_published and states.newest(1) is not None)
     peer.refresh()
-    assert states.newest(1).content.status == 9 and peer.newest(0).content.status == 7 and states.error is None
+    assert (
+        states.newest(1).content.status == 9
+        and peer.newest(0).content.status == 7
+        and states.error is None
+    )
 
 
 def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storage, tmp_path):
     states.set(state=FAILED, status=7)
     wait_until(states, lambda: states.is_published)
     storage.hang()
-    for status in range(20):                            # returns, although no operation of the storage does
+    # returns, although no operation of the storage does
+    for status in range(20):
         states.set(status=status)
         states.refresh()
         states.publish_if_due()
@@ -101,7 +116,13 @@ def test_a_state_that_is_set_while_another_is_published_is_published_too(states,
 def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
     """Here time does not pass, so nobody counts as gone."""
     now = [0.0]
-    nodes = Rendezvous(storage, str(tmp_path), Place(0, 2, 2, 60.0, "host0"), lambda: now[0], states=BackgroundStates)
+    nodes = Rendezvous(
+        storage,
+        str(tmp_path),
+        Place(0, 2, 2, 60.0, "host0"),
+        lambda: now[0],
+        states=BackgroundStates,
+    )
     storage.hang()
     for _ in range(20):
         now[0] += 1.0
@@ -115,6 +136,7 @@ def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
 def test_a_defect_does_not_end_the_thread_in_silence(states, monkeypatch):
     def fail():
         raise RecordError("broken")
+
     monkeypatch.setattr(states, "look", fail)
     with pytest.raises(RecordError, match="broken"):
         wait_until(states, lambda: False)

@@ -1,4 +1,6 @@
-"""supervisor/evidence.py: a disk that hangs holds nobody up who emits an event, and no event is lost."""
+"""supervisor/evidence.py: a disk that hangs holds nobody up who emits an event, and no event is
+lost."""
+
 import json
 import threading
 
@@ -19,7 +21,7 @@ def recorder():
 
 
 def starts(folder):
-    file, = (folder / FOLDER).iterdir()
+    (file,) = (folder / FOLDER).iterdir()
     return [json.loads(line)["start"] for line in file.read_text().splitlines()]
 
 
@@ -34,10 +36,12 @@ def test_events_from_before_the_folder_is_known_come_first(recorder, tmp_path):
 
 def test_a_disk_that_hangs_holds_nobody_up(recorder, tmp_path, monkeypatch):
     answers, plain = threading.Event(), SupervisorEventFile.handle
-    monkeypatch.setattr(SupervisorEventFile, "handle", lambda *given: answers.wait() and plain(*given))
+    monkeypatch.setattr(
+        SupervisorEventFile, "handle", lambda *given: answers.wait() and plain(*given)
+    )
     recorder.open(str(tmp_path))
     for number in range(1, 4):
-        recorder.handle(JobStarted(number, 7), 0.0)         # returns
+        recorder.handle(JobStarted(number, 7), 0.0)  # returns
     assert not (tmp_path / FOLDER).exists()
     answers.set()
     recorder.close()
@@ -50,6 +54,7 @@ def test_a_file_that_fails_is_reported(recorder, tmp_path, monkeypatch):
     class Seen:
         def handle(self, event, time_s):
             seen.append(event)
+
     recorder.emit.add(Seen())
     monkeypatch.setattr(SupervisorEventFile, "handle", lambda *given: 1 / 0)
     recorder.open(str(tmp_path))
@@ -60,6 +65,6 @@ def test_a_file_that_fails_is_reported(recorder, tmp_path, monkeypatch):
 
 def test_paths_of_stacks_hold_in_every_folder(recorder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recorder.open("output")                                 # --events output
+    recorder.open("output")  # --events output
     recorder.close()
     assert recorder.evidence().startswith(str(tmp_path / "output" / FOLDER))

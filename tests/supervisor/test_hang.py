@@ -1,4 +1,5 @@
 """supervisor/hang.py: which heartbeats mean a hang."""
+
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,21 +14,34 @@ LIMITS = HangLimits(step=100, start=1000)
 
 
 def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
-    return Heartbeat(1000 + number, 1, number, 4, phase, step, times=PhaseTimes(progressed, changed))
+    return Heartbeat(
+        1000 + number, 1, number, 4, phase, step, times=PhaseTimes(progressed, changed)
+    )
 
 
-@pytest.mark.parametrize("heartbeat, now, limit", [
-    (rank(0), 100, None), (rank(0), 101, "--hang-timeout"), (rank(0, hb.SAVING), 101, "--hang-timeout"),
-    (rank(0, progressed=50), 150, None), (rank(0, hb.COMPILING, -1), 999, None),
-    (rank(0, hb.COMPILING, -1, progressed=990), 1001, "--start-timeout"), (rank(0, hb.ENDED), 10**6, None),
-    (rank(0, hb.INFERENCE), 10**6, None),
-    (rank(0, hb.ENDING, changed=500), 1400, None), (rank(0, hb.ENDING, changed=500), 1501, "--start-timeout")])
+@pytest.mark.parametrize(
+    "heartbeat, now, limit",
+    [
+        (rank(0), 100, None),
+        (rank(0), 101, "--hang-timeout"),
+        (rank(0, hb.SAVING), 101, "--hang-timeout"),
+        (rank(0, progressed=50), 150, None),
+        (rank(0, hb.COMPILING, -1), 999, None),
+        (rank(0, hb.COMPILING, -1, progressed=990), 1001, "--start-timeout"),
+        (rank(0, hb.ENDED), 10**6, None),
+        (rank(0, hb.INFERENCE), 10**6, None),
+        (rank(0, hb.ENDING, changed=500), 1400, None),
+        (rank(0, hb.ENDING, changed=500), 1501, "--start-timeout"),
+    ],
+)
 def test_limits(heartbeat, now, limit):
     found = find_hang([heartbeat], 0.0, now, LIMITS)
     assert (found and found.limit) == limit
 
 
-@pytest.mark.parametrize("outcome, limit", [("failed", "--start-timeout"), ("finished", None), ("preempted", None)])
+@pytest.mark.parametrize(
+    "outcome, limit", [("failed", "--start-timeout"), ("finished", None), ("preempted", None)]
+)
 def test_a_process_that_does_not_end_after_its_training_has_failed_hangs(outcome, limit):
     heartbeat = replace(rank(0, hb.ENDED, changed=500), outcome=outcome)
     assert find_hang([heartbeat], 0.0, 1400, LIMITS) is None
@@ -36,7 +50,12 @@ def test_a_process_that_does_not_end_after_its_training_has_failed_hangs(outcome
 
 
 def test_the_rank_that_is_behind_comes_first():
-    found = find_hang([rank(0, step=7), rank(1, step=6), rank(2, hb.SAVING, 6), rank(3, progressed=90, step=1)], 0.0, 150, LIMITS)
+    found = find_hang(
+        [rank(0, step=7), rank(1, step=6), rank(2, hb.SAVING, 6), rank(3, progressed=90, step=1)],
+        0.0,
+        150,
+        LIMITS,
+    )
     assert [heartbeat.rank for heartbeat in found.ranks] == [1, 2, 0] and found.seconds == 150
 
 
@@ -48,7 +67,7 @@ def test_without_limits_and_without_ranks_nothing_hangs():
 def test_the_time_in_which_the_supervisor_was_suspended_does_not_count():
     now = [0.0]
     clock = AwakeClock(SimpleNamespace(monotonic=lambda: now[0]))
-    for moment in (1.0, 9.0, 5009.0, 5010.0):               # suspended for 5000 s, as its job was
+    for moment in (1.0, 9.0, 5009.0, 5010.0):  # suspended for 5000 s, as its job was
         now[0] = moment
         clock()
     assert find_hang([rank(0)], 0.0, 5010.0, LIMITS, clock) is None

@@ -1,4 +1,6 @@
-"""supervisor/job.py: heartbeats that somebody removes are no hang; what the end of a process means for the job."""
+"""supervisor/job.py: heartbeats that somebody removes are no hang; what the end of a process means
+for the job."""
+
 import errno
 import os
 import shutil
@@ -10,7 +12,14 @@ import pytest
 
 from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.process_identity import start_ticks
-from mindresume.coordination.rank_heartbeat import COMPILING, ENDED, ENDING, TRAINING, RankHeartbeat, read_heartbeats
+from mindresume.coordination.rank_heartbeat import (
+    COMPILING,
+    ENDED,
+    ENDING,
+    TRAINING,
+    RankHeartbeat,
+    read_heartbeats,
+)
 from mindresume.events import HangDetected, Notice, ignore
 from mindresume.events.emitter import Emitter
 from mindresume.supervisor import job as job_module
@@ -25,10 +34,14 @@ from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 def job_with_a_silent_rank(folder, events):
     """Returns a job whose only rank, this process, made its last step when the host was started."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_heartbeat, "runtime", SimpleNamespace(monotonic=lambda: 0.0, time=time.time))
+        patch.setattr(
+            rank_heartbeat, "runtime", SimpleNamespace(monotonic=lambda: 0.0, time=time.time)
+        )
         RankHeartbeat(os.path.join(folder, f"process_{os.getpid()}.heartbeat")).reach(5)
-    job = Job(Command(["train"], {}), 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append)
-    found, = read_heartbeats(str(folder))
+    job = Job(
+        Command(["train"], {}), 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append
+    )
+    (found,) = read_heartbeats(str(folder))
     job.members.refresh = lambda *arguments: None
     job.members.alive = lambda *roles: [Member(Process(found.pid, 1, 1, "R", found.ticks), RANK, 0)]
     return job
@@ -39,11 +52,12 @@ def test_a_removed_heartbeat_is_no_hang(tmp_path):
     job = job_with_a_silent_rank(tmp_path, events)
     job.refresh()
     assert job._hang().rank == -1 and isinstance(events.pop(), HangDetected)
-    shutil.rmtree(tmp_path)                                 # as systemd does when a user logs out (RemoveIPC)
+    # as systemd does when a user logs out (RemoveIPC)
+    shutil.rmtree(tmp_path)
     for _ in range(3):
         job.refresh()
         assert job._hang() is None
-    notice, = events
+    (notice,) = events
     assert isinstance(notice, Notice) and str(tmp_path) in notice.text
 
 
@@ -52,7 +66,10 @@ def test_a_start_after_the_folder_was_removed_has_a_new_one(tmp_path, monkeypatc
     supervisor = Supervisor(["train"], SupervisorSettings(), Emitter())
     supervisor._folder = str(tmp_path / "gone")
     job = supervisor.make_job(["train"], 2)
-    assert os.path.isdir(job.heartbeats.folder) and os.path.dirname(job.heartbeats.folder) == supervisor._folder
+    assert (
+        os.path.isdir(job.heartbeats.folder)
+        and os.path.dirname(job.heartbeats.folder) == supervisor._folder
+    )
 
 
 @pytest.fixture
@@ -89,7 +106,9 @@ def test_another_process_with_the_number_of_a_rank_is_none(job, tmp_path):
     assert job._taken(ended(start_ticks(os.getpid()) + 1)) is None
 
 
-@pytest.mark.parametrize("phase, fails", [(TRAINING, True), (COMPILING, True), (ENDING, False), (ENDED, False)])
+@pytest.mark.parametrize(
+    "phase, fails", [(TRAINING, True), (COMPILING, True), (ENDING, False), (ENDED, False)]
+)
 def test_the_end_of_the_scheduler_is_the_end_of_ranks_that_still_train(job, tmp_path, phase, fails):
     """No rank dies by itself before each has waited for 20 s and sent itself SIGTERM."""
     RankHeartbeat.create(str(tmp_path), 3).enter(phase)
@@ -98,11 +117,17 @@ def test_the_end_of_the_scheduler_is_the_end_of_ranks_that_still_train(job, tmp_
     end = job._taken(Ended(Member(Process(1, 0, 0, "Z", 5), SCHEDULER), -9))
     assert (end is not None) == fails
     if fails:
-        assert (end.kind, end.status, end.rank) == (DIED, 137, None) and "the scheduler of msrun" in end.cause
+        assert (end.kind, end.status, end.rank) == (
+            DIED,
+            137,
+            None,
+        ) and "the scheduler of msrun" in end.cause
 
 
 class SeenLate:
-    """Stands in for Members: a rank that has ended with status 3 is only seen when the process table is read again."""
+    """Stands in for Members: a rank that has ended with status 3 is only seen when the process
+    table is read again."""
+
     logs = frozenset()
 
     def __init__(self):
@@ -129,7 +154,8 @@ def test_the_status_of_a_rank_that_ended_with_the_command_is_that_of_the_job(job
     assert (end.kind, end.status, end.rank) == (DIED, 3, 0)
 
 
-# ---- the start ---------------------------------------------------------------------------------------------------------
+# ---- the start -----------------------------------------------------------------------------------
+
 
 def test_a_disk_of_the_command_that_hangs_does_not_stop_the_watch(job, monkeypatch):
     hanging = threading.Event()
@@ -137,6 +163,7 @@ def test_a_disk_of_the_command_that_hangs_does_not_stop_the_watch(job, monkeypat
     def hang(*arguments, **more):
         hanging.wait()
         raise OSError(errno.EIO, "at last")
+
     monkeypatch.setattr(job_module, "_MOMENT", 0.01)
     monkeypatch.setattr(job_module.subprocess, "Popen", hang)
     job.start()
@@ -147,12 +174,22 @@ def test_a_disk_of_the_command_that_hangs_does_not_stop_the_watch(job, monkeypat
     hanging.set()
 
 
-@pytest.mark.parametrize(("error", "status"), [
-    (FileNotFoundError(errno.ENOENT, "No such file"), 2), (PermissionError(errno.EACCES, "denied"), 2),
-    (OSError(errno.EAGAIN, "no more processes"), 1), (OSError(errno.ENOMEM, "no memory"), 1), (ValueError("embedded null"), 2)])
-def test_a_command_that_cannot_be_started_ends_the_start_and_says_why(job, monkeypatch, error, status):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file"), 2),
+        (PermissionError(errno.EACCES, "denied"), 2),
+        (OSError(errno.EAGAIN, "no more processes"), 1),
+        (OSError(errno.ENOMEM, "no memory"), 1),
+        (ValueError("embedded null"), 2),
+    ],
+)
+def test_a_command_that_cannot_be_started_ends_the_start_and_says_why(
+    job, monkeypatch, error, status
+):
     def fail(*arguments, **more):
         raise error
+
     monkeypatch.setattr(job_module.subprocess, "Popen", fail)
     job.start()
     end = job.watch(Quiet())
@@ -163,6 +200,7 @@ def test_a_command_that_cannot_be_started_ends_the_start_and_says_why(job, monke
 def test_at_the_limit_of_threads_the_start_is_tried_again(job, monkeypatch):
     def fail(self):
         raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threading.Thread, "start", fail)
     job.start()
     end = job.watch(Quiet())
@@ -177,7 +215,9 @@ def test_a_command_that_ends_before_its_start_is_known_has_its_status(job):
 
 
 def test_the_status_of_a_rank_that_msrun_has_reaped_is_in_its_message(tmp_path):
-    (tmp_path / "msrun_stderr.log").write_text("[ERROR] Worker process 17 exit with exception. Error code: -9.\n"
-                                               "Worker process 4 exit with exception. Error code: 2.\n")
+    (tmp_path / "msrun_stderr.log").write_text(
+        "[ERROR] Worker process 17 exit with exception. Error code: -9.\n"
+        "Worker process 4 exit with exception. Error code: 2.\n"
+    )
     assert [_status_in_message(str(tmp_path), pid) for pid in (17, 4, 5)] == [-9, 2, None]
     assert _status_in_message(str(tmp_path / "absent"), 17) is None

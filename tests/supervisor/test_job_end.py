@@ -1,4 +1,5 @@
 """supervisor/job_end.py: what ends in which order, and what is left behind."""
+
 import signal
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ class FakeMembers:
     """Stands in for Members. ``tree``: {process: (role, parent, signals that end it)}."""
 
     def __init__(self, tree):
-        self.tree = {pid: (Member(Process(pid, parent, pid, "S", 1), role), parent, ends) for pid, (role, parent, ends)
-                     in tree.items()}
+        self.tree = {
+            pid: (Member(Process(pid, parent, pid, "S", 1), role), parent, ends)
+            for pid, (role, parent, ends) in tree.items()
+        }
         self.sent, self.stopped, self._ended, self.ended = [], set(), [], []
 
     def alive(self, *roles):
@@ -57,22 +60,44 @@ def end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(runtime, "monotonic", lambda: now[0])
 
-    def run(members, times=EndTimes(1.0, 20.0, 60.0), is_saving=lambda member: False, at_once=lambda: False):    # noqa: B008
+    def run(
+        members,
+        times=EndTimes(1.0, 20.0, 60.0),  # noqa: B008
+        is_saving=lambda member: False,
+        at_once=lambda: False,
+    ):
         monkeypatch.setattr(job_end, "send", members.send)
 
         def refresh():
             now[0] += 0.05
-        job = SimpleNamespace(members=members, refresh=refresh, is_saving=lambda member, kind: is_saving(member))
+
+        job = SimpleNamespace(
+            members=members, refresh=refresh, is_saving=lambda member, kind: is_saving(member)
+        )
         left = Ending(job, DIED, times, SimpleNamespace(is_hurried=at_once)).run()
         return members.ended, left, now[0]
+
     return run
 
 
 def test_launchers_are_stopped_first_and_the_scheduler_outlives_the_ranks(end):
-    members = FakeMembers({1: (OTHER, 0, BOTH), 2: (OTHER, 1, BOTH), 3: (SCHEDULER, 2, BOTH), 4: (RANK, 2, BOTH),
-                           5: (RANK, 2, (KILL,)), 6: (OTHER, 4, BOTH), 7: (OTHER, 1, (KILL,))})
+    members = FakeMembers(
+        {
+            1: (OTHER, 0, BOTH),
+            2: (OTHER, 1, BOTH),
+            3: (SCHEDULER, 2, BOTH),
+            4: (RANK, 2, BOTH),
+            5: (RANK, 2, (KILL,)),
+            6: (OTHER, 4, BOTH),
+            7: (OTHER, 1, (KILL,)),
+        }
+    )
     ended, left, spent = end(members)
-    assert set(members.sent[:2]) == {(1, STOP), (2, STOP)} and left == () and sorted(ended) == [1, 2, 3, 4, 5, 6, 7]
+    assert (
+        set(members.sent[:2]) == {(1, STOP), (2, STOP)}
+        and left == ()
+        and sorted(ended) == [1, 2, 3, 4, 5, 6, 7]
+    )
     terminated = members.order(TERM)
     assert set(terminated[:3]) == {4, 5, 6} and set(terminated[3:]) == {1, 2, 3, 7}
     assert members.order(CONT) and members.order(KILL) == [5, 7] and 1 < spent < 3
@@ -97,6 +122,7 @@ def test_a_rank_that_saves_gets_sigterm_after_its_save(end):
     def is_saving(member):
         calls.append(member.pid)
         return member.pid == 5 and len(calls) < 60
+
     _, _, spent = end(members, is_saving=is_saving)
     assert members.order(TERM) == [4, 5, 6]
     assert members.order(KILL) == [5] and 3 < spent < 5
@@ -104,7 +130,10 @@ def test_a_rank_that_saves_gets_sigterm_after_its_save(end):
 
 def test_after_a_signal_a_rank_that_saves_is_asked_at_once(end):
     members = FakeMembers({4: (RANK, 0, BOTH), 5: (RANK, 0, BOTH)})
-    assert end(members, EndTimes(60.0, 20.0, 60.0, save_first=False), is_saving=lambda member: True)[2] < 1
+    assert (
+        end(members, EndTimes(60.0, 20.0, 60.0, save_first=False), is_saving=lambda member: True)[2]
+        < 1
+    )
 
 
 def test_after_a_signal_a_rank_that_saves_has_no_less_time_than_the_others(end):

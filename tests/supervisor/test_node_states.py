@@ -1,4 +1,6 @@
-"""supervisor/rendezvous.py: what is in the folder besides keeps no supervisor from seeing the others."""
+"""supervisor/rendezvous.py: what is in the folder besides keeps no supervisor from seeing the
+others."""
+
 import os
 
 import pytest
@@ -18,7 +20,8 @@ def test_a_state_that_cannot_be_read_hides_no_other(tmp_path, content):
     """Such as the last state of an earlier job of another user."""
     name = tmp_path / "node-00001-00000001-00000007.json"
     if content is None:
-        os.mkdir(name)                                      # opening it fails, as without permission
+        # opening it fails, as without permission
+        os.mkdir(name)
     else:
         name.write_bytes(content)
     states(tmp_path, OTHER).publish_if_due()

@@ -1,4 +1,6 @@
-"""supervisor/: the supervisors of two nodes, as real processes with one folder, start, end and restart together."""
+"""supervisor/: the supervisors of two nodes, as real processes with one folder, start, end and
+restart together."""
+
 import os
 import signal
 import sys
@@ -14,26 +16,54 @@ def of(events, kind):
 
 @pytest.fixture
 def nodes(tmp_path, supervised):
-    """Returns a function that starts a program under the supervisors of two nodes, each in its own folder."""
+    """Returns a function that starts a program under the supervisors of two nodes, each in its own
+    folder."""
+
     def start(program, *options, **more):
-        return [supervised(tmp_path / f"node{node}").start(
-            program, "--nodes", "2", "--node-rank", str(node), "--rendezvous", str(tmp_path / "meeting"), "--node-timeout", "60",
-            *options, command=[sys.executable, "msrun.py", "1", "rank.py", "{node_rank}/{nodes}/{workers}"], **more)
-            for node in range(2)]
+        return [
+            supervised(tmp_path / f"node{node}").start(
+                program,
+                "--nodes",
+                "2",
+                "--node-rank",
+                str(node),
+                "--rendezvous",
+                str(tmp_path / "meeting"),
+                "--node-timeout",
+                "60",
+                *options,
+                command=[
+                    sys.executable,
+                    "msrun.py",
+                    "1",
+                    "rank.py",
+                    "{node_rank}/{nodes}/{workers}",
+                ],
+                **more,
+            )
+            for node in range(2)
+        ]
+
     return start
 
 
 def test_a_failure_on_one_node_ends_the_other_and_both_start_again(nodes):
-    found = [job.wait() for job in nodes(f"""
+    found = [
+        job.wait()
+        for job in nodes(f"""
 if start == 2: finish()
 beat.set(begun=5, written=5, committed=5)
 beat.reach(6)
 if "node1" in folder:
     sys.exit(9)
 {LINGER}
-""")]
+""")
+    ]
     for status, events in found:
-        assert status == 0 and [event["generation"] for event in of(events, "nodes_joined")] == [1, 2]
+        assert status == 0 and [event["generation"] for event in of(events, "nodes_joined")] == [
+            1,
+            2,
+        ]
         assert [event["status"] for event in of(events, "job_ended")] == [9, 0]
     assert len(of(found[1][1], "rank_died")) == 1 and not of(found[0][1], "rank_died")
 
@@ -53,28 +83,48 @@ def test_sigterm_to_one_node_ends_the_job_on_all(nodes):
 
 
 def test_a_node_that_fails_after_its_training_waits_for_the_others_and_none_starts_again(nodes):
-    found = [job.wait() for job in nodes("""
+    found = [
+        job.wait()
+        for job in nodes("""
 beat.set(outcome=1)
 beat.enter(hb.ENDED)
 if "node1" in folder:
     sys.exit(9)
-""")]
+""")
+    ]
     assert [status for status, _ in found] == [9, 9]
     assert all(len(of(events, "job_started")) == 1 for _, events in found)
 
 
 def test_a_node_that_does_not_come_ends_the_wait(tmp_path, supervised):
     status, events = supervised(tmp_path / "node0").run(
-        "", "--nodes", "2", "--rendezvous", str(tmp_path / "meeting"), "--node-timeout", "1")
-    assert status == 1 and not of(events, "job_started") and "node 1" in of(events, "supervisor_ended")[0]["reason"]
+        "", "--nodes", "2", "--rendezvous", str(tmp_path / "meeting"), "--node-timeout", "1"
+    )
+    assert (
+        status == 1
+        and not of(events, "job_started")
+        and "node 1" in of(events, "supervisor_ended")[0]["reason"]
+    )
 
 
 def test_the_rest_goes_on_with_fewer_nodes(tmp_path, supervised):
     status, events = supervised(tmp_path / "node1").run(
-        "finish()", "--nodes", "2", "--node-rank", "1", "--min-nodes", "1", "--local-workers", "4",
-        "--rendezvous", str(tmp_path / "meeting"), "--node-timeout", "1",
-        command=["bash", "-c", "echo $0 > numbers", "{node_rank} {nodes} {workers}"])
-    joined, = of(events, "nodes_joined")
+        "finish()",
+        "--nodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--min-nodes",
+        "1",
+        "--local-workers",
+        "4",
+        "--rendezvous",
+        str(tmp_path / "meeting"),
+        "--node-timeout",
+        "1",
+        command=["bash", "-c", "echo $0 > numbers", "{node_rank} {nodes} {workers}"],
+    )
+    (joined,) = of(events, "nodes_joined")
     assert status == 0 and (joined["nodes"], joined["missing"]) == ([1], [0])
     assert (tmp_path / "node1" / "numbers").read_text() == "0 1 4\n"
 
@@ -103,16 +153,25 @@ def test_the_death_of_a_local_rank_is_noticed_while_the_rendezvous_hangs(nodes):
         job.wait_until((job.folder / "hangs").exists)
     os.kill(rank, signal.SIGKILL)
     jobs[0].wait_until(lambda: of(jobs[0].events(), "job_ended"))
-    assert [of(jobs[0].events(), kind)[0]["status"] for kind in ("rank_died", "job_ended")] == [-9, 137]
-    for job in jobs:                                    # they hear of each other again
+    assert [of(jobs[0].events(), kind)[0]["status"] for kind in ("rank_died", "job_ended")] == [
+        -9,
+        137,
+    ]
+    for job in jobs:  # they hear of each other again
         (job.folder / "hang").unlink()
     jobs[1].wait_until(lambda: of(jobs[1].events(), "job_ended"))
     assert of(jobs[1].events(), "job_ended")[0]["status"] == 137
 
 
-@pytest.mark.parametrize("options", [["--nodes", "2"], ["--nodes", "2", "--rendezvous", "x", "--node-rank", "2"],
-                                     ["--nodes", "2", "--rendezvous", "x", "--min-nodes", "3"],
-                                     ["--nodes", "2", "--rendezvous", "x", "--min-nodes", "1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--nodes", "2"],
+        ["--nodes", "2", "--rendezvous", "x", "--node-rank", "2"],
+        ["--nodes", "2", "--rendezvous", "x", "--min-nodes", "3"],
+        ["--nodes", "2", "--rendezvous", "x", "--min-nodes", "1"],
+    ],
+)
 def test_wrong_numbers_are_refused(job, options):
     status, events = job.run("", *options)
     assert status == 2 and not events

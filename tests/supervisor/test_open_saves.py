@@ -1,4 +1,5 @@
 """supervisor/job_end.py: which ranks may finish a save when the job is ended."""
+
 import pytest
 
 from mindresume.coordination.rank_heartbeat import ENDING, SAVING, TRAINING, Heartbeat, Saves
@@ -14,10 +15,19 @@ THREAD = rank(begun=10, written=5, writing=10)
 SYNC = rank(SAVING, begun=10, written=5)
 
 
-@pytest.mark.parametrize(("beat", "steps"), [
-    (rank(), []), (rank(begun=10, written=10), []), (THREAD, [10]), (SYNC, [10]), (rank(SAVING, begun=10, writing=5), [5, 10]),
-    (rank(begun=10, written=5), []),                    # a process writes it
-    (rank(ENDING, begun=10, written=5), [10]), (rank(ENDING, begun=10, written=10), [])])
+@pytest.mark.parametrize(
+    ("beat", "steps"),
+    [
+        (rank(), []),
+        (rank(begun=10, written=10), []),
+        (THREAD, [10]),
+        (SYNC, [10]),
+        (rank(SAVING, begun=10, writing=5), [5, 10]),
+        (rank(begun=10, written=5), []),  # a process writes it
+        (rank(ENDING, begun=10, written=5), [10]),
+        (rank(ENDING, begun=10, written=10), []),
+    ],
+)
 def test_the_saves_of_a_ranks_threads(beat, steps):
     assert open_saves(beat) == steps
 
@@ -33,14 +43,22 @@ def test_a_save_is_waited_for_unless_a_dead_rank_had_not_written_it(beat):
     assert not may_finish(beat, 10, DIED) and not may_finish(beat, 5, DIED)
 
 
-@pytest.mark.parametrize(("kind", "in_training_thread"), [(DIED, True), (PEER, True), (STOPPED, True), (HUNG, False),
-                                                          (EXITED, False)])
+@pytest.mark.parametrize(
+    ("kind", "in_training_thread"),
+    [(DIED, True), (PEER, True), (STOPPED, True), (HUNG, False), (EXITED, False)],
+)
 def test_the_thread_in_the_background_is_waited_for_in_any_case(kind, in_training_thread):
     assert may_finish(THREAD, None, kind)
-    assert may_finish(SYNC, None, kind) == may_finish(rank(ENDING), None, kind) == in_training_thread
+    assert (
+        may_finish(SYNC, None, kind) == may_finish(rank(ENDING), None, kind) == in_training_thread
+    )
 
 
 def test_the_end_of_a_training_is_waited_for_unless_its_last_save_is_lost():
     ending = rank(ENDING, begun=10, written=10)
-    assert may_finish(ending, None, DIED) and may_finish(ending, 20, DIED) and not may_finish(ending, 10, DIED)
+    assert (
+        may_finish(ending, None, DIED)
+        and may_finish(ending, 20, DIED)
+        and not may_finish(ending, 10, DIED)
+    )
     assert not may_finish(rank(begun=10, written=10), None, DIED)

@@ -1,4 +1,6 @@
-"""supervisor/rendezvous.py: two nodes in one process, in simulated time. The simulation has the rest."""
+"""supervisor/rendezvous.py: two nodes in one process, in simulated time. The simulation has the
+rest."""
+
 import pytest
 
 from mindresume.storage.posix import PosixStorage
@@ -10,11 +12,20 @@ TIMEOUT = 60.0
 @pytest.fixture
 def nodes(tmp_path):
     now = [0.0]
-    made = [Rendezvous(PosixStorage(), str(tmp_path), Place(node, 2, 2, TIMEOUT, f"host{node}"), lambda: now[0], str(node) * 8)
-            for node in range(2)]
+    made = [
+        Rendezvous(
+            PosixStorage(),
+            str(tmp_path),
+            Place(node, 2, 2, TIMEOUT, f"host{node}"),
+            lambda: now[0],
+            str(node) * 8,
+        )
+        for node in range(2)
+    ]
 
     def later():
         now[0] += 1.0
+
     return *made, later
 
 
@@ -33,7 +44,11 @@ def test_both_nodes_start_together(nodes):
     first = start_of_leader(leader, other, later)
     later()
     second = other.agree()
-    assert (first.generation, first.nodes, first.is_leader) == (second.generation, second.nodes, True) == (1, (0, 1), True)
+    assert (
+        (first.generation, first.nodes, first.is_leader)
+        == (second.generation, second.nodes, True)
+        == (1, (0, 1), True)
+    )
     assert (second.index, second.is_leader) == (1, False)
 
 
@@ -50,7 +65,9 @@ def test_a_node_starts_although_the_leader_has_finished_its_part_already(nodes):
 
 
 @pytest.mark.parametrize("statuses", [(0, 9), (9, 0), (9, 7)])
-def test_all_nodes_end_with_the_status_of_the_first_node_whose_command_failed_after_its_training(nodes, statuses):
+def test_all_nodes_end_with_the_status_of_the_first_node_whose_command_failed_after_its_training(
+    nodes, statuses
+):
     leader, other, later = nodes
     start_of_leader(leader, other, later)
     later()
@@ -74,8 +91,11 @@ def test_a_node_that_leaves_before_it_starts_ends_the_part_of_the_others(nodes):
 
 
 @pytest.mark.parametrize(("status", "expected"), [(0, 0), (9, NODE_LOST)])
-def test_a_node_that_is_started_again_after_all_have_finished_ends_with_their_status(tmp_path, nodes, status, expected):
-    """Kubernetes starts a pod again that was evicted after its work; the completed ones never come back."""
+def test_a_node_that_is_started_again_after_all_have_finished_ends_with_their_status(
+    tmp_path, nodes, status, expected
+):
+    """Kubernetes starts a pod again that was evicted after its work; the completed ones never come
+    back."""
     leader, other, later = nodes
     start_of_leader(leader, other, later)
     later()
@@ -88,7 +108,9 @@ def test_a_node_that_is_started_again_after_all_have_finished_ends_with_their_st
     assert leader.finish(status).is_last
     for node in (leader, other):
         node.leave(end.status, end.cause)
-    again = Rendezvous(PosixStorage(), str(tmp_path), Place(1, 2, 2, TIMEOUT, "host1"), leader.clock, "a" * 8)
+    again = Rendezvous(
+        PosixStorage(), str(tmp_path), Place(1, 2, 2, TIMEOUT, "host1"), leader.clock, "a" * 8
+    )
     found = None
     while found is None:
         later()

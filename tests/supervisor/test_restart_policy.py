@@ -1,4 +1,5 @@
 """supervisor/restart_policy.py: when a job is started again, and when not."""
+
 from dataclasses import replace
 
 import pytest
@@ -26,28 +27,60 @@ POLICY = RestartPolicy()
 
 
 def died(number=1, resumed=-1, committed=-1, status=137, kind=DIED, **more):
-    return StartOutcome(number, 1e9, 10.0, JobEnd(kind, status, "rank 1 died"), resumed=resumed, committed=committed, **more)
+    return StartOutcome(
+        number,
+        1e9,
+        10.0,
+        JobEnd(kind, status, "rank 1 died"),
+        resumed=resumed,
+        committed=committed,
+        **more,
+    )
 
 
 steps = st.integers(-1, 50)
-outcomes = st.builds(died, resumed=steps, committed=steps, status=st.integers(1, 255),
-                     kind=st.sampled_from([DIED, EXITED, HUNG, PEER, STOPPED]), is_preempted=st.booleans(),
-                     has_finished=st.booleans())
+outcomes = st.builds(
+    died,
+    resumed=steps,
+    committed=steps,
+    status=st.integers(1, 255),
+    kind=st.sampled_from([DIED, EXITED, HUNG, PEER, STOPPED]),
+    is_preempted=st.booleans(),
+    has_finished=st.booleans(),
+)
 
 
-@pytest.mark.parametrize("outcome, status", [
-    (died(status=0, kind=EXITED), 0), (died(status=2, kind=EXITED), 2), (died(status=2), 2), (died(status=130, kind=EXITED), 130),
-    (died(status=65, has_begun=True), 65),
-    (died(status=143, kind=STOPPED), 143), (died(status=143, kind=EXITED, is_preempted=True), 143),
-    (died(status=1, kind=EXITED, has_finished=True), 1), (died(status=139, has_finished=True), 139)])
+@pytest.mark.parametrize(
+    "outcome, status",
+    [
+        (died(status=0, kind=EXITED), 0),
+        (died(status=2, kind=EXITED), 2),
+        (died(status=2), 2),
+        (died(status=130, kind=EXITED), 130),
+        (died(status=65, has_begun=True), 65),
+        (died(status=143, kind=STOPPED), 143),
+        (died(status=143, kind=EXITED, is_preempted=True), 143),
+        (died(status=1, kind=EXITED, has_finished=True), 1),
+        (died(status=139, has_finished=True), 139),
+    ],
+)
 def test_what_is_never_started_again(outcome, status):
     decision = decide(POLICY, [outcome])
     assert (decision.action, decision.status) == (EXIT, status)
 
 
-@pytest.mark.parametrize("outcome", [died(), died(status=1, kind=EXITED), died(status=143), died(status=124, kind=HUNG),
-                                     died(status=2, kind=PEER), died(status=139),
-                                     died(status=65)])
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        died(),
+        died(status=1, kind=EXITED),
+        died(status=143),
+        died(status=124, kind=HUNG),
+        died(status=2, kind=PEER),
+        died(status=139),
+        died(status=65),
+    ],
+)
 def test_what_is_started_again(outcome):
     decision = decide(POLICY, [outcome])
     assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 1.0, 1)
@@ -88,11 +121,20 @@ def test_every_decision(starts, limit):
     if decision.action != RESTART:
         assert decision.status == last.end.status
     if decision.action == RESTART:
-        assert limit and fruitless <= limit and last.end.kind != STOPPED and not last.is_preempted and not last.has_finished
+        assert (
+            limit
+            and fruitless <= limit
+            and last.end.kind != STOPPED
+            and not last.is_preempted
+            and not last.has_finished
+        )
     if decision.action == GIVE_UP:
         assert fruitless == limit + 1 or fruitless > limit
-        assert all(start.reached <= max(earlier.reached for earlier in starts[:len(starts) - fruitless + 1])
-                   for start in starts[len(starts) - fruitless + 1:])
+        assert all(
+            start.reached
+            <= max(earlier.reached for earlier in starts[: len(starts) - fruitless + 1])
+            for start in starts[len(starts) - fruitless + 1 :]
+        )
 
 
 @given(st.lists(st.builds(died, resumed=steps, committed=steps), max_size=12), st.integers(1, 5))
@@ -109,7 +151,9 @@ def test_status_2_without_a_rank_is_final_unless_the_same_command_has_worked_bef
     assert decide(POLICY, [missing]).action == EXIT
     assert decide(POLICY, [died(has_begun=True), missing]).action == RESTART
     if kind != NOT_STARTED:
-        assert decide(POLICY, [died(has_begun=True), replace(missing, has_begun=True)]).action == EXIT
+        assert (
+            decide(POLICY, [died(has_begun=True), replace(missing, has_begun=True)]).action == EXIT
+        )
     assert decide(POLICY, [died(has_begun=True), *[missing] * 6]).action == GIVE_UP
 
 

@@ -1,4 +1,6 @@
-"""supervisor/hang.py: the parts of a start have the names and the order that they have in the report."""
+"""supervisor/hang.py: the parts of a start have the names and the order that they have in the
+report."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,17 @@ from mindresume.events.recovery_phases import PHASES
 from mindresume.supervisor.hang import startup_phases
 
 ZERO = 1795324920.0
-RESUMED = ((hb.STARTING, 1), (hb.JOINING, 12), (hb.SELECTING, 14), (hb.BUILDING, 15), (hb.COMPILING, 16), (hb.LOADING, 20),
-           (hb.COMPILING, 24), (hb.FIRST_STEP, 30), (hb.TRAINING, 33))
+RESUMED = (
+    (hb.STARTING, 1),
+    (hb.JOINING, 12),
+    (hb.SELECTING, 14),
+    (hb.BUILDING, 15),
+    (hb.COMPILING, 16),
+    (hb.LOADING, 20),
+    (hb.COMPILING, 24),
+    (hb.FIRST_STEP, 30),
+    (hb.TRAINING, 33),
+)
 NEW = (*RESUMED[:4], (hb.COMPILING, 16), (hb.SAVING, 33), (hb.TRAINING, 40))
 
 
@@ -26,7 +37,10 @@ def heartbeat(tmp_path, rows):
 
 
 def shown(heartbeat):
-    return [(phase.name, phase.begin - ZERO, phase.end - ZERO) for phase in startup_phases(heartbeat, ZERO)]
+    return [
+        (phase.name, phase.begin - ZERO, phase.end - ZERO)
+        for phase in startup_phases(heartbeat, ZERO)
+    ]
 
 
 @pytest.fixture
@@ -37,8 +51,15 @@ def started(monkeypatch):
 
 def test_the_graph_that_is_compiled_before_the_load_belongs_to_build(tmp_path, started):
     assert shown(heartbeat(tmp_path, RESUMED)) == [
-        ("start", 0, 0.5), ("import", 0.5, 12), ("join", 12, 14), ("select", 14, 15), ("build", 15, 20), ("load", 20, 24),
-        ("compile", 24, 30), ("first step", 30, 33)]
+        ("start", 0, 0.5),
+        ("import", 0.5, 12),
+        ("join", 12, 14),
+        ("select", 14, 15),
+        ("build", 15, 20),
+        ("load", 20, 24),
+        ("compile", 24, 30),
+        ("first step", 30, 33),
+    ]
 
 
 def test_the_order_is_that_of_the_report(tmp_path, started):
@@ -51,7 +72,10 @@ def test_what_a_new_training_does_not_record_is_one_phase_and_a_save_is_none(tmp
 
 def test_a_trainer_that_compiles_nothing(tmp_path, started):
     rows = tuple(row for row in RESUMED if row[0] != hb.COMPILING)
-    assert shown(heartbeat(tmp_path, rows))[-2:] == [("load", 20, 30), ("compile + first step", 30, 33)]
+    assert shown(heartbeat(tmp_path, rows))[-2:] == [
+        ("load", 20, 30),
+        ("compile + first step", 30, 33),
+    ]
 
 
 def test_a_process_that_was_started_within_the_same_tick_as_the_command(tmp_path, monkeypatch):

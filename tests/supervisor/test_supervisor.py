@@ -1,4 +1,6 @@
-"""supervisor/: ``mindresume run`` with real processes: ranks that die, hang, ignore signals, leave children behind."""
+"""supervisor/: ``mindresume run`` with real processes: ranks that die, hang, ignore signals, leave
+children behind."""
+
 import json
 import os
 import signal
@@ -12,7 +14,7 @@ from rank_folders import committed_steps, save
 
 from mindresume.events.event_file import FOLDER
 
-LINGER = "time.sleep(3600)"                     # ends only by a signal
+LINGER = "time.sleep(3600)"  # ends only by a signal
 # Rank 0 dies in the first start, after a checkpoint; the second start finishes.
 ONE_DEATH = f"""
 if start == 2:
@@ -47,24 +49,39 @@ beat.enter(hb.ENDED)
 
 
 def test_a_job_whose_launcher_fails_after_the_training_is_not_started_again(job):
-    status, events = job.run(FINISHED, command=["sh", "-c", f"{sys.executable} msrun.py 2 rank.py; exit 3"])
+    status, events = job.run(
+        FINISHED, command=["sh", "-c", f"{sys.executable} msrun.py 2 rank.py; exit 3"]
+    )
     assert status == 3 and len(of(events, "job_started")) == 1
-    assert events[-1]["reason"] == "all ranks have finished the training; the command ended with status 3"
+    assert (
+        events[-1]["reason"]
+        == "all ranks have finished the training; the command ended with status 3"
+    )
 
 
 def test_a_job_whose_rank_crashes_at_its_exit_after_the_training_is_not_started_again(job):
-    status, events = job.run(FINISHED + """
+    status, events = job.run(
+        FINISHED
+        + """
 mark(f"ended_{rank}")
 wait_for(f"ended_{1 - rank}")
 if rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
-""")
-    assert status == 139 and len(of(events, "job_started")) == 1 and len(of(events, "rank_died")) == 1
+"""
+    )
+    assert (
+        status == 139 and len(of(events, "job_started")) == 1 and len(of(events, "rank_died")) == 1
+    )
 
 
-@pytest.mark.parametrize("unfinished", [
-    "beat.set(begun=6, committed=5, outcome=1); beat.enter(hb.ENDED)", "beat.set(outcome=1); beat.enter(hb.ENDING)",
-    "beat.set(outcome=4); beat.enter(hb.ENDED)"])
+@pytest.mark.parametrize(
+    "unfinished",
+    [
+        "beat.set(begun=6, committed=5, outcome=1); beat.enter(hb.ENDED)",
+        "beat.set(outcome=1); beat.enter(hb.ENDING)",
+        "beat.set(outcome=4); beat.enter(hb.ENDED)",
+    ],
+)
 def test_a_job_that_failed_before_all_was_saved_is_started_again(job, unfinished):
     program = f"if start == 1 and rank == 0: {unfinished}; sys.exit(0)\n{FINISHED}"
     command = f"{sys.executable} msrun.py 2 rank.py; [ -e again ] || {{ touch again; exit 3; }}"
@@ -74,27 +91,41 @@ def test_a_job_that_failed_before_all_was_saved_is_started_again(job, unfinished
 
 def test_a_killed_rank_is_noticed_and_the_job_starts_again_at_once_after_progress(job):
     status, events = job.run(ONE_DEATH)
-    died, = of(events, "rank_died")
-    assert status == 0 and (died["rank"], died["status"], died["phase"], died["step"]) == (0, -9, "training", 7)
+    (died,) = of(events, "rank_died")
+    assert status == 0 and (died["rank"], died["status"], died["phase"], died["step"]) == (
+        0,
+        -9,
+        "training",
+        7,
+    )
     first, second = of(events, "job_ended")
-    assert (first["status"], first["committed_step"], first["last_step"]) == (137, 5, 7) and "left_behind" in first
+    assert (first["status"], first["committed_step"], first["last_step"]) == (
+        137,
+        5,
+        7,
+    ) and "left_behind" in first
     assert (second["status"], second["resumed_step"]) == (0, 5)
-    restart, = of(events, "job_restarted")
+    (restart,) = of(events, "job_restarted")
     assert (restart["start"], restart["delay_seconds"], restart["fruitless_starts"]) == (2, 0, 0)
 
 
 def test_the_events_are_written_beside_those_of_the_ranks_and_nothing_else_is_left(job):
     _, printed = job.run(ONE_DEATH)
-    file, = (job.folder / "output" / FOLDER).iterdir()
+    (file,) = (job.folder / "output" / FOLDER).iterdir()
     written = [json.loads(line) for line in file.read_text().splitlines()]
     assert "-supervisor_0-" in file.name
     assert [event["event"] for event in written] == [event["event"] for event in printed]
     started = printed[0]["process_id"]
-    assert not [name for name in os.listdir("/dev/shm") if f"-{started}." in name and name.startswith("mindresume-supervisor")]
+    assert not [
+        name
+        for name in os.listdir("/dev/shm")
+        if f"-{started}." in name and name.startswith("mindresume-supervisor")
+    ]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(job):
-    status, events = job.run("""
+    status, events = job.run(
+        """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 mark(f"ready_{rank}")
 if start == 2: finish()
@@ -102,14 +133,23 @@ if rank == 1:
     wait_for("ready_0")
     sys.exit(7)
 time.sleep(3600)
-""", "--kill-after", "0.3")
-    died, = of(events, "rank_died")
-    assert status == 0 and (died["rank"], died["status"]) == (1, 7) and of(events, "job_ended")[0]["status"] == 7
+""",
+        "--kill-after",
+        "0.3",
+    )
+    (died,) = of(events, "rank_died")
+    assert (
+        status == 0
+        and (died["rank"], died["status"]) == (1, 7)
+        and of(events, "job_ended")[0]["status"] == 7
+    )
 
 
 def test_a_child_that_has_left_its_session_is_ended_too(job):
-    """Two forks and setsid, with an empty environment: neither session nor environment nor parent show where it comes from."""
-    status, events = job.run("""
+    """Two forks and setsid, with an empty environment: neither session nor environment nor parent
+    show where it comes from."""
+    status, events = job.run(
+        """
 if start == 2: finish()
 if rank == 1:
     if os.fork() == 0:
@@ -121,8 +161,12 @@ if rank == 1:
     wait_for("daemon")
     sys.exit(5)
 time.sleep(3600)
-""", "--kill-after", "0.2")
-    assert status == 0 and of(events, "job_ended")[0]["status"] in (5, 1)      # 1: msrun has reaped it first
+""",  # noqa: E501
+        "--kill-after",
+        "0.2",
+    )
+    # 1: msrun has reaped it first
+    assert status == 0 and of(events, "job_ended")[0]["status"] in (5, 1)
 
 
 def test_a_rank_that_ends_well_does_not_end_the_others(job):
@@ -142,36 +186,61 @@ finish()
 
 
 def test_a_crash_loop_ends_with_a_page_that_says_what_each_start_died_of(job):
-    status, events = job.run("""
+    status, events = job.run(
+        """
 if rank == 1:
     wait_for(f"up_{start}")
     print("Traceback (most recent call last):\\n  File \\"train.py\\"\\nValueError: bad thing %d" % start)
     sys.exit(3)
 mark(f"up_{start}")
 time.sleep(3600)
-""", "--max-restarts", "1")
-    gave_up, = of(events, "gave_up")
+""",  # noqa: E501
+        "--max-restarts",
+        "1",
+    )
+    (gave_up,) = of(events, "gave_up")
     assert status == 3 and gave_up["starts"] == 2 and gave_up["status"] == 3
     page = "\n".join(gave_up["page"])
-    for fact in ("start 1", "start 2", "ValueError: bad thing 1", "ValueError: bad thing 2", "rank 1", "status 3"):
+    for fact in (
+        "start 1",
+        "start 2",
+        "ValueError: bad thing 1",
+        "ValueError: bad thing 2",
+        "rank 1",
+        "status 3",
+    ):
         assert fact in page
     assert [event["delay_seconds"] for event in of(events, "job_restarted")] == [1]
 
 
 def test_the_logs_of_earlier_starts_are_kept_and_the_page_says_where(job):
-    status, events = job.run("""
+    status, events = job.run(
+        """
 print("this is start", start, flush=True)
 if rank == 1:
     wait_for(f"up_{start}")
     sys.exit(3)
 mark(f"up_{start}")
 time.sleep(3600)
-""", "--max-restarts", "2", "--keep-logs", "1")
+""",
+        "--max-restarts",
+        "2",
+        "--keep-logs",
+        "1",
+    )
     folders = [event["folders"] for event in of(events, "logs_kept")]
-    assert status == 3 and [len(found) for found in folders] == [1, 1] and not Path(folders[0][0]).exists()
+    assert (
+        status == 3
+        and [len(found) for found in folders] == [1, 1]
+        and not Path(folders[0][0]).exists()
+    )
     assert folders[1][0] in "\n".join(of(events, "gave_up")[0]["page"])
-    assert [Path(folders[1][0], f"worker_{rank}.log").read_text() for rank in (0, 1)] == ["this is start 2\n"] * 2
-    assert [(job.folder / f"worker_{rank}.log").read_text() for rank in (0, 1)] == ["this is start 3\n"] * 2
+    assert [Path(folders[1][0], f"worker_{rank}.log").read_text() for rank in (0, 1)] == [
+        "this is start 2\n"
+    ] * 2
+    assert [(job.folder / f"worker_{rank}.log").read_text() for rank in (0, 1)] == [
+        "this is start 3\n"
+    ] * 2
 
 
 def test_logs_are_not_kept_if_that_is_not_wanted(job):
@@ -191,7 +260,8 @@ def test_a_command_that_cannot_start_its_ranks(job):
 
 
 def test_a_hang_is_ended_after_the_stacks_are_written(job):
-    status, events = job.run("""
+    status, events = job.run(
+        """
 import faulthandler
 if start == 2: finish()
 file = open(beat.path.removesuffix(hb.SUFFIX) + hb.STACKS, "ab")
@@ -203,15 +273,19 @@ def waits_for_ever():
 mark(f"up_{rank}")
 wait_for(f"up_{1 - rank}")
 waits_for_ever()
-""", "--hang-timeout", "1")
-    hang, = of(events, "hang_detected")
+""",
+        "--hang-timeout",
+        "1",
+    )
+    (hang,) = of(events, "hang_detected")
     assert status == 0 and of(events, "job_ended")[0]["status"] == 124
     assert hang["ranks"] and len(hang["stacks"]) == 2
     assert all("waits_for_ever" in Path(path).read_text() for path in hang["stacks"])
 
 
 def test_sigterm_reaches_the_ranks_which_save_and_no_start_follows(job):
-    job.start("""
+    job.start(
+        """
 def leave(number, frame):
     beat.set(outcome=2)
     beat.enter(hb.ENDED)
@@ -221,7 +295,10 @@ signal.signal(signal.SIGTERM, leave)
 beat.reach(1)
 mark(f"up_{rank}")
 time.sleep(3600)
-""", "--leave", "60")
+""",
+        "--leave",
+        "60",
+    )
     for rank in range(2):
         job.pid(f"up_{rank}")
     job.process.send_signal(signal.SIGTERM)
@@ -231,17 +308,22 @@ time.sleep(3600)
 
 
 def test_ranks_that_were_asked_to_stop_by_others_are_not_started_again(job):
-    status, events = job.run("beat.set(outcome=2); beat.enter(hb.ENDED); sys.exit(143)",
-                             command=None)
+    status, events = job.run(
+        "beat.set(outcome=2); beat.enter(hb.ENDED); sys.exit(143)", command=None
+    )
     assert status in (1, 143) and len(of(events, "job_started")) == 1
 
 
 def test_ranks_that_stopped_after_a_signal_of_an_unknown_sender_are_started_again(job):
     """Nobody has asked the supervisor: it may have been the signal of a failure."""
-    status, events = job.run("if start == 2: beat.reach(2); finish()\n"
-                             "beat.set(outcome=2, unasked=1, begun=1, committed=1); beat.enter(hb.ENDED); sys.exit(143)")
+    status, events = job.run(
+        "if start == 2: beat.reach(2); finish()\n"
+        "beat.set(outcome=2, unasked=1, begun=1, committed=1); beat.enter(hb.ENDED); sys.exit(143)"
+    )
     assert status == 0 and len(of(events, "job_started")) == 2
-    assert "its ranks after SIGTERM of an unknown sender" in of(events, "job_restarted")[0]["reason"]
+    assert (
+        "its ranks after SIGTERM of an unknown sender" in of(events, "job_restarted")[0]["reason"]
+    )
 
 
 def test_a_second_signal_ends_a_job_that_does_not_leave(job):
@@ -268,7 +350,7 @@ mark(f"up_{{rank}}")
     assert set(ranks) <= set(job.processes())
     job.mark("second")
     status, events = job.start(program, "--leave", "0.2").wait()
-    ended, = of(events, "orphans_ended")
+    (ended,) = of(events, "orphans_ended")
     assert status == 0 and set(ranks) <= set(ended["process_ids"])
 
 
@@ -294,11 +376,12 @@ if rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 mark("up")
 time.sleep(3600)
-""")
+""")  # noqa: E501
     assert status == 0 and of(events, "job_ended")[0]["status"] == 137
 
 
-# Rank 0 dies at step 5, rank 1 is saving it. Its training thread waits in a collective and does not handle SIGTERM.
+# Rank 0 dies at step 5, rank 1 is saving it. Its training thread waits in a collective and does not
+# handle SIGTERM.
 SAVES = """
 beat.reach(4)
 if start == 2:
@@ -324,8 +407,15 @@ SAVING = {"training": "beat.enter(hb.SAVING)", "thread": "beat.reach(5); beat.se
 @pytest.mark.parametrize("where", SAVING)
 def test_a_rank_may_finish_a_save_that_the_dead_rank_had_finished(job, where):
     """It is not asked to stop before: SIGTERM would end it at once."""
-    job.start(SAVES.format(saving=SAVING[where], died="beat.set(written=5, writing=0); beat.reach(5)", saved=True),
-              "--kill-after", "0.1", "--save-timeout", "100")
+    job.start(
+        SAVES.format(
+            saving=SAVING[where], died="beat.set(written=5, writing=0); beat.reach(5)", saved=True
+        ),
+        "--kill-after",
+        "0.1",
+        "--save-timeout",
+        "100",
+    )
     rank = job.pid("saving_1")
     job.wait_until(lambda: of(job.events(), "rank_died"))
     assert rank in job.processes()
@@ -336,8 +426,13 @@ def test_a_rank_may_finish_a_save_that_the_dead_rank_had_finished(job, where):
 
 @pytest.mark.parametrize("where", SAVING)
 def test_a_save_in_which_a_rank_died_is_not_waited_for(job, where):
-    status, events = job.run(SAVES.format(saving=SAVING[where], died="pass", saved=False), "--kill-after", "0.1",
-                             "--save-timeout", "3600")
+    status, events = job.run(
+        SAVES.format(saving=SAVING[where], died="pass", saved=False),
+        "--kill-after",
+        "0.1",
+        "--save-timeout",
+        "3600",
+    )
     assert status == 0 and len(of(events, "job_ended")) == 2
 
 
@@ -365,22 +460,31 @@ def test_a_job_that_ended_well_writes_nothing(job, memory):
     assert status == 0 and not of(events, "notice") and committed_steps(root) == []
 
 
-# ---- launchers and limits of the system --------------------------------------------------------------------------------
+# ---- launchers and limits of the system ----------------------------------------------------------
+
 
 def test_a_launcher_that_returns_at_once_ends_nothing(job):
-    """The ranks make their first heartbeat later, and the job ends when they have: killed by nobody, and judged by their ends."""
-    program = "time.sleep(1)\n" + FINISHED                 # the preamble has made the heartbeat; the launcher is gone by then
+    """The ranks make their first heartbeat later, and the job ends when they have: killed by
+    nobody, and judged by their ends."""
+    # the preamble has made the heartbeat; the launcher is gone by then
+    program = "time.sleep(1)\n" + FINISHED
     command = f"(sleep 1; exec {sys.executable} rank.py) & exit 0"
     status, events = job.run(program, command=["sh", "-c", command])
     [ended] = of(events, "job_ended")
     assert status == ended["status"] == 0 and len(of(events, "job_started")) == 1
     status, events = job.run("sys.exit(5 if start == 1 else 0)", command=["sh", "-c", command])
-    assert status == 0 and len(of(events, "job_started")) == 2 and of(events, "rank_died")[0]["status"] == 5
+    assert (
+        status == 0
+        and len(of(events, "job_started")) == 2
+        and of(events, "rank_died")[0]["status"] == 5
+    )
 
 
 def test_what_a_launcher_left_is_looked_for_once_more_when_it_has_ended(job):
     """It had begun after the last look at the process table, so the job counted as finished."""
-    supervisor = ("-c", """
+    supervisor = (
+        "-c",
+        """
 import runpy
 from mindresume.supervisor.members import Members
 read = Members.refresh
@@ -389,9 +493,12 @@ def refresh(members, heartbeats=(), now=True):
         read(members, heartbeats, now)
 Members.refresh = refresh
 runpy.run_module("mindresume", run_name="__main__")
-""")
+""",
+    )
     command = f"sleep 0.5; (sleep 1; exec {sys.executable} rank.py) & exit 0"
-    status, events = job.start("sys.exit(5 if start == 1 else 0)", command=["sh", "-c", command], supervisor=supervisor).wait()
+    status, events = job.start(
+        "sys.exit(5 if start == 1 else 0)", command=["sh", "-c", command], supervisor=supervisor
+    ).wait()
     assert status == 0 and [event["status"] for event in of(events, "job_ended")] == [5, 0]
 
 
@@ -403,7 +510,10 @@ if start == 1:
     sys.exit(9)
 finish()
 """
-    command = f"[ -e rank.py ] || {{ mv away.py rank.py; exec {sys.executable} nothing.py; }}; exec {sys.executable} rank.py"
+    command = (
+        f"[ -e rank.py ] || {{ mv away.py rank.py; exec {sys.executable} nothing.py; }}; "
+        f"exec {sys.executable} rank.py"
+    )
     status, events = job.run(program, command=["sh", "-c", command])
     assert status == 0 and [event["status"] for event in of(events, "job_ended")] == [9, 2, 0]
 
@@ -412,19 +522,28 @@ def test_a_script_whose_interpreter_does_not_exist_is_wrong_use(job):
     (job.folder / "train").write_text("#!/no/such/interpreter\n")
     (job.folder / "train").chmod(0o755)
     status, events = job.run("", command=["./train"])
-    assert status == 2 and "cannot be started" in events[-1]["reason"] and not of(events, "job_restarted")
+    assert (
+        status == 2
+        and "cannot be started" in events[-1]["reason"]
+        and not of(events, "job_restarted")
+    )
 
 
 def test_an_ignored_sigchld_changes_no_status(job):
-    supervisor = ("-c", "import signal, runpy; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
-                        "runpy.run_module('mindresume', run_name='__main__')")
+    supervisor = (
+        "-c",
+        "import signal, runpy; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "runpy.run_module('mindresume', run_name='__main__')",
+    )
     status, events = job.start("finish()", supervisor=supervisor).wait()
     assert status == 0 and len(of(events, "job_started")) == 1
 
 
 def test_the_limit_of_open_files_ends_no_supervisor(job):
     """It cannot read the process table for a while."""
-    supervisor = ("-c", """
+    supervisor = (
+        "-c",
+        """
 import os, runpy
 real, looks = os.listdir, iter(range(1000))
 def listdir(path="."):
@@ -433,8 +552,11 @@ def listdir(path="."):
     return real(path)
 os.listdir = listdir
 runpy.run_module('mindresume', run_name='__main__')
-""")
-    status, events = job.start("beat.reach(1); time.sleep(4); finish()", supervisor=supervisor).wait()
+""",
+    )
+    status, events = job.start(
+        "beat.reach(1); time.sleep(4); finish()", supervisor=supervisor
+    ).wait()
     assert status == 0 and len(of(events, "job_started")) == 1, job.errors()
 
 
@@ -453,7 +575,7 @@ evidence._PATIENCE = job.PATIENCE = supervisor.PATIENCE = 0.5
 defaults = evidence.BackgroundHandler.__init__.__defaults__
 evidence.BackgroundHandler.__init__.__defaults__ = (*defaults[:-1], 0.5)
 runpy.run_module("mindresume", run_name="__main__")
-"""
+"""  # noqa: E501
 
 
 def test_a_hanging_disk_and_a_full_pipe_do_not_keep_a_supervisor_from_its_work(job):
@@ -464,7 +586,8 @@ def test_a_hanging_disk_and_a_full_pipe_do_not_keep_a_supervisor_from_its_work(j
         while True:
             os.write(writer, bytes(1 << 12))
     os.set_blocking(writer, True)
-    job.start(f"""
+    job.start(
+        f"""
 beat.set_output(os.path.join(folder, "hanging"))
 beat.reach(5)
 mark(f"up_{{start}}_{{rank}}")
@@ -472,11 +595,15 @@ if start == 1 and rank == 0:
     wait_for("up_1_1")
     os._exit(7)
 {LINGER}
-""", supervisor=("-c", HANGING), pipe=writer)
+""",
+        supervisor=("-c", HANGING),
+        pipe=writer,
+    )
     job.pid("up_2_0"), job.pid("up_2_1")
     job.process.send_signal(signal.SIGTERM)
     job.wait_until(lambda: not job.processes())
-    job.process.send_signal(signal.SIGTERM)                     # gives up what memory may have: its disk hangs
+    # gives up what memory may have: its disk hangs
+    job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(120) == 143
     os.close(reader)
     os.close(writer)

@@ -22,8 +22,13 @@ from mindresume.tensor_files import (
     tensor_checksum,
 )
 
-TENSORS = {"weight": np.arange(3 * CHUNK // 8, dtype=np.float64).reshape(3, -1), "view": np.arange(6.0).reshape(2, 3).T,
-           "half": np.ones(5, ml_dtypes.bfloat16), "step": np.array(3), "empty": np.zeros((0, 2))}
+TENSORS = {
+    "weight": np.arange(3 * CHUNK // 8, dtype=np.float64).reshape(3, -1),
+    "view": np.arange(6.0).reshape(2, 3).T,
+    "half": np.ones(5, ml_dtypes.bfloat16),
+    "step": np.array(3),
+    "empty": np.zeros((0, 2)),
+}
 
 
 def written(fmt, tensors=None):
@@ -36,7 +41,9 @@ def written(fmt, tensors=None):
 def test_checksums_while_writing_match_the_bytes(fmt):
     data, sums = written(fmt)
     assert (sums.file, sums.size) == (xxh3_128_hexdigest(data), len(data))
-    assert sums.tensors == {name: xxh3_128_hexdigest(array.tobytes()) for name, array in TENSORS.items()}
+    assert sums.tensors == {
+        name: xxh3_128_hexdigest(array.tobytes()) for name, array in TENSORS.items()
+    }
 
 
 def test_a_tensor_has_one_checksum_in_both_formats_however_it_is_split(monkeypatch):
@@ -44,7 +51,10 @@ def test_a_tensor_has_one_checksum_in_both_formats_however_it_is_split(monkeypat
     data, sums = written("ckpt")
     assert sums.tensors == written("safetensors")[1].tensors
     entry = read_header(io.BytesIO(data), "x.ckpt").tensors["weight"]
-    assert len(entry.ranges) == 10 and tensor_checksum(io.BytesIO(data), entry) == sums.tensors["weight"]
+    assert (
+        len(entry.ranges) == 10
+        and tensor_checksum(io.BytesIO(data), entry) == sums.tensors["weight"]
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -91,11 +101,21 @@ def test_pieces_of_a_tensor_must_be_contiguous():
 def test_reading_needs_one_buffer_however_large_the_file(monkeypatch):
     monkeypatch.setattr(tensor_files, "CHUNK", 16)
     data, seen = bytes(range(100)), []
-    assert file_checksum(io.BytesIO(data), seen.append) == (xxh3_128_hexdigest(data), 100) and seen == [16] * 6 + [4]
+    assert file_checksum(io.BytesIO(data), seen.append) == (
+        xxh3_128_hexdigest(data),
+        100,
+    ) and seen == [16] * 6 + [4]
 
 
-@pytest.mark.parametrize("array", [np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(12.0).reshape(3, 4).T,
-                                   np.array(7, np.int64), np.zeros((0, 3), np.float16)])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12, dtype=np.float32).reshape(3, 4),
+        np.arange(12.0).reshape(3, 4).T,
+        np.array(7, np.int64),
+        np.zeros((0, 3), np.float16),
+    ],
+)
 def test_a_tensor_in_memory_has_the_checksum_of_its_bytes_in_the_file(array):
     result = Checksums()
     for _ in checksummed(encode("safetensors", {"w": array}, {}), result):

@@ -14,12 +14,17 @@ RANDOM = np.random.default_rng(0)
 
 
 def random_array(dtype, shape):
-    raw = np.frombuffer(RANDOM.bytes(np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))), np.uint8)
+    raw = np.frombuffer(
+        RANDOM.bytes(np.dtype(dtype).itemsize * int(np.prod(shape, dtype=int))), np.uint8
+    )
     return (raw & 1 if dtype == "?" else raw).view(dtype).reshape(shape)
 
 
-TENSORS = {f"{np.dtype(dtype).name}.{len(shape)}": random_array(dtype, shape) for shape in ((), (0, 2), (3, 5))
-           for dtype in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")}
+TENSORS = {
+    f"{np.dtype(dtype).name}.{len(shape)}": random_array(dtype, shape)
+    for shape in ((), (0, 2), (3, 5))
+    for dtype in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")
+}
 
 
 def content(tensors, metadata=None):
@@ -27,7 +32,9 @@ def content(tensors, metadata=None):
 
 
 def described(tensors):
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()}
+    return {
+        name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()
+    }
 
 
 def file_of(table, data=b"", pad=True):
@@ -38,7 +45,11 @@ def file_of(table, data=b"", pad=True):
 
 
 def row(begin, end, shape=None, dtype="U8"):
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+    }
 
 
 def test_the_real_library_reads_ours(tmp_path):
@@ -59,15 +70,25 @@ def test_we_read_what_the_real_library_writes():
 
 
 def test_our_files_are_byte_for_byte_those_of_the_real_library():
-    tensors = {"b": np.arange(3, dtype=np.int8), "a": np.arange(4, dtype=np.float32), "c": np.ones((2, 2), np.int64)}
+    tensors = {
+        "b": np.arange(3, dtype=np.int8),
+        "a": np.arange(4, dtype=np.float32),
+        "c": np.ones((2, 2), np.int64),
+    }
     assert content(tensors) == save(tensors)
 
 
-@pytest.mark.parametrize("dtype, tag", [(ml_dtypes.bfloat16, "BF16"), (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
-                                        (ml_dtypes.float8_e5m2, "F8_E5M2")])
+@pytest.mark.parametrize(
+    "dtype, tag",
+    [
+        (ml_dtypes.bfloat16, "BF16"),
+        (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+        (ml_dtypes.float8_e5m2, "F8_E5M2"),
+    ],
+)
 def test_narrow_floats_keep_every_bit_pattern(dtype, tag):
     width = np.dtype(dtype).itemsize
-    array = np.arange(256 ** width, dtype=f"u{width}").view(dtype)
+    array = np.arange(256**width, dtype=f"u{width}").view(dtype)
     data = content({"w": array})
     described_row = dict(safetensors.deserialize(data))["w"]
     assert (described_row["dtype"], bytes(described_row["data"])) == (tag, array.tobytes())
@@ -78,7 +99,10 @@ def test_narrow_floats_keep_every_bit_pattern(dtype, tag):
 
 def test_every_tensor_is_aligned():
     header = read_header(io.BytesIO(content(TENSORS, {"a": "b" * 5})), "x.safetensors")
-    assert all(entry.ranges[0][0] % np.dtype(entry.dtype).itemsize == 0 for entry in header.tensors.values())
+    assert all(
+        entry.ranges[0][0] % np.dtype(entry.dtype).itemsize == 0
+        for entry in header.tensors.values()
+    )
     assert min(entry.ranges[0][0] for entry in header.tensors.values()) % 8 == 0
 
 
@@ -86,11 +110,18 @@ def test_a_file_without_tensors():
     assert read_header(io.BytesIO(content({})), "x.safetensors").tensors == {} == load(content({}))
 
 
-@pytest.mark.parametrize("tensors, metadata, says", [
-    ({"__metadata__": np.zeros(1)}, {}, "cannot be the name of a tensor"),
-    ({"step": np.zeros(1)}, {"step": "7"}, "step cannot be both a tensor and a key of the metadata"),
-    ({"text": np.array("x")}, {}, "cannot hold dtype str"),
-])
+@pytest.mark.parametrize(
+    "tensors, metadata, says",
+    [
+        ({"__metadata__": np.zeros(1)}, {}, "cannot be the name of a tensor"),
+        (
+            {"step": np.zeros(1)},
+            {"step": "7"},
+            "step cannot be both a tensor and a key of the metadata",
+        ),
+        ({"text": np.array("x")}, {}, "cannot hold dtype str"),
+    ],
+)
 def test_tensors_that_mindspore_or_the_library_cannot_load_are_not_written(tensors, metadata, says):
     with pytest.raises(ValueError, match=says):
         encode("safetensors", tensors, metadata)
@@ -100,8 +131,14 @@ HOSTILE = {
     "empty file": (b"", "at least 8 bytes, found 0"),
     "seven bytes": (b"\x02" + bytes(6), "at least 8 bytes, found 7"),
     "header length huge": (b"\xff" * 8 + b"{}", "truncated, or not a safetensors file"),
-    "header over the limit": ((100_000_001).to_bytes(8, "little") + b"{}", "the limit is 100000000"),
-    "header longer than the file": ((3).to_bytes(8, "little") + b"{}", "should have 3 bytes; the file has 2"),
+    "header over the limit": (
+        (100_000_001).to_bytes(8, "little") + b"{}",
+        "the limit is 100000000",
+    ),
+    "header longer than the file": (
+        (3).to_bytes(8, "little") + b"{}",
+        "should have 3 bytes; the file has 2",
+    ),
     "header of no bytes": (bytes(8), "the header begins with"),
     "zeros": (bytes(64), "the header begins with"),
     "leading space": (file_of(b" {}"), "the header begins with"),
@@ -111,34 +148,70 @@ HOSTILE = {
     "an enormous number": (file_of(b'{"a": ' + b"9" * 10000 + b"}"), "not JSON|should have dtype"),
     "deeply nested": (file_of(b'{"a":' + b"[" * 200_000), "not JSON"),
     "two objects": (file_of(b"{}{}"), "not JSON"),
-    "duplicate tensor": (file_of(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
-                                 b'"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"x"),
-                         "'a' occurs twice"),
-    "duplicate key in a tensor": (file_of(b'{"a": {"dtype": "U8", "dtype": "I8", "shape": [1], '
-                                          b'"data_offsets": [0, 1]}}', b"x"), "'dtype' occurs twice"),
+    "duplicate tensor": (
+        file_of(
+            b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
+            b'"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}',
+            b"x",
+        ),
+        "'a' occurs twice",
+    ),
+    "duplicate key in a tensor": (
+        file_of(
+            b'{"a": {"dtype": "U8", "dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}', b"x"
+        ),
+        "'dtype' occurs twice",
+    ),
     "duplicate metadata": (file_of(b'{"__metadata__": {"a": "1", "a": "2"}}'), "'a' occurs twice"),
     "metadata not text": (file_of({"__metadata__": {"a": 1}}), "strings to strings"),
     "metadata no object": (file_of({"__metadata__": "a"}), "strings to strings"),
     "tensor no object": (file_of({"a": 1}), "should have dtype, shape and data_offsets"),
-    "key missing": (file_of({"a": {"dtype": "U8", "shape": []}}), "should have dtype, shape and data_offsets"),
+    "key missing": (
+        file_of({"a": {"dtype": "U8", "shape": []}}),
+        "should have dtype, shape and data_offsets",
+    ),
     "unknown dtype": (file_of({"a": row(0, 1, dtype="F4")}, b"x"), "unknown dtype 'F4'"),
     "dtype no text": (file_of({"a": row(0, 1, dtype=["U8"])}, b"x"), "unknown dtype"),
     "negative size": (file_of({"a": row(0, 1, [-1])}, b"x"), "expected a list of sizes"),
     "size a truth value": (file_of({"a": row(0, 1, [True])}, b"x"), "expected a list of sizes"),
     "size a fraction": (file_of({"a": row(0, 1, [1.0])}, b"x"), "expected a list of sizes"),
     "offsets backwards": (file_of({"a": row(1, 0, [1])}, b"x"), "not \\[begin, end\\]"),
-    "one offset": (file_of({"a": {**row(0, 1), "data_offsets": [0]}}, b"x"), "not \\[begin, end\\]"),
+    "one offset": (
+        file_of({"a": {**row(0, 1), "data_offsets": [0]}}, b"x"),
+        "not \\[begin, end\\]",
+    ),
     "offset huge": (file_of({"a": row(0, 2**63, [2**63 - 1])}, b"x"), "not \\[begin, end\\]"),
-    "too few bytes for the shape": (file_of({"a": row(0, 4, [2], "F32")}, b"xxxx"), "needs 8 bytes, the file has 4"),
+    "too few bytes for the shape": (
+        file_of({"a": row(0, 4, [2], "F32")}, b"xxxx"),
+        "needs 8 bytes, the file has 4",
+    ),
     "product overflows": (file_of({"a": row(0, 0, [2**62, 2**62])}), "impossible shape"),
-    "product overflows beside a zero": (file_of({"a": row(0, 0, [0, 2**62, 2**62])}), "impossible shape"),
+    "product overflows beside a zero": (
+        file_of({"a": row(0, 0, [0, 2**62, 2**62])}),
+        "impossible shape",
+    ),
     "too many dimensions": (file_of({"a": row(0, 1, [1] * 33)}, b"x"), "impossible shape"),
-    "overlap": (file_of({"a": row(0, 4), "b": row(2, 6)}, b"x" * 6), "b should begin at byte .* a gap or an overlap"),
-    "same bytes twice": (file_of({"a": row(0, 4), "b": row(0, 4)}, b"x" * 4), "a gap or an overlap"),
-    "gap": (file_of({"a": row(0, 4), "b": row(5, 6)}, b"x" * 6), "b should begin at byte .* a gap or an overlap"),
+    "overlap": (
+        file_of({"a": row(0, 4), "b": row(2, 6)}, b"x" * 6),
+        "b should begin at byte .* a gap or an overlap",
+    ),
+    "same bytes twice": (
+        file_of({"a": row(0, 4), "b": row(0, 4)}, b"x" * 4),
+        "a gap or an overlap",
+    ),
+    "gap": (
+        file_of({"a": row(0, 4), "b": row(5, 6)}, b"x" * 6),
+        "b should begin at byte .* a gap or an overlap",
+    ),
     "gap at the front": (file_of({"a": row(1, 4)}, b"x" * 4), "a gap or an overlap"),
-    "one byte missing": (file_of({"a": row(0, 4)}, b"xxx"), "describes a file of 76 bytes, found 75: truncated"),
-    "one byte too many": (file_of({"a": row(0, 4)}, b"xxxxx"), "describes a file of 76 bytes, found 77: data was"),
+    "one byte missing": (
+        file_of({"a": row(0, 4)}, b"xxx"),
+        "describes a file of 76 bytes, found 75: truncated",
+    ),
+    "one byte too many": (
+        file_of({"a": row(0, 4)}, b"xxxxx"),
+        "describes a file of 76 bytes, found 77: data was",
+    ),
     "trailing bytes without tensors": (file_of({}, b"x"), "data was appended"),
 }
 
@@ -150,12 +223,23 @@ def test_hostile_files(data, says):
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("table", [
-    {}, {"a": row(0, 3)}, {"b": row(3, 3, [0]), "a": row(0, 3), "c": row(3, 3, [2, 0], "F32")},
-])
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        {"a": row(0, 3)},
+        {"b": row(3, 3, [0]), "a": row(0, 3), "c": row(3, 3, [2, 0], "F32")},
+    ],
+)
 def test_sound_files_of_others_are_read(table):
-    data = file_of(table, b"x" * max((r["data_offsets"][1] for r in table.values()), default=0), pad=False)
-    assert sorted(read_header(io.BytesIO(data), "x.safetensors").tensors) == sorted(table) == sorted(load(data))
+    data = file_of(
+        table, b"x" * max((r["data_offsets"][1] for r in table.values()), default=0), pad=False
+    )
+    assert (
+        sorted(read_header(io.BytesIO(data), "x.safetensors").tensors)
+        == sorted(table)
+        == sorted(load(data))
+    )
 
 
 def test_a_file_cut_at_a_tensor_boundary_is_refused_with_both_sizes():
@@ -163,5 +247,7 @@ def test_a_file_cut_at_a_tensor_boundary_is_refused_with_both_sizes():
     for entry in read_header(io.BytesIO(data), "x.safetensors").tensors.values():
         cut = entry.ranges[0][0]
         if cut < len(data):
-            with pytest.raises(CorruptFileError, match=f"a file of {len(data)} bytes, found {cut}: truncated"):
+            with pytest.raises(
+                CorruptFileError, match=f"a file of {len(data)} bytes, found {cut}: truncated"
+            ):
                 read_header(io.BytesIO(data[:cut]), "x.safetensors")

@@ -1,4 +1,5 @@
 """A file that is read once gives the same arrays and the same checksum as two readings."""
+
 import io
 import os
 
@@ -8,11 +9,22 @@ import pytest
 
 from mindresume import tensor_files
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files import encode, file_checksum, read_header, read_into, read_tensor, read_whole
+from mindresume.tensor_files import (
+    encode,
+    file_checksum,
+    read_header,
+    read_into,
+    read_tensor,
+    read_whole,
+)
 
-TENSORS = {"weight": np.arange(5000, dtype=np.float32).reshape(50, 100), "step": np.array(7, np.int32),
-           "empty": np.zeros((0, 3), np.float16), "other_empty": np.zeros((0, 3), np.float16),
-           "half": np.arange(333, dtype=np.float32).astype(ml_dtypes.bfloat16)}
+TENSORS = {
+    "weight": np.arange(5000, dtype=np.float32).reshape(50, 100),
+    "step": np.array(7, np.int32),
+    "empty": np.zeros((0, 3), np.float16),
+    "other_empty": np.zeros((0, 3), np.float16),
+    "half": np.arange(333, dtype=np.float32).astype(ml_dtypes.bfloat16),
+}
 
 
 @pytest.fixture(params=["safetensors", "ckpt"])
@@ -33,7 +45,11 @@ def test_arrays_and_checksum(path, monkeypatch, chunk):
         assert (checksum, sum(counts)) == file_checksum(file)
         for name in TENSORS:
             found, expected = arrays[header.tensors[name]], read_tensor(file, header.tensors[name])
-            assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+            assert (found.dtype, found.shape, found.tobytes()) == (
+                expected.dtype,
+                expected.shape,
+                expected.tobytes(),
+            )
             assert found.flags.writeable and found.flags.c_contiguous
 
 
@@ -55,13 +71,22 @@ def test_only_files_of_the_operating_system(path):
 def test_arrays_that_follow_each_other_share_arenas(monkeypatch):
     monkeypatch.setattr(tensor_files, "ARENA", 10_000)
     monkeypatch.setattr(tensor_files, "_SMALL", 9_000)
-    found = tensor_files.new_memory({"a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1})
+    found = tensor_files.new_memory(
+        {"a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1}
+    )
     assert {name: array.nbytes for name, array in found.items()} == {
-        "a": 4_000, "b": 4_001, "empty": 0, "large": 50_000, "c": 9_990, "d": 1}
+        "a": 4_000,
+        "b": 4_001,
+        "empty": 0,
+        "large": 50_000,
+        "c": 9_990,
+        "d": 1,
+    }
     for number, array in enumerate(found.values()):
         assert array.flags.writeable and array.ctypes.data % 16 == 0
         array[:] = number
-    assert all((array == number).all() for number, array in enumerate(found.values()))       # they do not overlap
+    # they do not overlap
+    assert all((array == number).all() for number, array in enumerate(found.values()))
     assert np.shares_memory(found["a"].base, found["b"].base)
     assert not np.shares_memory(found["b"].base, found["large"].base)
 
@@ -76,12 +101,17 @@ def handle(tmp_path):
 
 def test_bytes_are_read_from_a_position_in_as_many_calls_as_it_takes(handle, monkeypatch):
     read = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda handle, buffers, position: read(handle, [buffers[0][:2]], position))
+    monkeypatch.setattr(
+        os, "preadv", lambda handle, buffers, position: read(handle, [buffers[0][:2]], position)
+    )
     out = bytearray(5)
     read_into(handle, 3, memoryview(out), "file")
     assert out == b"34567"
 
 
 def test_a_file_that_ends_before_is_truncated(handle):
-    with pytest.raises(CorruptFileError, match="file: the file ends at byte 10, 2 bytes are expected from there: truncated"):
+    with pytest.raises(
+        CorruptFileError,
+        match="file: the file ends at byte 10, 2 bytes are expected from there: truncated",
+    ):
         read_into(handle, 8, memoryview(bytearray(4)), "file")

@@ -1,8 +1,11 @@
-"""Makes the ``CheckpointCallback`` that takes the place of mindformers' own in its PyNative trainer, with the same arguments.
+"""Makes the ``CheckpointCallback`` that takes the place of mindformers' own in its PyNative
+trainer, with the same arguments.
 
-``mindresume.saving.checkpoint_manager`` implements the protocol of saving; this module calls it at the events of the trainer.
-Checkpoints of the adapters of LoRA alone (``save_trainable_only``) are left to mindformers.
+``mindresume.saving.checkpoint_manager`` implements the protocol of saving; this module calls it at
+the events of the trainer. Checkpoints of the adapters of LoRA alone (``save_trainable_only``) are
+left to mindformers.
 """
+
 from __future__ import annotations
 
 import os
@@ -51,54 +54,98 @@ class RunSaver:
         self._layouts: Layouts = {}
 
     def begin(self, run: TrainingRun, model: Any, optimizer: Any) -> None:
-        """Opens the save session together with the other ranks, cleans up, and restores the random state."""
+        """Opens the save session together with the other ranks, cleans up, and restores the random
+        state."""
         if self.manager is not None and run.context.monitor is self.manager:
-            return                              # the training begins again in its process: session and state go on
+            # the training begins again in its process: session and state go on
+            return
         context, asked = run.context, self._asked
-        options = SaveOptions(os.path.realpath(asked["save_path"]), asked["prefix"], asked["save_interleaved_steps"],
-                              async_save=asked["async_save"], iterations=True, shown=asked["save_path"],
-                              samples_in_common=run.samples_in_common, since=self._since,
-                              retention=policy_of(asked["save_max"], 0, context.settings.retention))
+        options = SaveOptions(
+            os.path.realpath(asked["save_path"]),
+            asked["prefix"],
+            asked["save_interleaved_steps"],
+            async_save=asked["async_save"],
+            iterations=True,
+            shown=asked["save_path"],
+            samples_in_common=run.samples_in_common,
+            since=self._since,
+            retention=policy_of(asked["save_max"], 0, context.settings.retention),
+        )
         self.run = run
         self.manager = training_saves.open_directory(context, options)
         optimizer = None if asked["no_save_optim"] else optimizer
-        self._layouts = layouts_of(model, optimizer, shapes_of(all_parameters(model, optimizer)), context)
-        training_saves.begin_saving(self.manager, context, int(run.trainer.state.global_step), self.manager)
+        self._layouts = layouts_of(
+            model, optimizer, shapes_of(all_parameters(model, optimizer)), context
+        )
+        training_saves.begin_saving(
+            self.manager, context, int(run.trainer.state.global_step), self.manager
+        )
         self.manager.handle_preemption((), context.requests)
         self.manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
 
-    # ---- collecting --------------------------------------------------------------------------------------------------
+    # ---- collecting ------------------------------------------------------------------------------
 
     def shard(self, state: Any, objects: dict[str, Any]) -> Shard:
         """Returns everything that a resume needs."""
         optimizer = None if self._asked["no_save_optim"] else objects.get("optimizer")
         of_model = model_parameters(objects["model"])
         of_optimizer = optimizer_parameters(optimizer, of_model)
-        target, deduplicates = self.manager.target, bool(self._asked["remove_redundancy"]) and bool(self._layouts)
+        target, deduplicates = (
+            self.manager.target,
+            bool(self._asked["remove_redundancy"]) and bool(self._layouts),
+        )
         files = [tensors_of(of_model), tensors_of(of_optimizer)]
         if deduplicates:
             share = live.own_share({**files[0], **files[1]}, self._layouts, target.rank)
-            files = [{name: array for name, array in file.items() if name not in self._layouts or name in share}
-                     for file in files]
+            files = [
+                {
+                    name: array
+                    for name, array in file.items()
+                    if name not in self._layouts or name in share
+                }
+                for file in files
+            ]
         training = self.training_state(state, optimizer, objects.get("loss"))
-        return iteration_shard(self._asked["prefix"], target, training, files[0], files[1] if optimizer is not None else None,
-                               self._layouts, live.capture_random(), deduplicates)
+        return iteration_shard(
+            self._asked["prefix"],
+            target,
+            training,
+            files[0],
+            files[1] if optimizer is not None else None,
+            self._layouts,
+            live.capture_random(),
+            deduplicates,
+        )
 
     def training_state(self, state: Any, optimizer: Any, loss: Any) -> TrainingState:
         """Returns the training state after the step of ``state``."""
         run, step = self.run, int(state.global_step)
         counter = getattr(optimizer, COUNTER, None)
         scale = getattr(state, "loss_scale", None)
-        metrics = {**loss_metric(None if loss is None else local(loss)), **run.context.progress.metrics}
-        return TrainingState(step, run.steps_per_pass, step if counter is None else number(counter, int),
-                             int(run.trainer.global_batch_size), None if scale is None else float(scale), None,
-                             run.steps_per_pass, metrics, None, *run.data_at(step),
-                             adapter.ARRANGEMENT, saved_fields(run.trainer))
+        metrics = {
+            **loss_metric(None if loss is None else local(loss)),
+            **run.context.progress.metrics,
+        }
+        return TrainingState(
+            step,
+            run.steps_per_pass,
+            step if counter is None else number(counter, int),
+            int(run.trainer.global_batch_size),
+            None if scale is None else float(scale),
+            None,
+            run.steps_per_pass,
+            metrics,
+            None,
+            *run.data_at(step),
+            adapter.ARRANGEMENT,
+            saved_fields(run.trainer),
+        )
 
 
 class _PyNativeState(StepState):
-    """The state of a PyNative training at the end of a step. ``objects``: what the trainer passes to its callbacks by name."""
+    """The state of a PyNative training at the end of a step. ``objects``: what the trainer passes
+    to its callbacks by name."""
 
     def __init__(self, saver: RunSaver, state: Any, objects: dict[str, Any]):
         self.step = int(state.global_step)
@@ -109,27 +156,41 @@ class _PyNativeState(StepState):
 
 
 class RunCallback:
-    """Saves the checkpoints of a training. Its arguments are those of mindformers' ``CheckpointCallback`` in the installed
-    release, from which the class that is used inherits, too (``make_callback_class``). That one saves what is left to it.
+    """Saves the checkpoints of a training. Its arguments are those of mindformers'
+    ``CheckpointCallback`` in the installed release, from which the class that is used inherits, too
+    (``make_callback_class``). That one saves what is left to it.
 
     Raises:
-        SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or after ``max_failed_saves``
-            failures in a row.
+        SaveError: In a step, if a save failed and ``mindresume.on_save_error`` is ``raise``, or
+            after ``max_failed_saves`` failures in a row.
         LeaseHeldError: Another job saves into the folder.
     """
+
     built_in: type
 
     def __init__(self, *args: Any, **kwargs: Any):
         asked = Call(self.built_in.__init__, (self, *args), kwargs).arguments
         super().__init__(**{name: value for name, value in asked.items() if name != "self"})
-        self._mindresume = None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
+        self._mindresume = (
+            None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
+        )
 
     def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
         context = training_context.current()
         if self._mindresume is None:
-            context.emit(Notice("save_trainable_only: the checkpoints of adapters alone are saved by mindformers"))
+            context.emit(
+                Notice(
+                    "save_trainable_only: the checkpoints of adapters alone are saved by "
+                    "mindformers"
+                )
+            )
         elif context.run is None:
-            context.emit(Notice("this training was not started by Trainer.train, so mindformers saves its checkpoints"))
+            context.emit(
+                Notice(
+                    "this training was not started by Trainer.train, so mindformers saves its "
+                    "checkpoints"
+                )
+            )
             self._mindresume = None
         if self._mindresume is None:
             super().on_train_begin(args, state, **kwargs)
@@ -141,27 +202,43 @@ class RunCallback:
         saver = self._mindresume
         if saver is None:
             super().on_step_end(args, state, **kwargs)
-        elif training_saves.end_step(saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs)):
-            state.max_steps = state.global_step         # the condition of the trainer's loop: a rank was asked to stop
+        elif training_saves.end_step(
+            saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs)
+        ):
+            # the condition of the trainer's loop: a rank was asked to stop
+            state.max_steps = state.global_step
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         saver = self._mindresume
         if saver is None:
             super().on_train_end(args, state, **kwargs)
         else:
-            training_saves.end_training(saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs))
+            training_saves.end_training(
+                saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs)
+            )
 
 
 def make_callback_class(built_in: type) -> type:
     """Returns the callback that takes the place of ``built_in`` in the trainer."""
-    return type("CheckpointCallback", (RunCallback, built_in), {"built_in": built_in, "__doc__": RunCallback.__doc__})
+    return type(
+        "CheckpointCallback",
+        (RunCallback, built_in),
+        {"built_in": built_in, "__doc__": RunCallback.__doc__},
+    )
 
 
 def check_callbacks(trainer: Any, built_in: type) -> None:
-    """Raises ConfigError if two callbacks would save into the same folder, for example one of the user's."""
-    folders = [os.path.realpath(callback.save_path) for callback in trainer.callback_handler.callbacks
-               if isinstance(callback, built_in)]
+    """Raises ConfigError if two callbacks would save into the same folder, for example one of the
+    user's."""
+    folders = [
+        os.path.realpath(callback.save_path)
+        for callback in trainer.callback_handler.callbacks
+        if isinstance(callback, built_in)
+    ]
     twice = next((folder for folder in folders if folders.count(folder) > 1), None)
     if twice is not None:
-        raise ConfigError(f"two callbacks of type {built_in.__name__} save into {twice}: each would overwrite and remove "
-                          f"checkpoints of the other. Remove one of them, or give it another save_path")
+        raise ConfigError(
+            f"two callbacks of type {built_in.__name__} save into {twice}: each would overwrite "
+            "and remove "
+            f"checkpoints of the other. Remove one of them, or give it another save_path"
+        )

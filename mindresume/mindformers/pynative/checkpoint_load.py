@@ -1,12 +1,15 @@
 """Selects and loads the checkpoint of a PyNative training.
 
-    load_path ─▶ the selection by all ranks ─▶ plan ─▶ counters of the trainer, position in its data ─▶ regions of this rank
+    load_path ─▶ the selection by all ranks ─▶ plan ─▶ counters of the trainer, position in its data
+        ─▶ regions of this rank
     ─▶ parameters of models and optimizer ─▶ float32 copies that the checkpoint does not have
 
-Sources are the same as for the graph trainer with Checkpoint 2.0: iteration folders of any layout, written by mindresume or by
-mindformers, by the PyNative trainer or by the graph trainer. Names and shapes of both are equal, so the map between them is the
-identity, if both arrange the elements within the tensors equally.
+Sources are the same as for the graph trainer with Checkpoint 2.0: iteration folders of any layout,
+written by mindresume or by mindformers, by the PyNative trainer or by the graph trainer. Names and
+shapes of both are equal, so the map between them is the identity, if both arrange the elements
+within the tensors equally.
 """
+
 from __future__ import annotations
 
 import sys
@@ -48,14 +51,18 @@ from mindresume.storage.posix import PosixStorage
 
 
 def is_left_to_mindformers(run: TrainingRun, path: str) -> bool:
-    """Returns whether mindformers loads ``path`` with its own code: Hugging Face weights, and the adapters of LoRA on a base."""
+    """Returns whether mindformers loads ``path`` with its own code: Hugging Face weights, and the
+    adapters of LoRA on a base."""
     checkpoint = run.config["checkpoint"]
     if checkpoint.get("base_load_path"):
         reason = "base_load_path: the adapters of LoRA are loaded by mindformers"
     elif run_on_rank0(run.context.group, partial(is_pretrained, PosixStorage(), str(path))):
-        if not hasattr(sys.modules[PYNATIVE_TRAINER], "is_hf_checkpoint"):         # before 2.1.0
-            raise ConfigError(f"{path} holds Hugging Face weights, which the PyNative trainer of this mindformers cannot load. "
-                              f"Use mindformers 2.1.0, or convert the weights first and set no_load_optim: True")
+        if not hasattr(sys.modules[PYNATIVE_TRAINER], "is_hf_checkpoint"):  # before 2.1.0
+            raise ConfigError(
+                f"{path} holds Hugging Face weights, which the PyNative trainer of this "
+                "mindformers cannot load. "
+                f"Use mindformers 2.1.0, or convert the weights first and set no_load_optim: True"
+            )
         reason = f"{path} holds Hugging Face weights, which mindformers loads"
     else:
         return False
@@ -67,22 +74,39 @@ def load(run: TrainingRun, path: str) -> None:
     """Selects the checkpoint and loads it into the trainer. Without one the training starts afresh.
 
     Raises:
-        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks together.
-        TrainingCompleteError: The checkpoint is of the last step.
+        NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks
+        together. TrainingCompleteError: The checkpoint is of the last step.
     """
     context, model = run.context, run.config.get("model") or {}
-    for key, value in adapter.ARRANGEMENT.items():          # a checkpoint of mindformers does not tell how it was made
+    # a checkpoint of mindformers does not tell how it was made
+    for key, value in adapter.ARRANGEMENT.items():
         if key in model and bool(model[key]) is not value:
-            raise ConfigError(f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take the elements of "
-                              f"such a tensor of the graph trainer in another order. If the PyNative trainer saved the "
-                              f"checkpoint, remove the key; what the graph trainer saved with this key cannot be loaded")
-    storage = context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
+            raise ConfigError(
+                f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take "
+                "the elements of "
+                "such a tensor of the graph trainer in another order. If the PyNative trainer "
+                "saved the "
+                "checkpoint, remove the key; what the graph trainer saved with this key cannot be "
+                "loaded"
+            )
+    storage = context.resources.storage = caching_storage(
+        PosixStorage(), context.settings, context.group
+    )
     request = request_of_pynative(run.config, path)
     with context.progress.timed_load():
-        plan = select_plan(run.config, SelectionRequest(request.path, any_layout=True, resume=request.resume), context, storage)
+        plan = select_plan(
+            run.config,
+            SelectionRequest(request.path, any_layout=True, resume=request.resume),
+            context,
+            storage,
+        )
         if plan is None:
             return
-        loading.check_arrangement(plan, adapter.ARRANGEMENT, "The PyNative trainer has no other order: use the graph trainer")
+        loading.check_arrangement(
+            plan,
+            adapter.ARRANGEMENT,
+            "The PyNative trainer has no other order: use the graph trainer",
+        )
         context.plan = replace(plan, request=request)
         if request.resume:
             restore_counters(run)
@@ -91,7 +115,8 @@ def load(run: TrainingRun, path: str) -> None:
 
 
 def end_without_saves(run: TrainingRun) -> None:
-    """Ends the resume of a training in which nothing of mindresume saves. All ranks have loaded when they call it."""
+    """Ends the resume of a training in which nothing of mindresume saves. All ranks have loaded
+    when they call it."""
     context = run.context
     if context.monitor is None and context.plan.choice is not None:
         context.resources.release()
@@ -99,7 +124,8 @@ def end_without_saves(run: TrainingRun) -> None:
             training_saves.restore_random(context, int(run.trainer.state.global_step))
 
 
-# ---- counters --------------------------------------------------------------------------------------------------------
+# ---- counters ------------------------------------------------------------------------------------
+
 
 def restore_counters(run: TrainingRun) -> None:
     """Sets step, samples and loss scale of the trainer, and where its data continues.
@@ -110,33 +136,45 @@ def restore_counters(run: TrainingRun) -> None:
     """
     context, trainer = run.context, run.trainer
     saved = selected_state(context.plan.choice)
-    is_dynamic = getattr(trainer, "dynamic_batch_enabled", False)       # the batch size follows from the samples
+    # the batch size follows from the samples
+    is_dynamic = getattr(trainer, "dynamic_batch_enabled", False)
     setting = _settings(run, saved.global_batch_size if is_dynamic else trainer.global_batch_size)
     state = saved
-    if state.data is None and run.items:        # of mindformers: it has read ``consumed`` samples of one data set, or its steps'
+    # of mindformers: it has read ``consumed`` samples of one data set, or its steps'
+    if state.data is None and run.items:
         consumed = state.consumed
         if consumed is None:
             consumed = state.step * (state.global_batch_size or setting.global_batch_size or 1)
-        state = replace(state, consumed=consumed,
-                        data=DataPosition(0, 0).after(consumed // run.item_samples, run.items, run.item_samples))
+        state = replace(
+            state,
+            consumed=consumed,
+            data=DataPosition(0, 0).after(
+                consumed // run.item_samples, run.items, run.item_samples
+            ),
+        )
     progress = continue_after(state, setting, context)
     if progress.initial_step >= trainer.state.max_steps:
-        raise TrainingCompleteError(f"the training is complete: step {progress.initial_step} is the end of training.steps: "
-                                    f"{trainer.state.max_steps}. Nothing was trained or saved. For more, raise training.steps")
+        raise TrainingCompleteError(
+            f"the training is complete: step {progress.initial_step} is the end of training.steps: "
+            f"{trainer.state.max_steps}. Nothing was trained or saved. For more, raise "
+            "training.steps"
+        )
     restore_fields(trainer, saved.trainer)
     trainer.state.global_step = progress.initial_step
     if state.loss_scale is not None:
         trainer.state.loss_scale = state.loss_scale
-    if hasattr(trainer.state, "consumed_samples"):              # since 2.1.0
+    if hasattr(trainer.state, "consumed_samples"):  # since 2.1.0
         trainer.state.consumed_samples = trainer._consumed_samples = progress.consumed or 0
     if trainer.state.epoch_step > 0:
-        trainer.state.epoch = float(progress.initial_step // trainer.state.epoch_step)      # it changes between two epochs only
+        # it changes between two epochs only
+        trainer.state.epoch = float(progress.initial_step // trainer.state.epoch_step)
     _set_position(run, progress.position, progress.consumed or 0, progress.initial_step)
 
 
 def begin_data(run: TrainingRun) -> None:
-    """Sets where the data of a training begins that does not resume, before its first iterator is made: ``data_skip_steps``
-    counts then too, and the first save has to know the data set, and that what the configuration says of its beginning was done.
+    """Sets where the data of a training begins that does not resume, before its first iterator is
+    made: ``data_skip_steps`` counts then too, and the first save has to know the data set, and that
+    what the configuration says of its beginning was done.
 
     Raises:
         ProgressError: As ``resume.progress.fresh_position``.
@@ -154,33 +192,46 @@ def begin_data(run: TrainingRun) -> None:
 
 
 def _set_position(run: TrainingRun, position: DataPosition, consumed: int, step: int) -> None:
-    """Sets where the data continues, ``consumed`` samples and ``step`` steps after its beginning. Raises ConfigError if the data
-    set cannot skip samples."""
+    """Sets where the data continues, ``consumed`` samples and ``step`` steps after its beginning.
+    Raises ConfigError if the data set cannot skip samples."""
     trainer, dataset = run.trainer, run.trainer.train_dataset
     if run.is_balanced:
         source = getattr(trainer, "_balance_source", None)
-        if source is not None:                          # a rank that only receives samples has none
+        if source is not None:  # a rank that only receives samples has none
             source.restore(consumed, step)
         return
     run.skip = position.samples // run.item_samples
     if run.skip and not hasattr(dataset, "set_init_step"):
-        raise ConfigError(f"the training begins {position.samples} samples into a pass over the data, and the data set, a "
-                          f"{type(dataset).__name__}, has no set_init_step to skip them. Set ignore_data_skip: True to begin at "
-                          f"its first sample")
+        raise ConfigError(
+            f"the training begins {position.samples} samples into a pass over the data, and the "
+            "data set, a "
+            f"{type(dataset).__name__}, has no set_init_step to skip them. Set ignore_data_skip: "
+            "True to begin at "
+            f"its first sample"
+        )
 
 
 def _settings(run: TrainingRun, batch: int | None) -> RunSettings:
     config = run.config
     request = parse_data_request(config.get("ignore_data_skip"), config.get("data_skip_steps"))
-    return RunSettings(batch, run.items or run.steps_per_pass, None, run.context.progress.dataset_identity, request,
-                       item_samples=run.item_samples)
+    return RunSettings(
+        batch,
+        run.items or run.steps_per_pass,
+        None,
+        run.context.progress.dataset_identity,
+        request,
+        item_samples=run.item_samples,
+    )
 
 
-# ---- tensors ---------------------------------------------------------------------------------------------------------
+# ---- tensors -------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class PyNativeNetwork:
-    """The models of this rank, and with a resume the optimizer, as a load sees them (``mindformers.loading.Network``)."""
+    """The models of this rank, and with a resume the optimizer, as a load sees them
+    (``mindformers.loading.Network``)."""
+
     run: TrainingRun
     arrangement = adapter.ARRANGEMENT
 
@@ -194,15 +245,18 @@ class PyNativeNetwork:
         return self.run.trainer.optimizer if self.run.context.plan.request.resume else None
 
     def target(self, stored: Mapping[str, Any], what: str) -> LoadTarget:
-        """Returns all parameters. The step counter of the optimizer, set separately, is int32 in 1.9.0 and int64 later;
-        float32 copies may all be missing."""
+        """Returns all parameters. The step counter of the optimizer, set separately, is int32 in
+        1.9.0 and int64 later; float32 copies may all be missing."""
         model = self.run.trainer.model
         shapes = shapes_of(all_parameters(model, self.optimizer))
         if COUNTER in shapes and COUNTER in stored:
             shapes[COUNTER] = shapes[COUNTER][0], stored[COUNTER].dtype
-        if not any(name.startswith(MASTER) for name in stored):         # they are made of the loaded parameters
+        # they are made of the loaded parameters
+        if not any(name.startswith(MASTER) for name in stored):
             shapes = {name: row for name, row in shapes.items() if not name.startswith(MASTER)}
-        optional = {name for name in shapes if name == COUNTER or self.run.context.settings.allows(name)}
+        optional = {
+            name for name in shapes if name == COUNTER or self.run.context.settings.allows(name)
+        }
         return LoadTarget(shapes, {}, optional, model_parameters(model), True)
 
     def layouts(self, target: LoadTarget) -> Layouts:
@@ -217,10 +271,13 @@ class PyNativeNetwork:
 
 
 def check_loaded(run: TrainingRun) -> None:
-    """Compares the parameters with what was loaded, before the first step. Raises AlteredWeightsError as
-    ``Resources.check_loaded``."""
+    """Compares the parameters with what was loaded, before the first step. Raises
+    AlteredWeightsError as ``Resources.check_loaded``."""
     resources, trainer = run.context.resources, run.trainer
     if resources.loaded is not None:
         held = all_parameters(trainer.model, trainer.optimizer)
-        resources.check_loaded(((name, local(parameter)) for name, parameter in held.items()),
-                               trainer.callback_handler.callbacks, run.context.plan.resumes)
+        resources.check_loaded(
+            ((name, local(parameter)) for name, parameter in held.items()),
+            trainer.callback_handler.callbacks,
+            run.context.plan.resumes,
+        )

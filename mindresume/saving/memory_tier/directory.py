@@ -1,21 +1,27 @@
-"""Locates the tier in memory of a checkpoint directory, and tells whether a tier still belongs to it.
+"""Locates the tier in memory of a checkpoint directory, and tells whether a tier still belongs to
+it.
 
     mark = read_mark(storage, root)             # None: no training here has a tier
     find_tier(storage, root)                    # its folder on this node, if it belongs to ``root``
 
-A tier belongs to one directory, and to no copy of it, at whatever path and in whatever container: a copy is another training,
-and so is what a person restores in the place of the directory. So the directory holds a random token, from which the name of the
-tier follows, and the owner file of the tier has what cannot be copied: device and inode of the directory and of the file with the
-token, and the time of the last change of that file, because what is restored often gets the same inodes. A training that finds
-no tier of its directory makes a new token, so no two directories ever use one tier.
+A tier belongs to one directory, and to no copy of it, at whatever path and in whatever container: a
+copy is another training, and so is what a person restores in the place of the directory. So the
+directory holds a random token, from which the name of the tier follows, and the owner file of the
+tier has what cannot be copied: device and inode of the directory and of the file with the token,
+and the time of the last change of that file, because what is restored often gets the same inodes. A
+training that finds no tier of its directory makes a new token, so no two directories ever use one
+tier.
 
-Nor must it bring back what a person has removed to go back: a note in the tier names the newest checkpoint that its training is
-known to have on disk. The saves in memory that followed it do not count once it is gone.
+Nor must it bring back what a person has removed to go back: a note in the tier names the newest
+checkpoint that its training is known to have on disk. The saves in memory that followed it do not
+count once it is gone.
 
-    notes = DiskNotes(storage, tier, run, key)      # on the first rank of a node; ``key``: of the checkpoint that was loaded
+    # on the first rank of a node; ``key``: of the checkpoint that was loaded
+    notes = DiskNotes(storage, tier, run, key)
     notes.loaded();  notes.committed(100)           # the training
     DiskNote.read(storage, tier)                    # the next start
 """
+
 from __future__ import annotations
 
 import errno
@@ -41,13 +47,16 @@ OWNER = "owner.json"
 SLOTS = "slots"
 _VERSION = 2
 NOTE = "on-disk.json"
-_LIMIT = 1 << 20                # bytes of an owner file, and of a note
-_PRECISION = 2.0                # seconds: some file systems forget fractions of the time of a change
+_LIMIT = 1 << 20  # bytes of an owner file, and of a note
+# seconds: some file systems forget fractions of the time of a change
+_PRECISION = 2.0
 
 
 @dataclass(frozen=True)
 class TierMark:
-    """Content of the file in a checkpoint directory that says where its tier lies. ``dir``: the tmpfs."""
+    """Content of the file in a checkpoint directory that says where its tier lies. ``dir``: the
+    tmpfs."""
+
     token: Annotated[str, Limits(pattern="[0-9a-f]{16}")]
     dir: Annotated[str, Limits(pattern="(?s)/.*")]
 
@@ -67,6 +76,7 @@ class TierOwner:
         machine: as in a lease.
         processes: (pid, start in ticks) of the ranks on this node.
     """
+
     directory: str
     token: str
     identity: str
@@ -93,18 +103,24 @@ class TierOwner:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether a rank of the owner runs on this node. None: it is in another container, or cannot be looked at."""
-        states = [is_alive(LeaseHolder("", self.run, "", self.machine, pid, started, 0.0)) for pid, started in self.processes]
+        """Whether a rank of the owner runs on this node. None: it is in another container, or
+        cannot be looked at."""
+        states = [
+            is_alive(LeaseHolder("", self.run, "", self.machine, pid, started, 0.0))
+            for pid, started in self.processes
+        ]
         return True if True in states else None if None in states else False
 
     @property
     def sees_directory(self) -> bool:
-        """Whether this process finds the checkpoint directory under its path. In another container it can be another folder."""
+        """Whether this process finds the checkpoint directory under its path. In another container
+        it can be another folder."""
         return self.namespace != 0 and self.namespace == mount_namespace()
 
     @property
     def directory_is_gone(self) -> bool:
-        """Whether the checkpoint directory does not exist any more. A disk that is not mounted now, or fails, proves nothing."""
+        """Whether the checkpoint directory does not exist any more. A disk that is not mounted now,
+        or fails, proves nothing."""
         try:
             os.lstat(self.directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -117,14 +133,16 @@ class TierOwner:
 def read_mark(directory: CheckpointDir) -> TierMark | None:
     """Returns the mark of a checkpoint directory; None if it has none that can be read."""
     try:
-        return decode(TierMark, read_json(directory.storage, directory.path(FOLDER, MARK), _LIMIT), MARK)
+        return decode(
+            TierMark, read_json(directory.storage, directory.path(FOLDER, MARK), _LIMIT), MARK
+        )
     except (OSError, ValueError, RecordError):
         return None
 
 
 def make_mark(directory: CheckpointDir, folder: str, tag: str, keep: bool) -> TierMark:
-    """Returns the mark of ``root`` for a tier in ``folder``: the one that is there with ``keep``, else a new one, which it
-    publishes. Raises OSError.
+    """Returns the mark of ``root`` for a tier in ``folder``: the one that is there with ``keep``,
+    else a new one, which it publishes. Raises OSError.
 
     Args:
         keep: some node has a tier with this mark that belongs to ``root``.
@@ -149,22 +167,37 @@ def tier_path(mark: TierMark) -> str:
 
 
 def identity_of(directory: CheckpointDir) -> tuple[str, float]:
-    """Returns what no copy of ``root`` has: the identities (``Status.identity``) of the folder and of the file with its mark,
-    empty if one of them is not known, and the time of the last change of that file, 0 if it is not known. Raises OSError."""
-    folder, mark = directory.storage.status(directory.root), directory.storage.status(directory.path(FOLDER, MARK))
+    """Returns what no copy of ``root`` has: the identities (``Status.identity``) of the folder and
+    of the file with its mark, empty if one of them is not known, and the time of the last change of
+    that file, 0 if it is not known. Raises OSError."""
+    folder, mark = (
+        directory.storage.status(directory.root),
+        directory.storage.status(directory.path(FOLDER, MARK)),
+    )
     if folder is None or mark is None or not (folder.identity and mark.identity):
         return "", 0.0
     return f"{folder.identity} {mark.identity}", mark.changed
 
 
-def owner_of(directory: CheckpointDir, mark: TierMark, run: str, processes: list[list[int]]) -> TierOwner:
+def owner_of(
+    directory: CheckpointDir, mark: TierMark, run: str, processes: list[list[int]]
+) -> TierOwner:
     """Returns the owner file of a training that saves to ``root``. Raises OSError."""
     real = mount = os.path.realpath(directory.root)
     while not os.path.ismount(mount):
         mount = os.path.dirname(mount)
     identity, marked = identity_of(directory)
-    return TierOwner(real, mark.token, identity, mount, mount_namespace(), run, holder_of_this_process("").machine,
-                     tuple((pid, started) for pid, started in processes), marked)
+    return TierOwner(
+        real,
+        mark.token,
+        identity,
+        mount,
+        mount_namespace(),
+        run,
+        holder_of_this_process("").machine,
+        tuple((pid, started) for pid, started in processes),
+        marked,
+    )
 
 
 def this_process() -> list[int]:
@@ -174,12 +207,14 @@ def this_process() -> list[int]:
 
 
 def find_tier(directory: CheckpointDir) -> tuple[str, str]:
-    """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if there is none."""
+    """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if
+    there is none."""
     mark = read_mark(directory)
     tier = tier_path(mark) if mark is not None else ""
     if not tier or directory.storage.status(os.path.dirname(tier)) is None:
         return "", ""
-    if (problem := foreign_folder(parent_of_tiers(mark.dir))):          # before a look into it: another user's may be closed
+    # before a look into it: another user's may be closed
+    if problem := foreign_folder(parent_of_tiers(mark.dir)):
         return "", problem
     if directory.storage.status(tier) is None:
         return "", ""
@@ -187,16 +222,23 @@ def find_tier(directory: CheckpointDir) -> tuple[str, str]:
     if owner is None:
         return "", f"{tier} has no owner file that can be read"
     identity, marked = identity_of(directory)
-    if not identity or (owner.token, owner.identity) != (mark.token, identity) or (
-            owner.marked and abs(owner.marked - marked) > _PRECISION):
-        return "", (f"{tier} belongs to another checkpoint directory than {directory.root} is now, which is a copy, or was "
-                    f"restored or replaced")
+    if (
+        not identity
+        or (owner.token, owner.identity) != (mark.token, identity)
+        or (owner.marked and abs(owner.marked - marked) > _PRECISION)
+    ):
+        return "", (
+            f"{tier} belongs to another checkpoint directory than {directory.root} is now, which "
+            "is a copy, or was "
+            f"restored or replaced"
+        )
     return tier, ""
 
 
 @runtime.asks_machine
 def foreign_folder(path: str) -> str:
-    """Returns why a folder in a place that all users write to is not trusted; empty if it is of this user alone."""
+    """Returns why a folder in a place that all users write to is not trusted; empty if it is of
+    this user alone."""
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         return f"{path} is not a folder that only this user can write to"
@@ -205,7 +247,8 @@ def foreign_folder(path: str) -> str:
 
 @runtime.asks_machine
 def make_tier(path: str) -> None:
-    """Creates the folder of a tier, for this user alone. Raises OSError, also if it would not lie in memory."""
+    """Creates the folder of a tier, for this user alone. Raises OSError, also if it would not lie
+    in memory."""
     parent = os.path.dirname(path)
     folder = os.path.dirname(parent)
     kind = filesystem_type(os.path.realpath(folder))
@@ -219,23 +262,27 @@ def make_tier(path: str) -> None:
 
 @runtime.asks_machine
 def memory_identity(tier: str) -> str:
-    """Returns a text that is the same on all ranks that see the same folder in memory, and on no other: boot, tmpfs, inode.
-    Raises OSError if it is not there."""
+    """Returns a text that is the same on all ranks that see the same folder in memory, and on no
+    other: boot, tmpfs, inode. Raises OSError if it is not there."""
     found = os.stat(tier)
     return f"{boot_id()}/{found.st_dev}/{found.st_ino}"
 
 
-# ---- what is on disk -------------------------------------------------------------------------------------------------
+# ---- what is on disk -----------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class DiskNote:
-    """Names the newest checkpoint that the training of a tier is known to have on disk. Retention never removes the newest one.
+    """Names the newest checkpoint that the training of a tier is known to have on disk. Retention
+    never removes the newest one.
 
     Attributes:
-        key: name of its folder of records; of a checkpoint of mindformers its iteration folder or first file.
+        key: name of its folder of records; of a checkpoint of mindformers its iteration folder or
+            first file.
         run: the run that wrote the note.
         step: the step that was committed then; 0: ``run`` has loaded it.
     """
+
     key: Annotated[str, Limits(1)]
     run: str
     step: Count = 0
@@ -268,10 +315,12 @@ class DiskNote:
 
 
 class DiskNotes:
-    """Writes the notes of one run. No error is raised: without a note memory is used as if nothing had been removed.
+    """Writes the notes of one run. No error is raised: without a note memory is used as if nothing
+    had been removed.
 
     Args:
-        key: of the checkpoint in the checkpoint directory that the training has loaded; empty: none.
+        key: of the checkpoint in the checkpoint directory that the training has loaded; empty:
+            none.
     """
 
     def __init__(self, storage: Storage, tier: str, run: str, key: str = ""):
@@ -285,8 +334,8 @@ class DiskNotes:
             DiskNote(attempt_name(step, self.run), self.run, step).write(self.storage, self.tier)
 
     def loaded(self) -> None:
-        """Notes what the training has loaded. Not to be called before the saves of earlier runs are set aside: the former note
-        may say that they do not count."""
+        """Notes what the training has loaded. Not to be called before the saves of earlier runs are
+        set aside: the former note may say that they do not count."""
         if self._has_committed:
             return
         with suppress(OSError):

@@ -1,10 +1,12 @@
-"""Opens the tier in memory of a training, on all ranks together, and removes those of dead jobs, which would fill the memory of a
-node for ever.
+"""Opens the tier in memory of a training, on all ranks together, and removes those of dead jobs,
+which would fill the memory of a node for ever.
 
-A tier of another checkpoint directory stays as long as it may be the newest of its training. It is removed if its owner is dead
-and its directory is gone or belongs to another training now, or has a newer save on disk; or if nothing was saved into it for
-``keep_days`` and its owner is not known to be alive. The path of a directory means something in its own container only.
+A tier of another checkpoint directory stays as long as it may be the newest of its training. It is
+removed if its owner is dead and its directory is gone or belongs to another training now, or has a
+newer save on disk; or if nothing was saved into it for ``keep_days`` and its owner is not known to
+be alive. The path of a directory means something in its own container only.
 """
+
 from __future__ import annotations
 
 import os
@@ -46,64 +48,106 @@ from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import call_within, publish_json, remove_tree, temporary_name
 
-_PATIENCE = 20.0                # seconds for the removal of left-over tiers
-_REMOVED = "removed-"           # prefix of the name of a tier that is being removed
+_PATIENCE = 20.0  # seconds for the removal of left-over tiers
+_REMOVED = "removed-"  # prefix of the name of a tier that is being removed
 
 
-def open_tier(session: SaveSession, group: Group, settings: Settings, emit: Emit, share: int, resumed: Resumed | None = None
-              ) -> MemoryTier | None:
-    """Returns the tier of a training. Returns None if it is off, or not possible on some rank: then a TierRefused says why, and
-    the training goes on without.
+def open_tier(
+    session: SaveSession,
+    group: Group,
+    settings: Settings,
+    emit: Emit,
+    share: int,
+    resumed: Resumed | None = None,
+) -> MemoryTier | None:
+    """Returns the tier of a training. Returns None if it is off, or not possible on some rank: then
+    a TierRefused says why, and the training goes on without.
 
     Args:
         share: bytes of host memory for this rank.
         resumed: what the training has loaded, from this tier or from elsewhere.
     """
-    storage, root, every_steps = session.target.storage, session.target.root, settings.memory_tier.every_steps
+    storage, root, every_steps = (
+        session.target.storage,
+        session.target.root,
+        settings.memory_tier.every_steps,
+    )
     if not every_steps:
         return None
     node = _Node(session, group, settings.memory_tier)
     try:
         found = gather_results(group, node.has_tier)
         node.keep = any(found[rank] for rank in session.shared_groups.ranks(group.rank))
-        node.mark = TierMark(*gather_results(group, node.make_mark)[session.shared_groups.leaders[group.rank]])
-        for look in range(PATIENCE):        # a node that reads the identity of the directory before would not know its own tier
+        node.mark = TierMark(
+            *gather_results(group, node.make_mark)[session.shared_groups.leaders[group.rank]]
+        )
+        # a node that reads the identity of the directory before would not know its own tier
+        for look in range(PATIENCE):
             if look:
                 runtime.sleep(1.0)
             seen = gather_results(group, node.sees_mark)
             if all(seen):
                 break
         else:
-            raise CollectiveError(f"rank {seen.index(False)} does not see {session.target.path(FOLDER, MARK)} after {PATIENCE} s")
+            raise CollectiveError(
+                f"rank {seen.index(False)} does not see {session.target.path(FOLDER, MARK)} after "
+                f"{PATIENCE} s"
+            )
         tier = tier_path(node.mark)
         rows = gather_results(group, node.make_tier)
         nodes = groups_of([row[0] for row in rows])
         if nodes.is_split and session.target.iterations:
-            raise CollectiveError("Checkpoint 2.0 loads regions of all ranks, and this job has several nodes")
+            raise CollectiveError(
+                "Checkpoint 2.0 loads regions of all ranks, and this job has several nodes"
+            )
         ranks = nodes.ranks(group.rank)
         node.processes = [rows[rank][1:] for rank in ranks] if nodes.is_leader(group.rank) else []
         run_on_all(group, node.publish_owner)
     except CollectiveError as error:
         emit(TierRefused(None, str(error)))
         return None
-    # In the background: the disk of another training, which may hang for ever, is asked whether it has a newer save.
-    if nodes.is_leader(group.rank) and call_within(
-            _PATIENCE, None, remove_leftovers, storage, tier, settings.memory_tier.keep_days, emit) is None:
-        emit(Notice(f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed was not found out in "
-                    f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"))
+    # In the background: the disk of another training, which may hang for ever, is asked whether it
+    # has a newer save.
+    if (
+        nodes.is_leader(group.rank)
+        and call_within(
+            _PATIENCE, None, remove_leftovers, storage, tier, settings.memory_tier.keep_days, emit
+        )
+        is None
+    ):
+        emit(
+            Notice(
+                f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed was not "
+                "found out in "
+                f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"
+            )
+        )
     chosen, origin = (resumed.chosen, resumed.root) if resumed is not None else (None, "")
-    on_disk = key_of(chosen) if chosen is not None and os.path.realpath(origin) == os.path.realpath(root) else ""
-    emit(Notice(f"memory of this node, {tier}, also receives a save every {counted(every_steps, 'step')}: "
-                f"{ranks_count(len(ranks))}, "
-                f"for a restart on the same nodes"))
+    on_disk = (
+        key_of(chosen)
+        if chosen is not None and os.path.realpath(origin) == os.path.realpath(root)
+        else ""
+    )
+    emit(
+        Notice(
+            f"memory of this node, {tier}, also receives a save every "
+            f"{counted(every_steps, 'step')}: "
+            f"{ranks_count(len(ranks))}, "
+            f"for a restart on the same nodes"
+        )
+    )
     target = replace(session.target, root=tier, local_ranks=ranks if nodes.is_split else ())
-    return MemoryTier(target, group, settings, emit, share, chosen if origin == tier else None, on_disk)
+    return MemoryTier(
+        target, group, settings, emit, share, chosen if origin == tier else None, on_disk
+    )
 
 
 @dataclass
 class _Node:
-    """What one rank does for the tier of its node, between exchanges with the others. ``keep``: a node has a tier with the mark
-    of the directory, so that mark stays. ``mark``: of all ranks. ``processes``: of this node, if this rank is its first."""
+    """What one rank does for the tier of its node, between exchanges with the others. ``keep``: a
+    node has a tier with the mark of the directory, so that mark stays. ``mark``: of all ranks.
+    ``processes``: of this node, if this rank is its first."""
+
     session: SaveSession
     group: Group
     settings: MemoryTierSettings
@@ -118,16 +162,24 @@ class _Node:
         """Makes the mark, on the first rank of those that share the directory."""
         if not self.session.is_leader:
             return None
-        mark = make_mark(self.session.target, os.path.abspath(self.settings.dir), self.session.target.run, self.keep)
+        mark = make_mark(
+            self.session.target,
+            os.path.abspath(self.settings.dir),
+            self.session.target.run,
+            self.keep,
+        )
         return [mark.token, mark.dir]
 
     def sees_mark(self) -> bool:
-        """Returns whether this host sees the mark, which another one may just have made. If not, it is made to look into the
-        folder again: an NFS client that did not find a file goes on to say so for up to a minute, or until it changes the folder
-        itself. A later run finds by its name whose the file is, if this process dies meanwhile."""
+        """Returns whether this host sees the mark, which another one may just have made. If not, it
+        is made to look into the folder again: an NFS client that did not find a file goes on to say
+        so for up to a minute, or until it changes the folder itself. A later run finds by its name
+        whose the file is, if this process dies meanwhile."""
         directory = self.session.target
         if read_mark(directory) != self.mark:
-            path = temporary_name(directory.path(FOLDER, f"{MARK}-{self.group.rank}"), directory.run)
+            path = temporary_name(
+                directory.path(FOLDER, f"{MARK}-{self.group.rank}"), directory.run
+            )
             directory.storage.write(path, [b"anew"])
             directory.storage.remove(path)
             directory.storage.list(directory.path(FOLDER))
@@ -143,7 +195,12 @@ class _Node:
         target = self.session.target
         if self.processes:
             owner = owner_of(target, self.mark, target.run, self.processes)
-            publish_json(target.storage, os.path.join(tier_path(self.mark), OWNER), owner.to_json(), target.run)
+            publish_json(
+                target.storage,
+                os.path.join(tier_path(self.mark), OWNER),
+                owner.to_json(),
+                target.run,
+            )
 
 
 def groups_of(identities: list[str]) -> SharedGroups:
@@ -152,24 +209,34 @@ def groups_of(identities: list[str]) -> SharedGroups:
 
 
 def newest_run(directory: CheckpointDir, group: Group) -> str:
-    """Returns the latest run that saved into the tier of ``root`` on any node; empty if there is none. A collective. A run that
-    saved into memory alone has left no number on disk, and the next run must have a larger one."""
+    """Returns the latest run that saved into the tier of ``root`` on any node; empty if there is
+    none. A collective. A run that saved into memory alone has left no number on disk, and the next
+    run must have a larger one."""
     runs = gather_results(group, lambda: _newest_run_here(directory))
     return max(filter(None, runs), key=run_sequence, default="")
 
 
 def _newest_run_here(directory: CheckpointDir) -> str:
-    with suppress(OSError):                     # a tier that cannot be read is not used by any start
+    # a tier that cannot be read is not used by any start
+    with suppress(OSError):
         tier = find_tier(directory)[0]
-        runs = [row.run for row in find_attempts(CheckpointDir(directory.storage, tier))] if tier else []
+        runs = (
+            [row.run for row in find_attempts(CheckpointDir(directory.storage, tier))]
+            if tier
+            else []
+        )
         return max(runs, key=run_sequence, default="")
     return ""
 
 
-# ---- tiers of dead jobs ------------------------------------------------------------------------------------------------
+# ---- tiers of dead jobs --------------------------------------------------------------------------
 
-def remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit = ignore) -> list[str]:
-    """Removes what dead jobs left beside ``tier``. Returns their folders. Raises no error: the next start tries again.
+
+def remove_leftovers(
+    storage: Storage, tier: str, keep_days: float, emit: Emit = ignore
+) -> list[str]:
+    """Removes what dead jobs left beside ``tier``. Returns their folders. Raises no error: the next
+    start tries again.
 
     Times are those of the tmpfs: the owner file of ``tier`` was written just now.
     """
@@ -180,10 +247,14 @@ def remove_leftovers(storage: Storage, tier: str, keep_days: float, emit: Emit =
         return []
     for path in (os.path.join(parent, name) for name in names if name != os.path.basename(tier)):
         try:
-            reason = "its removal was interrupted" if os.path.basename(path).startswith(_REMOVED) else \
-                _why_removable(storage, path, now.mtime if now else 0.0, keep_days * 86400)
+            reason = (
+                "its removal was interrupted"
+                if os.path.basename(path).startswith(_REMOVED)
+                else _why_removable(storage, path, now.mtime if now else 0.0, keep_days * 86400)
+            )
             if reason:
-                aside = os.path.join(parent, f"{_REMOVED}{runtime.token_hex(4)}")     # so that no job opens it from here on
+                # so that no job opens it from here on
+                aside = os.path.join(parent, f"{_REMOVED}{runtime.token_hex(4)}")
                 storage.rename(path, aside)
                 remove_tree(storage, aside)
                 removed.append(path)
@@ -199,12 +270,13 @@ def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
     # No file in memory is older than the kernel's boot, whatever a clock that was set says.
     age = min(now - max(_times(storage, path), default=now), runtime.monotonic())
     old = f"nothing was saved into it for {age / 86400:.1f} days" if age > keep else ""
-    if owner is None:                               # a job that is starting has made the folder, and not the file yet
+    # a job that is starting has made the folder, and not the file yet
+    if owner is None:
         return old
     alive = owner.is_alive
     if alive:
         return ""
-    if alive is None or not owner.sees_directory:   # in another container: its age alone can tell
+    if alive is None or not owner.sees_directory:  # in another container: its age alone can tell
         return old
     if owner.directory_is_gone:
         return f"{owner.directory} does not exist any more"
@@ -214,15 +286,19 @@ def _why_removable(storage: Storage, path: str, now: float, keep: float) -> str:
         return f"{owner.directory} belongs to another training now"
     with suppress(OSError):
         mine = [candidate.order[:2] for candidate in scan_records(CheckpointDir(storage, path))[0]]
-        disk = [candidate.order[:2] for candidate in scan(directory).candidates
-                if candidate.committed and candidate.problem is None]
+        disk = [
+            candidate.order[:2]
+            for candidate in scan(directory).candidates
+            if candidate.committed and candidate.problem is None
+        ]
         if disk and max(disk) > max(mine, default=(0, 0)):
             return f"{owner.directory} has a newer save"
     return old
 
 
 def _times(storage: Storage, path: str) -> Iterator[float]:
-    """Yields the times of the last changes of what lies directly in a tier, and of the folders in it."""
+    """Yields the times of the last changes of what lies directly in a tier, and of the folders in
+    it."""
     status = storage.status(path)
     if status is None:
         return

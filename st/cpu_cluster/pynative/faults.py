@@ -3,20 +3,23 @@
 What: four variables of the environment. RANK may be ``all``.
 
 CPU_CLUSTER_KILL=RANK@STEP
-    at the end of that step, after all callbacks: the step is recorded, a save of it is complete (unless asynchronous)
+    at the end of that step, after all callbacks: the step is recorded, a save of it is complete
+        (unless asynchronous)
 CPU_CLUSTER_KILL_IN_SAVE=RANK@STEP:N
-    before the N-th (from 1) file operation below ``checkpoint.save_path`` after the training of that step, counted in all
-    threads. Operations are those that Python reports to audit hooks: open for writing, rename, remove, mkdir, rmdir, chmod,
-    rmtree, link. A safetensors file is written by compiled code and counts once it is renamed or its mode is changed.
+    before the N-th (from 1) file operation below ``checkpoint.save_path`` after the training of
+    that step, counted in all threads. Operations are those that Python reports to audit hooks: open
+    for writing, rename, remove, mkdir, rmdir, chmod, rmtree, link. A safetensors file is written by
+    compiled code and counts once it is renamed or its mode is changed.
 CPU_CLUSTER_KILL_CALL=RANK@STEP:before:MODULE:NAME   or :after:
     around the first call of that function after the training of that step, such as
     0@10:before:mindformers.checkpoint.checkpoint:CommonInfo.save_common
 CPU_CLUSTER_NAN=STEP,STEP,...
-    in these steps the norm of all gradients is NaN, with which mindformers >= 2.1.0 skips the optimizer
-    (``training.use_skip_step_on_nan``)
+    in these steps the norm of all gradients is NaN, with which mindformers >= 2.1.0 skips the
+    optimizer (``training.use_skip_step_on_nan``)
 
 Before it ends, the process prints what it was about to do.
 """
+
 from __future__ import annotations
 
 import functools
@@ -28,16 +31,28 @@ from typing import Any
 
 from ..recorder import wait_for_records
 
-CHANGES = frozenset({"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate", "os.link", "os.symlink",
-                     "shutil.rmtree"})
+CHANGES = frozenset(
+    {
+        "os.rename",
+        "os.remove",
+        "os.mkdir",
+        "os.rmdir",
+        "os.chmod",
+        "os.truncate",
+        "os.link",
+        "os.symlink",
+        "shutil.rmtree",
+    }
+)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Place:
-    """The text ``RANK@STEP:REST`` of one variable. ``is_due``: the step is trained, and the process is of that rank."""
+    """The text ``RANK@STEP:REST`` of one variable. ``is_due``: the step is trained, and the process
+    is of that rank."""
 
-    step = -1                                    # that this process has trained; one for all places
-    begin = 0                                    # the step from which this process resumed
+    step = -1  # that this process has trained; one for all places
+    begin = 0  # the step from which this process resumed
 
     def __init__(self, text: str) -> None:
         self.rank, _, after = text.partition("@")
@@ -62,14 +77,15 @@ def end_process(reason: str) -> None:
 
 
 class SaveKill:
-    """Counts file operations below ``folder`` and ends the process before operation number ``count``."""
+    """Counts file operations below ``folder`` and ends the process before operation number
+    ``count``."""
 
     def __init__(self, place: Place) -> None:
         self.place, self.left, self.folder = place, int(place.rest), None
 
     def is_change(self, event: str, arguments: tuple) -> bool:
-        """Returns whether an audit event changes something below the folder. Paths relative to an open folder are those of
-        rmtree."""
+        """Returns whether an audit event changes something below the folder. Paths relative to an
+        open folder are those of rmtree."""
         if event == "open":
             path, flags = arguments[0], arguments[2]
             if not flags & WRITING:
@@ -80,7 +96,9 @@ class SaveKill:
                 return True
         else:
             return False
-        return isinstance(path, (str, bytes, os.PathLike)) and os.path.abspath(os.fsdecode(path)).startswith(self.folder)
+        return isinstance(path, (str, bytes, os.PathLike)) and os.path.abspath(
+            os.fsdecode(path)
+        ).startswith(self.folder)
 
     def audit(self, event: str, arguments: tuple) -> None:
         if self.folder is None or event != "open" and event not in CHANGES or not self.place.is_due:
@@ -92,7 +110,8 @@ class SaveKill:
 
 
 def kill_at_call(place: Place) -> None:
-    """Wraps the function that ``place`` names. Raises AttributeError or ImportError if there is none."""
+    """Wraps the function that ``place`` names. Raises AttributeError or ImportError if there is
+    none."""
     when, module, name = place.rest.split(":")
     owner: Any = importlib.import_module(module)
     *outer, last = name.split(".")
@@ -109,27 +128,41 @@ def kill_at_call(place: Place) -> None:
         if when == "after" and place.is_due:
             end_process(f"after step {Place.step}, after {name}")
         return result
-    setattr(owner, last, type(kept)(killing) if isinstance(kept, (staticmethod, classmethod)) else killing)
+
+    setattr(
+        owner,
+        last,
+        type(kept)(killing) if isinstance(kept, (staticmethod, classmethod)) else killing,
+    )
 
 
 def break_gradients(steps: frozenset[int]) -> None:
     """Makes the norm of the gradients NaN in these steps."""
     import mindspore as ms
     from mindformers.pynative.trainer import trainer
+
     norm = trainer._calculate_global_grad_norm
 
     @functools.wraps(norm)
     def broken(*args: Any, **options: Any) -> Any:
         found = norm(*args, **options)
-        return (ms.Tensor(float("nan"), ms.float32), *found[1:]) if max(Place.step, Place.begin) + 1 in steps else found
+        return (
+            (ms.Tensor(float("nan"), ms.float32), *found[1:])
+            if max(Place.step, Place.begin) + 1 in steps
+            else found
+        )
+
     trainer._calculate_global_grad_norm = broken
 
 
 def install() -> None:
-    """After ``import mindformers`` and the recorder, before the plug-in under test. Raises ValueError for a variable that it
-    cannot read."""
+    """After ``import mindformers`` and the recorder, before the plug-in under test. Raises
+    ValueError for a variable that it cannot read."""
     from mindformers.pynative.trainer.trainer import CallbackHandler
-    at_end, in_save, at_call = (os.environ.get(f"CPU_CLUSTER_KILL{end}") for end in ("", "_IN_SAVE", "_CALL"))
+
+    at_end, in_save, at_call = (
+        os.environ.get(f"CPU_CLUSTER_KILL{end}") for end in ("", "_IN_SAVE", "_CALL")
+    )
     at_end = Place(at_end) if at_end else None
     in_save = SaveKill(Place(in_save)) if in_save else None
     if in_save is not None:
@@ -153,4 +186,5 @@ def install() -> None:
                 wait_for_records(Place.step)
             end_process(f"at the end of step {Place.step}")
         return result
+
     CallbackHandler.call_event = call_event_and_kill

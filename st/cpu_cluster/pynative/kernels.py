@@ -9,9 +9,11 @@
 | flash_attention_score, FlashAttentionScore | BatchMatMul, Softmax, BatchMatMul |
 | the "meta" device, in-place zero_, fill_, normal_ (>= 2.0) | the model is built on the CPU at once; copy_ of a numpy array |
 
-The trainer's arithmetic is thereby the same in two runs on the same machine, which is all that the tests compare; it is not the
-arithmetic of a device. Exchanged are names of ``mindspore`` before ``import mindformers``, whose modules bind them.
-"""
+The trainer's arithmetic is thereby the same in two runs on the same machine, which is all that the
+tests compare; it is not the arithmetic of a device. Exchanged are names of ``mindspore`` before
+``import mindformers``, whose modules bind them.
+"""  # noqa: E501
+
 from __future__ import annotations
 
 import contextlib
@@ -25,7 +27,7 @@ from mindspore.ops.operations import nn_ops
 
 from .. import capabilities
 
-_LOW = -1e9                              # added to a score that is masked out
+_LOW = -1e9  # added to a score that is masked out
 _ANY = 2147483647
 
 
@@ -33,7 +35,8 @@ def _numpy(dtype: ms.Type) -> type:
     return ms.dtype_to_nptype(dtype)
 
 
-# ---- mint ----------------------------------------------------------------------------------------------------------
+# ---- mint ----------------------------------------------------------------------------------------
+
 
 def arange(start=0, end=None, step=1, *, dtype=None):
     values = np.arange(*((0, start) if end is None else (start, end)), step)
@@ -49,7 +52,13 @@ def ones_like(x, *, dtype=None, **_):
 
 
 def full(size, fill_value, *, dtype=None):
-    return Tensor(np.full(size, fill_value, _numpy(dtype or (ms.float32 if isinstance(fill_value, float) else ms.int64))))
+    return Tensor(
+        np.full(
+            size,
+            fill_value,
+            _numpy(dtype or (ms.float32 if isinstance(fill_value, float) else ms.int64)),
+        )
+    )
 
 
 def outer(a, b):
@@ -84,7 +93,9 @@ def clone(x):
     return x.copy()
 
 
-def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
+def embedding(
+    input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False
+):
     return P.Gather()(weight, input, 0)
 
 
@@ -92,7 +103,8 @@ def dropout(x, p=0.5, training=True, inplace=False):
     return ops.dropout(x, p, training) if training and p else x
 
 
-# ---- ops -----------------------------------------------------------------------------------------------------------
+# ---- ops -----------------------------------------------------------------------------------------
+
 
 def rms_norm(x, gamma, epsilon=1e-6):
     """Returns the norm and 1 / root mean square, computed in float32."""
@@ -114,19 +126,48 @@ def _heads_first(x: Tensor, heads: int, layout: str) -> Tensor:
     return P.Transpose()(P.Reshape()(x, (*x.shape[:2], heads, -1)), order)
 
 
-def flash_attention_score(query, key, value, head_num, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
-                          prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, keep_prob=1.0, scalar_value=1.0,
-                          pre_tokens=_ANY, next_tokens=_ANY, inner_precise=0, input_layout="BSH", sparse_mode=0, **_):
-    """Layouts SBH, BSH and BNSD. ``attn_mask``: 1 where a score does not count; if it has not the shape of the scores (a
-    compressed mask), attention is causal. Without dropout, shifts and prefixes. Key and value heads are repeated as often as
-    needed."""
+def flash_attention_score(
+    query,
+    key,
+    value,
+    head_num,
+    real_shift=None,
+    drop_mask=None,
+    padding_mask=None,
+    attn_mask=None,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    keep_prob=1.0,
+    scalar_value=1.0,
+    pre_tokens=_ANY,
+    next_tokens=_ANY,
+    inner_precise=0,
+    input_layout="BSH",
+    sparse_mode=0,
+    **_,
+):
+    """Layouts SBH, BSH and BNSD. ``attn_mask``: 1 where a score does not count; if it has not the
+    shape of the scores (a compressed mask), attention is causal. Without dropout, shifts and
+    prefixes. Key and value heads are repeated as often as needed."""
     width = query.shape[-1] if input_layout == "BNSD" else query.shape[-1] // head_num
-    q, k, v = (P.Cast()(_heads_first(x, heads, input_layout), ms.float32) for x, heads in (
-        (query, head_num), (key, key.shape[-1] // width), (value, key.shape[-1] // width)))
+    q, k, v = (
+        P.Cast()(_heads_first(x, heads, input_layout), ms.float32)
+        for x, heads in (
+            (query, head_num),
+            (key, key.shape[-1] // width),
+            (value, key.shape[-1] // width),
+        )
+    )
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
-        k, v = (P.Reshape()(P.Tile()(P.ExpandDims()(x, 2), (1, 1, repeats, 1, 1)), (x.shape[0], q.shape[1], *x.shape[2:]))
-                for x in (k, v))
+        k, v = (
+            P.Reshape()(
+                P.Tile()(P.ExpandDims()(x, 2), (1, 1, repeats, 1, 1)),
+                (x.shape[0], q.shape[1], *x.shape[2:]),
+            )
+            for x in (k, v)
+        )
     scores = P.BatchMatMul(transpose_b=True)(q, k) * scalar_value
     if attn_mask is not None and attn_mask.shape[-1] == scores.shape[-1]:
         mask = P.Cast()(attn_mask, ms.float32)
@@ -140,33 +181,69 @@ def flash_attention_score(query, key, value, head_num, real_shift=None, drop_mas
 
 
 class FlashAttentionScore:
-    """The primitive as mindformers 2.x calls it. Returns (None, None, None, attention): the first three are for a fused
-    gradient."""
+    """The primitive as mindformers 2.x calls it. Returns (None, None, None, attention): the first
+    three are for a fused gradient."""
 
-    def __init__(self, head_num, keep_prob=1.0, scale_value=1.0, pre_tokens=_ANY, next_tokens=_ANY, inner_precise=0,
-                 input_layout="BSH", sparse_mode=0):
-        self.options = {"head_num": head_num, "scalar_value": scale_value, "input_layout": input_layout}
+    def __init__(
+        self,
+        head_num,
+        keep_prob=1.0,
+        scale_value=1.0,
+        pre_tokens=_ANY,
+        next_tokens=_ANY,
+        inner_precise=0,
+        input_layout="BSH",
+        sparse_mode=0,
+    ):
+        self.options = {
+            "head_num": head_num,
+            "scalar_value": scale_value,
+            "input_layout": input_layout,
+        }
 
-    def __call__(self, query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None, prefix=None,
-                 actual_seq_qlen=None, actual_seq_kvlen=None):
-        return None, None, None, flash_attention_score(query, key, value, attn_mask=attn_mask, **self.options)
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        real_shift=None,
+        drop_mask=None,
+        padding_mask=None,
+        attn_mask=None,
+        prefix=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
+        return (
+            None,
+            None,
+            None,
+            flash_attention_score(query, key, value, attn_mask=attn_mask, **self.options),
+        )
 
 
-# ---- building the model --------------------------------------------------------------------------------------------
+# ---- building the model --------------------------------------------------------------------------
+
 
 def _build_on_cpu_at_once() -> None:
-    """mindformers >= 2.0 builds the model on the device "meta", then calls ``to_empty``, then fills each parameter in place. The
-    CPU backend leaves the parameters on "meta", so that device is left out."""
+    """mindformers >= 2.0 builds the model on the device "meta", then calls ``to_empty``, then fills
+    each parameter in place. The CPU backend leaves the parameters on "meta", so that device is left
+    out."""
     context = ms.DeviceCtx
-    ms.DeviceCtx = lambda name, device_id=None: contextlib.nullcontext() if name == "meta" else context(name, device_id)
+    ms.DeviceCtx = lambda name, device_id=None: (
+        contextlib.nullcontext() if name == "meta" else context(name, device_id)
+    )
     nn.Cell.to_empty = lambda self, *, device=None, recurse=True: self
 
     def put(tensor: Tensor, values: np.ndarray) -> Tensor:
         tensor.copy_(Tensor(values.astype(_numpy(tensor.dtype))))
         return tensor
+
     Tensor.zero_ = lambda self: put(self, np.zeros(self.shape))
     Tensor.fill_ = lambda self, value: put(self, np.full(self.shape, value))
-    Tensor.normal_ = lambda self, mean=0, std=1, *, generator=None: put(self, np.random.normal(mean, std, self.shape))
+    Tensor.normal_ = lambda self, mean=0, std=1, *, generator=None: put(
+        self, np.random.normal(mean, std, self.shape)
+    )
 
 
 def _replace(module: object, functions: Sequence[object]) -> None:
@@ -176,7 +253,23 @@ def _replace(module: object, functions: Sequence[object]) -> None:
 
 def install() -> None:
     """Before ``import mindformers``."""
-    _replace(mint, (arange, zeros_like, ones_like, full, outer, stack, index_select, scatter_add, tril, equal, addcmul, clone))
+    _replace(
+        mint,
+        (
+            arange,
+            zeros_like,
+            ones_like,
+            full,
+            outer,
+            stack,
+            index_select,
+            scatter_add,
+            tril,
+            equal,
+            addcmul,
+            clone,
+        ),
+    )
     _replace(mint.nn.functional, (embedding, dropout))
     _replace(ops, (rms_norm, swiglu, flash_attention_score))
     _replace(nn_ops, (FlashAttentionScore,))

@@ -1,5 +1,7 @@
-"""Replaces the random digits in names by a counter in each process with this folder on its PYTHONPATH (and its children), so that
-the same program makes the same system calls every time. Python imports a module of this name at its start."""
+"""Replaces the random digits in names by a counter in each process with this folder on its
+PYTHONPATH (and its children), so that the same program makes the same system calls every time.
+Python imports a module of this name at its start."""
+
 import itertools
 import secrets
 

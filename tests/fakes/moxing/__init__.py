@@ -1,2 +1,4 @@
-"""Replaces Huawei's moxing, which only images of ModelArts have: ``import moxing as mox``, ``mox.file``."""
+"""Replaces Huawei's moxing, which only images of ModelArts have: ``import moxing as mox``,
+``mox.file``."""
+
 from . import file  # noqa: F401

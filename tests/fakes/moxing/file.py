@@ -1,19 +1,21 @@
 """``mox.file`` on a local folder, with the semantics of an object store.
 
-It follows the documentation of MoXing (support.huaweicloud.com, "MoXing Developer Guide", and the API reference of mox.file in
-huaweicloud/ModelArts-Lab): names and arguments of the functions, what a listing contains, what ``remove`` leaves alone. Where
-that says nothing, the fake is strict: a listing, a size or a copy of a missing object raises. It was never compared with the
-real one.
+It follows the documentation of MoXing (support.huaweicloud.com, "MoXing Developer Guide", and the
+API reference of mox.file in huaweicloud/ModelArts-Lab): names and arguments of the functions, what
+a listing contains, what ``remove`` leaves alone. Where that says nothing, the fake is strict: a
+listing, a size or a copy of a missing object raises. It was never compared with the real one.
 
     FAKE_MOXING_ROOT     folder for the buckets: obs://bucket/a/b is the file bucket/a/b in it
     FAKE_MOXING_DELAY    seconds that each upload takes
     FAKE_MOXING_KILL     "copy 3": the process is killed when it begins its third copy
     FAKE_MOXING_REFUSE   "copy write": these operations fail
 
-An object appears complete when its PUT has ended; folders exist only in names; nothing can be renamed or appended to.
-Within a test: ``watch`` is called with ("before" or "after", operation, url), of a download also in the middle ("half"), and may
-raise; ``hidden`` urls of objects are left out of listings.
+An object appears complete when its PUT has ended; folders exist only in names; nothing can be
+renamed or appended to. Within a test: ``watch`` is called with ("before" or "after", operation,
+url), of a download also in the middle ("half"), and may raise; ``hidden`` urls of objects are left
+out of listings.
 """
+
 import io
 import os
 import shutil
@@ -22,7 +24,7 @@ import tempfile
 import time
 from types import SimpleNamespace
 
-_PARTS = ".parts"                       # of uploads under way
+_PARTS = ".parts"  # of uploads under way
 _counts = {}
 hidden = set()
 
@@ -104,7 +106,9 @@ def list_directory(url, recursive=False):
             found += [os.path.normpath(os.path.join(inner, name)) for name in folders + files]
             if not recursive:
                 break
-        return sorted(name for name in found if os.path.join(top, name) not in {_path(url) for url in hidden})
+        return sorted(
+            name for name in found if os.path.join(top, name) not in {_path(url) for url in hidden}
+        )
 
 
 def get_size(url, recursive=False):
@@ -115,7 +119,9 @@ def get_size(url, recursive=False):
 def stat(url):
     with _operation("stat", url):
         found = os.stat(_get(url))
-        return SimpleNamespace(length=found.st_size, mtime_nsec=found.st_mtime_ns, is_directory=False)
+        return SimpleNamespace(
+            length=found.st_size, mtime_nsec=found.st_mtime_ns, is_directory=False
+        )
 
 
 def read(url, binary=False):
@@ -135,7 +141,8 @@ def copy(src_url, dst_url):
             with open(source, "rb") as file:
                 _put(dst_url, lambda into: shutil.copyfileobj(file, into))
             return
-        with open(source, "rb") as file, open(dst_url, "wb") as into:       # in two halves, so that it can end between them
+        # in two halves, so that it can end between them
+        with open(source, "rb") as file, open(dst_url, "wb") as into:
             half = os.path.getsize(source) // 2
             into.write(file.read(half))
             into.flush()
@@ -162,7 +169,8 @@ def remove(url, recursive=False):
         elif os.path.isfile(path) and not url.endswith("/"):
             os.remove(path)
         folder = os.path.dirname(path)
-        while folder != _root() and os.path.isdir(folder) and not os.listdir(folder):      # it was in names alone
+        # it was in names alone
+        while folder != _root() and os.path.isdir(folder) and not os.listdir(folder):
             os.rmdir(folder)
             folder = os.path.dirname(folder)
 

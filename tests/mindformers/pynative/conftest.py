@@ -1,4 +1,6 @@
-"""For all tests of the PyNative front end: a folder of their own for events, and random numbers that begin at the same place."""
+"""For all tests of the PyNative front end: a folder of their own for events, and random numbers
+that begin at the same place."""
+
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -12,7 +14,7 @@ pytest.importorskip("mindformers.tools")
 from mindresume.mindformers import adapter  # noqa: E402
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER  # noqa: E402
 
-with suppress(Exception):                               # it needs more packages than these tests
+with suppress(Exception):  # it needs more packages than these tests
     import_module(PYNATIVE_TRAINER)
 
 

@@ -1,4 +1,6 @@
-"""What a save of a PyNative training contains, and whose callback saves. Whole trainings: test_training.py."""
+"""What a save of a PyNative training contains, and whose callback saves. Whole trainings:
+test_training.py."""
+
 import time
 from types import SimpleNamespace
 
@@ -18,17 +20,28 @@ from mindresume.mindformers.training_context import TrainingContext  # noqa: E40
 from mindresume.model.layout import TensorLayout  # noqa: E402
 from mindresume.model.training_state import DataPosition  # noqa: E402
 
-ASKED = {"save_path": "", "save_max": 5, "save_interleaved_steps": 4, "no_save_optim": False, "async_save": False,
-         "prefix": "net", "remove_redundancy": False}
+ASKED = {
+    "save_path": "",
+    "save_max": 5,
+    "save_interleaved_steps": 4,
+    "no_save_optim": False,
+    "async_save": False,
+    "prefix": "net",
+    "remove_redundancy": False,
+}
 
 
 def saver_of(rank=0, layouts=None, **asked):
     """A saver in the middle of a training, without a folder."""
     state = State(global_step=7, max_steps=20, epoch_step=6, epoch=1.0)
-    trainer = SimpleNamespace(global_batch_size=BATCH, train_dataset=DataSet(BATCH), train_epoch_step=6, state=state)
+    trainer = SimpleNamespace(
+        global_batch_size=BATCH, train_dataset=DataSet(BATCH), train_epoch_step=6, state=state
+    )
     saver = RunSaver({**ASKED, **asked}, time.monotonic())
     saver.run, saver._layouts = TrainingRun(trainer, {}, TrainingContext()), layouts or {}
-    saver.manager = SimpleNamespace(target=SimpleNamespace(rank=rank, world_size=2 if layouts else 1, iterations=True))
+    saver.manager = SimpleNamespace(
+        target=SimpleNamespace(rank=rank, world_size=2 if layouts else 1, iterations=True)
+    )
     return saver, state
 
 
@@ -43,11 +56,24 @@ def test_the_training_state_after_a_step():
     found = saver.training_state(state, optimizer_at(6), ms.Tensor(2.5, ms.float32))
     assert (found.step, found.global_step, found.global_batch_size) == (7, 6, BATCH)
     assert (found.steps_per_epoch, found.dataset_size) == (6, 6)
-    assert (found.metrics, found.loss_scale, found.consumed, found.data) == ({"loss": 2.5}, None, 28, DataPosition(1, 4))
+    assert (found.metrics, found.loss_scale, found.consumed, found.data) == (
+        {"loss": 2.5},
+        None,
+        28,
+        DataPosition(1, 4),
+    )
 
 
-@pytest.mark.parametrize("loss, metrics", [(None, {}), (ms.Tensor(np.nan), {}), (ms.Tensor(np.inf), {}), (0.0, {"loss": 0.0}),
-                                           (ms.Tensor([1.5], ms.float32), {"loss": 1.5})])
+@pytest.mark.parametrize(
+    "loss, metrics",
+    [
+        (None, {}),
+        (ms.Tensor(np.nan), {}),
+        (ms.Tensor(np.inf), {}),
+        (0.0, {"loss": 0.0}),
+        (ms.Tensor([1.5], ms.float32), {"loss": 1.5}),
+    ],
+)
 def test_the_loss_is_recorded_if_it_is_a_number(loss, metrics):
     saver, state = saver_of()
     assert saver.training_state(state, None, loss).metrics == metrics
@@ -56,7 +82,8 @@ def test_the_loss_is_recorded_if_it_is_a_number(loss, metrics):
 def test_a_loss_that_is_cut_and_what_the_user_reported():
     saver, state = saver_of()
     saver.run.context.progress.metrics["eval_loss"] = 3.0
-    loss = SimpleNamespace(to_local=lambda: ms.Tensor(1.25))                # a stand-in of a DTensor
+    # a stand-in of a DTensor
+    loss = SimpleNamespace(to_local=lambda: ms.Tensor(1.25))
     assert saver.training_state(state, None, loss).metrics == {"loss": 1.25, "eval_loss": 3.0}
 
 
@@ -91,13 +118,21 @@ def test_without_the_optimizer():
 def test_each_rank_saves_its_share_of_replicas(remove):
     """Tensors without a layout are saved by every rank."""
     model = Model("a", "b", "c")
-    layouts = {name: (TensorLayout((2,), (-1,)).normalized(), (3,)) for name in ("a", "b", "adam_m.a", "adam_m.b")}
-    found = [names_of(saver_of(rank, layouts, remove_redundancy=remove)[0], model, Optimizer(model))[0] for rank in (0, 1)]
+    layouts = {
+        name: (TensorLayout((2,), (-1,)).normalized(), (3,))
+        for name in ("a", "b", "adam_m.a", "adam_m.b")
+    }
+    found = [
+        names_of(saver_of(rank, layouts, remove_redundancy=remove)[0], model, Optimizer(model))[0]
+        for rank in (0, 1)
+    ]
     model_files, optimizer_files = ([files[index] for files in found] for index in (0, 1))
     assert set.union(*model_files) == {"a", "b", "c"}
     assert set.union(*optimizer_files) == {"adam_m.a", "adam_m.b", "adam_m.c", "global_step"}
     both = set.intersection(*(set.union(*files) for files in found))
-    assert both == ({"c", "adam_m.c", "global_step"} if remove else set(Optimizer(model).parameters_dict()))
+    assert both == (
+        {"c", "adam_m.c", "global_step"} if remove else set(Optimizer(model).parameters_dict())
+    )
 
 
 def test_a_callback_outside_of_a_training_is_mindformers_own():
@@ -114,12 +149,21 @@ def test_it_takes_the_arguments_of_the_installed_release():
     with pytest.raises(TypeError):
         Callback(folder="/nowhere")
     asked = Callback("/somewhere", 3)._mindresume._asked
-    assert (asked["save_path"], asked["save_max"], asked["save_interleaved_steps"]) == ("/somewhere", 3, 1)
+    assert (asked["save_path"], asked["save_max"], asked["save_interleaved_steps"]) == (
+        "/somewhere",
+        3,
+        1,
+    )
 
 
 def test_two_callbacks_in_one_folder(tmp_path):
     def trainer_with(*folders):
-        return SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[object(), *(BuiltIn(str(path)) for path in folders)]))
+        return SimpleNamespace(
+            callback_handler=SimpleNamespace(
+                callbacks=[object(), *(BuiltIn(str(path)) for path in folders)]
+            )
+        )
+
     check_callbacks(trainer_with(tmp_path), BuiltIn)
     check_callbacks(trainer_with(tmp_path / "a", tmp_path / "b"), BuiltIn)
     (tmp_path / "link").symlink_to(tmp_path)

@@ -1,4 +1,5 @@
 """Counters and position in the data that a resume sets, for each kind of checkpoint and trainer."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +21,17 @@ OURS = TrainingState(30, 20, 30, 8, dataset_size=20, consumed=240, data=DataPosi
 
 
 def restored(monkeypatch, state, batch=8, item=None, steps=100, config=None, **trainer):
-    """Returns the run and its trainer after ``restore_counters``. ``item``: as mindformers 2.1.0, samples of an item."""
+    """Returns the run and its trainer after ``restore_counters``. ``item``: as mindformers 2.1.0,
+    samples of an item."""
     data = DataSet(item or batch, 160)
     now = (State if item is None else LaterState)(max_steps=steps, epoch_step=len(data.items))
-    made = SimpleNamespace(global_batch_size=batch, train_dataset=data, train_epoch_step=len(data.items), state=now, **trainer)
+    made = SimpleNamespace(
+        global_batch_size=batch,
+        train_dataset=data,
+        train_epoch_step=len(data.items),
+        state=now,
+        **trainer,
+    )
     if item is not None:
         made._base_units, made._consumed_samples = item, 0
     context = TrainingContext(plan=ResumePlan(choice="chosen"))
@@ -41,22 +49,35 @@ def test_a_checkpoint_of_mindresume(monkeypatch):
     assert run.data_at(31) == (248, DataPosition(1, 88))
 
 
-@pytest.mark.parametrize("step, epoch", [(5, 0.0), (19, 0.0), (20, 1.0), (21, 1.0), (40, 2.0), (45, 2.0)])
+@pytest.mark.parametrize(
+    "step, epoch", [(5, 0.0), (19, 0.0), (20, 1.0), (21, 1.0), (40, 2.0), (45, 2.0)]
+)
 def test_the_epoch_is_that_of_a_training_without_a_resume(monkeypatch, step, epoch):
     """mindformers sets it between two epochs only."""
-    state = TrainingState(step, 20, step, 8, consumed=step * 8, data=DataPosition(step // 20, step % 20 * 8))
+    state = TrainingState(
+        step, 20, step, 8, consumed=step * 8, data=DataPosition(step // 20, step % 20 * 8)
+    )
     assert restored(monkeypatch, state)[1].state.epoch == epoch
 
 
 def test_items_of_micro_batches(monkeypatch):
     run, trainer = restored(monkeypatch, OURS, item=2)
-    assert (trainer.state.global_step, trainer.state.consumed_samples, trainer._consumed_samples, run.skip) == (30, 240, 240, 40)
+    assert (
+        trainer.state.global_step,
+        trainer.state.consumed_samples,
+        trainer._consumed_samples,
+        run.skip,
+    ) == (30, 240, 240, 40)
 
 
-@pytest.mark.parametrize("item, consumed, skip", [(None, None, 5), (2, None, 20), (2, 200, 20), (2, 204, 22)])
+@pytest.mark.parametrize(
+    "item, consumed, skip", [(None, None, 5), (2, None, 20), (2, 200, 20), (2, 204, 22)]
+)
 def test_a_checkpoint_of_mindformers_has_no_position(monkeypatch, item, consumed, skip):
     """25 steps of 8 samples are a pass of 160 samples, and 40; 2.1.0 records the samples."""
-    run, trainer = restored(monkeypatch, TrainingState(25, 100, 25, 8, consumed=consumed), item=item)
+    run, trainer = restored(
+        monkeypatch, TrainingState(25, 100, 25, 8, consumed=consumed), item=item
+    )
     assert run.skip == skip and trainer.state.global_step == 25
     assert run.context.progress.origin.consumed == (consumed or 200)
 
@@ -68,7 +89,12 @@ def test_a_checkpoint_that_does_not_say_its_batch_size(monkeypatch):
 
 def test_another_batch_size_scales_step_and_optimizer(monkeypatch):
     run, trainer = restored(monkeypatch, OURS, batch=16)
-    assert (trainer.state.global_step, run.context.progress.global_step, run.skip, trainer.state.epoch) == (15, 15, 5, 1.0)
+    assert (
+        trainer.state.global_step,
+        run.context.progress.global_step,
+        run.skip,
+        trainer.state.epoch,
+    ) == (15, 15, 5, 1.0)
     assert run.context.progress.origin.consumed == 240
 
 
@@ -78,7 +104,8 @@ def test_less_than_a_step_of_the_new_batch_size(monkeypatch):
 
 
 def test_a_dynamic_batch_keeps_the_steps(monkeypatch):
-    """The batch size follows from the samples, so its first value says nothing about steps that are done."""
+    """The batch size follows from the samples, so its first value says nothing about steps that are
+    done."""
     state = TrainingState(30, 20, 30, 32, consumed=700, data=DataPosition(4, 60))
     run, trainer = restored(monkeypatch, state, batch=8, item=4, dynamic_batch_enabled=True)
     assert (trainer.state.global_step, trainer.state.consumed_samples, run.skip) == (30, 700, 15)
@@ -111,8 +138,12 @@ IDENTITY = {"files": "a.mindrecord 0123"}
 def begun(config=None, item=None, identity=None):
     """Returns the run of a training that does not resume, when its first iterator is made."""
     data = DataSet(item or 8, 160)
-    made = SimpleNamespace(global_batch_size=8, train_dataset=data, train_epoch_step=len(data.items),
-                           state=State(max_steps=100, epoch_step=len(data.items)))
+    made = SimpleNamespace(
+        global_batch_size=8,
+        train_dataset=data,
+        train_epoch_step=len(data.items),
+        state=State(max_steps=100, epoch_step=len(data.items)),
+    )
     if item is not None:
         made._base_units = item
     run = TrainingRun(made, Configuration(checkpoint={}, **(config or {})), TrainingContext())
@@ -134,7 +165,8 @@ def test_data_skip_steps_counts_at_a_fresh_start_too(item, skip):
 
 
 def test_a_permanent_ignore_data_skip_restarts_nothing(monkeypatch):
-    """What the configuration says of the beginning of a data set is done once: the record of the fresh start says so."""
+    """What the configuration says of the beginning of a data set is done once: the record of the
+    fresh start says so."""
     config = {"ignore_data_skip": True}
     consumed, position = begun(config).data_at(5)
     state = TrainingState(5, 20, 5, 8, consumed=consumed, data=position)
@@ -145,6 +177,12 @@ def test_a_permanent_ignore_data_skip_restarts_nothing(monkeypatch):
 def test_balanced_data_is_positioned_by_mindformers(monkeypatch, source):
     """``source`` is a stand-in; a rank that receives its samples from another one has none."""
     calls = []
-    balance = SimpleNamespace(restore=lambda consumed, step: calls.append((consumed, step))) if source else None
-    run, _ = restored(monkeypatch, OURS, item=2, _balance_source=balance, _uses_data_balance=lambda: True)
+    balance = (
+        SimpleNamespace(restore=lambda consumed, step: calls.append((consumed, step)))
+        if source
+        else None
+    )
+    run, _ = restored(
+        monkeypatch, OURS, item=2, _balance_source=balance, _uses_data_balance=lambda: True
+    )
     assert calls == ([(240, 30)] if source else []) and run.skip == 0

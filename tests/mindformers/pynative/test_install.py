@@ -1,4 +1,5 @@
 """The installation into the PyNative trainer: completely or not at all."""
+
 import functools
 import sys
 import types
@@ -34,16 +35,30 @@ def module(monkeypatch):
     class CallbackHandler:
         def on_step_begin(self, args, state, **kwargs):
             """Has the signature of all releases."""
+
     made.Trainer, made.CheckpointCallback, made.CallbackHandler = Trainer, BuiltIn, CallbackHandler
     monkeypatch.setitem(sys.modules, MODULE, made)
     return made
 
 
 def rows(**changed):
-    """The rows that are wrapped, for the module of this test. ``changed``: {name with _ for dots: signature}."""
-    found = [symbol for symbol in PROFILES[1].pynative if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)]
-    return tuple(Symbol(MODULE, row.name, changed.get(row.name.replace(".", "_"), row.signature), row.kind, row.feature, "1.9.0",
-                        "") for row in found)
+    """The rows that are wrapped, for the module of this test. ``changed``: {name with _ for dots:
+    signature}."""
+    found = [
+        symbol for symbol in PROFILES[1].pynative if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)
+    ]
+    return tuple(
+        Symbol(
+            MODULE,
+            row.name,
+            changed.get(row.name.replace(".", "_"), row.signature),
+            row.kind,
+            row.feature,
+            "1.9.0",
+            "",
+        )
+        for row in found
+    )
 
 
 def profile(symbols):
@@ -52,8 +67,11 @@ def profile(symbols):
 
 def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
     for each in PROFILES[1:]:
-        assert {row.name for row in each.pynative if row.kind in (Kind.WRAPPED, Kind.REPLACED)} == set(WRAPPERS), each.name
-    assert PROFILES[0].pynative == ()                           # 1.8.0 has no such trainer that trains
+        assert {
+            row.name for row in each.pynative if row.kind in (Kind.WRAPPED, Kind.REPLACED)
+        } == set(WRAPPERS), each.name
+    # 1.8.0 has no such trainer that trains
+    assert PROFILES[0].pynative == ()
 
 
 def test_all_wrappers_are_installed_once(module):
@@ -61,15 +79,24 @@ def test_all_wrappers_are_installed_once(module):
         installation.install_pynative(profile(rows()))
     for name in WRAPPERS:
         replaced = functools.reduce(getattr, name.split("."), module)
-        assert replaced._mindresume and not getattr(getattr(replaced, "__wrapped__", None), "_mindresume", False)
-    assert issubclass(module.CheckpointCallback, BuiltIn) and module.CheckpointCallback is not BuiltIn
+        assert replaced._mindresume and not getattr(
+            getattr(replaced, "__wrapped__", None), "_mindresume", False
+        )
+    assert (
+        issubclass(module.CheckpointCallback, BuiltIn) and module.CheckpointCallback is not BuiltIn
+    )
 
 
 def test_a_place_that_differs_is_refused_by_name_and_nothing_is_patched(module):
     before = dict(vars(module)), dict(vars(module.Trainer))
     with pytest.raises(ConfigError) as error:
-        installation.install_pynative(profile(rows(Trainer_train="self, a, b, c",
-                                                   Trainer__create_dataset_iterator="self, data, n")))
+        installation.install_pynative(
+            profile(
+                rows(
+                    Trainer_train="self, a, b, c", Trainer__create_dataset_iterator="self, data, n"
+                )
+            )
+        )
     lines = [line for line in str(error.value).splitlines() if MODULE in line]
     assert len(lines) == 2 and "Trainer.train" in lines[0] and "self, a, b, c" in lines[0]
     assert "Trainer._create_dataset_iterator" in lines[1]

@@ -1,4 +1,6 @@
-"""Whole trainings through the wrappers, in this process: a resume ends with the bits of a training that nothing interrupts."""
+"""Whole trainings through the wrappers, in this process: a resume ends with the bits of a training
+that nothing interrupts."""
+
 import json
 import os
 import shutil
@@ -28,8 +30,11 @@ PASS = SAMPLES // BATCH
 
 
 def events(tmp_path, kind):
-    rows = [json.loads(line) for path in sorted((tmp_path / "output").rglob("*.jsonl"))
-            for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for path in sorted((tmp_path / "output").rglob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
     return [row for row in rows if row["event"] == kind]
 
 
@@ -38,7 +43,8 @@ def folders(root):
 
 
 def run(steps, root, resume=False, **options):
-    """Returns a trainer after its training, with random numbers that begin where a new process begins."""
+    """Returns a trainer after its training, with random numbers that begin where a new process
+    begins."""
     np.random.seed(7)
     trainer = Trainer(steps, save_path=str(root), load_path=str(root) if resume else "", **options)
     trainer.result = trainer.train()
@@ -51,7 +57,8 @@ def interrupted(root, at, **options):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("at", [6, 7, 10, 15, 20])           # saves at 4, 8, 12, ...; passes end at 6, 12, 18
+# saves at 4, 8, 12, ...; passes end at 6, 12, 18
+@pytest.mark.parametrize("at", [6, 7, 10, 15, 20])
 def test_a_resume_ends_with_the_same_bits(tmp_path, at, micro_batches):
     whole = run(20, tmp_path / "whole", micro_batches=micro_batches)
     interrupted(tmp_path / "run", at, micro_batches=micro_batches)
@@ -59,24 +66,30 @@ def test_a_resume_ends_with_the_same_bits(tmp_path, at, micro_batches):
     first = (at - 1) // 4 * 4
     assert resumed.losses == {step: row for step, row in whole.losses.items() if step > first}
     assert resumed.weight.tobytes() == whole.weight.tobytes() and resumed.result == "trained"
-    assert resumed.train_dataset.began[0] == first % PASS * micro_batches and set(resumed.train_dataset.began[1:]) <= {0}
+    assert resumed.train_dataset.began[0] == first % PASS * micro_batches and set(
+        resumed.train_dataset.began[1:]
+    ) <= {0}
     assert folders(tmp_path / "run") == folders(tmp_path / "whole") == [4, 8, 12, 16, 20]
     assert [event["step"] for event in events(tmp_path, "resumed")] == [first]
 
 
 def test_a_step_that_straddles_two_passes(tmp_path):
-    """Seven items of two samples, so that the fourth step reads the last item of a pass and the first of the next."""
+    """Seven items of two samples, so that the fourth step reads the last item of a pass and the
+    first of the next."""
+
     def data():
         return DataSet(2, 14)
+
     whole = run(20, tmp_path / "whole", micro_batches=2, dataset=data())
     interrupted(tmp_path / "run", 5, micro_batches=2, dataset=data())
     resumed = run(20, tmp_path / "run", resume=True, micro_batches=2, dataset=data())
-    assert resumed.train_dataset.began[0] == 1                  # 4 steps of two items are a pass of 7, and one
+    # 4 steps of two items are a pass of 7, and one
+    assert resumed.train_dataset.began[0] == 1
     assert resumed.losses == {step: row for step, row in whole.losses.items() if step > 4}
 
 
 def test_another_batch_size_scales_the_steps_and_keeps_the_position(tmp_path):
-    interrupted(tmp_path / "run", 10)                           # step 8: 32 samples, a pass and 8
+    interrupted(tmp_path / "run", 10)  # step 8: 32 samples, a pass and 8
     resumed = run(20, tmp_path / "run", resume=True, batch=8)
     assert min(resumed.losses) == 5 and resumed.train_dataset.began[0] == 1
     assert int(resumed.optimizer.global_step.asnumpy()[0]) == 20
@@ -93,7 +106,10 @@ def test_a_complete_training_does_nothing(tmp_path):
     run(8, tmp_path / "run")
     again = run(8, tmp_path / "run", resume=True)
     assert again.losses == {} and again.result is None
-    assert [event["outcome"] for event in events(tmp_path, "training_ended")] == ["finished", "nothing_to_train"]
+    assert [event["outcome"] for event in events(tmp_path, "training_ended")] == [
+        "finished",
+        "nothing_to_train",
+    ]
 
 
 class Loader:
@@ -108,7 +124,8 @@ class Loader:
 
 
 class Grows(Loader):
-    """Reads one sample more in each step, as a batch size that grows: so common.json has consumed_samples."""
+    """Reads one sample more in each step, as a batch size that grows: so common.json has
+    consumed_samples."""
 
     def __init__(self, trainer):
         super().__init__("on_step_begin")
@@ -119,7 +136,9 @@ class Grows(Loader):
 
 
 @pytest.mark.parametrize("died", ["before the manifest", "before the rename"])
-def test_the_last_step_of_a_complete_training_is_published_and_uploaded(tmp_path, died, monkeypatch):
+def test_the_last_step_of_a_complete_training_is_published_and_uploaded(
+    tmp_path, died, monkeypatch
+):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     monkeypatch.setenv("MA_JOB_DIR", "/home/ma-user/modelarts")
     monkeypatch.setattr(modelarts, "MoxingStore", lambda: MoxingStore(moxing.file))
@@ -155,12 +174,18 @@ def test_the_same_trainer_trains_twice(tmp_path):
 
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin"])
-def test_a_callback_that_loads_weights_of_its_own_ends_the_training_before_a_step(tmp_path, event, saves):
+def test_a_callback_that_loads_weights_of_its_own_ends_the_training_before_a_step(
+    tmp_path, event, saves
+):
     """Whether the training saves, and also behind our callback."""
     interrupted(tmp_path / "run", 6)
-    with pytest.raises(AlteredWeightsError, match="1 of 2 tensors are not what was loaded: weight.*Loader"):
+    with pytest.raises(
+        AlteredWeightsError, match="1 of 2 tensors are not what was loaded: weight.*Loader"
+    ):
         run(20, tmp_path / "run", resume=True, callbacks=[Loader(event)], enable_save=saves)
-    assert events(tmp_path, "training_ended")[-1]["outcome"] == "failed" and folders(tmp_path / "run") == [4]
+    assert events(tmp_path, "training_ended")[-1]["outcome"] == "failed" and folders(
+        tmp_path / "run"
+    ) == [4]
     resumed = run(20, tmp_path / "run", resume=True, callbacks=[Loader("none")], enable_save=saves)
     assert min(resumed.losses) == 5
 
@@ -183,12 +208,18 @@ def test_outside_of_a_training_mindformers_loads_and_reads():
 def test_the_stages_of_a_pipeline_are_loaded_once(tmp_path):
     """mindformers 2.0.0 asks once for each stage."""
     run(4, tmp_path / "run", model=Model("weight", "other"))
-    trainer = Trainer(6, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"), model=Model("weight", "other"))
+    trainer = Trainer(
+        6,
+        save_path=str(tmp_path / "run"),
+        load_path=str(tmp_path / "run"),
+        model=Model("weight", "other"),
+    )
     load, calls = trainer._load_checkpoint, []
 
     def each_stage(path, model, optimizer=None):
         for stage in (model, model):
             calls.append(load(path, stage, optimizer))
+
     trainer._load_checkpoint = each_stage
     trainer.train()
     assert len(calls) == 2 and sorted(trainer.losses) == [5, 6]
@@ -197,14 +228,28 @@ def test_the_stages_of_a_pipeline_are_loaded_once(tmp_path):
 
 def test_weights_alone_start_at_step_0(tmp_path):
     run(8, tmp_path / "run")
-    trainer = Trainer(2, save_path=str(tmp_path / "new"), load_path=str(tmp_path / "run"), no_load_optim=True)
+    trainer = Trainer(
+        2, save_path=str(tmp_path / "new"), load_path=str(tmp_path / "run"), no_load_optim=True
+    )
     before = run(8, tmp_path / "other").weight
     seen = []
-    trainer.callback_handler.callbacks.append(type("Look", (), {
-        "on_train_begin": lambda self, *_, **__: seen.append(trainer.weight),
-        "on_step_end": lambda self, *_, **__: None, "on_train_end": lambda self, *_, **__: None})())
+    trainer.callback_handler.callbacks.append(
+        type(
+            "Look",
+            (),
+            {
+                "on_train_begin": lambda self, *_, **__: seen.append(trainer.weight),
+                "on_step_end": lambda self, *_, **__: None,
+                "on_train_end": lambda self, *_, **__: None,
+            },
+        )()
+    )
     trainer.train()
-    assert seen[0].tobytes() == before.tobytes() and sorted(trainer.losses) == [1, 2] and trainer.train_dataset.began == [0]
+    assert (
+        seen[0].tobytes() == before.tobytes()
+        and sorted(trainer.losses) == [1, 2]
+        and trainer.train_dataset.began == [0]
+    )
 
 
 def test_a_resume_without_saves_restores_the_random_state_and_releases_the_checkpoint(tmp_path):
@@ -216,6 +261,7 @@ def test_a_resume_without_saves_restores_the_random_state_and_releases_the_check
         def create_dict_iterator(self, **_):
             locks.append(training_context.current().resources.read_lock)
             return super().create_dict_iterator()
+
     trainer = run(12, tmp_path / "run", resume=True, enable_save=False, dataset=Watched(BATCH))
     assert trainer.losses == {step: row for step, row in whole.losses.items() if step > 8}
     assert locks == [None]
@@ -230,16 +276,19 @@ def test_what_the_trainer_counts_besides(tmp_path):
             state.skipped_steps += state.global_step % 3 == 0
             state.best_metric = min(kwargs["loss"].asnumpy().item(), state.best_metric or 0.0)
             self.seen[state.global_step] = state.skipped_steps, state.best_metric
+
     whole, resumed = Counts(), Counts()
     whole.seen, resumed.seen = {}, {}
     run(12, tmp_path / "whole", callbacks=[whole])
     interrupted(tmp_path / "run", 10, callbacks=[Counts()])
     run(12, tmp_path / "run", resume=True, callbacks=[resumed])
-    # The callbacks of a user run after the save of a step, so a save holds what they counted before it.
+    # The callbacks of a user run after the save of a step, so a save holds what they counted before
+    # it.
     assert resumed.seen == {step: row for step, row in whole.seen.items() if step > 8}
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
+
 
 def test_no_optimizer_in_the_checkpoint(tmp_path):
     run(8, tmp_path / "run", no_save_optim=True)
@@ -260,15 +309,23 @@ def test_a_data_set_that_cannot_skip_is_refused(tmp_path):
 
         def create_dict_iterator(self, **_):
             return iter(self.items)
-    run(6, tmp_path / "whole", dataset=Streaming())                     # ends between two passes: nothing to skip
+
+    # ends between two passes: nothing to skip
+    run(6, tmp_path / "whole", dataset=Streaming())
     assert min(run(8, tmp_path / "whole", resume=True, dataset=Streaming()).losses) == 7
     with pytest.raises(ConfigError, match="Streaming.*ignore_data_skip"):
         run(12, tmp_path / "whole", resume=True, dataset=Streaming())
 
 
-@pytest.mark.parametrize("key, value, refused", [
-    ("use_contiguous_weight_layout_attention", True, True), ("use_contiguous_weight_layout_attention", False, False),
-    ("use_interleaved_weight_layout_mlp", False, True), ("use_interleaved_weight_layout_mlp", True, False)])
+@pytest.mark.parametrize(
+    "key, value, refused",
+    [
+        ("use_contiguous_weight_layout_attention", True, True),
+        ("use_contiguous_weight_layout_attention", False, False),
+        ("use_interleaved_weight_layout_mlp", False, True),
+        ("use_interleaved_weight_layout_mlp", True, False),
+    ],
+)
 def test_another_order_within_a_tensor_is_refused(tmp_path, key, value, refused):
     run(4, tmp_path / "run")
     trainer = Trainer(8, save_path=str(tmp_path / "run"), load_path=str(tmp_path / "run"))
@@ -294,37 +351,54 @@ def test_a_checkpoint_of_a_network_with_another_order_is_refused(tmp_path, monke
 
 def test_two_callbacks_that_save_into_the_same_folder(tmp_path):
     with pytest.raises(ConfigError, match=f"save into {tmp_path / 'run'}"):
-        run(4, tmp_path / "run", callbacks=[BuiltIn(save_path=str(tmp_path / "elsewhere" / ".." / "run"))])
+        run(
+            4,
+            tmp_path / "run",
+            callbacks=[BuiltIn(save_path=str(tmp_path / "elsewhere" / ".." / "run"))],
+        )
     run(4, tmp_path / "run", callbacks=[BuiltIn(save_path=str(tmp_path / "elsewhere"))])
 
 
 def test_hugging_face_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_load, "is_pretrained", lambda storage, path: True)
-    monkeypatch.delattr(sys.modules[checkpoint_load.PYNATIVE_TRAINER], "is_hf_checkpoint", raising=False)
+    monkeypatch.delattr(
+        sys.modules[checkpoint_load.PYNATIVE_TRAINER], "is_hf_checkpoint", raising=False
+    )
     with pytest.raises(ConfigError, match=f"{tmp_path} holds Hugging Face weights.*2.1.0"):
         run(4, tmp_path, resume=True)
-    monkeypatch.setattr(sys.modules[checkpoint_load.PYNATIVE_TRAINER], "is_hf_checkpoint", True, raising=False)
+    monkeypatch.setattr(
+        sys.modules[checkpoint_load.PYNATIVE_TRAINER], "is_hf_checkpoint", True, raising=False
+    )
     assert run(4, tmp_path, resume=True).loaded_by_mindformers == [str(tmp_path)]
 
 
 def test_adapters_on_a_base_are_left_to_mindformers(tmp_path):
-    trainer = run(4, tmp_path / "run", resume=True, base_load_path="/base", save_trainable_only=True)
-    assert trainer.loaded_by_mindformers == [str(tmp_path / "run")] and not (tmp_path / "run").exists()
+    trainer = run(
+        4, tmp_path / "run", resume=True, base_load_path="/base", save_trainable_only=True
+    )
+    assert (
+        trainer.loaded_by_mindformers == [str(tmp_path / "run")] and not (tmp_path / "run").exists()
+    )
     assert trainer.callback_handler.callbacks[0].events == ["begin", *["step"] * 4, "end"]
 
 
-# ---- saves -----------------------------------------------------------------------------------------------------------
+# ---- saves ---------------------------------------------------------------------------------------
+
 
 def test_due_steps_the_last_one_and_retention(tmp_path):
     trainer = run(18, tmp_path / "run", save_max=2)
-    assert folders(tmp_path / "run") == [16, 18] and (tmp_path / "run" / TRACKER).read_text() == "18"
+    assert (
+        folders(tmp_path / "run") == [16, 18] and (tmp_path / "run" / TRACKER).read_text() == "18"
+    )
     assert trainer.callback_handler.callbacks[0].events == []
     assert [event["step"] for event in events(tmp_path, "save_committed")] == [4, 8, 12, 16, 18]
 
 
 def test_an_asynchronous_save_is_finished_at_the_end(tmp_path):
     run(10, tmp_path / "run", async_save=True)
-    assert folders(tmp_path / "run") == [4, 8, 10] and (tmp_path / "run" / TRACKER).read_text() == "10"
+    assert (
+        folders(tmp_path / "run") == [4, 8, 10] and (tmp_path / "run" / TRACKER).read_text() == "10"
+    )
 
 
 def test_a_request_to_stop_saves_the_step_and_ends(tmp_path):
@@ -332,6 +406,7 @@ def test_a_request_to_stop_saves_the_step_and_ends(tmp_path):
         def on_step_end(self, args, state, **kwargs):
             if state.global_step == 5:
                 from_outside()
+
     np.random.seed(7)
     trainer = Trainer(20, callbacks=[Asks()], save_path=str(tmp_path / "run"))
     with pytest.raises(SystemExit) as end:
@@ -354,6 +429,7 @@ def test_failed_saves_are_counted_and_the_training_goes_on(tmp_path):
             if state.global_step == 7:
                 [run_id] = leased_runs(os.listdir(root / FOLDER))
                 (root / FOLDER / attempt_name(8, run_id)).write_text("in the way")
+
     trainer = run(12, root, callbacks=[InTheWay()])
     assert max(trainer.losses) == 12 and (root / TRACKER).read_text() == "12"
     [failed] = events(tmp_path, "save_failed")
@@ -362,9 +438,14 @@ def test_failed_saves_are_counted_and_the_training_goes_on(tmp_path):
 
 def test_the_optimizer_and_the_model_are_in_separate_files(tmp_path):
     run(4, tmp_path / "run")
-    files = {path.name: set(tensors_in(path)) for path in (tmp_path / "run" / "iteration_00000004").glob("*.safetensors")}
-    assert files == {"net-model-0000000-0000001.safetensors": {"weight"},
-                     "net-opt-0000000-0000001.safetensors": {"adam_m.weight", "global_step"}}
+    files = {
+        path.name: set(tensors_in(path))
+        for path in (tmp_path / "run" / "iteration_00000004").glob("*.safetensors")
+    }
+    assert files == {
+        "net-model-0000000-0000001.safetensors": {"weight"},
+        "net-opt-0000000-0000001.safetensors": {"adam_m.weight", "global_step"},
+    }
 
 
 def test_an_optimizer_of_the_stand_in_holds_the_parameters_of_the_model():

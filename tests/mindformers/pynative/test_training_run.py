@@ -1,4 +1,6 @@
-"""What is known of a training: configuration, items, steps and samples of its data, parameters, what the trainer counts."""
+"""What is known of a training: configuration, items, steps and samples of its data, parameters,
+what the trainer counts."""
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +21,15 @@ from mindresume.model.training_state import DataPosition  # noqa: E402
 
 
 def run_of(batch=8, item=None, samples=160, consumed=None, origin=None, dataset=True, skip=0):
-    """``item``: samples of an item, as mindformers 2.1.0 says them; None: a release before. ``consumed``: of its state."""
+    """``item``: samples of an item, as mindformers 2.1.0 says them; None: a release before.
+    ``consumed``: of its state."""
     data = DataSet(item or batch, samples) if dataset else None
-    trainer = SimpleNamespace(global_batch_size=batch, train_dataset=data, train_epoch_step=len(data.items) if data else 30,
-                              state=SimpleNamespace(consumed_samples=consumed) if item else SimpleNamespace())
+    trainer = SimpleNamespace(
+        global_batch_size=batch,
+        train_dataset=data,
+        train_epoch_step=len(data.items) if data else 30,
+        state=SimpleNamespace(consumed_samples=consumed) if item else SimpleNamespace(),
+    )
     if item is not None:
         trainer._base_units = item
     context = TrainingContext()
@@ -31,32 +38,64 @@ def run_of(batch=8, item=None, samples=160, consumed=None, origin=None, dataset=
 
 
 def test_a_configuration_has_the_names_of_the_graph_trainer():
-    sections = {"training": {"seed": 5}, "checkpoint": {"save_path": "/c"}, "mindresume": {"verify": "full"}}
-    config = configuration_of(SimpleNamespace(config=SimpleNamespace(to_dict=lambda: dict(sections))))
-    assert config.callbacks == [{"type": "CheckpointMonitor", "directory": "/c"}] and config.seed == 5
+    sections = {
+        "training": {"seed": 5},
+        "checkpoint": {"save_path": "/c"},
+        "mindresume": {"verify": "full"},
+    }
+    config = configuration_of(
+        SimpleNamespace(config=SimpleNamespace(to_dict=lambda: dict(sections)))
+    )
+    assert (
+        config.callbacks == [{"type": "CheckpointMonitor", "directory": "/c"}] and config.seed == 5
+    )
     assert config["mindresume"] == {"verify": "full"}
     with pytest.raises(AttributeError):
         _ = config.use_legacy_format
 
 
-@pytest.mark.parametrize("checkpoint", [None, {}, {"save_path": ""}, {"save_path": "/c", "enable_save": False},
-                                        {"save_path": "/c", "save_trainable_only": True}])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        None,
+        {},
+        {"save_path": ""},
+        {"save_path": "/c", "enable_save": False},
+        {"save_path": "/c", "save_trainable_only": True},
+    ],
+)
 def test_a_training_without_saves_of_mindresume_has_no_monitor(checkpoint):
-    config = configuration_of(SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"checkpoint": checkpoint})))
+    config = configuration_of(
+        SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"checkpoint": checkpoint}))
+    )
     assert config.callbacks == [] and config.seed is None
 
 
-@pytest.mark.parametrize("run, items, item_samples, steps", [
-    (run_of(), 20, 8, 20), (run_of(item=2), 80, 2, 20), (run_of(item=8), 20, 8, 20), (run_of(item=3), 53, 3, 19),
-    (run_of(item=8, batch=64, samples=24), 3, 8, 1), (run_of(dataset=False), None, 8, 30)])
+@pytest.mark.parametrize(
+    "run, items, item_samples, steps",
+    [
+        (run_of(), 20, 8, 20),
+        (run_of(item=2), 80, 2, 20),
+        (run_of(item=8), 20, 8, 20),
+        (run_of(item=3), 53, 3, 19),
+        (run_of(item=8, batch=64, samples=24), 3, 8, 1),
+        (run_of(dataset=False), None, 8, 30),
+    ],
+)
 def test_items_and_steps_of_a_pass(run, items, item_samples, steps):
     assert (run.items, run.item_samples, run.steps_per_pass) == (items, item_samples, steps)
 
 
-@pytest.mark.parametrize("step, consumed, passes, samples", [(0, 0, 0, 0), (13, 104, 0, 104), (20, 160, 1, 0), (45, 360, 2, 40)])
+@pytest.mark.parametrize(
+    "step, consumed, passes, samples",
+    [(0, 0, 0, 0), (13, 104, 0, 104), (20, 160, 1, 0), (45, 360, 2, 40)],
+)
 def test_the_position_after_a_step(step, consumed, passes, samples):
     assert run_of().data_at(step) == (consumed, DataPosition(passes, samples))
-    assert run_of(item=2, consumed=consumed).data_at(step) == (consumed, DataPosition(passes, samples))
+    assert run_of(item=2, consumed=consumed).data_at(step) == (
+        consumed,
+        DataPosition(passes, samples),
+    )
 
 
 def test_a_step_that_straddles_two_passes():
@@ -66,9 +105,17 @@ def test_a_step_that_straddles_two_passes():
 
 
 def test_the_position_after_a_resume_counts_from_it():
-    origin = RunOrigin(10, DataPosition(2, 24, first_epoch=1, declared="ignore_data_skip: True"), 500)
-    assert run_of(origin=origin).data_at(12) == (516, DataPosition(2, 40, 1, "ignore_data_skip: True"))
-    assert run_of(item=2, consumed=516, origin=origin).data_at(12) == (516, DataPosition(2, 40, 1, "ignore_data_skip: True"))
+    origin = RunOrigin(
+        10, DataPosition(2, 24, first_epoch=1, declared="ignore_data_skip: True"), 500
+    )
+    assert run_of(origin=origin).data_at(12) == (
+        516,
+        DataPosition(2, 40, 1, "ignore_data_skip: True"),
+    )
+    assert run_of(item=2, consumed=516, origin=origin).data_at(12) == (
+        516,
+        DataPosition(2, 40, 1, "ignore_data_skip: True"),
+    )
     assert run_of(origin=RunOrigin(10, DataPosition(0, 0), None)).data_at(12) == (None, None)
     assert run_of(dataset=False).data_at(12) == (None, None)
 
@@ -85,13 +132,14 @@ def test_the_skip_is_for_the_first_pass():
     for _ in range(3):
         run.begin_pass(data)
         firsts.append(data.first)
-    run.begin_pass(DataSet(8))                                  # another one, such as for an evaluation
+    # another one, such as for an evaluation
+    run.begin_pass(DataSet(8))
     assert firsts == [3, 0, 0] and run.iterators == 3
 
 
 def test_without_a_skip_the_data_set_is_left_as_it_is():
     run = run_of()
-    run.trainer.train_dataset.set_init_step(2)                  # a user may have chosen it
+    run.trainer.train_dataset.set_init_step(2)  # a user may have chosen it
     run.begin_pass(run.trainer.train_dataset)
     assert run.trainer.train_dataset.first == 2
 
@@ -103,7 +151,8 @@ def test_balanced_data():
     assert run.is_balanced is True
 
 
-# ---- parameters ------------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
+
 
 def value(cell, name):
     return cell.parameters_dict()[name].asnumpy().tolist()
@@ -113,74 +162,118 @@ def test_a_model_or_the_list_of_its_stages():
     one, two = Model("a"), Model("b", "accu_grads.b")
     assert training_run.cells_of(one) == [one] and training_run.cells_of([one, two]) == [one, two]
     assert training_run.cells_of((one,)) == [one]
-    assert list(training_run.model_parameters([one, two])) == ["a", "b"]             # what exists within a step is left out
+    # what exists within a step is left out
+    assert list(training_run.model_parameters([one, two])) == ["a", "b"]
     assert list(training_run.model_parameters(one)) == ["a"]
 
 
 def test_the_optimizer_without_the_parameters_of_the_model():
     model = [Model("a"), Model("b")]
     optimizer = Optimizer(model, masters=True)
-    assert set(training_run.optimizer_parameters(optimizer, training_run.model_parameters(model))) == {
-        "adam_m.a", "adam_m.b", "main_param.a", "main_param.b", "global_step"}
+    assert set(
+        training_run.optimizer_parameters(optimizer, training_run.model_parameters(model))
+    ) == {"adam_m.a", "adam_m.b", "main_param.a", "main_param.b", "global_step"}
     assert training_run.optimizer_parameters(None, {}) == {}
 
 
 def test_a_cut_parameter_has_the_shape_of_its_part():
     cut = DTensor(np.zeros((8, 2)), parameter("w", np.arange(8).reshape(4, 2)))
     whole = parameter("b", [1], np.int32)
-    assert training_run.shapes_of({"w": cut, "b": whole}) == {"w": ((4, 2), "float32"), "b": ((1,), "int32")}
+    assert training_run.shapes_of({"w": cut, "b": whole}) == {
+        "w": ((4, 2), "float32"),
+        "b": ((1,), "int32"),
+    }
     found = training_run.tensors_of({"w": cut, "b": whole})
-    assert np.asarray(found["w"]).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and np.asarray(found["b"]).tolist() == [1]
+    assert np.asarray(found["w"]).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and np.asarray(
+        found["b"]
+    ).tolist() == [1]
     assert found["w"].shape == (4, 2)
 
 
 def row(matrix, tensor_map, full):
-    """A row of mindformers' LayoutAdapter. The layout is a stand-in: MindSpore makes layouts on several processes only."""
-    layout = SimpleNamespace(to_dict=lambda: {"device_matrix": matrix, "tensor_map": tensor_map, "interleaved_parallel": False})
+    """A row of mindformers' LayoutAdapter. The layout is a stand-in: MindSpore makes layouts on
+    several processes only."""
+    layout = SimpleNamespace(
+        to_dict=lambda: {
+            "device_matrix": matrix,
+            "tensor_map": tensor_map,
+            "interleaved_parallel": False,
+        }
+    )
     return [layout, "float32", full]
 
 
 def test_layouts_of_all_stages_and_of_the_optimizer(monkeypatch):
-    tables = {"first": {"a": row((2,), (0, -1), (8, 2)), "scalar": [None, "int32", (1,)]},
-              "second": {"b": row((2,), (-1,), (3,))}, "optimizer": {"adam_m.a": row((2,), (0, -1), (8, 2)),
-                                                                     "odd": row((2,), (0,), (7,))}}
+    tables = {
+        "first": {"a": row((2,), (0, -1), (8, 2)), "scalar": [None, "int32", (1,)]},
+        "second": {"b": row((2,), (-1,), (3,))},
+        "optimizer": {"adam_m.a": row((2,), (0, -1), (8, 2)), "odd": row((2,), (0,), (7,))},
+    }
     monkeypatch.setattr(adapter, "pynative_layouts", tables.__getitem__)
-    shapes = {name: (shape, "float32") for name, shape in {
-        "a": (4, 2), "b": (3,), "adam_m.a": (4, 2), "scalar": (1,), "odd": (3,)}.items()}
+    shapes = {
+        name: (shape, "float32")
+        for name, shape in {
+            "a": (4, 2),
+            "b": (3,),
+            "adam_m.a": (4, 2),
+            "scalar": (1,),
+            "odd": (3,),
+        }.items()
+    }
     warnings = []
     context = SimpleNamespace(group=SimpleNamespace(size=2), emit=warnings.append)
     found = training_run.layouts_of(["first", "second"], "optimizer", shapes, context)
-    assert found == {"a": (TensorLayout((2,), (0, -1)), (8, 2)), "b": (TensorLayout((2,), (-1,)).normalized(), (3,)),
-                     "adam_m.a": (TensorLayout((2,), (0, -1)), (8, 2))}
+    assert found == {
+        "a": (TensorLayout((2,), (0, -1)), (8, 2)),
+        "b": (TensorLayout((2,), (-1,)).normalized(), (3,)),
+        "adam_m.a": (TensorLayout((2,), (0, -1)), (8, 2)),
+    }
     assert len(warnings) == 1 and warnings[0].text.startswith("odd:")
     assert "adam_m.a" not in training_run.layouts_of("first", None, shapes, context)
     arrays = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items()}
     shares = [network_state.own_share(arrays, found, rank) for rank in (0, 1)]
-    assert all({"a", "adam_m.a"} <= share for share in shares)                     # each rank its own half
-    assert [("b" in share) for share in shares].count(True) == 1                   # a replica is written once
+    # each rank its own half
+    assert all({"a", "adam_m.a"} <= share for share in shares)
+    # a replica is written once
+    assert [("b" in share) for share in shares].count(True) == 1
 
 
 def test_one_process_has_no_layouts(monkeypatch):
     monkeypatch.setattr(adapter, "pynative_layouts", lambda cell: pytest.fail("a collective"))
-    assert training_run.layouts_of(Model("a"), None, {"a": ((WIDTH,), "float32")}, TrainingContext()) == {}
+    assert (
+        training_run.layouts_of(Model("a"), None, {"a": ((WIDTH,), "float32")}, TrainingContext())
+        == {}
+    )
 
 
 def test_each_parameter_gets_the_array_of_its_own_name():
     """MindSpore alone would give ``weight`` the array of ``adam_m.weight``, which ends like it."""
     model = Model("weight")
     optimizer = Optimizer(model)
-    training_run.restore_parameters(model, optimizer, {"adam_m.weight": np.full(WIDTH, 2, np.float32)})
-    assert value(model, "weight") == [0] * WIDTH and value(optimizer, "adam_m.weight") == [2] * WIDTH
-    training_run.restore_parameters([model], optimizer, {"weight": np.full(WIDTH, 1, np.float32),
-                                                         "global_step": np.array([9], np.int32)})
-    assert (value(model, "weight"), value(optimizer, "adam_m.weight"), value(optimizer, "global_step")) == (
-        [1] * WIDTH, [2] * WIDTH, [9])
+    training_run.restore_parameters(
+        model, optimizer, {"adam_m.weight": np.full(WIDTH, 2, np.float32)}
+    )
+    assert (
+        value(model, "weight") == [0] * WIDTH and value(optimizer, "adam_m.weight") == [2] * WIDTH
+    )
+    training_run.restore_parameters(
+        [model],
+        optimizer,
+        {"weight": np.full(WIDTH, 1, np.float32), "global_step": np.array([9], np.int32)},
+    )
+    assert (
+        value(model, "weight"),
+        value(optimizer, "adam_m.weight"),
+        value(optimizer, "global_step"),
+    ) == ([1] * WIDTH, [2] * WIDTH, [9])
 
 
 def test_an_array_that_nothing_takes_is_an_error():
     model = Model("weight")
     with pytest.raises(LoadError, match="1 parameters got no value, for example other"):
-        training_run.restore_parameters(model, None, {"weight": np.ones(WIDTH, np.float32), "other": np.ones(WIDTH, np.float32)})
+        training_run.restore_parameters(
+            model, None, {"weight": np.ones(WIDTH, np.float32), "other": np.ones(WIDTH, np.float32)}
+        )
 
 
 def test_float32_copies_are_taken_from_the_model_if_the_checkpoint_has_none():
@@ -202,21 +295,40 @@ def test_a_step_counter_of_another_width_is_set():
     assert value(optimizer, "global_step") == [7] and optimizer.global_step.dtype == ms.int64
 
 
-# ---- what the trainer counts -----------------------------------------------------------------------------------------
+# ---- what the trainer counts ---------------------------------------------------------------------
+
 
 def test_fields_of_the_state_and_of_the_trainer():
-    trainer = SimpleNamespace(state=State(7, 20, 6, 1.0, skipped_steps=3, best_metric=0.25), _consecutive_skipped_steps=2)
+    trainer = SimpleNamespace(
+        state=State(7, 20, 6, 1.0, skipped_steps=3, best_metric=0.25), _consecutive_skipped_steps=2
+    )
     saved = training_run.saved_fields(trainer)
     assert dict(saved) == {"skipped_steps": 3, "best_metric": 0.25, "consecutive_skipped_steps": 2}
     again = SimpleNamespace(state=State(), _consecutive_skipped_steps=0)
     training_run.restore_fields(again, saved)
-    assert (again.state.skipped_steps, again.state.best_metric, again._consecutive_skipped_steps) == (3, 0.25, 2)
+    assert (
+        again.state.skipped_steps,
+        again.state.best_metric,
+        again._consecutive_skipped_steps,
+    ) == (3, 0.25, 2)
     assert (again.state.global_step, again.state.max_steps, again.state.epoch) == (0, 0, 0.0)
 
 
-@pytest.mark.parametrize("value, found", [
-    (ms.Tensor(0.5, ms.float32), 0.5), (np.float64(0.1), 0.1), (np.int64(4), 4), (ms.Tensor([2], ms.int32), 2), (None, None),
-    ("/a/path", "/a/path"), (float("inf"), "left out"), (float("nan"), "left out"), ([1], "left out"), (np.zeros(2), "left out")])
+@pytest.mark.parametrize(
+    "value, found",
+    [
+        (ms.Tensor(0.5, ms.float32), 0.5),
+        (np.float64(0.1), 0.1),
+        (np.int64(4), 4),
+        (ms.Tensor([2], ms.int32), 2),
+        (None, None),
+        ("/a/path", "/a/path"),
+        (float("inf"), "left out"),
+        (float("nan"), "left out"),
+        ([1], "left out"),
+        (np.zeros(2), "left out"),
+    ],
+)
 def test_values_of_callbacks(value, found):
     saved = dict(training_run.saved_fields(SimpleNamespace(state=State(best_metric=value))))
     assert saved.get("best_metric", "left out") == found
@@ -224,5 +336,7 @@ def test_values_of_callbacks(value, found):
 
 def test_fields_that_a_release_does_not_have():
     trainer = SimpleNamespace(state=State())
-    training_run.restore_fields(trainer, {"of a later release": 1, "consecutive_skipped_steps": 2, "global_step": 9})
+    training_run.restore_fields(
+        trainer, {"of a later release": 1, "consecutive_skipped_steps": 2, "global_step": 9}
+    )
     assert trainer.state == State() and not hasattr(trainer, "_consecutive_skipped_steps")

@@ -1,4 +1,5 @@
 """Work in the background runs in order, in one thread."""
+
 import threading
 
 from mindresume.saving.memory_tier.tier import BackgroundThread
@@ -10,10 +11,11 @@ def test_work_runs_in_order_in_one_thread_until_it_is_closed():
     def work(number):
         gate.wait(60)
         seen.append((number, threading.current_thread()))
+
     started = [background.start(work, number) for number in range(3)]
     assert not any(one.is_set() for one in started)
-    started[0].wait(0)                                              # a deadline is no error
-    background.close()                                              # what was started is done first
+    started[0].wait(0)  # a deadline is no error
+    background.close()  # what was started is done first
     gate.set()
     for one in started:
         one.wait(60)
@@ -31,6 +33,7 @@ def test_work_runs_in_order_in_one_thread_until_it_is_closed():
 def test_without_a_thread_the_work_is_done_at_once(monkeypatch):
     def fail(thread):
         raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(threading.Thread, "start", fail)
     seen, background = [], BackgroundThread("test-background")
     assert background.start(seen.append, 1).is_set() and seen == [1]

@@ -1,4 +1,5 @@
 """A plan that was made ahead is that of the save that comes."""
+
 import numpy as np
 import pytest
 
@@ -12,16 +13,35 @@ RUN = "0001-00000000"
 
 def files(step, **tensors):
     tensors = {"weight": np.zeros((3, 4), np.float32), "step": np.array(step), **tensors}
-    return [ShardFile("rank_0/a.safetensors", "safetensors", tensors, {"format": "ms", **label(RUN, step)})]
+    return [
+        ShardFile(
+            "rank_0/a.safetensors", "safetensors", tensors, {"format": "ms", **label(RUN, step)}
+        )
+    ]
 
 
 def expected(found):
-    return tuple(plan_file(file.format, {name: tensor_spec(name, array) for name, array in file.tensors.items()}, file.metadata)
-                 for file in found)
+    return tuple(
+        plan_file(
+            file.format,
+            {name: tensor_spec(name, array) for name, array in file.tensors.items()},
+            file.metadata,
+        )
+        for file in found
+    )
 
 
-@pytest.mark.parametrize("then", [files(110), files(120), files(110, weight=np.zeros((3, 5), np.float32)),
-                                  files(110, weight=np.zeros((3, 4), np.int32)), files(110, new=np.zeros(2)), files(110) * 2])
+@pytest.mark.parametrize(
+    "then",
+    [
+        files(110),
+        files(120),
+        files(110, weight=np.zeros((3, 5), np.float32)),
+        files(110, weight=np.zeros((3, 4), np.int32)),
+        files(110, new=np.zeros(2)),
+        files(110) * 2,
+    ],
+)
 def test_the_plan_is_always_that_of_the_files(then):
     plans = FilePlans()
     assert plans.of(files(100)) == expected(files(100))

@@ -1,4 +1,5 @@
 """A training with a tier: opening, its end, an end with an error, left-over tiers of dead jobs."""
+
 import errno
 import os
 import shutil
@@ -39,9 +40,11 @@ from mindresume.storage.posix import PosixStorage
 
 RUN2 = run_name(2, "0000bbbb")
 
+
 @pytest.fixture(autouse=True)
 def settled(memory):
-    """Ends the jobs before their memory is removed, or their background work would make its folders again."""
+    """Ends the jobs before their memory is removed, or their background work would make its folders
+    again."""
     yield
     end_jobs()
 
@@ -52,7 +55,11 @@ def job_with_tier(root, memory, every=2, disk=100, **options):
 
 
 def held(root):
-    return [candidate.step for candidate in scan_records(dir_at(tier_of(root)))[0] if candidate.problem is None]
+    return [
+        candidate.step
+        for candidate in scan_records(dir_at(tier_of(root)))[0]
+        if candidate.problem is None
+    ]
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -78,7 +85,9 @@ def test_an_end_with_an_error_writes_what_memory_has_to_disk(tmp_path, memory, k
     assert committed(tmp_path) == [5, 8] and held(tmp_path) == [8, 6]
 
 
-def test_an_end_with_an_error_writes_nothing_if_the_disk_is_as_new_or_it_is_switched_off(tmp_path, memory):
+def test_an_end_with_an_error_writes_nothing_if_the_disk_is_as_new_or_it_is_switched_off(
+    tmp_path, memory
+):
     job = job_with_tier(tmp_path / "a", memory, disk=4).steps(9)
     job.manager.finish_after_error()
     assert committed(tmp_path / "a") == [4, 8]
@@ -99,8 +108,12 @@ def test_an_end_with_an_error_of_the_disk_keeps_the_memory(tmp_path, memory):
 
 def test_without_a_tmpfs_one_line_says_so_and_the_training_goes_on(tmp_path, memory):
     job = job_with_tier(tmp_path / "a", str(tmp_path)).steps(5).end()
-    refused, = job.emitted(TierRefused)
-    assert refused.step is None and str(tmp_path) in refused.reason and committed(tmp_path / "a") == [5]
+    (refused,) = job.emitted(TierRefused)
+    assert (
+        refused.step is None
+        and str(tmp_path) in refused.reason
+        and committed(tmp_path / "a") == [5]
+    )
     job = job_with_tier(tmp_path / "b", os.path.join(memory, "missing")).steps(5).end()
     assert len(job.emitted(TierRefused)) == 1 and committed(tmp_path / "b") == [5]
 
@@ -109,7 +122,11 @@ def test_without_a_tmpfs_one_line_says_so_and_the_training_goes_on(tmp_path, mem
 def test_a_mark_that_another_host_made_is_visible_later(tmp_path, memory, monkeypatch, looks):
     """A node that read the identity of its directory before would not know its own tier again."""
     seen = iter(range(looks))
-    monkeypatch.setattr(opening, "read_mark", lambda *place: None if next(seen, None) is not None else read_mark(*place))
+    monkeypatch.setattr(
+        opening,
+        "read_mark",
+        lambda *place: None if next(seen, None) is not None else read_mark(*place),
+    )
     monkeypatch.setattr(runtime, "sleep", lambda seconds: None)
     job = job_with_tier(tmp_path, memory).steps(3)
     refused = [event.reason for event in job.emitted(TierRefused)]
@@ -129,8 +146,9 @@ def test_the_closed_folder_of_another_user_is_not_looked_into(tmp_path, memory):
             if path.startswith(parent_of_tiers(memory) + "/"):
                 raise PermissionError(errno.EACCES, "Permission denied", path)
             return super().status(path)
+
     make_owned_tier(memory, tmp_path)
-    os.chmod(parent_of_tiers(memory), 0o777)                            # stands for another owner
+    os.chmod(parent_of_tiers(memory), 0o777)  # stands for another owner
     found, problem = find_tier(CheckpointDir(Closed(), str(tmp_path)))
     assert found == "" and "only this user" in problem
 
@@ -138,12 +156,14 @@ def test_the_closed_folder_of_another_user_is_not_looked_into(tmp_path, memory):
 def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_path, memory):
     first = job_with_tier(tmp_path, memory, tier={"write_after_error": 0}).steps(5)
     first.manager.finish_after_error()
-    first.manager.session.release()                                     # it leaves no number on disk
+    # it leaves no number on disk
+    first.manager.session.release()
     run = first.manager.target.run
     assert run.startswith("0001") and newest_run(dir_at(tmp_path), first.manager.group) == run
     assert job_with_tier(tmp_path, memory).manager.target.run.startswith("0002")
     before = os.listdir(tmp_path / FOLDER)
-    number_runs(dir_at(tmp_path), in_memory=run)                            # a larger number is there already
+    # a larger number is there already
+    number_runs(dir_at(tmp_path), in_memory=run)
     assert os.listdir(tmp_path / FOLDER) == before
 
 
@@ -153,6 +173,7 @@ def test_a_tier_that_cannot_be_read_keeps_no_training_from_saving(tmp_path, memo
             if folder.startswith(memory):
                 raise OSError(errno.EIO, "is broken", folder)
             return super().list(folder)
+
     make_owned_tier(memory, tmp_path)
     assert newest_run(CheckpointDir(Broken(), str(tmp_path)), SingleProcess()) == ""
 
@@ -174,18 +195,25 @@ def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
 
 @pytest.mark.parametrize("coincides", [False, True])
 def test_a_copy_never_uses_the_tier_of_the_other_training(tmp_path, memory, monkeypatch, coincides):
-    """Two containers share a tmpfs, and both have their directory at the same path. ``coincides``: devices and inodes are equal,
-    too, as those of two containers of one image can be; the copy was made before the directory was opened."""
+    """Two containers share a tmpfs, and both have their directory at the same path. ``coincides``:
+    devices and inodes are equal, too, as those of two containers of one image can be; the copy was
+    made before the directory was opened."""
     root, other = tmp_path / "checkpoint", tmp_path / "of the other container"
     if coincides:
         status = PosixStorage.status
-        monkeypatch.setattr(PosixStorage, "status", lambda storage, path: (found := status(storage, path)) and replace(
-            found, identity="1/1"))
+        monkeypatch.setattr(
+            PosixStorage,
+            "status",
+            lambda storage, path: (
+                (found := status(storage, path)) and replace(found, identity="1/1")
+            ),
+        )
         root.mkdir()
         shutil.copytree(root, other)
     first = job_with_tier(root, memory).steps(5)
     first.manager._tier.stop()
-    first.manager.session.release()                                     # its path leads to the copy soon
+    # its path leads to the copy soon
+    first.manager.session.release()
     tier = tier_of(root)
     if not coincides:
         shutil.copytree(root, other)
@@ -194,7 +222,9 @@ def test_a_copy_never_uses_the_tier_of_the_other_training(tmp_path, memory, monk
     second = job_with_tier(root, memory).steps(3)
     second.manager._tier.stop()
     assert tier_of(root) != tier and held(root) == [2]
-    assert TierOwner.read(STORAGE, tier).run == first.manager.target.run and len(os.listdir(tier)) > 1
+    assert (
+        TierOwner.read(STORAGE, tier).run == first.manager.target.run and len(os.listdir(tier)) > 1
+    )
     if not coincides:
         assert find_tier(dir_at(tmp_path / "aside")) == (tier, "")
 
@@ -221,7 +251,9 @@ def test_a_path_that_is_not_utf8_has_a_tier(tmp_path, memory):
 def test_a_token_that_is_no_token_names_no_folder(tmp_path):
     (tmp_path / FOLDER).mkdir()
     for token in ("../../x", "", "0" * 15, "\ud800" * 16):
-        publish_json(STORAGE, str(tmp_path / FOLDER / MARK), {"token": token, "dir": "/dev/shm"}, RUN)
+        publish_json(
+            STORAGE, str(tmp_path / FOLDER / MARK), {"token": token, "dir": "/dev/shm"}, RUN
+        )
         assert read_mark(dir_at(tmp_path)) is None
 
 
@@ -229,10 +261,17 @@ def test_a_directory_that_is_restored_in_its_place_has_no_tier(tmp_path, memory)
     """It often gets the same inode. Some file systems forget fractions of seconds."""
     tier, found = str(make_owned_tier(memory, tmp_path)), []
     owner = TierOwner.read(STORAGE, tier)
-    for marked in (owner.marked, int(owner.marked), owner.marked - 10, 0.0):            # 0: not known
-        publish_json(STORAGE, os.path.join(tier, OWNER), replace(owner, marked=marked).to_json(), RUN)
+    # 0: not known
+    for marked in (owner.marked, int(owner.marked), owner.marked - 10, 0.0):
+        publish_json(
+            STORAGE, os.path.join(tier, OWNER), replace(owner, marked=marked).to_json(), RUN
+        )
         found.append(find_tier(dir_at(tmp_path)))
-    assert owner.marked > 1e9 and [path for path, _ in found] == [tier, tier, "", tier] and tier in found[2][1]
+    assert (
+        owner.marked > 1e9
+        and [path for path, _ in found] == [tier, tier, "", tier]
+        and tier in found[2][1]
+    )
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -256,7 +295,7 @@ def test_the_tier_notes_what_was_loaded_once_older_saves_are_set_aside(tmp_path,
     notes.committed(30)
     notes.loaded()
     assert DiskNote.read(STORAGE, str(tier)) == DiskNote(attempt_name(30, RUN2), RUN2, 30)
-    DiskNotes(STORAGE, str(tier), RUN2).loaded()                                    # a fresh start
+    DiskNotes(STORAGE, str(tier), RUN2).loaded()  # a fresh start
     assert DiskNote.read(STORAGE, str(tier)) is None
 
 
@@ -274,7 +313,8 @@ def test_a_hanging_disk_of_another_training_holds_nothing_up(tmp_path, memory, m
     released.set()
 
 
-# ---- left-over tiers -------------------------------------------------------------------------------------------------
+# ---- left-over tiers -----------------------------------------------------------------------------
+
 
 def leftover(memory, root, processes=None, steps=(10,), age_days=0.0):
     """Makes a tier of a job that saves to ``root``. Returns it."""
@@ -294,7 +334,11 @@ def remaining(memory, keep_days=7.0):
     os.makedirs(mine, mode=0o700)
     publish_json(STORAGE, os.path.join(mine, OWNER), {}, RUN)
     remove_leftovers(STORAGE, mine, keep_days)
-    return [os.path.join(parent_of_tiers(memory), name) for name in os.listdir(parent_of_tiers(memory)) if name != "mine"]
+    return [
+        os.path.join(parent_of_tiers(memory), name)
+        for name in os.listdir(parent_of_tiers(memory))
+        if name != "mine"
+    ]
 
 
 def test_a_tier_that_may_be_the_newest_of_its_training_stays(tmp_path, memory):
@@ -329,14 +373,21 @@ def test_a_tier_without_its_directory_is_removed_unless_the_disk_is_not_mounted(
 def test_an_error_of_the_disk_does_not_prove_that_a_directory_is_gone(tmp_path, memory):
     tier = leftover(memory, tmp_path / "disk" / "a")
     shutil.rmtree(tmp_path / "disk")
-    (tmp_path / "disk").symlink_to(tmp_path / "disk")                   # each look fails (ELOOP), as on a disk with errors
+    # each look fails (ELOOP), as on a disk with errors
+    (tmp_path / "disk").symlink_to(tmp_path / "disk")
     assert remaining(memory) == [tier]
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_path_of_another_container_says_nothing_about_a_directory(tmp_path, memory, monkeypatch, seen):
+def test_a_path_of_another_container_says_nothing_about_a_directory(
+    tmp_path, memory, monkeypatch, seen
+):
     """With hostPID and hostIPC its processes and its memory are visible, and its disks are not."""
-    gone, replaced, newer = leftover(memory, tmp_path / "a"), leftover(memory, tmp_path / "b"), leftover(memory, tmp_path / "c")
+    gone, replaced, newer = (
+        leftover(memory, tmp_path / "a"),
+        leftover(memory, tmp_path / "b"),
+        leftover(memory, tmp_path / "c"),
+    )
     shutil.rmtree(tmp_path / "a")
     make_mark(dir_at(tmp_path / "b"), memory, RUN, keep=False)
     save(tmp_path / "c", 20, world=1)
@@ -346,13 +397,16 @@ def test_a_path_of_another_container_says_nothing_about_a_directory(tmp_path, me
 
 
 @pytest.mark.parametrize("what", ["a", FOLDER + "/" + MARK])
-def test_a_directory_that_cannot_be_looked_at_is_not_another_one(tmp_path, memory, monkeypatch, what):
+def test_a_directory_that_cannot_be_looked_at_is_not_another_one(
+    tmp_path, memory, monkeypatch, what
+):
     tier, status = leftover(memory, tmp_path / "a"), PosixStorage.status
 
     def fails(storage, path):
         if path.endswith(what):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return status(storage, path)
+
     monkeypatch.setattr(PosixStorage, "status", fails)
     assert remaining(memory) == [tier]
 
@@ -365,7 +419,7 @@ def test_a_clock_that_was_set_makes_no_tier_old(tmp_path, memory, monkeypatch):
 
 
 def test_an_old_tier_is_removed(tmp_path, memory, monkeypatch):
-    monkeypatch.setattr(runtime, "monotonic", lambda: 8 * 86400.0)                  # since the boot
+    monkeypatch.setattr(runtime, "monotonic", lambda: 8 * 86400.0)  # since the boot
     old, young = leftover(memory, tmp_path / "a", age_days=1), leftover(memory, tmp_path / "b")
     assert remaining(memory) == [young] and not os.path.exists(old)
 
@@ -384,12 +438,20 @@ def test_an_owner_file_of_another_form_is_none(tmp_path):
     assert TierMark("a", "/dev/shm") == TierMark("a", "/dev/shm")
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------
+# ---- several ranks -------------------------------------------------------------------------------
+
 
 def test_all_ranks_or_none_have_a_tier(tmp_path, memory):
     def work(group):
         folder = memory if group.rank == 0 else str(tmp_path)
-        job = Job(tmp_path / "a", group=group, every=100, leases={},
-                  settings=Settings(heartbeat=0, memory_tier=MemoryTierSettings(2, folder)))
+        job = Job(
+            tmp_path / "a",
+            group=group,
+            every=100,
+            leases={},
+            settings=Settings(heartbeat=0, memory_tier=MemoryTierSettings(2, folder)),
+        )
         return job.manager._tier is None
-    assert Ranks(2).run(work) == [False, False]                 # the mark of rank 0 decides where it is
+
+    # the mark of rank 0 decides where it is
+    assert Ranks(2).run(work) == [False, False]

@@ -1,4 +1,5 @@
 """Which save in memory is overwritten, for ranks of unequal speed."""
+
 import random
 
 import pytest
@@ -11,11 +12,19 @@ def test_two_slots_suffice_if_an_end_of_a_step_lies_between_two_saves():
     assert [slots_needed(10, jump) for jump in (1, 5, 6, 10, 20)] == [2, 2, 3, 3, 3]
 
 
-@pytest.mark.parametrize("held, slots, whole, expected", [
-    ([], 2, [], None), ([10], 2, [10], None),               # a slot is free
-    ([20, 10], 2, [10, 20], 10),                            # the newest is common
-    ([20, 10], 2, [10], 20),                                # it failed on some rank: the older one is kept
-    ([3, 2], 3, [2], None), ([3, 2, 1], 3, [1, 2], 1), ([3, 2, 1], 3, [1], 2)])
+@pytest.mark.parametrize(
+    "held, slots, whole, expected",
+    [
+        ([], 2, [], None),
+        ([10], 2, [10], None),  # a slot is free
+        ([20, 10], 2, [10, 20], 10),  # the newest is common
+        # it failed on some rank: the older one is kept
+        ([20, 10], 2, [10], 20),
+        ([3, 2], 3, [2], None),
+        ([3, 2, 1], 3, [1, 2], 1),
+        ([3, 2, 1], 3, [1], 2),
+    ],
+)
 def test_the_newest_common_save_is_kept(held, slots, whole, expected):
     assert step_to_overwrite(held, slots, whole) == expected
 
@@ -31,8 +40,19 @@ class Rank:
     """Saves as ``MemoryTier`` does; ``held``: {step: recorded}."""
 
     def __init__(self, ranks, every, jump, slots=0, waits=True, alone=False):
-        self.ranks, self.every, self.slots, self.waits = ranks, every, slots or slots_needed(every, jump), waits
-        self.held, self.ended, self.working, self.overwriting, self.alone = {}, 0, None, False, alone
+        self.ranks, self.every, self.slots, self.waits = (
+            ranks,
+            every,
+            slots or slots_needed(every, jump),
+            waits,
+        )
+        self.held, self.ended, self.working, self.overwriting, self.alone = (
+            {},
+            0,
+            None,
+            False,
+            alone,
+        )
 
     def is_whole(self, step):
         return all(rank.held.get(step) for rank in ([self] if self.alone else self.ranks))
@@ -41,8 +61,10 @@ class Rank:
         """Returns what this rank can do next."""
         if self.overwriting:
             return [self.copy]
-        ready = all(rank.ended - rank.overwriting >= self.ended for rank in self.ranks)     # the collective of the next step
-        done = self.working is None or not self.waits                           # the wait at the end of that step
+        # the collective of the next step
+        ready = all(rank.ended - rank.overwriting >= self.ended for rank in self.ranks)
+        # the wait at the end of that step
+        done = self.working is None or not self.waits
         found = [lambda: self.end(jump)] if ready and done else []
         return found + ([self.finish] if self.working is not None else [])
 
@@ -63,7 +85,8 @@ class Rank:
 
 
 def run(every, jump, failing=0.0, seeds=12, **options):
-    """Runs three ranks in random orders. Returns whether all of them had a common save at every moment after the first one."""
+    """Runs three ranks in random orders. Returns whether all of them had a common save at every
+    moment after the first one."""
     for seed in range(seeds):
         random.seed(seed)
         ranks: list[Rank] = []
@@ -74,7 +97,11 @@ def run(every, jump, failing=0.0, seeds=12, **options):
         for _ in range(300):
             rank = random.choice([rank for rank in ranks if rank.actions(jump)])
             random.choice(rank.actions(jump))()
-            common = [step for step in range(1, ranks[0].ended + jump + 1) if all(rank.held.get(step) for rank in ranks)]
+            common = [
+                step
+                for step in range(1, ranks[0].ended + jump + 1)
+                if all(rank.held.get(step) for rank in ranks)
+            ]
             if had and (not common or max(common) < newest):
                 return False
             had, newest = had or bool(common), max([newest, *common])
@@ -87,7 +114,7 @@ def run(every, jump, failing=0.0, seeds=12, **options):
 @pytest.mark.parametrize("every, jump", [(1, 1), (2, 1), (3, 1), (5, 2), (3, 2), (4, 4), (5, 4)])
 def test_at_every_moment_all_ranks_have_a_save_whatever_their_order(every, jump, failing):
     assert run(every, jump, failing)
-    assert failing or run(every, jump, alone=True)              # each on a node of its own
+    assert failing or run(every, jump, alone=True)  # each on a node of its own
 
 
 def test_the_third_slot_and_the_wait_are_needed():

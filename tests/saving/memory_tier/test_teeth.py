@@ -1,4 +1,5 @@
 """Mutation test: the tests of the tier find each rule that is broken in its source."""
+
 import inspect
 import sys
 import textwrap
@@ -15,28 +16,63 @@ def dies(memory, patch):
 
 
 def saves(memory, patch):
-    tests.test_the_newest_saves_are_whole_and_their_files_are_used_again(memory, 2, [6, 4], "safetensors", False)
+    tests.test_the_newest_saves_are_whole_and_their_files_are_used_again(
+        memory, 2, [6, 4], "safetensors", False
+    )
 
 
-MUTANTS = {         # what: (class, method, its source, the wrong source, the test that finds it)
+MUTANTS = {  # what: (class, method, its source, the wrong source, the test that finds it)
     "the record stays while the files are overwritten": (
-        TierSlots, "_vacate", "storage.remove(os.path.join(target.attempt(step), record_name(target.rank)))", "pass", dies),
+        TierSlots,
+        "_vacate",
+        "storage.remove(os.path.join(target.attempt(step), record_name(target.rank)))",
+        "pass",
+        dies,
+    ),
     "the record precedes the files": (
-        TierSlots, "record", "for mapped, path in zip(slot.files, paths, strict=True):", "for mapped, path in ():", saves),
+        TierSlots,
+        "record",
+        "for mapped, path in zip(slot.files, paths, strict=True):",
+        "for mapped, path in ():",
+        saves,
+    ),
     "the newest save is overwritten": (
-        MemoryTier, "_save", "step_to_overwrite(held, slots.count, whole)",
-        "held[0] if len(held) == slots.count else None", dies),
+        MemoryTier,
+        "_save",
+        "step_to_overwrite(held, slots.count, whole)",
+        "held[0] if len(held) == slots.count else None",
+        dies,
+    ),
     "the loaded save is removed before a newer one is common": (
-        MemoryTier, "_save", "if common_step(held, slots.count, whole) is not None:", "if True:",
-        lambda memory, patch: tests.test_the_loaded_save_stays_until_a_newer_one_is_common(memory)),
+        MemoryTier,
+        "_save",
+        "if common_step(held, slots.count, whole) is not None:",
+        "if True:",
+        lambda memory, patch: tests.test_the_loaded_save_stays_until_a_newer_one_is_common(memory),
+    ),
     "a reader is overwritten": (
-        TierSlots, "_vacate", "is_read = attempt_name(step, target.run) in self._read_locks()", "is_read = False",
-        lambda memory, patch: tests.test_a_save_that_is_being_read_is_not_written_into(memory)),
+        TierSlots,
+        "_vacate",
+        "is_read = attempt_name(step, target.run) in self._read_locks()",
+        "is_read = False",
+        lambda memory, patch: tests.test_a_save_that_is_being_read_is_not_written_into(memory),
+    ),
     "the checksums are of what was there before": (
-        TierSlots, "copy", "memory[position:position + len(piece)] = piece", "pass", saves),
+        TierSlots,
+        "copy",
+        "memory[position : position + len(piece)] = piece",
+        "pass",
+        saves,
+    ),
     "a step ends while the checksums of an earlier one are computed": (
-        MemoryTier, "step_end", "self._join(self._work) ", "pass ",
-        lambda memory, patch: tests.test_a_step_ends_only_when_earlier_background_work_is_done(memory)),
+        MemoryTier,
+        "step_end",
+        "self._join(self._work)",
+        "pass",
+        lambda memory, patch: tests.test_a_step_ends_only_when_earlier_background_work_is_done(
+            memory
+        ),
+    ),
 }
 
 

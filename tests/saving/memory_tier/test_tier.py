@@ -1,4 +1,5 @@
 """Saves of one rank in memory, death after each operation included."""
+
 import errno
 import os
 from contextlib import suppress
@@ -31,12 +32,33 @@ RUN = run_name(1, "0000aaaa")
 class Training:
     """Ranks 0 to ``world`` - 1 of one node, in one thread."""
 
-    def __init__(self, root, every=2, world=1, run=RUN, iterations=False, loaded=None, storage=STORAGE, fmt="safetensors",
-                 **options):
+    def __init__(
+        self,
+        root,
+        every=2,
+        world=1,
+        run=RUN,
+        iterations=False,
+        loaded=None,
+        storage=STORAGE,
+        fmt="safetensors",
+        **options,
+    ):
         self.events, self.step, self.fmt = [], 0, fmt
-        settings = Settings(memory_tier=MemoryTierSettings(every, str(root), limit_gib=options.pop("limit_gib", 0)))
-        self.tiers = [MemoryTier(SaveTarget(storage, str(root), run, rank, world, iterations, (), run), SingleProcess(), settings,
-                                 self.events.append, loaded=loaded, **options) for rank in range(world)]
+        settings = Settings(
+            memory_tier=MemoryTierSettings(every, str(root), limit_gib=options.pop("limit_gib", 0))
+        )
+        self.tiers = [
+            MemoryTier(
+                SaveTarget(storage, str(root), run, rank, world, iterations, (), run),
+                SingleProcess(),
+                settings,
+                self.events.append,
+                loaded=loaded,
+                **options,
+            )
+            for rank in range(world)
+        ]
 
     def steps(self, count, ranks=None):
         for _ in range(count):
@@ -63,7 +85,10 @@ def whole(root, ranks=1, storage=STORAGE):
     found = []
     for candidate in scan_records(CheckpointDir(storage, str(root)))[0]:
         if candidate.problem is None:
-            shards = [Verifier(CheckpointDir(storage, str(root)), candidate).verify(rank) for rank in range(ranks)]
+            shards = [
+                Verifier(CheckpointDir(storage, str(root)), candidate).verify(rank)
+                for rank in range(ranks)
+            ]
             assert all(getattr(shard, "details", None) for shard in shards), shards
             found.append(candidate.step)
     return found
@@ -72,23 +97,36 @@ def whole(root, ranks=1, storage=STORAGE):
 @pytest.mark.parametrize("iterations", [False, True])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("every, held", [(1, [7, 6, 5]), (2, [6, 4]), (3, [6, 3])])
-def test_the_newest_saves_are_whole_and_their_files_are_used_again(memory, every, held, fmt, iterations):
+def test_the_newest_saves_are_whole_and_their_files_are_used_again(
+    memory, every, held, fmt, iterations
+):
     job = Training(memory, every, world=2, fmt=fmt, iterations=iterations).steps(7).stop()
     assert whole(memory, 2) == held and not job.refused()
-    inodes = {os.stat(os.path.join(folder, name)).st_ino for folder, _, names in os.walk(memory) for name in names
-              if name.endswith(fmt) or iterations and name.endswith("safetensors")}
+    inodes = {
+        os.stat(os.path.join(folder, name)).st_ino
+        for folder, _, names in os.walk(memory)
+        for name in names
+        if name.endswith(fmt) or iterations and name.endswith("safetensors")
+    }
     for tier in job.tiers:
         tier._is_off = False
     job.steps(6).stop()
-    again = {os.stat(os.path.join(folder, name)).st_ino for folder, _, names in os.walk(memory) for name in names
-             if name.endswith(fmt) or iterations and name.endswith("safetensors")}
+    again = {
+        os.stat(os.path.join(folder, name)).st_ino
+        for folder, _, names in os.walk(memory)
+        for name in names
+        if name.endswith(fmt) or iterations and name.endswith("safetensors")
+    }
     assert again == inodes and len(whole(memory, 2)) == len(held)
 
 
 def test_the_events_have_the_size_and_the_stop(memory):
     job = Training(memory, 2).steps(4).stop()
     assert job.saved() == [2, 4]
-    assert all(event.size_bytes > 200 and event.stall_seconds >= 0 and event.background_seconds >= 0 for event in job.events)
+    assert all(
+        event.size_bytes > 200 and event.stall_seconds >= 0 and event.background_seconds >= 0
+        for event in job.events
+    )
 
 
 class Killed(BaseException):
@@ -97,6 +135,7 @@ class Killed(BaseException):
 
 class Mortal(PosixStorage):
     """Counts the changes, and dies before change number ``at``."""
+
     width = 1
 
     def __init__(self):
@@ -125,7 +164,8 @@ class Mortal(PosixStorage):
 
 
 def mortal_job(memory, storage, **options):
-    """Returns a training that runs its background work at once, so that the order of operations is the same each time."""
+    """Returns a training that runs its background work at once, so that the order of operations is
+    the same each time."""
     job = Training(memory, storage=storage, **options)
     for tier in job.tiers:
         tier._background.start = lambda work, *values: work(*values)
@@ -144,7 +184,7 @@ class Torn(MappedFile):
             raise Killed
         self.storage.count += 1
         super().resize(size)
-        self.data[:len(self.data) // 2] = 7
+        self.data[: len(self.data) // 2] = 7
         if self.storage.count == self.storage.at:
             raise Killed
         self.storage.count += 1
@@ -152,7 +192,9 @@ class Torn(MappedFile):
 
 @pytest.mark.parametrize("iterations", [False, True])
 @pytest.mark.parametrize("every, steps", [(1, 6), (2, 8)])
-def test_death_before_each_operation_leaves_a_whole_save(memory, monkeypatch, every, steps, iterations):
+def test_death_before_each_operation_leaves_a_whole_save(
+    memory, monkeypatch, every, steps, iterations
+):
     memory, storage, seen = Path(memory), Mortal(), set()
     monkeypatch.setattr(slots, "mapped_file", lambda path, size: Torn(path, size, storage))
     mortal_job(memory / "all", storage, every=every, iterations=iterations).steps(steps)
@@ -166,13 +208,22 @@ def test_death_before_each_operation_leaves_a_whole_save(memory, monkeypatch, ev
             job.steps(steps)
         storage.at = -1
         found = whole(root)
-        ended = job.step - 1                                    # in every step before, the work was done at once
+        # in every step before, the work was done at once
+        ended = job.step - 1
         due = [step for step in range(2, ended + 1) if step % every == 0]
         if due:
-            assert found and max(found) >= due[-1] and found[0] in (due[-1], due[-1] + every), (at, found, due)
+            assert found and max(found) >= due[-1] and found[0] in (due[-1], due[-1] + every), (
+                at,
+                found,
+                due,
+            )
         seen.add(tuple(found))
         loaded = next((c for c in scan_records(dir_at(root))[0] if c.problem is None), None)
-        resumed = Training(root, every, run=run_name(2, "0000bbbb"), iterations=iterations, loaded=loaded).steps(5).stop()
+        resumed = (
+            Training(root, every, run=run_name(2, "0000bbbb"), iterations=iterations, loaded=loaded)
+            .steps(5)
+            .stop()
+        )
         assert not resumed.refused() and len(whole(root)) == (3 if every == 1 else 2)
         assert scan_records(dir_at(root))[0][0].run == run_name(2, "0000bbbb")
         assert not [name for name in os.listdir(root) if name.startswith("stale-")]
@@ -201,24 +252,29 @@ class Failing(Mortal):
 @pytest.mark.parametrize("after", [False, True])
 def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory, after):
     """The process may die between the copy and the background work, too."""
+
     def run(root, storage):
         job, work = Training(root, storage=storage), []
-        job.tiers[0]._background.start = lambda *row: work.append(row)          # returns None: nothing to wait for
+        # returns None: nothing to wait for
+        job.tiers[0]._background.start = lambda *row: work.append(row)
         begun = 0
         for step in range(1, 11):
             begun = storage.count if step == 6 else begun
             job.steps(1)
             if step in (6, 8, 10):
-                whole(root)                                 # what has all of its records is as it was written
+                # what has all of its records is as it was written
+                whole(root)
             while work:
                 function, *values = work.pop()
                 function(*values)
             if step == 6:
                 ended = storage.count
         return job, range(begun, ended)
+
     _, operations = run(os.path.join(memory, "all"), Failing(-1, after))
     assert len(operations) >= 10
-    for at in operations:                                   # those of the first save that overwrites another
+    # those of the first save that overwrites another
+    for at in operations:
         job, _ = run(os.path.join(memory, str(at)), Failing(at, after))
         assert len(job.refused()) <= 1 and whole(os.path.join(memory, str(at))) == [10, 8], at
 
@@ -227,7 +283,7 @@ def test_a_save_that_one_rank_lacks_is_overwritten_and_the_older_one_stays(memor
     job = Training(memory, 2, world=2).steps(4)
     for tier in job.tiers:
         tier._join(tier._work)
-    job.steps(2, ranks=[0])                                     # rank 1 does not save step 6
+    job.steps(2, ranks=[0])  # rank 1 does not save step 6
     assert whole(memory, 2) == [4]
     job.tiers[1]._last_step = 6
     job.steps(2).stop()
@@ -245,11 +301,13 @@ def test_the_loaded_save_stays_until_a_newer_one_is_common(memory):
         job.tiers[0].begin(4)
         job.steps(3)
         job.tiers[0]._join(job.tiers[0]._work)
-        assert whole(memory) == [6, 4]                              # step 2 of the first run is gone
+        # step 2 of the first run is gone
+        assert whole(memory) == [6, 4]
         job.steps(5).stop()
         assert whole(memory) == [12, 10] and not os.path.exists(path)
         file.seek(0)
-        assert file.read() == content                               # whoever maps it still sees the same bytes
+        # whoever maps it still sees the same bytes
+        assert file.read() == content
 
 
 def test_a_save_that_is_being_read_is_not_written_into(memory):
@@ -301,7 +359,8 @@ def test_there_is_no_tier_without_memory_for_it_on_all_ranks(memory):
 
 @pytest.mark.parametrize("share, has", [(1.05, False), (1.2, True)])
 def test_a_part_of_the_tmpfs_stays_free_for_others(memory, share, has):
-    """Semaphores and the buffers of other programs lie in /dev/shm, too. ``share``: free space, of what the slots need."""
+    """Semaphores and the buffers of other programs lie in /dev/shm, too. ``share``: free space, of
+    what the slots need."""
     storage = PosixStorage()
     job = Training(memory, 2).steps(2).stop()
     needed = sum(mapped.size for slot in job.tiers[0].slots._slots for mapped in slot.files)
@@ -317,7 +376,7 @@ def full(path, size):
 def test_a_full_tmpfs_costs_the_tier_and_not_the_training(memory, monkeypatch):
     monkeypatch.setattr(slots, "mapped_file", full)
     job = Training(memory, 2).steps(20).stop()
-    refused, = job.refused()
+    (refused,) = job.refused()
     assert job.saved() == [] and refused.step is None and "No space" in refused.reason
 
 
@@ -341,7 +400,9 @@ def test_a_later_run_in_the_tier_stops_the_saves_of_an_earlier_one(memory):
     Training(memory, 2, run=run_name(2, "0000bbbb")).steps(3).stop()
     first.steps(5).stop()
     assert first.saved() == [2] and first.refused()
-    assert {candidate.run for candidate in scan_records(dir_at(memory))[0]} == {run_name(2, "0000bbbb")}
+    assert {candidate.run for candidate in scan_records(dir_at(memory))[0]} == {
+        run_name(2, "0000bbbb")
+    }
 
 
 def test_a_flipped_bit_is_found(memory):
@@ -370,7 +431,12 @@ def test_a_target_of_one_of_several_nodes_has_the_records_of_its_ranks(memory):
         tier.slots.target = replace(tier.slots.target, world_size=4, local_ranks=(0, 1))
     job.steps(4).stop()
     candidate = scan_records(dir_at(memory))[0][0]
-    assert (candidate.step, candidate.world_size, candidate.local_ranks, candidate.problem) == (4, 4, (0, 1), None)
+    assert (candidate.step, candidate.world_size, candidate.local_ranks, candidate.problem) == (
+        4,
+        4,
+        (0, 1),
+        None,
+    )
 
 
 def test_a_step_ends_only_when_earlier_background_work_is_done(memory):
@@ -390,6 +456,7 @@ def test_a_step_ends_only_when_earlier_background_work_is_done(memory):
                 function(*values)
                 self.work = ()
             return True
+
     tier._background.start = Slow
     for _ in range(3):
         job.steps(1)
