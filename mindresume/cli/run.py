@@ -220,7 +220,7 @@ def run(
     [bold]mindresume run --max-restarts 3 --hang-timeout 600 --
     msrun --worker_num=8 ... run_mindformer.py ...[/bold]
 
-    [bold]MSRUN_RESTARTS=5 bash scripts/msrun_launcher.sh "run_mindformer.py ..." 8[/bold]      the same
+    [bold]MSRUN_RESTARTS=5 bash scripts/msrun_launcher.sh "run_mindformer.py ..." 8[/bold]
 
     The command must be one that resumes when it is started again (load_checkpoint and
     resume_training, or a fresh start in the folder that it saves to).
