@@ -35,7 +35,7 @@ from mindresume.formats.iterations import TRACKER, iteration_name, parse_weight_
 from mindresume.mindformers import network_state as live
 from mindresume.model.training_state import TrainingState, is_transient
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import SyncSaver, sync_saver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard, iteration_shard
 from mindresume.storage.posix import PosixStorage
@@ -116,7 +116,7 @@ class Rank:
         os.makedirs(target.root, exist_ok=True)
         if way.asynchronous:
             return AsyncSaver(target, policy, "thread", emit=self.log)
-        return sync_saver(target, policy, self.log)
+        return SyncSaver(target, policy, self.log)
 
     def shard(self, way: Way) -> Shard:
         from mindresume.mindformers import adapter

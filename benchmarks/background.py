@@ -1,7 +1,8 @@
 """Saving behind the training: how long the training stands still, how much memory it takes, how
 much it slows the training.
 
-    python benchmarks/background.py [--mib 1024] [--rounds 7] [--saves 10] [--format safetensors|ckpt]
+    python benchmarks/background.py [--mib 1024] [--rounds 7] [--saves 10] [--format
+    safetensors|ckpt]
                                     [--dir FOLDER] [--json FILE] [--only stop|memory|speed]
 
 copy              np.copyto of the same tensors into memory that was written before: the limit of
@@ -35,7 +36,7 @@ from _background_job import KINDS, built_in, place_in, save_of, wait_for_built_i
 
 from mindresume.mindformers.network_state import deferred
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import sync_saver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KeepLast
 
 COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
@@ -93,7 +94,7 @@ class Stop:
         self.savers: dict[str, Any] = {
             kind: AsyncSaver(place_in(f"{self.folder}/{kind}"), KeepLast(1), kind) for kind in KINDS
         }
-        self.savers["synchronous"] = sync_saver(place_in(f"{self.folder}/synchronous"), KeepLast(1))
+        self.savers["synchronous"] = SyncSaver(place_in(f"{self.folder}/synchronous"), KeepLast(1))
 
     def run(self, rounds: int) -> None:
         for number in self.rounds.numbers(rounds):

@@ -1,7 +1,8 @@
 """Choosing the checkpoint of a resume among 5 committed steps: ours and mindformers'
 get_resume_checkpoint, on one folder.
 
-    python benchmarks/choose.py [--ranks 64 512 4096] [--steps 5] [--rounds 7] [--dir FOLDER] [--json FILE]
+    python benchmarks/choose.py [--ranks 64 512 4096] [--steps 5] [--rounds 7] [--dir FOLDER]
+    [--json FILE]
 
 rank 0      scan, quick proof, message to all ranks
             (mindresume.coordination.collectives.run_on_rank0 with one rank)
@@ -202,7 +203,7 @@ def build(root: str, world: int, steps: int, cut_short: bool) -> None:
     for step in range(EVERY, (steps + 1) * EVERY, EVERY):
         parallel(storage, lambda rank, step=step: write(step, rank), range(world))
         committer = Committer(SaveTarget(storage, root, RUN, 0, world))
-        committer.saved(step)
+        committer.poll(step)
         if committer.pending:
             raise SystemExit(f"step {step} of {world} ranks could not be committed")
     if cut_short:

@@ -1,6 +1,7 @@
 """Checkpoint 2.0: the built-in of mindformers beside ours, on the same four ranks.
 
-    python benchmarks/iterations.py [--mib 1024] [--rounds 7] [--only save|load] [--dir FOLDER] [--json FILE]
+    python benchmarks/iterations.py [--mib 1024] [--rounds 7] [--only save|load] [--dir FOLDER]
+    [--json FILE]
 
 save    float32 weights and two moments, --mib each of them once, on dp2 x tp2, so that the ranks
         hold twice as much: four
@@ -39,7 +40,7 @@ import _measure as measure
 import numpy as np
 
 from mindresume.model.training_state import TrainingState
-from mindresume.saving.committer import sync_saver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard
 from mindresume.storage.posix import PosixStorage
@@ -427,7 +428,7 @@ def write_ours(root: str, mib: int) -> str:
         model = {name: array for name, array in arrays.items() if name not in optimizer}
         target = SaveTarget(PosixStorage(), root, "0001-00000000", rank, ranks, iterations=True)
         os.makedirs(root, exist_ok=True)
-        work = sync_saver(target, KeepLast(5) if rank == 0 else None, lambda text: None)
+        work = SyncSaver(target, KeepLast(5) if rank == 0 else None, lambda text: None)
         optimizer["global_step"] = np.full(1, 20, np.int32)
         outcome = work.write(
             Save(iteration_shard(job.PREFIX, target, state, model, optimizer, tables))
@@ -435,7 +436,7 @@ def write_ours(root: str, mib: int) -> str:
         if outcome.error is not None:
             raise outcome.error
         if work.committer is not None:
-            work.committer.saved(outcome.step)
+            work.committer.poll(outcome.step)
     return root
 
 

@@ -1,7 +1,8 @@
 """What rank 0 does alone for thousands of ranks: operations of the file system, and seconds, also
 on one that is slow to answer.
 
-    python benchmarks/many_ranks.py [--ranks 8192] [--delay 0.002] [--format safetensors iteration] [--json FILE]
+    python benchmarks/many_ranks.py [--ranks 8192] [--delay 0.002] [--format safetensors iteration]
+    [--json FILE]
 
 commit      the records of all ranks are there: check them, manifest, pointers; nothing is removed
 prune       the next commit, with which the step before is removed
@@ -201,14 +202,13 @@ class Bench:
 
     def _commit(self, storage: Slow) -> None:
         committer = Committer(self.target(storage, 0), KEEP_ALL, print)
-        committer.saved(10)
+        committer.poll(10)
         assert committer.committed == [10]
 
     def _prune(self, storage: Slow) -> None:
         committer = Committer(self.target(storage, 0), KeepLast(1), lambda text: None)
-        # behind the first commit of a run
-        committer._has_single_meta = True
-        committer.saved(20)
+        committer._has_single_meta = True  # behind the first commit of a run
+        committer.poll(20)
         assert committer.committed == [20] and not self.disk.find(
             f"{ROOT}/{FOLDER}/{attempt_name(10, RUN)}"
         )
@@ -253,9 +253,9 @@ class Bench:
 
 def measured(ranks: int, fmt: str, delay: float) -> list[dict[str, Any]]:
     bench = Bench(ranks, fmt, delay)
-    bench.saved(10)
+    bench.poll(10)
     rows = [bench.row("commit")]
-    bench.saved(20)
+    bench.poll(20)
     rows += [bench.row("prune"), bench.row("choice")]
     if fmt != "iteration":
         bench.without_records()

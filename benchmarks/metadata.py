@@ -143,7 +143,7 @@ class Bench:
 
     def commit(self, kind: str) -> None:
         target = self.checkpoints[kind]
-        self.rounds.timed(f"commit {kind}", lambda: Committer(target).saved(STEP))
+        self.rounds.timed(f"commit {kind}", lambda: Committer(target).poll(STEP))
         candidate = scan(target).candidates[0]
         if not candidate.committed:
             raise SystemExit(f"{kind}: not committed: {candidate.problem}")

@@ -1,6 +1,7 @@
 """The scrub: its rate, what it costs the steps of a training beside it, and flipped bits.
 
-    python benchmarks/scrub.py [--only steps rate bits] [--mib 512] [--rounds 7] [--seconds 4] [--dir FOLDER] [--json FILE]
+    python benchmarks/scrub.py [--only steps rate bits] [--mib 512] [--rounds 7] [--seconds 4]
+    [--dir FOLDER] [--json FILE]
 
 steps       steps of a training (matrix products of numpy in one process) with and without a process
             that scrubs beside them, in
@@ -65,7 +66,7 @@ def save(root: Path, step: int, count: int, world: int = WORLD) -> list[Path]:
             ),
         )
         files += [root / file.path for file in written.record.files]
-    Committer(SaveTarget(PosixStorage(), str(root), RUN, 0, world)).saved(step)
+    Committer(SaveTarget(PosixStorage(), str(root), RUN, 0, world)).poll(step)
     return files
 
 

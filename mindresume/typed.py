@@ -19,7 +19,7 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import (
     Annotated,
@@ -128,12 +128,13 @@ def json_value(value: Any, is_text: bool = False) -> Any:
 class Limits:
     """Bounds a value, in an annotation: ``Annotated[int, Limits(1, 8)]``. ``least``, ``most``: of a
     number, of the length of anything else. ``pattern``: of a whole text. ``what``: describes what
-    is allowed, for people."""
+    is allowed, for people. ``accepts``: says whether a value that may be Any is allowed."""
 
     least: float = 0
     most: float = math.inf
     pattern: str = ""
     what: str = ""
+    accepts: Callable[[Any], bool] | None = None
 
 
 Count = Annotated[int, Limits(0, MAX_COUNT)]
@@ -158,7 +159,6 @@ _JSON = {
     float: (int, float),
     str: (str,),
     bool: (bool,),
-    tuple: (list,),
     Literal: (str,),
 }
 
@@ -176,10 +176,10 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 def decode(kind: type[Value], value: Any, where: str) -> Value:
     """Returns the JSON ``value`` as a ``kind``: int, float, str, bool, Any, Literal, ``X | None``,
-    ``tuple[X, ...]``, ``tuple[X, Y]``, ``Mapping[str, X]``, ``Mapping[int, X]`` (whose keys are
-    digits), or a dataclass with such fields, whose value is an object. A field that is absent has
-    its default, or is None; unknown keys are ignored. ``field(metadata={"key": "..."})`` names
-    another key than that of the field.
+    ``tuple[X, ...]``, ``tuple[X, Y]``, a NamedTuple (a list), ``Mapping[str, X]``, ``Mapping[int,
+    X]`` (whose keys are digits), or a dataclass with such fields, whose value is an object. A field
+    that is absent has its default, or is None; unknown keys are ignored. ``field(metadata={"key":
+    "..."})`` names another key than that of the field.
 
     Args:
         kind: a type, or ``Annotated[type, Limits(...)]``.
@@ -214,19 +214,29 @@ class _Decoder:
         self.inner = (
             () if self.choices else tuple(_Decoder(each) for each in inner if each is not ...)
         )
-        is_pair = origin is tuple and not self.is_any_length
-        self.limits = Limits(len(inner), len(inner)) if is_pair else limits or _NUMBERS.get(origin)
-        self.match = re.compile(limits.pattern).fullmatch if limits and limits.pattern else None
-        self.types = None if origin is Any else _JSON.get(origin, (dict,))
+        self.is_list = isinstance(origin, type) and issubclass(origin, tuple)
+        self.names: Sequence[str] = getattr(origin, "_fields", ())  # of a NamedTuple
+        if self.names:
+            self.inner = tuple(map(_Decoder, get_type_hints(origin, include_extras=True).values()))
+        is_pair = self.is_list and not self.is_any_length
+        self.limits = (
+            Limits(len(self.inner), len(self.inner)) if is_pair else limits or _NUMBERS.get(origin)
+        )
+        self.match = limits and (
+            limits.accepts or limits.pattern and re.compile(limits.pattern).fullmatch
+        )
+        self.types = (
+            None if origin is Any else (list,) if self.is_list else _JSON.get(origin, (dict,))
+        )
         # of a dataclass: (key, field, decoder)
         self.fields: list[tuple[str, Field[Any], _Decoder]] = []
-        self.is_object = is_dataclass(origin)
-        if self.is_object:
+        if is_dataclass(origin):
             hints = get_type_hints(origin, include_extras=True)
             self.fields = [
                 (field.metadata.get("key", field.name), field, _Decoder(hints[field.name]))
                 for field in fields(origin)
             ]
+        self.is_leaf = not self.is_list and self.origin is not Mapping and not is_dataclass(origin)
 
     def decode(self, value: Any, at: tuple[Any, ...]) -> Any:
         """Returns ``value``. ``at``: the keys that lead to it, as (..., key)."""
@@ -234,15 +244,20 @@ class _Decoder:
             return None
         allowed = self.types is None or type(value) in self.types
         if allowed and self.limits is not None:
-            size = value if self.origin in _NUMBERS else len(value)
+            size = value if self.origin in _NUMBERS else 0 if self.origin is Any else len(value)
             allowed = self.limits.least <= size <= self.limits.most and (
-                self.match is None or self.match(value) is not None
+                not self.match or bool(self.match(value))
             )
         if not allowed or self.choices and value not in self.choices:
             raise RecordError(f"{_place(at)} is {value!r}"[:300] + f", expected {self._expected()}")
-        if self.origin is tuple:
-            inner = self.inner * len(value) if self.is_any_length else self.inner
-            return tuple([inner[index].decode(row, (at, index)) for index, row in enumerate(value)])
+        if self.is_leaf:
+            return float(value) if self.origin is float else value
+        if self.is_list:
+            rows = []
+            for index, row in enumerate(value):
+                key = self.names[index] if self.names else index
+                rows.append(self.inner[0 if self.is_any_length else index].decode(row, (at, key)))
+            return self.origin(*rows) if self.names else tuple(rows)
         given: dict[Any, Any] = {}
         if self.origin is Mapping:
             of_key, of_value = self.inner
@@ -253,8 +268,6 @@ class _Decoder:
                     )
                 given[of_key.origin(key)] = of_value.decode(row, (at, key))
             return given
-        if not self.is_object:
-            return float(value) if self.origin is float else value
         for key, field, decoder in self.fields:
             if key in value:
                 given[field.name] = decoder.decode(value[key], (at, key))
@@ -269,8 +282,8 @@ class _Decoder:
             return self.limits.what
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        text = _WORDS.get(self.origin, "an object")
-        if self.origin is tuple and not self.is_any_length:
+        text = _WORDS.get(tuple if self.is_list else self.origin, "an object")
+        if self.is_list and not self.is_any_length:
             return f"{text} of {len(self.inner)} values"
         if not self.limits or self.limits.most == math.inf:
             return text

@@ -13,7 +13,7 @@ from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name
 from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.committer import sync_saver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, write_shard
 from mindresume.supervisor.restart_policy import (
@@ -86,7 +86,7 @@ def _save(sim: Simulation, rank: int, steps: tuple[int, ...], keep: int) -> None
     saver = (
         AsyncSaver(target, policy, sim.way, emit=process.emit, timeout=20.0)
         if sim.way
-        else sync_saver(target, policy, process.emit)
+        else SyncSaver(target, policy, process.emit)
     )
     for step in steps:
         history.began.add((RUN, step))
@@ -456,7 +456,8 @@ def archived(sim: Simulation) -> None:
     newest, bucket = max(sim.history.uploaded), sim.cluster.disks[BUCKET]
     sim.history.uploaded.remove(newest)
     sim.history.protected = [newest]
-    bucket.unreadable.add(manifest_url(sim.training, attempt_name(newest[1], newest[0])))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    bucket.unreadable.add(manifest_url(sim.training, attempt_name(newest[1], newest[0])))
     pods(sim)
 
 

@@ -85,7 +85,7 @@ def save_until_killed(target: SaveTarget, suffix: int, first_step: int) -> None:
             ),
         )
         if committer:
-            committer.saved(step)
+            committer.poll(step)
             for done in committer.committed[reported:]:
                 print(f"committed {done}", flush=True)
             reported = len(committer.committed)

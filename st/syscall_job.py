@@ -26,7 +26,7 @@ if __name__ == "__main__":
 from mindresume.events import Event  # noqa: E402
 from mindresume.fault_injection.scenarios import RUNS, shard  # noqa: E402
 from mindresume.saving.async_saver import AsyncSaver  # noqa: E402
-from mindresume.saving.committer import SyncSaver, sync_saver  # noqa: E402
+from mindresume.saving.committer import SyncSaver  # noqa: E402
 from mindresume.saving.retention import KeepLast  # noqa: E402
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard  # noqa: E402  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
@@ -54,7 +54,7 @@ def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
 def saver_of(target: SaveTarget, kind: str, events: list[Event]) -> AsyncSaver | SyncSaver:
     if kind != "foreground":
         return AsyncSaver(target, KeepLast(1), kind, emit=events.append)
-    work = sync_saver(target, KeepLast(1), events.append)
+    work = SyncSaver(target, KeepLast(1), events.append)
     work.begin()
     return work
 

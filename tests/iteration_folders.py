@@ -79,7 +79,7 @@ def save(
     committer = Committer(target_of(root, 0, world, run), policy)
     for step in steps:
         write_all(root, step, world, run, **how)
-        committer.saved(step)
+        committer.poll(step)
         assert committer.pending == []
     return committer
 

@@ -122,7 +122,7 @@ def save(
     for rank in reversed(range(world)):
         write_rank(root, step, rank, world, run, fmt, suffix, replicas)
     committer = Committer(target_of(root, 0, world, run), policy)
-    committer.saved(step)
+    committer.poll(step)
     assert committer.pending == []
     return committer
 

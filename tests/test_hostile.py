@@ -127,7 +127,7 @@ FILES = tuple(
     (FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.safetensors", "safetensors", 100, "ab" * 16),)
     for rank in range(2)
 )
-RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(
+RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1], False).encode(
     Details(
         {
             "w": TensorRecord("float32", (4, 4), "cd" * 16, LAYOUT, (8, 4)),
@@ -136,7 +136,9 @@ RECORD = Record(RUN, 1, WORLD, state_of(NEW), 1000.0, FILES[1]).encode(
         {"python": "of rank 1"},
     )
 )
-COMMIT = Manifest(RUN, len(FILES), state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16)).encode()
+COMMIT = Manifest(
+    RUN, len(FILES), state_of(NEW), 1000.0, FILES, ("01" * 16, "23" * 16), (), False
+).encode()
 
 NO_COUNT = [None, True, "8", 8.0, 1e18, -1, 2**63, float("nan"), [], {}, DEEP]
 NO_PATH = [
@@ -221,7 +223,7 @@ common_cases += [
 ]
 common_cases += [(("kind",), value, "expected a") for value in (None, 1, [], "Record", "x" * 5000)]
 record_cases = common_cases + [(("rank",), value, "rank") for value in [*NO_COUNT, 2, 10**15]]
-record_cases += [(("files", 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH]
+record_cases += [(("files", 0, 0), value, "path|not JSON|UTF-8") for value in NO_PATH]
 record_cases += [
     (("files", 0, 1), value, "format") for value in (None, 1, [], "pkl", "ckpt", "SAFETENSORS", "")
 ]
@@ -234,9 +236,11 @@ record_cases += [
     (("files", 0), value, "file")
     for value in (None, [], "abcd", {"a": 1, "b": 2, "c": 3, "d": 4}, 4, [[], [], []])
 ]
-record_cases += [(("details",), value, "list of tensors") for value in (None, 1, "", "00" * 16, [])]
+record_cases += [
+    (("details",), value, "list of tensors|details") for value in (None, 1, "", "00" * 16, [])
+]
 manifest_cases = common_cases + [
-    (("files", 1, 0, 0), value, "file path|not JSON|UTF-8") for value in NO_PATH
+    (("files", 1, 0, 0), value, "path|not JSON|UTF-8") for value in NO_PATH
 ]
 manifest_cases += [
     (("files",), value, "files") for value in (None, [], {}, "ab", 2, [[list(FILES[0][0])]])
@@ -245,8 +249,7 @@ manifest_cases += [
     (("records",), value, "records") for value in (None, [], {}, "ab", 2, ["01" * 16])
 ]
 manifest_cases += [
-    (("records", 1), value, r"rank_00001.json: the checksum")
-    for value in (None, 1, [], "", "ab" * 15, "é" * 32)
+    (("records", 1), value, r"records\[1\]") for value in (None, 1, [], "", "ab" * 15, "é" * 32)
 ]
 details_cases = [
     (("tensors", "w"), value, "w")
@@ -438,7 +441,9 @@ def test_the_largest_job_that_is_allowed_can_be_read_back():
         (FileRecord(f"rank_{rank}/net_rank_{rank}-1_10.ckpt", "ckpt", 1, "ab" * 16),)
         for rank in range(MAX_RANKS // 10)
     )
-    manifest = Manifest(RUN, len(files), state_of(NEW), 1000.0, files, ("01" * 16,) * len(files))
+    manifest = Manifest(
+        RUN, len(files), state_of(NEW), 1000.0, files, ("01" * 16,) * len(files), (), False
+    )
     assert len(manifest.encode()) * 10 < MANIFEST_LIMIT / 2
     assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 
@@ -451,6 +456,7 @@ def test_values_that_cannot_be_read_back_are_not_written():
         state_of(NEW),
         1000.0,
         (FileRecord("rank_1/" + "x" * HEAD_LIMIT, "ckpt", 1, "ab" * 16),),
+        False,
     )
     with pytest.raises(ValueError, match=f"at most {HEAD_LIMIT} can be read back"):
         record.encode(Details())

@@ -332,10 +332,7 @@ class Training(RuleBasedStateMachine):
         )
         for rank in range(self.world):
             clean_own_folder(SaveTarget(STORAGE, self.root, run, rank, self.world))
-        SyncSaver(
-            SaveTarget(STORAGE, self.root, run, 0, self.world),
-            Committer(SaveTarget(STORAGE, self.root, run, 0, self.world)),
-        ).begin()
+        SyncSaver(SaveTarget(STORAGE, self.root, run, 0, self.world), KEEP_ALL).begin()
         self.run_count += 1
         self.run = Run(self.run_count, run, self.world, suffix, step, fmt)
 
@@ -425,8 +422,8 @@ class Training(RuleBasedStateMachine):
 
         def work(rank: int) -> None:
             target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
-            committer = Committer(target, policy, time=machine) if rank == 0 else None
-            saver = SyncSaver(target, committer)
+            saver = SyncSaver(target)
+            saver.committer = Committer(target, policy, time=machine) if rank == 0 else None
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
                 said.add(rank)

@@ -195,7 +195,7 @@ def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdi
             clean_own_folder(target)
         Committer(targets[0]).recover()
         sandbox.save_without_faults(run, step, commit=False, storage=storage)
-        Committer(targets[0], KeepLast(1)).saved(step)
+        Committer(targets[0], KeepLast(1)).poll(step)
         lease.release()
     except (MindResumeError, OSError) as error:
         return Verdict(HARD_FAIL, f"the next run cannot save: {error}", found.chosen)

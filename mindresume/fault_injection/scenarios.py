@@ -86,7 +86,7 @@ class Sandbox:
         for target in targets[:only]:
             write_shard(target, shard(target, step, self.format))
         if commit:
-            Committer(targets[0]).saved(step)
+            Committer(targets[0]).poll(step)
 
 
 def shard(target: SaveTarget, step: int, fmt: str) -> Shard:
@@ -97,8 +97,8 @@ class _RecordingSaver(SyncSaver):
     """Records when this rank's part is written; for rank 0 that is before it commits."""
 
     def __init__(self, target: SaveTarget, committer: Committer | None, journal: Journal):
-        super().__init__(target, committer)
-        self.journal = journal
+        super().__init__(target)
+        self.committer, self.journal = committer, journal
 
     def write(self, save: Save) -> Outcome:
         outcome = super().write(save)
@@ -185,13 +185,13 @@ class Scenario:
             step, _ = self.uncommitted[0]
             sandbox.journal.report((target.run, step), rank)
             if committer is not None:
-                committer.saved(step)
+                committer.poll(step)
                 committer.finish(2.0)
             return
         if self.starts:
             clean_own_folder(target)
             if rank == 0:
-                SyncSaver(target, sandbox.committer(self.run)).begin()
+                SyncSaver(target, KEEP_ALL).begin()
         if self.background:
             saver: AsyncSaver | SyncSaver = AsyncSaver(
                 target, policy if rank == 0 else None, "thread"

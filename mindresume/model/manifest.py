@@ -17,20 +17,21 @@ RecordError for content that mindresume cannot have written.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from mindresume import runtime
 from mindresume.errors import RecordError
+from mindresume.formatting import listed
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.model.training_state import TrainingState
-from mindresume.typed import is_count, parse_json
+from mindresume.typed import Checksum, Count, Limits, Time, decode, is_count, parse_json
 
 # below the checkpoint root; mindformers lists no hidden folders
 FOLDER = ".mindresume"
@@ -132,8 +133,6 @@ VERSION = 1  # newest version of the format that can be read
 # the limit allows 600 for each of MAX_RANKS. The details of a tensor are about as long as its entry
 # in a safetensors header, which may have 100 MB.
 HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
-# seconds since 1970 (year 5138); later times cannot be formatted
-MAX_TIME = 10**11
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
@@ -196,24 +195,6 @@ def _read_line(file: BinaryIO, kind: str, limit: int, checksum: Any, damage: str
         raise RecordError(f"{kind}: not JSON as mindresume writes it: {error}"[:400]) from error
 
 
-@contextmanager
-def field_errors(kind: str) -> Iterator[None]:
-    """Converts the errors of missing, ill-typed or impossible fields into RecordError."""
-    try:
-        yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        raise RecordError(
-            f"{kind}: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")"
-        ) from error
-
-
 def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
     """Returns [first, last] of each contiguous range of the ascending ``ranks``: short, as
     thousands of records hold it."""
@@ -251,8 +232,9 @@ def parse_ranks(value: Any, world_size: int) -> tuple[int, ...]:
 FORMATS = ("safetensors", "ckpt")
 MAX_FILES = 16  # weight files of one rank
 MAX_NAME = 255  # bytes of a file name: the limit of all known file systems
-# a file name: no folders, no control characters, UTF-8
-_NAME = re.compile(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]+")
+# the path of a file: perhaps the folder of a rank; a name without control characters, of UTF-8; the
+# extension
+_PATH = re.compile(r"(?:rank_([0-9]+)/)?[^/\\\x00-\x1f\x7f\ud800-\udfff]*\.([a-z]+)")
 
 
 class FileRecord(NamedTuple):
@@ -267,74 +249,44 @@ class FileRecord(NamedTuple):
 
     path: str
     format: str
-    size: int | None = None
-    checksum: str | None = None
-
-    @classmethod
-    def recorded(cls, value: Any, rank: int | None = None) -> FileRecord:
-        """Reads the entry of a weight file of ``rank``, or of a metadata file. Raises RecordError
-        unless the file has a size and a checksum, and lies in the folder of that rank or beside the
-        records: so no reader opens, and no removal deletes, anything else."""
-        if not isinstance(value, list) or len(value) != 4:
-            raise RecordError(f"file {value!r}"[:200] + ": expected a list of 4 values")
-        path, fmt, size, checksum = value
-        if (
-            not isinstance(path, str)
-            or not path
-            or path.startswith("/")
-            or ".." in path.split("/")
-            or "\0" in path
-        ):
-            raise RecordError(f"file path {path!r}"[:200] + " leaves the checkpoint folder")
-        folder, _, name = path.rpartition("/")
-        if (
-            folder not in ("", f"rank_{rank}")
-            or rank is None
-            and folder
-            or not _NAME.fullmatch(name)
-        ):
-            where = "" if rank is None else f" or in the folder rank_{rank}"
-            raise RecordError(
-                f"file path {path!r}"[:200] + f": expected a file without a folder{where}"
-            )
-        if len(name.encode()) > MAX_NAME:
-            raise RecordError(
-                f"file path {path!r}"[:200] + f" has a name of more than {MAX_NAME} bytes"
-            )
-        formats = ("json",) if rank is None else FORMATS
-        if fmt not in formats or not name.endswith(f".{fmt}"):
-            raise RecordError(
-                f"file path {path!r}"[:200] + f" has the format {fmt!r}"[:200] + f", expected "
-                f"{' or '.join(formats)} and a name with that extension"
-            )
-        if not is_count(size):
-            raise RecordError(
-                f"the size of {path} is {size!r}"[:400] + ", expected a number of bytes"
-            )
-        if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-            raise RecordError(
-                f"{path}"[:200]
-                + f": the checksum is {checksum!r}"[:200]
-                + ", expected 32 hex digits"
-            )
-        return cls(path, fmt, size, checksum)
+    size: Count | None = None
+    checksum: Checksum | None = None
 
     def below(self, folder: str) -> FileRecord:
         """Returns this entry with its path relative to the parent of ``folder``."""
         return self._replace(path=f"{folder}/{self.path}") if folder else self
 
 
-def _files_of_rank(rows: Sequence[Any], rank: int) -> tuple[FileRecord, ...]:
-    """Reads the entries of one rank's files. Raises RecordError unless there are 1 to MAX_FILES
-    with different paths."""
-    files = tuple([FileRecord.recorded(row, rank) for row in rows])
-    if not 1 <= len({file.path for file in files}) == len(files) <= MAX_FILES:
-        raise RecordError(
-            f"rank {rank} has {len(files)} files: {', '.join(file.path for file in files)}"[:400]
-            + f"; expected "
-            f"1 to {MAX_FILES} different ones"
-        )
-    return files
+Files = Annotated[tuple[FileRecord, ...], Limits(1, MAX_FILES)]
+Run = Annotated[str, Limits(pattern=_RUN.pattern, what="the id of a run")]
+
+
+def _check_files(groups: Iterable[tuple[int | None, Sequence[FileRecord]]]) -> None:
+    """Raises RecordError unless the files, of a rank or the metadata files (None), are different
+    ones, each with size and checksum, in the folder of that rank or beside the records: so no
+    reader opens, and no removal deletes, anything else."""
+    paths = []
+    for rank, files in groups:
+        for file in files:
+            found = _PATH.fullmatch(file.path)
+            if (
+                found is None
+                or found[1] not in (None, str(rank))
+                or found[2] != file.format
+                or file.format not in (("json",) if rank is None else FORMATS)
+                or None in file
+                or len(os.path.basename(file.path).encode()) > MAX_NAME
+            ):
+                where = "" if rank is None else f" or in the folder rank_{rank}"
+                raise RecordError(
+                    f"file path {file.path!r}"[:200]
+                    + f" of format {file.format!r}"[:200]
+                    + f": expected size, checksum, and a file without a folder{where}, with this "
+                    f"extension and at most {MAX_NAME} bytes in its name"
+                )
+            paths.append(file.path)
+    if len(set(paths)) < len(paths):
+        raise RecordError(f"{Counter(paths).most_common(1)[0][0]} is named twice")
 
 
 @dataclass(frozen=True)
@@ -387,15 +339,15 @@ class Record:
         details: checksum of the line with its details; None before it was read.
     """
 
-    run: str
-    rank: int
-    world_size: int
+    run: Run
+    rank: Count
+    world_size: Annotated[int, Limits(1, MAX_RANKS)]
     state: TrainingState
-    saved_at: float
-    files: tuple[FileRecord, ...]
-    deduplicated: bool = False
-    lineage: str = ""
-    local_ranks: tuple[int, ...] = ()
+    saved_at: Time
+    files: Files
+    deduplicated: bool
+    lineage: Run = ""
+    local_ranks: tuple[int, ...] = field(default=(), metadata={"key": "part"})
     details: str | None = field(default=None, compare=False, repr=False)
 
     def encode(self, details: Details) -> bytes:
@@ -439,55 +391,29 @@ class Record:
         )
 
 
-def _shared_fields(head: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a record and a manifest share."""
-    run, lineage = head["run"], head.get("lineage", "")
-    world_size, saved_at, deduplicated = head["world_size"], head["saved_at"], head["deduplicated"]
-    run_sequence(run)
-    if "lineage" in head:
-        run_sequence(lineage)
-    if not is_count(world_size, 1, MAX_RANKS):
-        raise RecordError(
-            f"world_size is {world_size!r}"[:200]
-            + f", expected a whole number from 1 to {MAX_RANKS}"
-        )
-    if type(saved_at) not in (int, float) or not 0 <= saved_at <= MAX_TIME:
-        raise RecordError(f"saved_at is {saved_at!r}"[:200] + ", expected seconds since 1970")
-    if not isinstance(deduplicated, bool):
-        raise RecordError(f"deduplicated is {deduplicated!r}"[:200] + ", expected true or false")
-    return {
-        "run": run,
-        "world_size": world_size,
-        "state": TrainingState.from_json(head["state"]),
-        "saved_at": float(saved_at),
-        "deduplicated": deduplicated,
-        "lineage": lineage,
-        "local_ranks": () if head.get("part") is None else parse_ranks(head["part"], world_size),
-    }
+def _with_ranks(head: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``head`` with its ranks of one node, if any, as a list."""
+    size = head.get("world_size")
+    ranks = (
+        {}
+        if head.get("part") is None
+        else {"part": list(parse_ranks(head["part"], size if is_count(size, 1, MAX_RANKS) else 0))}
+    )
+    return {**head, **ranks}
 
 
 def read_record(file: BinaryIO) -> tuple[Record, str]:
     """Returns the head of a record and the checksum of its head line. Raises RecordError if it is
     torn, altered or of another kind, or a field is missing or wrong."""
     head, checksum = read_head(file, "record")
-    with field_errors("record"):
-        rank, shared = head["rank"], _shared_fields(head)
-        if not is_count(rank, 0, shared["world_size"] - 1):
-            raise RecordError(
-                f"rank is {rank!r}"[:200]
-                + f", expected a whole number below {shared['world_size']}"
-            )
-        if shared["local_ranks"] and rank not in shared["local_ranks"]:
-            raise RecordError(
-                f"part is {shared['local_ranks']!r}"[:200]
-                + f", and this is the record of rank {rank}"
-            )
-        return Record(
-            rank=rank,
-            files=_files_of_rank(head["files"], rank),
-            details=head.get("details"),
-            **shared,
-        ), checksum
+    record = decode(Record, _with_ranks(head), "record")
+    if record.rank not in (record.local_ranks or range(record.world_size)):
+        raise RecordError(
+            f"rank is {record.rank}, expected one of {listed(record.local_ranks)} and below "
+            f"{record.world_size}"
+        )
+    _check_files([(record.rank, record.files)])
+    return record, checksum
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
@@ -498,7 +424,7 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
         file, "record", DETAILS_LIMIT, record.details, "the list of tensors is truncated or altered"
     )
     tensors = {}
-    with field_errors("record"):
+    try:
         layouts = [TensorLayout.from_json(layout) for layout in value["layouts"]]
         # a model has thousands of tensors but few layouts
         fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
@@ -548,6 +474,17 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
             )
         if not isinstance(value["random"], dict):
             raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise RecordError(
+            f"record: a field is missing or wrong ({type(error).__name__}: {error}"[:400] + ")"
+        ) from error
     return record, Details(tensors, value["random"])
 
 
@@ -570,16 +507,16 @@ class Manifest:
         lineage: as in a record.
     """
 
-    run: str
-    world_size: int
+    run: Run
+    world_size: Annotated[int, Limits(1, MAX_RANKS)]
     state: TrainingState
-    saved_at: float
-    files: tuple[tuple[FileRecord, ...], ...]
-    records: tuple[str, ...]
-    metadata_files: tuple[FileRecord, ...] = ()
-    deduplicated: bool = False
-    local_ranks: tuple[int, ...] = ()
-    lineage: str = ""
+    saved_at: Time
+    files: tuple[Files, ...]
+    records: tuple[Checksum, ...]
+    metadata_files: tuple[FileRecord, ...] = field(metadata={"key": "small"})
+    deduplicated: bool
+    local_ranks: tuple[int, ...] = field(default=(), metadata={"key": "part"})
+    lineage: Run = ""
 
     @classmethod
     def from_records(
@@ -603,6 +540,7 @@ class Manifest:
             max(record.saved_at for record, _ in records),
             tuple(record.files for record, _ in records),
             tuple(checksum for _, checksum in records),
+            (),
             deduplicated=any(record.deduplicated for record, _ in records),
             local_ranks=local_ranks,
             lineage=first.lineage,
@@ -637,27 +575,12 @@ class Manifest:
     def read(cls, file: BinaryIO) -> Manifest:
         """Reads a manifest. Raises RecordError if it is torn, altered or of another kind."""
         head, _ = read_head(file, "manifest", MANIFEST_LIMIT)
-        with field_errors("manifest"):
-            shared = _shared_fields(head)
-            rows, records, small = head["files"], head["records"], head["small"]
-            if not all(isinstance(value, list) for value in (rows, records, small)):
-                raise RecordError("manifest: files, records or small is not a list")
-            ranks = shared["local_ranks"] or range(shared["world_size"])
-            if not len(rows) == len(records) == len(ranks):
-                raise RecordError(
-                    f"manifest: {len(rows)} files and {len(records)} records for {len(ranks)} ranks"
-                )
-            files = tuple(
-                [_files_of_rank(row, rank) for rank, row in zip(ranks, rows, strict=True)]
+        manifest = decode(cls, _with_ranks(head), "manifest")
+        ranks = manifest.local_ranks or range(manifest.world_size)
+        if not len(manifest.files) == len(manifest.records) == len(ranks):
+            raise RecordError(
+                f"manifest: {len(manifest.files)} files and {len(manifest.records)} records for "
+                f"{len(ranks)} ranks"
             )
-            metadata_files = tuple(map(FileRecord.recorded, small))
-            paths = [file.path for group in (*files, metadata_files) for file in group]
-            if len(set(paths)) < len(paths):
-                raise RecordError(f"manifest: {Counter(paths).most_common(1)[0][0]} is named twice")
-            for rank, checksum in zip(ranks, records, strict=True):
-                if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-                    raise RecordError(
-                        f"{record_name(rank)}: the checksum is {checksum!r}"[:200]
-                        + ", expected 32 hex digits"
-                    )
-            return cls(files=files, records=tuple(records), metadata_files=metadata_files, **shared)
+        _check_files(zip((*ranks, None), (*manifest.files, manifest.metadata_files), strict=True))
+        return manifest

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from mindresume.errors import RecordError
 from mindresume.typed import MAX_COUNT, Count, Limits, Number, decode, is_number
 
 MAX_TEXT = 4096  # characters: a path
@@ -79,6 +78,19 @@ class DataPosition:
         return replace(self, passes=passes, samples=within * batch)
 
 
+def is_scalar(value: Any) -> bool:
+    """Returns whether ``value`` is what ``TrainingState.trainer`` may hold: a ``Scalar``, a text of
+    up to MAX_TEXT characters."""
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return value is None or isinstance(value, bool) or is_number(value)
+
+
+Trainer = Mapping[
+    str, Annotated[Any, Limits(accepts=is_scalar, what="a number, a text, true, false or null")]
+]
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """State of the training after ``step`` steps.
@@ -117,7 +129,7 @@ class TrainingState:
     consumed: Count | None = None
     data: DataPosition | None = None
     arrangement: Mapping[str, bool] = field(default_factory=dict, hash=False)
-    trainer: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    trainer: Trainer = field(default_factory=dict, hash=False)
 
     @property
     def epoch(self) -> int:
@@ -148,22 +160,7 @@ class TrainingState:
     def from_json(cls, value: Any) -> TrainingState:
         """Reads the result of ``to_json``; ignores unknown fields. Raises RecordError if a required
         field is missing or a value is impossible."""
-        state = decode(cls, value, "training state")
-        if not all(map(is_scalar, state.trainer.values())):
-            raise RecordError(
-                f"training state: trainer is {state.trainer!r}"[:200]
-                + ", expected an object of numbers, texts, "
-                "true, false and null"
-            )
-        return state
-
-
-def is_scalar(value: Any) -> bool:
-    """Returns whether ``value`` is what ``TrainingState.trainer`` may hold: a ``Scalar``, a text of
-    up to MAX_TEXT characters."""
-    if isinstance(value, str):
-        return len(value) <= MAX_TEXT
-    return value is None or isinstance(value, bool) or is_number(value)
+        return decode(cls, value, "training state")
 
 
 def crosses_multiple(before: int, now: int, interval: int) -> bool:

@@ -580,7 +580,8 @@ class Conversion:
                 state,
                 self.clock(),
                 tuple(records),
-                lineage=continued(plan.source.candidate, "", same_folder=False),
+                False,
+                continued(plan.source.candidate, "", same_folder=False),
             )
             publish(
                 self.storage,

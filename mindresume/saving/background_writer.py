@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.errors import LeaseHeldError, SaveError
-from mindresume.saving.committer import sync_saver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import Outcome, SaveTarget, is_committed
 from mindresume.saving.staging import Staging
@@ -64,7 +64,7 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
         policy: of retention, on rank 0, which commits and prunes; None on other ranks.
         staging: the buffer in which the arrays of a save lie.
     """
-    saver = sync_saver(target, policy, lambda event: training.send(("event", event)))
+    saver = SyncSaver(target, policy, lambda event: training.send(("event", event)))
     # also after a writer that died: what it had written can be complete
     saver.begin()
     while (message := training.receive()) is not None:
@@ -91,7 +91,7 @@ def serve(target: SaveTarget, policy: Policy | None, staging: Staging, training:
             elif kind == "finish":
                 saver.finish(values[0])
             if saver.committer is not None and saved is not None and saved.saved:
-                saver.committer.saved(saved.step)
+                saver.committer.poll(saved.step)
         except LeaseHeldError as error:
             training.send(("lease_lost", error))
         except Exception as error:

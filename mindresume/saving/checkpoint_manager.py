@@ -67,7 +67,7 @@ from mindresume.formats.rank_folders import stem
 from mindresume.formatting import listed
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.background_writer import Watcher
-from mindresume.saving.committer import SyncSaver, sync_saver
+from mindresume.saving.committer import SyncSaver
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
@@ -236,7 +236,7 @@ class CheckpointManager:
             )
         settings, kind = self.settings, self.options.async_save
         retention = self.options.retention if self.session.is_leader else None
-        saver: SyncSaver | AsyncSaver = sync_saver(self.target, retention, self._emit_of_saver)
+        saver: SyncSaver | AsyncSaver = SyncSaver(self.target, retention, self._emit_of_saver)
         saver.begin()  # commits what earlier runs completed
         if kind:
             saver = AsyncSaver(

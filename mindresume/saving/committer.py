@@ -1,7 +1,7 @@
 """Commits, on rank 0, the steps that many ranks have saved, without a collective; saves in the
 calling thread.
 
-    saver = sync_saver(target, policy)              # or AsyncSaver(...): the same five methods
+    saver = SyncSaver(target, policy)               # or AsyncSaver(...): the same five methods
     saver.save(Save(shard, extras))
     for outcome in saver.poll(): ...  # after each step: outcomes of saves, errors included
     saver.finish(timeout)  # at the end: everything is written and committed, or named in an outcome
@@ -89,7 +89,7 @@ def is_in_meta(directory: CheckpointDir, candidate: Candidate) -> bool:
 
 
 class Committer:
-    """Commits, on rank 0. Call ``saved(step)`` after each own save, ``poll()`` after each step,
+    """Commits, on rank 0. Call ``poll(step)`` after each own save, ``poll()`` after each step,
     ``finish()`` at the end.
 
     An error of the file system is not raised: it is in an event, the step stays uncommitted and is
@@ -118,26 +118,30 @@ class Committer:
         # why a pending step was not committed at the last attempt
         self._reasons: dict[int, str] = {}
 
-    def saved(self, step: int) -> None:
-        self.pending.append(step)
-        self.poll()
-
-    def poll(self, by_name: bool = False) -> list[int]:
-        """Commits every pending step whose records are complete. Returns the steps still pending.
-        ``by_name``: see ``try_commit``."""
+    def poll(self, saved: int | None = None, by_name: bool = False) -> list[int]:
+        """Commits every pending step that all ranks have recorded. Returns the steps still pending.
+        ``saved``: another one, which this rank has saved. ``by_name``: looks up records that are
+        not listed. An NFS listing can be a minute old, and a lookup in vain is cached for as long:
+        so only at the last attempt."""
+        self.pending += [] if saved is None else [saved]
         for step in list(self.pending):
             if step not in self.pending:
                 # given up or committed late, with another one
                 continue
             try:
-                missing = self.try_commit(step, by_name)
+                missing = self._missing(step, by_name)
+                # or its folder has its final name: the writer died right after the commit
+                if missing:
+                    if not (self.target.iterations and is_committed(self.target, step)):
+                        continue
+                else:
+                    fence(self.target, self.target.run)
+                    self._after_commit(step, self._publish(self.target, step))
             except (OSError, RecordError) as error:
                 # once, not five times a second until the timeout
                 if self._reasons.get(step) != str(error):
                     self.emit(CommitDelayed(step, str(error)))
                 self._reasons[step] = str(error)
-                continue
-            if missing:
                 continue
             self.committed.append(step)
             for older in [other for other in self.pending if other < step]:
@@ -202,16 +206,9 @@ class Committer:
         )
         return [rank for rank, status in zip(missing, found, strict=True) if status is None]
 
-    def try_commit(self, step: int, by_name: bool = False) -> list[int]:
-        """Commits ``step`` if all ranks have recorded it, else returns the ranks that have not.
-        ``by_name``: looks up records that are not listed. An NFS listing can be a minute old, and a
-        lookup in vain is cached for as long: so only at the last attempt."""
-        missing = self._missing(step, by_name)
-        # or its folder has its final name: the writer died right after the commit
-        if missing:
-            return [] if self.target.iterations and is_committed(self.target, step) else missing
-        fence(self.target, self.target.run)
-        manifest = self._publish(self.target, step)
+    def _after_commit(self, step: int, manifest: Manifest) -> None:
+        """Commits earlier steps that are complete by now, updates the pointers, and removes older
+        checkpoints."""
         for older in [other for other in self.pending if other < step]:
             if self._commit_late(older):
                 self.pending.remove(older)
@@ -225,7 +222,6 @@ class Committer:
                         f"step {step} is committed, but older ones are not removed now: {error}"
                     )
                 )
-        return []
 
     def commit_only(self, step: int) -> list[int]:
         """Commits the only step of a folder that no job uses, so that nothing there is fenced or
@@ -535,12 +531,13 @@ class SyncSaver:
     save are in its outcome. Raises LeaseHeldError, because no later save can succeed.
 
     Args:
-        committer: on rank 0.
-        emit: receives the progress of a long save.
+        policy: of retention, on rank 0, which commits and prunes; None on other ranks.
+        emit: receives the events.
     """
 
-    def __init__(self, target: SaveTarget, committer: Committer | None = None, emit: Emit = ignore):
-        self.target, self.committer, self.emit = target, committer, emit
+    def __init__(self, target: SaveTarget, policy: Policy | None = None, emit: Emit = ignore):
+        self.target, self.emit = target, emit
+        self.committer = Committer(target, policy, emit) if policy is not None else None
         self._outcomes: list[Outcome] = []
 
     def begin(self) -> None:
@@ -561,7 +558,7 @@ class SyncSaver:
         outcome = self.write(save)
         self._outcomes.append(outcome)
         if self.committer is not None and outcome.saved:
-            self.committer.saved(outcome.step)
+            self.committer.poll(outcome.step)
 
     def write(self, save: Save) -> Outcome:
         """Writes this rank's shard and extra weights. Raises LeaseHeldError; any other SaveError is
@@ -607,8 +604,7 @@ class SyncSaver:
         Does not wait."""
         if self.committer is not None and self.committer.pending:
             self.committer.poll()
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        return self.wait(0)
 
     def wait(self, timeout: float) -> list[Outcome]:
         """Returns outcomes like ``poll``, after every save so far is written, or after ``timeout``
@@ -622,9 +618,3 @@ class SyncSaver:
         if self.committer is not None:
             self.committer.finish(timeout if record_timeout is None else record_timeout)
         return self.wait(0)
-
-
-def sync_saver(target: SaveTarget, policy: Policy | None, emit: Emit = ignore) -> SyncSaver:
-    """Returns what saves to ``target``. ``policy``: of retention, on rank 0, which commits and
-    prunes; None on other ranks."""
-    return SyncSaver(target, Committer(target, policy, emit) if policy is not None else None, emit)

@@ -19,7 +19,7 @@ from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warnin
 from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.iterations import tracked
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.saving.committer import is_in_meta, sync_saver
+from mindresume.saving.committer import SyncSaver, is_in_meta
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, committed_dir
 from mindresume.saving.replication import upload_part
 from mindresume.saving.retention import KEEP_ALL
@@ -58,7 +58,7 @@ def publish_completed(
         return
     try:
         target = replace(session.target, samples_in_common=samples_in_common)
-        run_on_all(group, sync_saver(target, KEEP_ALL if session.is_leader else None, emit).begin)
+        run_on_all(group, SyncSaver(target, KEEP_ALL if session.is_leader else None, emit).begin)
     finally:
         session.release()
 

@@ -72,7 +72,7 @@ def training(tmp_path, small_model):
                 saved_at=1.7e9 + step,
             )
         committer = Committer(target_of(directory, 0, WORLD))
-        committer.saved(step)
+        committer.poll(step)
         assert not committer.pending
     (tmp_path / "Qwen3").mkdir()
     (tmp_path / "Qwen3" / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")

@@ -288,7 +288,7 @@ def save_part(
     target = SaveTarget(STORAGE, str(root), run, ranks[0], world, local_ranks=tuple(ranks))
     committer = Committer(target, policy or KeepLast(99))
     if commit:
-        committer.saved(step)
+        committer.poll(step)
         assert committer.pending == []
     return committer
 
@@ -495,12 +495,11 @@ def test_a_shared_folder_has_no_record_of_a_common_step(tmp_path):
 def test_a_step_of_one_node_does_not_count_in_merged_folders_of_nodes(tmp_path):
     for rank, part in ((0, (0, 1)), (1, (0, 1)), (2, (2, 3)), (3, (2, 3))):
         write_rank(tmp_path, 10, rank, 4, local_ranks=part)
-    Committer(target_of(tmp_path, 0, 4)).saved(10)
+    Committer(target_of(tmp_path, 0, 4)).poll(10)
     for rank in (0, 1):
         write_rank(tmp_path, 20, rank, 4, local_ranks=(0, 1))
     assert Committer(target_of(tmp_path, 0, 4, run_name(2, "0000bbbb"))).recover() == []
-    # it had done that before
-    Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).saved(20)
+    Committer(target_of(tmp_path, 0, 4, RUN, (0, 1))).poll(20)  # it had done that before
     found = scan(dir_at(tmp_path)).candidates
     assert [(c.step, c.committed, c.local_ranks) for c in found] == [
         (20, True, (0, 1)),

@@ -78,7 +78,7 @@ def write_altered(sandbox, step, **arrays):
         }
         altered = replace(part, files=(replace(part.files[0], tensors=kept),))
         write_shard(target, altered)
-    Committer(sandbox.target(0, 0, PosixStorage())).saved(step)
+    Committer(sandbox.target(0, 0, PosixStorage())).poll(step)
 
 
 # ---- PASS ----------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def saved(root, *steps, optimizer=True):
                 {"adam_m.w": np.zeros(3, np.float32)} if optimizer else None,
             ),
         )
-        Committer(target).saved(step)
+        Committer(target).poll(step)
     return root
 
 
@@ -312,7 +312,7 @@ def test_an_unhealthy_checkpoint_is_refused_unless_requested(tmp_path, current):
             "net", target, replace(state_of(10), health=1), {"w": np.ones(3, np.float32)}, {}
         ),
     )
-    Committer(target).saved(10)
+    Committer(target).poll(10)
     monitored = {
         "monitor_config": {"health_checkpoint": {"embedding_local_norm_threshold": 1.0}},
         "resume_training": True,

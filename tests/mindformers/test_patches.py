@@ -883,7 +883,7 @@ def saved_network(root, net, step=5, drop=()):
             metadata={"format": "ms", "remove_redundancy": "False"},
         ),
     )
-    Committer(target_of(root, 0, 1)).saved(step)
+    Committer(target_of(root, 0, 1)).poll(step)
 
 
 def load_shard(net, current, storage=STORAGE):

@@ -5,14 +5,7 @@ import io
 import pytest
 
 from mindresume.errors import RecordError
-from mindresume.model.manifest import (
-    HEAD_LIMIT,
-    encode_head,
-    field_errors,
-    parse_ranks,
-    rank_ranges,
-    read_head,
-)
+from mindresume.model.manifest import HEAD_LIMIT, encode_head, parse_ranks, rank_ranges, read_head
 
 
 def test_a_head_is_read_back_with_its_checksum():
@@ -61,14 +54,3 @@ def test_ranks_as_ranges(ranks, ranges):
 def test_invalid_subsets_of_ranks_are_refused(value):
     with pytest.raises(RecordError, match="part"):
         parse_ranks(value, 2)
-
-
-@pytest.mark.parametrize(
-    "error", [KeyError("a"), TypeError("a"), OverflowError("a"), RecursionError("a")]
-)
-def test_field_errors_become_record_errors(error):
-    with (
-        pytest.raises(RecordError, match="record: a field is missing or wrong"),
-        field_errors("record"),
-    ):
-        raise error

@@ -349,7 +349,7 @@ def recorded(
         )
         write_shard(target_of(root, rank, plan.world_size), shard, saved_at=1000.0)
     committer = Committer(target_of(root, 0, plan.world_size, RUN))
-    committer.saved(STEP)
+    committer.poll(STEP)
     assert not committer.pending
     return newest(root)
 

@@ -71,7 +71,7 @@ def iterated(root, plan, dedup=False, skip=(), trainer=None, folds=lambda layout
                 deduplicated=dedup,
             ),
         )
-    Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).saved(STEP)
+    Committer(SaveTarget(STORAGE, str(root), RUN, 0, plan.world_size, True)).poll(STEP)
     return root / NAME
 
 

@@ -77,7 +77,7 @@ def test_a_checkpoint_completed_meanwhile_is_verified_in_its_new_state(tmp_path)
     def again():
         if aside.exists():
             aside.rename(path_of(tmp_path, 10, 1))
-            Committer(SaveTarget(STORAGE, str(tmp_path), RUN, 0, 4)).saved(10)
+            Committer(SaveTarget(STORAGE, str(tmp_path), RUN, 0, 4)).poll(10)
         return looked(tmp_path)
 
     assert verdicts(tmp_path, rows, again) == [(10, False), (5, False)]

@@ -128,7 +128,7 @@ def test_our_records_store_their_health(tmp_path):
     state = replace(TrainingState(10, 10, 10, 8), health=1)
     target = target_of(tmp_path, 0, 1, RUN)
     write_shard(target, rank_shard(name_of(0, 10), state, tensors_of(0, 10)))
-    Committer(target).saved(10)
+    Committer(target).poll(10)
     found = select_checkpoint(
         STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1, unhealthy=())
     )

@@ -104,7 +104,7 @@ def save(root, step, iterations=False):
     for rank in range(WORLD):
         target = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations)
         write_shard(target, shard_of(rank, step, target if iterations else None))
-    Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).saved(step)
+    Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).poll(step)
 
 
 def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):

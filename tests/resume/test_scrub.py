@@ -258,7 +258,7 @@ def test_a_large_tensor_in_several_pieces(tmp_path):
         write_shard(
             target_of(tmp_path, rank, 2), rank_shard(name, state_of(5), tensors, metadata={})
         )
-    Committer(target_of(tmp_path, 0, 2)).saved(5)
+    Committer(target_of(tmp_path, 0, 2)).poll(5)
     path = path_of(tmp_path, 5, 1, fmt="ckpt")
     before = path.read_bytes()
     flip_bit(path, len(before) // 2)

@@ -28,7 +28,7 @@ def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
             monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
         ),
     )
-    committer.saved(5)
+    committer.poll(5)
     assert committer.finish(timeout=60.0) == {5: []}
     delayed, abandoned = events
     assert isinstance(delayed, CommitDelayed) and isinstance(abandoned, SaveAbandoned)
@@ -66,9 +66,9 @@ def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tm
     """The later commit would otherwise remove it as an incomplete save."""
     events, target = [], written(tmp_path, 5, 10)
     committer = Committer(target, KeepLast(2), events.append)
-    committer.saved(5)
+    committer.poll(5)
     assert committer.pending == [5]
-    committer.saved(10)
+    committer.poll(10)
     assert (committer.committed, committer.pending) == ([5, 10], [])
     assert not any(isinstance(event, SaveAbandoned) for event in events)
     assert [c.step for c in scan(dir_at(tmp_path)).candidates if c.committed] == [10, 5]
@@ -76,7 +76,7 @@ def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tm
 
 def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
     committer = Committer(written(tmp_path, 5))
-    committer.saved(5)
+    committer.poll(5)
     assert (
         committer.pending == [5]
         and committer.finish(timeout=0.0) == {}
@@ -105,7 +105,7 @@ def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
     for step in range(1, 9):
         for rank in range(2):
             write_rank(tmp_path, step, rank, 2)
-        committer.saved(step)
+        committer.poll(step)
     disk.opened = 0
     assert committer.poll() == list(range(1, 9)) and disk.opened == 2 * 8
     committer.target = replace(committer.target, storage=PosixStorage())
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_read_at_the_end_is_an_error_after_the_event(tmp
         emit=events.append,
         time=SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None),
     )
-    committer.saved(5)
+    committer.poll(5)
     with pytest.raises(OSError, match="Stale file handle"):
         committer.finish(timeout=3.0)
     assert (

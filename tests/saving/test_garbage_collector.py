@@ -727,7 +727,7 @@ def test_the_committer_removes_respects_locks_and_emits(saved):
         write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
     committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append)
     committer.read_locks = lambda: held
-    committer.saved(30)
+    committer.poll(30)
     assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved(
         (15, 5), str(saved), str(KeepLast(2))
     )

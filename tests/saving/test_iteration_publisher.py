@@ -33,7 +33,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
-from mindresume.errors import LeaseHeldError, RecordError
+from mindresume.errors import LeaseHeldError
 from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import COMMON, METADATA, TRACKER, parse_common
@@ -185,7 +185,7 @@ def test_the_manifest_names_the_metadata_files_with_their_checksums(tmp_path):
 def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
     committer = Committer(target_of(tmp_path))
     write_rank(tmp_path, 10, 0)
-    committer.saved(10)
+    committer.poll(10)
     assert committer.pending == [10] and listing(tmp_path) == [] and chosen(tmp_path) is None
     write_rank(tmp_path, 10, 1)
     assert chosen(tmp_path) == (10, RUN)  # all have finished it
@@ -206,7 +206,7 @@ def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
         )
         iteration_folders.write_shard(target, shard)
     committer = Committer(target_of(tmp_path), emit=events.append)
-    committer.saved(10)
+    committer.poll(10)
     assert committer.pending == [10] and listing(tmp_path) == []
     assert [(type(event), event.step) for event in events] == [
         (CommitDelayed, 10)
@@ -221,7 +221,7 @@ def test_a_kill_at_every_operation_of_a_save(tmp_path):
         root = tmp_path / str(number)
         save(root, 10)
         write_all(root, 20)
-        Committer(target_of(root, storage=storage)).saved(20)
+        Committer(target_of(root, storage=storage)).poll(20)
 
     seen = set()
     for number, (operation, name) in interrupted_at_each_operation(act):
@@ -289,10 +289,10 @@ def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
     save(tmp_path, 5)
     committer = Committer(target_of(tmp_path, storage=NoTracker()))
     write_all(tmp_path, 10)
-    committer.saved(10)
+    committer.poll(10)
     write_all(tmp_path, 15)
     with pytest.raises(KeyboardInterrupt):
-        committer.saved(15)
+        committer.poll(15)
     assert tracker(tmp_path) == "5" and hidden(tmp_path)[-1] == "tracker-0000000010"
     assert chosen(tmp_path) == (15, RUN)
     assert adopting(tmp_path) == [15] and tracker(tmp_path) == "15" and hidden(tmp_path) == []
@@ -459,7 +459,7 @@ def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left
         root = tmp_path / f"{older} {number}"
         save(root, *older, 20)
         write_all(root, 20, run=NEXT)
-        Committer(target_of(root, run=NEXT, storage=storage)).saved(20)
+        Committer(target_of(root, run=NEXT, storage=storage)).poll(20)
 
     trackers = set()
     for number, operation in interrupted_at_each_operation(act):
@@ -490,9 +490,8 @@ def test_a_kill_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path
     def act(storage, number):
         root = tmp_path / str(number)
         foreign(root, "mf190_20_single", (10, 15))
-        # later than the files of the fixture
-        write_all(root, 15, world=1, run=NEXT, at=3e9)
-        Committer(target_of(root, 0, 1, NEXT, storage)).saved(15)
+        write_all(root, 15, world=1, run=NEXT, at=3e9)  # later than the files of the fixture
+        Committer(target_of(root, 0, 1, NEXT, storage)).poll(15)
 
     for number, operation in interrupted_at_each_operation(act):
         root = tmp_path / str(number)
@@ -518,7 +517,7 @@ def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path)
             super().rename(old, new)
 
     with pytest.raises(KeyboardInterrupt):
-        Committer(target_of(tmp_path, run=NEXT, storage=Stop())).saved(20)
+        Committer(target_of(tmp_path, run=NEXT, storage=Stop())).poll(20)
     assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
 
 
@@ -540,7 +539,7 @@ def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, 
         committer = Committer(target_of(root, storage=storage))
         for step in (10, 20):
             write_all(root, step)
-            committer.saved(step)
+            committer.poll(step)
         assert failed and tracker(root) == "20" and hidden(root) == []
 
     for number, operation in interrupted_at_each_operation(act):
@@ -565,9 +564,8 @@ def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
 
     save(tmp_path, 5)
     write_all(tmp_path, 10)
-    Committer(target_of(tmp_path, storage=Once())).saved(10)
-    # not ours to remove: of a later step
-    intend(tmp_path, 30)
+    Committer(target_of(tmp_path, storage=Once())).poll(10)
+    intend(tmp_path, 30)  # not ours to remove: of a later step
     assert hidden(tmp_path) == ["tracker-0000000010", "tracker-0000000030"]
     save(tmp_path, 20)
     assert hidden(tmp_path) == ["tracker-0000000030"] and tracker(tmp_path) == "20"
@@ -587,7 +585,7 @@ def test_an_error_before_the_rename_is_repaired_by_the_next_save(tmp_path):
     committer = Committer(target_of(tmp_path, storage=storage), emit=events.append)
     for step in (10, 20):
         write_all(tmp_path, step)
-        committer.saved(step)
+        committer.poll(step)
     assert ["[Errno 5]" in event.text for event in events if isinstance(event, Notice)] == [True]
     assert (
         listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and tracker(tmp_path) == "20"
@@ -671,7 +669,7 @@ def test_reclaim_space_removes_incomplete_saves_and_keeps_those_being_written(tm
     committer = Committer(target_of(tmp_path))
     for step in (10, 15, 20):
         write_rank(tmp_path, step, 0)
-        committer.saved(step)
+        committer.poll(step)
     assert committer.reclaim_space(25) == [10, 15]
     assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
     assert chosen(tmp_path) == (5, RUN)
@@ -697,7 +695,7 @@ def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_pat
             )
 
     committer = Committer(target_of(tmp_path, run=NEXT, storage=Late()))
-    committer.saved(10)
+    committer.poll(10)
     assert committer.pending == [] and trackers == ["5", "10"]
 
 
@@ -895,7 +893,7 @@ def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
     lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
     os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
     write_all(tmp_path, 10, run=NEXT)
-    Committer(target_of(tmp_path, run=NEXT)).saved(10)
+    Committer(target_of(tmp_path, run=NEXT)).poll(10)
     assert (
         committed(tmp_path) == [(10, NEXT)]
         and (tmp_path / FOLDER / f"{TRASH}{found.name}").is_dir()
@@ -931,7 +929,7 @@ def test_an_earlier_run_cannot_commit_its_written_save(tmp_path):
     acquire_lease(tmp_path, NEXT).release()
     committer = Committer(target_of(tmp_path))
     with pytest.raises(LeaseHeldError):
-        committer.saved(10)
+        committer.poll(10)
     assert listing(tmp_path) == []
 
 
@@ -960,8 +958,7 @@ def test_details_that_are_damaged_are_an_error_of_the_commit_not_of_the_training
     write_all(tmp_path, 10)
     path = records_of(making(tmp_path, 10), 10) / record_name(0)
     path.write_bytes(path.read_bytes()[:-20])
-    committer = Committer(target_of(tmp_path))
-    with pytest.raises(RecordError, match="truncated"):
-        committer.try_commit(10)
-    committer.saved(10)
-    assert committer.pending == [10] and listing(tmp_path) == []
+    events = []
+    committer = Committer(target_of(tmp_path), emit=events.append)
+    assert committer.poll(10) == [10] and listing(tmp_path) == []
+    assert "truncated" in events[0].reason

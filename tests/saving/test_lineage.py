@@ -58,7 +58,7 @@ class Trainings:
             for rank in range(2):
                 target = self.target(run, rank, lineage)
                 write_shard(target, shard_of(target, step, suffix=self.number))
-            Committer(self.target(run, 0, lineage), KeepLast(keep), events.append).saved(step)
+            Committer(self.target(run, 0, lineage), KeepLast(keep), events.append).poll(step)
         return events
 
     def target(self, run, rank, lineage):

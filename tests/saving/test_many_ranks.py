@@ -132,6 +132,7 @@ def write_all(disk, step, ranks, recorded=True):
                 state,
                 1000.0 + step,
                 (FileRecord(path, "safetensors", len(data), "0" * 32),),
+                False,
             )
             disk.put(
                 f"{ROOT}/{FOLDER}/{attempt_name(step, RUN)}/{record_name(rank)}",
@@ -157,7 +158,7 @@ def test_a_commit_flushes_as_often_as_one_of_two_ranks(disk):
         write_all(disk, 5, ranks)
         committer = committer_of(disk, ranks, emit=ignore)
         disk.done.clear()
-        committer.saved(5)
+        committer.poll(5)
         assert committer.committed == [5]
         counts[ranks] = disk.done
     few, many = counts[2], counts[RANKS]
@@ -176,9 +177,9 @@ def test_the_next_commit_does_not_look_for_other_pointers(disk):
     write_all(disk, 5, 256)
     write_all(disk, 6, 256)
     committer = committer_of(disk, 256, emit=ignore)
-    committer.saved(5)
+    committer.poll(5)
     disk.done.clear()
-    committer.saved(6)
+    committer.poll(6)
     assert disk.done["flush"] == 5 and disk.done["status"] < 2 * 256 + 20
     assert json.loads(disk.files[f"{ROOT}/rank_0/{META}"])["last_step"] == 6
 
@@ -192,7 +193,7 @@ def test_pointers_of_former_versions_are_removed_after_the_first_commit(disk):
     order, remove, rename = [], disk.remove, disk.rename
     disk.remove = lambda path: (order.append(("remove", path)), remove(path))
     disk.rename = lambda old, new: (order.append(("rename", new)), rename(old, new))
-    committer_of(disk, 4, emit=ignore).saved(5)
+    committer_of(disk, 4, emit=ignore).poll(5)
     assert [path for path in disk.files if path.endswith(META)] == [f"{ROOT}/rank_0/{META}"]
     assert order == [
         ("rename", f"{ROOT}/{FOLDER}/{attempt_name(5, RUN)}/{MANIFEST}"),
@@ -207,7 +208,7 @@ def test_a_pointer_that_cannot_be_written_stops_removal_only_once(disk):
     for step in (5, 6, 7, 8):
         write_all(disk, step, 2)
     committer = committer_of(disk, 2, keep=1, emit=events.append)
-    committer.saved(5)
+    committer.poll(5)
     write = disk.write
 
     def refused(path, pieces, size=0):
@@ -216,13 +217,12 @@ def test_a_pointer_that_cannot_be_written_stops_removal_only_once(disk):
         return write(path, pieces, size)
 
     disk.write = refused
-    committer.saved(6)
+    committer.poll(6)
     kept = sorted(name for name in disk.folders[f"{ROOT}/{FOLDER}"])
     # meta.json still leads to step 5
     assert len(kept) == 4
     assert events[-1].level == WARNING and "Permission denied" in events[-1].text
-    committer.saved(7)
-    # 6 was removed
+    committer.poll(7)
     assert sorted(disk.folders[f"{ROOT}/{FOLDER}"]) == [
         attempt_name(step, RUN) for step in (5, 7, 8)
     ]
@@ -274,7 +274,7 @@ def test_work_for_each_rank_runs_concurrently(disk, monkeypatch):
     committer = committer_of(disk, 64, keep=1, emit=ignore)
     disk.done.clear()
     for step in (5, 6, 7):
-        committer.saved(step)
+        committer.poll(step)
     write_all(disk, 8, 64, recorded=False)
     for rank in range(64):
         disk.put(f"{ROOT}/{FOLDER}/trash-{attempt_name(8, RUN)}/{record_name(rank)}", b"damaged")

@@ -68,7 +68,7 @@ def save_all(made, root, *steps):
     for step in steps:
         for rank in range(WORLD):
             write(made, root, step, rank)
-        assert Committer(target_of(made, root, 0)).try_commit(step) == []
+        assert Committer(target_of(made, root, 0)).poll(step) == []
 
 
 def chosen(root):
@@ -136,7 +136,7 @@ def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made,
     save_all(made, tmp_path, 5)
     write(made, tmp_path, 10, 0)
     storage = OnRecord(
-        operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).saved(10)
+        operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).poll(10)
     )
     written = write(made, tmp_path, 10, 1, storage)
     assert not storage.armed and written.durability_error is None
@@ -157,7 +157,7 @@ def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported
     (outcome,) = saver.poll()
     assert not outcome.saved and outcome.size > 0
     assert "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
-    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+    assert Committer(target_of(made, tmp_path, 0)).poll(10) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
@@ -173,7 +173,7 @@ def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(tmp
     assert write(made, tmp_path, 10, 1, storage).durability_error is None
     assert set(left) < set(files(tmp_path))
     write(made, tmp_path, 10, 0)
-    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+    assert Committer(target_of(made, tmp_path, 0)).poll(10) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
@@ -183,9 +183,10 @@ def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
     # whatever it has by now: this step is saved
     assert write(made, tmp_path, 10, 1, other=1.0) == first
     write(made, tmp_path, 10, 0)
-    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == []
-    # of 2.0 the folder has another name by now
-    assert write(made, tmp_path, 10, 1).record == first.record
+    assert Committer(target_of(made, tmp_path, 0)).poll(10) == []
+    assert (
+        write(made, tmp_path, 10, 1).record == first.record
+    )  # of 2.0 the folder has another name by now
     if made == "1.0":
         assert all(
             (tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items()
@@ -225,7 +226,7 @@ def test_files_are_removed_if_the_record_is_not_published(tmp_path, made):
     assert [c.maybe_completed for c in scan(dir_at(tmp_path)).candidates] == [False]
     write(made, tmp_path, 10, 1)
     write(made, tmp_path, 10, 0)
-    assert Committer(target_of(made, tmp_path, 0)).try_commit(10) == [] and chosen(tmp_path) == 10
+    assert Committer(target_of(made, tmp_path, 0)).poll(10) == [] and chosen(tmp_path) == 10
 
 
 @BOTH
@@ -265,7 +266,7 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     save_all("2.0", tmp_path, 5)
     write("2.0", tmp_path, 10, 0)
     committer = Committer(target_of("2.0", tmp_path, 0), KeepLast(1))
-    storage = OnRecord("sync", effect=False, act=lambda: committer.saved(10))
+    storage = OnRecord("sync", effect=False, act=lambda: committer.poll(10))
     target = target_of("2.0", tmp_path, 1, storage)
     saver = SyncSaver(target)
     saver.save(Save(shard_of(target, 10)))
@@ -292,14 +293,10 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
     """Its writer was killed before it could report the save."""
     save_all("2.0", tmp_path, 10)
     target = target_of("2.0", tmp_path, 0)
-    saver = SyncSaver(
+    saver = SyncSaver(target)
+    saver.committer = Committer(
         target,
-        Committer(
-            target,
-            time=SimpleNamespace(
-                monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")
-            ),
-        ),
+        time=SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")),
     )
     saver.save(Save(shard_of(target, 10)))
     assert saver.finish(600.0)[0].saved and saver.committer.pending == [] and hidden(tmp_path) == []

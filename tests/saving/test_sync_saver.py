@@ -9,7 +9,8 @@ from rank_folders import RUN, name_of, path_of, state_of, target_of, tensors_of,
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
 from mindresume.model.manifest import record_name, run_name
-from mindresume.saving.committer import Committer, SyncSaver
+from mindresume.saving.committer import SyncSaver
+from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import (
     ExtraWeights,
     Save,
@@ -40,7 +41,7 @@ def extra(folder, step, keep=0, kind="network"):
 
 
 def test_written_and_committed_when_it_returns(tmp_path):
-    saver = SyncSaver(target_of(tmp_path, 0, 1), Committer(target_of(tmp_path, 0, 1)))
+    saver = SyncSaver(target_of(tmp_path, 0, 1), KEEP_ALL)
     saver.save(Save(shard(5)))
     assert not saver.busy() and saver.committer.committed == [5]
     (outcome,) = saver.poll()
@@ -49,7 +50,7 @@ def test_written_and_committed_when_it_returns(tmp_path):
 
 
 def test_poll_commits_what_others_complete_later(tmp_path):
-    saver = SyncSaver(target_of(tmp_path, 0, 2), Committer(target_of(tmp_path, 0, 2)))
+    saver = SyncSaver(target_of(tmp_path, 0, 2), KEEP_ALL)
     saver.save(Save(shard(5)))
     saver.poll()
     assert saver.committer.pending == [5]
@@ -72,10 +73,7 @@ def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
 
 def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     (tmp_path / "network").write_text("a file in the way")
-    saver = SyncSaver(
-        target_of(tmp_path / "checkpoint", 0, 1),
-        Committer(target_of(tmp_path / "checkpoint", 0, 1)),
-    )
+    saver = SyncSaver(target_of(tmp_path / "checkpoint", 0, 1), KEEP_ALL)
     saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
     assert (
@@ -103,7 +101,7 @@ class UnflushedRecord(PosixStorage):
 def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside):
     (tmp_path / "network").write_text("a file in the way")
     target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
-    saver = SyncSaver(target, Committer(target))
+    saver = SyncSaver(target, KEEP_ALL)
     saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
     (outcome,) = saver.poll()
     assert (
@@ -164,7 +162,7 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
     one = path_of(tmp_path / "elsewhere", 5, 0).stat().st_size
     root, events = tmp_path / "checkpoint", []
     target = SaveTarget(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
-    saver = SyncSaver(target, Committer(target, emit=events.append))
+    saver = SyncSaver(target, KEEP_ALL, events.append)
     for step in (5, 10, 15, 20):
         saver.save(Save(shard(step)))
         assert saver.poll()[0].saved

@@ -459,7 +459,7 @@ MUTANTS = [
     mutant(
         "the manifest is written before all records exist",
         [
-            Edit(committer.Committer, "try_commit", "if missing:", "if 0 in missing:"),
+            Edit(committer.Committer, "poll", "if missing:", "if 0 in missing:"),
             Edit(
                 committer.Committer,
                 "_publish",
