@@ -12,10 +12,8 @@ import json
 import time
 from pathlib import Path
 
-from mindresume.reshard.compare import compare
-from mindresume.reshard.open_checkpoint import open_checkpoint
+import mindresume
 from mindresume.storage.operations import TEMPORARY
-from mindresume.storage.posix import PosixStorage
 from st.run_attempts import FIXTURES, finished_attempt, notices, run_from_fixture
 from st.training_run import Run
 
@@ -29,7 +27,6 @@ SINGLE = "--use_parallel False --batch_size 8"
 RESUME = (
     f"{SINGLE} --load_checkpoint ./output/checkpoint --resume_training True --auto_trans_ckpt True"
 )
-STORAGE = PosixStorage()
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -78,13 +75,7 @@ def test_slices_of_four_ranks_without_redundancy_are_converted(sequences, device
     ] == bits(first.steps)
     merged = run.folder / "output" / "unified_checkpoint"
     assert notices(run, str(merged))  # that it is there already
-    assert (
-        compare(
-            open_checkpoint(STORAGE, str(merged)).weights,
-            open_checkpoint(STORAGE, str(run.checkpoints), 15, str(kept)).weights,
-        )
-        == []
-    )
+    assert mindresume.compare(merged, run.checkpoints, step_b=15, strategy_b=kept).equal
     alone = run.like(tmp_path / "alone")
     alone.start(
         f"{SINGLE} --load_checkpoint {merged} --resume_training True --no-mindresume"
@@ -160,5 +151,4 @@ def test_ckpt_files_are_transformed_once_and_loaded_later_without_conversion(
         "15",
     )
     assert done.returncode == 0, done.stderr
-    direct = open_checkpoint(STORAGE, str(tmp_path / "direct")).weights
-    assert compare(direct, open_checkpoint(STORAGE, str(transformed)).weights) == []
+    assert mindresume.compare(tmp_path / "direct", transformed).equal

@@ -7,23 +7,36 @@ found.equal, [difference.name for difference in found.differences]
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mindresume.api.checkpoint import Checkpoint
 from mindresume.api.results import Problem, Result
 from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.events.progress import SILENT, Progress
-from mindresume.reshard import compare as bits
-from mindresume.reshard.checkpoint_view import Tensor
-from mindresume.reshard.compare import DTYPE, ONLY_A, ONLY_B, SHAPE, VALUES
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import with_counters
-from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.geometry import elements, whole
+from mindresume.reshard.direct_engine import TILE
+from mindresume.reshard.geometry import chunks, elements, shape_of, whole
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.region_load import WORKERS
 from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.storage.posix import PosixStorage
+from mindresume.tensor_files.header import DTYPES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
+PORTION = 1 << 16  # elements that are compared at once: their bits and values stay in the cache
 
 __all__ = [
     "DTYPE",
@@ -190,23 +203,24 @@ def compare(
             stack.enter_context(opened(a, step_a, strategy_a)),
             stack.enter_context(opened(b, step_b, strategy_b)),
         )
-        # counters are tensors in one, and in common.json of the other
         if sources[0].is_iteration != sources[1].is_iteration:
+            # counters are tensors in one, and in common.json of the other
             sources = with_counters(sources[0]), with_counters(sources[1])
         mine, other = (source.weights for source in sources)
         for weights in (mine, other):
             check_replicas(weights, read=True)
-        names = {
+        names = [
             name
-            for name in (*mine.tensors, *other.tensors)
+            for name in dict.fromkeys((*mine.tensors, *other.tensors))
             if tensors is None or fnmatchcase(name, tensors)
-        }
+        ]
         if tensors is not None and not names:
             raise ConfigError(f"no tensor of {a} or {b} matches {tensors!r}")
-        compared, size = bits.comparable(mine, other, names)
-        progress.expect(size)
-        differences = bits.compare(mine, other, names, traffic=Traffic(progress=progress.advance))
-        found = tuple(map(_difference, bits.by_size(differences)))
+        compared = [
+            mine.tensors[name].nbytes for name in names if _kind((mine, other), name) == VALUES
+        ]
+        progress.expect(sum(compared))
+        found = differences(mine, other, names, progress)
     first, second = (
         ComparedCheckpoint(
             source.what,
@@ -225,30 +239,118 @@ def compare(
         all(row.within(tolerance) for row in found),
         tolerance,
         len(names),
-        compared,
-        size,
-        found,
+        len(compared),
+        sum(compared),
+        tuple(found),
     )
 
 
-def _difference(found: bits.Difference) -> TensorDifference:
-    row = TensorDifference(found.name, found.kind, _form(found.a), _form(found.b))
-    if found.kind != VALUES or found.a is None:
-        return row
+def differences(
+    a: CheckpointView,
+    b: CheckpointView,
+    names: Collection[str],
+    progress: Progress = SILENT,
+) -> list[TensorDifference]:
+    """Returns how these tensors differ, in the order of ``Comparison.differences``. Whole tensors are compared chunk by chunk, in
+    bounded memory; a slice that several ranks hold is read from one of them.
+
+    Args:
+        progress: receives the numbers of bytes of each side that were compared.
+    Raises:
+        CorruptFileError, LoadError, OSError: a tensor cannot be read.
+    """
+    files = OpenFiles(a.storage), OpenFiles(b.storage)
+    try:
+        with ThreadPoolExecutor(WORKERS) as pool:
+            rows = [*pool.map(partial(_difference, (a, b), files, progress), names)]
+    finally:
+        for opened in files:
+            opened.close()
+    return sorted(filter(None, rows), key=_order)
+
+
+def _order(row: TensorDifference) -> tuple[bool, float, str]:
+    return row.kind == VALUES, -(row.largest_absolute or 0), row.name
+
+
+def _kind(sides: Sequence[CheckpointView], name: str) -> str:
+    """Returns in what the tensor can differ: VALUES, which then have to be compared, or what differs already."""
+    a, b = (weights.tensors.get(name) for weights in sides)
+    if a is None or b is None:
+        return ONLY_B if a is None else ONLY_A
+    if a.shape != b.shape:
+        return SHAPE
+    return VALUES if a.dtype == b.dtype else DTYPE
+
+
+def _difference(
+    sides: Sequence[CheckpointView],
+    files: Sequence[OpenFiles],
+    progress: Progress,
+    name: str,
+) -> TensorDifference | None:
+    """Returns the difference of one tensor, which is read if only values can differ; None if it is alike on both sides."""
+    kind = _kind(sides, name)
+    form_a, form_b = (_form(weights.tensors.get(name)) for weights in sides)
+    if kind != VALUES:
+        return TensorDifference(name, kind, form_a, form_b)
+    shape, dtype = sides[0].tensors[name].shape, sides[0].tensors[name].dtype
+    bits, numbers = bits_dtype(dtype), DTYPES["uint8" if dtype == "bool" else dtype]
+    size = elements(whole(shape))
+    most = max(TILE // bits.itemsize, 1)
+    room = min(most, size)
+    buffers, staging = np.empty((2, room), bits), np.empty(room * bits.itemsize, np.uint8)
+    differing = bits_only = 0
+    absolute, relative = 0 if numbers.kind in "iu" else 0.0, 0.0
+    index: tuple[int, ...] = ()
+    values: tuple[float, float] | None = None
+    for chunk in chunks(shape, most):
+        both = buffers[:, : elements(chunk)]
+        for weights, source, flat in zip(sides, files, both, strict=True):
+            gather(weights, source, name, chunk, flat.reshape(shape_of(chunk)), staging)
+        for start in range(0, elements(chunk), PORTION):
+            a, b = both[:, start : start + PORTION]
+            at = np.flatnonzero(a != b)
+            if not at.size:
+                continue
+            a, b = a[at].view(numbers), b[at].view(numbers)
+            if not differing:
+                inner = np.unravel_index(start + int(at[0]), shape_of(chunk)) if chunk else ()
+                index = tuple(low + int(i) for (low, _), i in zip(chunk, inner, strict=True))
+                values = a[0].item(), b[0].item()
+            distances, ratios = _distances(a, b)
+            differing += at.size
+            bits_only += int(np.count_nonzero(distances == 0))
+            absolute = max(absolute, distances.max().item())
+            relative = max(relative, ratios.max().item())
+        progress.advance(elements(chunk) * bits.itemsize)
+    if not differing:
+        return None
     return TensorDifference(
-        found.name,
-        found.kind,
-        row.a,
-        row.b,
-        elements(whole(found.a.shape)),
-        found.count,
-        found.bits_only,
-        found.absolute,
-        found.relative,
-        found.first,
-        found.values,
+        name, kind, form_a, form_b, size, differing, bits_only, absolute, relative, index, values
     )
 
 
 def _form(tensor: Tensor | None) -> TensorForm | None:
     return TensorForm(tensor.dtype, tensor.shape) if tensor else None
+
+
+def _distances(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns absolute differences, exact for integers (uint64), else in float64, and relative to the larger magnitude. Both are
+    0 for equal values and for two NaN, inf for a number and NaN, or a finite and an infinite one."""
+    if a.dtype.kind in "iu":
+        low, high = np.minimum(a, b), np.maximum(a, b)
+        exact = high.astype(np.uint64) - low.astype(
+            np.uint64
+        )  # modulo 2**64, so right for signed numbers too
+        scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
+        return exact, np.divide(exact, scale, out=np.zeros_like(scale), where=exact != 0)
+    with np.errstate(all="ignore"):  # inf - inf, NaN that signals
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        absolute = np.abs(x - y)
+        relative = absolute / np.maximum(np.abs(x), np.abs(y))
+    for found in (absolute, relative):
+        found[np.isnan(found)] = np.inf
+        found[same] = 0
+    return absolute, relative
