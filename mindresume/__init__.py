@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from mindresume.api.comparison import Comparison, TensorDifference, compare
     from mindresume.api.conversion import ConversionResult, convert, export_hf, merge
     from mindresume.api.inspection import Inspection, inspect
-    from mindresume.api.pruning import PruneResult, prune
+    from mindresume.api.maintenance import (
+        PruneResult,
+        ScrubbedCheckpoint,
+        ScrubReport,
+        prune,
+        scrub,
+    )
     from mindresume.api.results import (
         CheckpointInfo,
         CheckpointVerification,
@@ -32,7 +38,6 @@ if TYPE_CHECKING:
         Problem,
         VerificationReport,
     )
-    from mindresume.api.scrubbing import ScrubbedCheckpoint, ScrubReport, scrub
     from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
     from mindresume.report.advice import Advice, TierAdvice, advise
@@ -53,7 +58,7 @@ _MODULES = {
     "api.comparison": ("Comparison", "TensorDifference", "compare"),
     "api.conversion": ("ConversionResult", "convert", "export_hf", "merge"),
     "api.inspection": ("Inspection", "inspect"),
-    "api.pruning": ("PruneResult", "prune"),
+    "api.maintenance": ("PruneResult", "ScrubReport", "ScrubbedCheckpoint", "prune", "scrub"),
     "api.results": (
         "CheckpointInfo",
         "CheckpointVerification",
@@ -62,7 +67,6 @@ _MODULES = {
         "Problem",
         "VerificationReport",
     ),
-    "api.scrubbing": ("ScrubReport", "ScrubbedCheckpoint", "scrub"),
     "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
     "report.advice": ("Advice", "TierAdvice", "advise"),

@@ -26,7 +26,7 @@ from mindresume.model.manifest import MANIFEST, record_name
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine
-from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_and_hold
+from mindresume.reshard.open_checkpoint import OpenCheckpoint, ReadHold, open_checkpoint
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.candidates import list_checkpoints, verify_checkpoints
 from mindresume.resume.choice import Choice
@@ -97,8 +97,9 @@ def convert(sim: Simulation) -> None:
         current_cluster().scheduler.sleep(pause)
         with (
             errors_recorded(sim, "conversion"),
-            open_and_hold(storage, training.root, emit=current_process().emit) as source,
+            ReadHold(current_process().emit) as hold,
         ):
+            source = open_checkpoint(storage, training.root, hold=hold)
             _carry_out(storage, source, f"{TARGETS}/{number}", training)
 
 

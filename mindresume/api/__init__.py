@@ -9,11 +9,8 @@ package at the first use of one.
     inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy
     conversion.py   convert(), merge(), export_hf()
     comparison.py   compare()
-    pruning.py      prune()
-    scrubbing.py    scrub()
+    maintenance.py  prune(), scrub(), flush()
     results.py      the results of the calls: frozen values with to_json()
-    sources.py      opens a checkpoint that a caller names: a path, or a Checkpoint
-    progress.py     Progress: receives the progress of long work
 
 The command line calls these functions and prints their results; its ``--json`` is ``to_json()`` of
 the result.

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from mindresume import runtime
-from mindresume.api.checkpoint import Checkpoint
+from mindresume.api.checkpoint import Checkpoint, existing
 from mindresume.api.results import (
     DAMAGED,
     INCOMPLETE,
@@ -37,7 +37,6 @@ from mindresume.api.results import (
     info_of,
     problem_of,
 )
-from mindresume.api.sources import existing
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import ConfigError, MissingCheckpointError

@@ -1,5 +1,5 @@
 """Reads one saved step: its state, its tensors in global shape, and the bytes of any region of
-them.
+them; opens the checkpoint that a caller names, by a path or as a ``Checkpoint`` of a catalog.
 
 with mindresume.open("output/checkpoint")[500] as checkpoint:  # held until the end of the block
     checkpoint.state.epoch, checkpoint.tensors["embedding.weight"].shape
@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mindresume.api.results import CheckpointInfo
+from mindresume.api.results import CheckpointInfo, Problem, problem_of
 from mindresume.api.tensors import TensorInfo, tensors_of
-from mindresume.coordination.lease import Lease
-from mindresume.errors import CorruptFileError, MissingCheckpointError
+from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.events.emitter import texts_into
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
+from mindresume.formats.scan import is_root, locate
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.open_checkpoint import (
     OpenCheckpoint,
-    hold_candidate,
+    ReadHold,
     open_candidate,
+    open_checkpoint,
     open_consolidated,
     state_of,
 )
 from mindresume.resume.verifier import Verifier
+from mindresume.storage.interface import Storage
+from mindresume.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,8 +74,8 @@ class Checkpoint:
             hold,
         )
         self._notes: list[str] = []
-        self._leases: list[Lease] = []
-        self._finalizer = weakref.finalize(self, _release, self._leases)
+        self._hold = ReadHold(texts_into(self._notes))
+        weakref.finalize(self, self._hold.release)
 
     def __repr__(self) -> str:
         return (
@@ -172,19 +177,17 @@ class Checkpoint:
         Raises:
             MissingCheckpointError: It was removed already.
         """
-        if self._holds and not self._leases:
-            lease = hold_candidate(self._directory, self._candidate, texts_into(self._notes))
-            if lease is not None:
-                self._leases.append(lease)
+        if self._holds and not self.is_held:
+            self._hold.take(self._directory, self._candidate)
 
     @property
     def is_held(self) -> bool:
         """Whether this object holds it now."""
-        return bool(self._leases)
+        return self._hold.is_taken
 
     def release(self) -> None:
         """Ends the hold, so that jobs and ``prune`` may remove it. The next read holds it again."""
-        _release(self._leases)
+        self._hold.release()
 
     def __enter__(self) -> Checkpoint:
         self.hold()
@@ -210,22 +213,9 @@ class Checkpoint:
         if self._consolidated_path:
             source = open_consolidated(self._directory.storage, self._consolidated_path)
         else:
-            try:
-                source = open_candidate(self._directory, self._candidate, self._strategy)
-            except Exception as error:
-                directory, folder = self._directory, self._candidate.commit_dir
-                if folder and directory.storage.status(folder) is None:
-                    raise MissingCheckpointError(
-                        f"step {self.step} of {directory.root} was removed before it was read"
-                    ) from error
-                raise
+            source = open_candidate(self._directory, self._candidate, self._strategy)
         self._notes += source.notes
         return source
-
-
-def _release(leases: list[Lease]) -> None:
-    while leases:
-        leases.pop().release()
 
 
 def region_of(shape: tuple[int, ...], region: tuple[slice, ...] | None) -> Region:
@@ -248,3 +238,81 @@ def region_of(shape: tuple[int, ...], region: tuple[slice, ...] | None) -> Regio
             )
         found.append((start, max(start, stop)))
     return tuple(found)
+
+
+# ---- a checkpoint that a caller names: by a path, or as a ``Checkpoint`` of a catalog ------------
+
+CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint"
+
+
+@contextmanager
+def opened(
+    subject: CheckpointLike,
+    step: int | None = None,
+    strategy: str | os.PathLike[str] | None = None,
+    hold: bool = True,
+) -> Iterator[OpenCheckpoint]:
+    """Opens a checkpoint, and holds it until the end of the block.
+
+    Args:
+        subject: A path as for ``mindresume.open``, or a Checkpoint, which has its step and
+            strategy.
+        step: The step; None: the newest that can be opened.
+        strategy: Strategy file or folder with which mindformers saved.
+        hold: False: it is not held, and nothing is written.
+
+    Raises:
+        ConfigError: ``step`` or ``strategy`` is given beside a Checkpoint.
+        FileNotFoundError: The path does not exist.
+        MindResumeError: As for ``Checkpoint.tensors``.
+    """
+    if isinstance(subject, Checkpoint):
+        if step is not None or strategy is not None:
+            raise ConfigError(
+                f"{subject!r} has a step and a strategy; leave out the arguments step and strategy"
+            )
+        yield subject.source()
+        return
+    storage, path = PosixStorage(), existing(subject)
+    path, given = locate(storage, path), None if strategy is None else os.fspath(strategy)
+    notes: list[str] = []
+    with ReadHold(texts_into(notes)) as held:
+        source = open_checkpoint(storage, path, step, given, held if hold else None)
+        yield replace(source, notes=(*source.notes, *notes))
+
+
+def refused_of(source: OpenCheckpoint) -> tuple[Problem, ...]:
+    """Returns the newer checkpoints that could not be used."""
+    return tuple(problem_of(source.folder or "", refusal) for refusal in source.refused)
+
+
+def existing(path: str | os.PathLike[str]) -> str:
+    """Returns ``path`` as text. Raises FileNotFoundError if it does not exist."""
+    path = os.fspath(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path} does not exist")
+    return path
+
+
+def is_strategy(storage: Storage, path: str) -> bool:
+    """Returns whether ``path`` is a strategy, or a folder of strategies. Weight files may end in
+    .ckpt too, but their first byte differs."""
+    status = storage.status(path)
+    names = [path]
+    if status is not None and status.is_folder:
+        names = sorted(storage.list(path))
+        if is_root(storage, path) or any(name.endswith(".safetensors") for name in names):
+            return False
+        names = [os.path.join(path, name) for name in names if not name.startswith(".")]
+    for name in sorted(names, key=lambda name: name.endswith(".json")):
+        if name.endswith(".ckpt"):
+            with storage.open(name) as file:
+                first = file.read(1)
+            return (
+                first in (b"\x08", b"\x12")
+                or first != b"\n"
+                and "strategy" in os.path.basename(name)
+            )
+        if name.endswith(".json"):
+            return True
+    return False

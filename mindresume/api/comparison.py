@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindresume.api.checkpoint import Checkpoint
+from mindresume.api.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    existing,
+    is_strategy,
+    opened,
+    refused_of,
+)
 from mindresume.api.results import Problem, Result
-from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.events.progress import SILENT, Progress
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
@@ -251,8 +257,9 @@ def differences(
     names: Collection[str],
     progress: Progress = SILENT,
 ) -> list[TensorDifference]:
-    """Returns how these tensors differ, in the order of ``Comparison.differences``. Whole tensors are compared chunk by chunk, in
-    bounded memory; a slice that several ranks hold is read from one of them.
+    """Returns how these tensors differ, in the order of ``Comparison.differences``. Whole tensors
+    are compared chunk by chunk, in bounded memory; a slice that several ranks hold is read from one
+    of them.
 
     Args:
         progress: receives the numbers of bytes of each side that were compared.
@@ -274,7 +281,8 @@ def _order(row: TensorDifference) -> tuple[bool, float, str]:
 
 
 def _kind(sides: Sequence[CheckpointView], name: str) -> str:
-    """Returns in what the tensor can differ: VALUES, which then have to be compared, or what differs already."""
+    """Returns in what the tensor can differ: VALUES, which then have to be compared, or what
+    differs already."""
     a, b = (weights.tensors.get(name) for weights in sides)
     if a is None or b is None:
         return ONLY_B if a is None else ONLY_A
@@ -289,7 +297,8 @@ def _difference(
     progress: Progress,
     name: str,
 ) -> TensorDifference | None:
-    """Returns the difference of one tensor, which is read if only values can differ; None if it is alike on both sides."""
+    """Returns the difference of one tensor, which is read if only values can differ; None if it is
+    alike on both sides."""
     kind = _kind(sides, name)
     form_a, form_b = (_form(weights.tensors.get(name)) for weights in sides)
     if kind != VALUES:
@@ -336,8 +345,9 @@ def _form(tensor: Tensor | None) -> TensorForm | None:
 
 
 def _distances(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Returns absolute differences, exact for integers (uint64), else in float64, and relative to the larger magnitude. Both are
-    0 for equal values and for two NaN, inf for a number and NaN, or a finite and an infinite one."""
+    """Returns absolute differences, exact for integers (uint64), else in float64, and relative to
+    the larger magnitude. Both are 0 for equal values and for two NaN, inf for a number and NaN, or
+    a finite and an infinite one."""
     if a.dtype.kind in "iu":
         low, high = np.minimum(a, b), np.maximum(a, b)
         exact = high.astype(np.uint64) - low.astype(

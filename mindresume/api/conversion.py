@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindresume import runtime
+from mindresume.api.checkpoint import CheckpointLike, opened, refused_of
 from mindresume.api.results import Problem, Result
-from mindresume.api.sources import CheckpointLike, opened, refused_of
 from mindresume.errors import ConfigError
 from mindresume.events.emitter import texts_into
 from mindresume.events.progress import SILENT, Progress

@@ -13,9 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from mindresume.api.checkpoint import Checkpoint
+from mindresume.api.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    existing,
+    is_strategy,
+    opened,
+    refused_of,
+)
 from mindresume.api.results import Problem, Result
-from mindresume.api.sources import CheckpointLike, existing, is_strategy, opened, refused_of
 from mindresume.api.tensors import (
     TensorInfo,
     TensorSlice,

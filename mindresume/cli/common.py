@@ -20,8 +20,8 @@ from mindresume.typed import json_value
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mindresume.api.maintenance import ScrubReport
     from mindresume.api.results import Problem, VerificationReport
-    from mindresume.api.scrubbing import ScrubReport
 
 Folder = Annotated[
     str,
@@ -54,7 +54,7 @@ def locate(folder: str) -> str:
         FileNotFoundError: ``folder`` does not exist.
         MissingCheckpointError: Several folders below it hold checkpoints.
     """
-    from mindresume.api.sources import existing
+    from mindresume.api.checkpoint import existing
     from mindresume.formats import scan
     from mindresume.storage.posix import PosixStorage
 

@@ -25,7 +25,7 @@ from mindresume.errors import ConfigError
 from mindresume.formatting import shown, size_text
 
 if TYPE_CHECKING:
-    from mindresume.api.pruning import PruneResult
+    from mindresume.api.maintenance import PruneResult
     from mindresume.saving.retention import Policy
 
 Root = Annotated[
@@ -97,10 +97,10 @@ def prune(
     job is reading, incomplete saves of a job that may still run, and everything that mindformers
     wrote alone.
     """
-    from mindresume.api import pruning
+    from mindresume.api import maintenance
 
     policy = _policy(last, every, best, metric, mode, minutes)
-    result = pruning.prune(folder, policy=policy, all_trainings=all_trainings, dry_run=dry_run)
+    result = maintenance.prune(folder, policy=policy, all_trainings=all_trainings, dry_run=dry_run)
     if json:
         print_json(result.to_json())
     else:
@@ -199,10 +199,10 @@ def flush(folder: Folder, json: AsJson = False) -> None:
     is verified first. On several nodes call it on each; the last one completes the checkpoint. Exit
     status: 0 the disk is up to date, 3 there is nothing in memory of this node.
     """
-    from mindresume.api import memory
+    from mindresume.api import maintenance
 
     with progress_bar("writing", json) as progress:
-        result = memory.flush(folder, progress=progress)
+        result = maintenance.flush(folder, progress=progress)
     if json:
         print_json(result.to_json())
     elif result.step is None:

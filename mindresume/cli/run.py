@@ -310,10 +310,10 @@ def run(
 def _flush_memory(output: str, hurry: Hurry) -> Event | None:
     """Writes what is newer in memory of this node to disk: it is not known whether a start on this
     node follows."""
-    from mindresume.api import memory
+    from mindresume.api import maintenance
 
     try:
-        found = memory.flush(output, progress=_StopsInHurry(hurry))
+        found = maintenance.flush(output, progress=_StopsInHurry(hurry))
     except (MindResumeError, OSError) as error:
         return (
             None

@@ -26,8 +26,8 @@ from mindresume.cli.launch import Part, share_of_process
 from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
+    from mindresume.api.maintenance import ScrubbedCheckpoint
     from mindresume.api.results import CheckpointVerification
-    from mindresume.api.scrubbing import ScrubbedCheckpoint
 
 
 @app.command()
@@ -144,7 +144,7 @@ def scrub(
     Exit status: 0 all is as written or repaired, 1 damage is left or files cannot be read, 3 there
         is no checkpoint.
     """
-    from mindresume.api.scrubbing import scrub as scrub_folder
+    from mindresume.api.maintenance import scrub as scrub_folder
 
     with stopped_by_signals(), progress_bar("scrubbing", json) as progress:
         report = scrub_folder(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mindresume.api.sources import existing
+from mindresume.api.checkpoint import existing
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.events import FAILED
 from mindresume.events.recovery_phases import Moments

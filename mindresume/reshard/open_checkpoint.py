@@ -4,15 +4,14 @@ weights, or a single file.
 source = open_checkpoint(storage, "output/checkpoint", step=200)
 source.weights.tensors, source.state, source.identity
 
-# with a read lock: nothing removes it
-with open_and_hold(storage, "output/checkpoint") as source: ...
+with ReadHold() as hold:                                # a read lock: nothing removes it
+    source = open_checkpoint(storage, "output/checkpoint", hold=hold)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,74 +105,52 @@ class _Gone(MissingCheckpointError):
     again."""
 
 
-@contextmanager
-def open_and_hold(
-    storage: Storage,
-    path: str,
-    step: int | None = None,
-    strategy: str | None = None,
-    emit: Emit = ignore,
-) -> Iterator[OpenCheckpoint]:
-    """Opens a checkpoint as ``open_checkpoint`` does, and holds a read lock until the end of the
-    block, so that neither a job nor ``prune`` removes it. A read-only folder is read without the
-    lock, with a warning."""
-    hold = ReadHold(emit)
-    try:
-        yield open_checkpoint(storage, path, step, strategy, hold)
-    finally:
-        hold.release()
-
-
 class ReadHold:
-    """Holds a read lock on at most one checkpoint: the last one whose files were read."""
+    """Holds a read lock on at most one checkpoint, the last one whose files were read, so that
+    neither a job nor ``prune`` removes it. As a context manager it releases the lock at the end of
+    the block."""
 
     def __init__(self, emit: Emit = ignore):
         self._emit, self._outwaited = emit, set[str]()
         self._lease: Lease | None = None
 
+    @property
+    def is_taken(self) -> bool:
+        return self._lease is not None
+
     def take(self, directory: CheckpointDir, candidate: Candidate) -> None:
-        """Holds ``candidate`` instead of the one before. Raises as ``hold_candidate``."""
+        """Holds ``candidate`` instead of the one before; nothing if nothing removes it, and, with a
+        warning, if the lock cannot be written. MissingCheckpointError if it was removed already."""
         self.release()
-        self._lease = hold_candidate(directory, candidate, self._emit, self._outwaited)
+        if candidate.origin != OURS or not candidate.commit_dir:  # mindresume never removes it
+            return
+        try:
+            self._lease = acquire_read_lock(
+                directory, candidate.name, candidate.commit_dir, outwaited=self._outwaited
+            )
+        except OSError as error:
+            self._emit(
+                warning(
+                    f"step {candidate.step} of {directory.root} is read without a lock and may be "
+                    f"removed meanwhile: {error}"
+                )
+            )
+            return
+        if self._lease is None:
+            raise _Gone(
+                f"step {candidate.step} of {directory.root} was removed before it could be read"
+            )
 
     def release(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
 
+    def __enter__(self) -> ReadHold:
+        return self
 
-def hold_candidate(
-    directory: CheckpointDir,
-    candidate: Candidate,
-    emit: Emit = ignore,
-    outwaited: set[str] | None = None,
-) -> Lease | None:
-    """Acquires a read lock, which keeps jobs and ``prune`` from removing a checkpoint until it is
-    released. Returns None for a checkpoint that nothing removes, and, with a warning, if the lock
-    cannot be written. ``outwaited``: as for ``acquire_read_lock``.
-
-    Raises:
-        MissingCheckpointError: the checkpoint was removed already.
-    """
-    if candidate.origin != OURS or not candidate.commit_dir:  # mindresume never removes it
-        return None
-    try:
-        lease = acquire_read_lock(
-            directory, candidate.name, candidate.commit_dir, outwaited=outwaited
-        )
-    except OSError as error:
-        emit(
-            warning(
-                f"step {candidate.step} of {directory.root} is read without a lock and may be "
-                f"removed meanwhile: {error}"
-            )
-        )
-        return None
-    if lease is None:
-        raise _Gone(
-            f"step {candidate.step} of {directory.root} was removed before it could be read"
-        )
-    return lease
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def open_checkpoint(
@@ -237,10 +214,6 @@ def _open_newest(
         except _Gone:
             raise
         except MindResumeError as error:
-            if candidate.commit_dir and storage.status(candidate.commit_dir) is None:
-                raise _Gone(
-                    f"step {candidate.step} of {found.root} was removed while it was opened"
-                ) from error
             if (
                 is_explicit
                 or len(wanted) == 1
@@ -260,21 +233,33 @@ def open_candidate(
     """Opens one saved step.
 
     Raises:
+        MissingCheckpointError: it was removed meanwhile.
         NoUsableCheckpointError: the scan found a problem.
         CorruptFileError, LoadError: a file is damaged, or a slice of a tensor is missing.
         ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
     """
+    try:
+        return _opened(directory, candidate, strategy)
+    except Exception as error:
+        if candidate.commit_dir and directory.storage.status(candidate.commit_dir) is None:
+            raise _Gone(
+                f"step {candidate.step} of {directory.root} was removed before it was read"
+            ) from error
+        raise
+
+
+def _opened(directory: CheckpointDir, candidate: Candidate, strategy: str | None) -> OpenCheckpoint:
     if refusal := eligible(directory, candidate, _ANY_WEIGHTS):
         raise NoUsableCheckpointError(f"{directory.root}: {refusal}", (refusal,))
     identity = identity_of(directory, candidate)
-    if candidate.iteration_dir and strategy is not None:
+    layouts = None
+    if not candidate.iteration_dir:
+        layouts = strategy_for(directory, candidate, strategy, identity)
+    elif strategy is not None:
         raise ConfigError(
             f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy "
             f"{strategy}"
         )
-    layouts = (
-        None if candidate.iteration_dir else strategy_for(directory, candidate, strategy, identity)
-    )
     candidate = with_world_size(directory.root, candidate, layouts)
     checked = parallel(
         directory.storage,

@@ -11,7 +11,7 @@ import sys
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import RECORDS, damage, leases, save, tensors_of, write_foreign
+from rank_folders import RECORDS, STORAGE, damage, leases, save, tensors_of, write_foreign
 from reshard.plans import (
     COUNTERS,
     STEP,
@@ -27,7 +27,8 @@ from storages import failing
 
 import mindresume
 from mindresume.api.catalog import Catalog
-from mindresume.errors import CorruptFileError, MissingCheckpointError, StrategyError
+from mindresume.api.checkpoint import is_strategy, opened
+from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, StrategyError
 
 MODEL = {
     "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
@@ -273,3 +274,42 @@ def test_a_checkpoint_that_was_removed_meanwhile_is_an_error(tmp_path):
     shutil.rmtree(tmp_path / RECORDS)
     with pytest.raises(MissingCheckpointError, match="step 10"):
         unheld.read("layer.bias")
+
+
+# ---- a checkpoint that a caller names ------------------------------------------------------------
+
+
+def test_strategy_arguments_are_recognized(tmp_path):
+    for fmt in ("ckpt", "json"):
+        Plan.parse("tp2").write(tmp_path / fmt, fmt)
+        assert is_strategy(STORAGE, str(tmp_path / fmt))
+        assert all(is_strategy(STORAGE, str(path)) for path in (tmp_path / fmt).iterdir())
+    put(tmp_path / "weights" / "strategy.ckpt", {"w": np.zeros(3, np.float32)})
+    complete(tmp_path / "merged", random_tensors(MODEL))
+    (tmp_path / "merged" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "run" / "checkpoint", 5, world=1)
+    (tmp_path / "failed_strategy.ckpt").write_bytes(b"")
+    assert is_strategy(STORAGE, str(tmp_path / "failed_strategy.ckpt"))
+    for path in ("weights", "weights/strategy.ckpt", "merged", "empty", "run", "run/checkpoint"):
+        assert not is_strategy(STORAGE, str(tmp_path / path)), path
+
+
+def test_a_path_is_locked_until_the_end_of_the_block(tmp_path):
+    save(tmp_path, 5, world=1)
+    with opened(str(tmp_path)) as source:
+        assert source.state.step == 5 and len(leases(tmp_path)) == 1
+    with opened(str(tmp_path), hold=False):
+        assert leases(tmp_path) == []
+
+
+def test_a_checkpoint_stays_locked_as_long_as_its_owner_wants(tmp_path):
+    save(tmp_path, 5, world=1)
+    checkpoint = mindresume.open(tmp_path)[5]
+    with opened(checkpoint) as source:
+        assert source.state.step == 5 and checkpoint.is_held
+    assert checkpoint.is_held
+    checkpoint.release()
+    assert leases(tmp_path) == []
+    with pytest.raises(ConfigError), opened(checkpoint, step=5):
+        pass

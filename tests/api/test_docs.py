@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mindresume
 from mindresume.api.comparison import ComparedCheckpoint
-from mindresume.api.pruning import PrunedCheckpoint
+from mindresume.api.maintenance import PrunedCheckpoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 EXPECTED = re.compile(r"^(\s*)(.*?)\s+# => (.*)$")

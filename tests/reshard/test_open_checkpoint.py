@@ -4,6 +4,7 @@ errors."""
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -48,7 +49,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.reshard import open_checkpoint as source_module
 from mindresume.reshard.conversion_plan import whole_tensors
-from mindresume.reshard.open_checkpoint import identity_of, open_and_hold, open_checkpoint
+from mindresume.reshard.open_checkpoint import ReadHold, identity_of, open_checkpoint
 from mindresume.reshard.open_checkpoint import state_of as state_from
 from mindresume.reshard.region_load import read_regions
 from tests.strategy_files import write_strategy
@@ -574,6 +575,12 @@ def test_the_epoch_without_a_name(step, epoch):
 # ---- beside a job --------------------------------------------------------------------------------
 
 
+@contextmanager
+def held(root):
+    with ReadHold() as hold:
+        yield open_checkpoint(STORAGE, str(root), hold=hold)
+
+
 def names_of(root):
     return sorted(os.listdir(root / FOLDER))
 
@@ -582,7 +589,7 @@ def test_a_refused_checkpoint_is_not_locked(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, replicas=1)
     cut_short(tmp_path, 10)
-    with open_and_hold(STORAGE, str(tmp_path)) as source:
+    with held(tmp_path) as source:
         assert source.state.step == 5 and list(read_locks(dir_at(tmp_path))) == [
             source.candidate.name
         ]
@@ -600,7 +607,7 @@ def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_pat
         return source_module.acquire_read_lock(directory, attempt, commit_dir, **how)
 
     monkeypatch.setattr(source_module, "acquire_read_lock", late)
-    with open_and_hold(STORAGE, str(tmp_path)) as source:
+    with held(tmp_path) as source:
         assert source.state.step == 5 and source.refused == ()
 
 
@@ -631,7 +638,7 @@ def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypat
         pytest.raises(
             MissingCheckpointError, match="step 5 .* was removed before it could be read"
         ),
-        open_and_hold(STORAGE, str(tmp_path)),
+        held(tmp_path),
     ):
         pass
 
@@ -650,5 +657,5 @@ def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcemen
         "acquire_read_lock",
         partial(source_module.acquire_read_lock, sleep=waits.append),
     )
-    with open_and_hold(STORAGE, str(tmp_path)) as source:
+    with held(tmp_path) as source:
         assert source.state.step == 5 and len(source.refused) == 2 and sum(waits) < 15
