@@ -198,14 +198,8 @@ def transform(
             for name, region in out.target.holds.items():
                 takers.setdefault(name, {}).setdefault(region, []).append(out)
         traffic = traffic or Traffic()
-        job = _Transfer(
-            weights,
-            files,
-            takers,
-            tiles([weights.tensors[name] for name in names], tile),
-            tile,
-            traffic,
-        )
+        work = enumerate(tiles([weights.tensors[name] for name in names], tile))
+        job = _Transfer(weights, files, takers, work, tile, traffic)
         job.run(workers)
         traffic.read += files.bytes_read
         traffic.verified += job.sources.verified
@@ -310,34 +304,22 @@ class SourceChecksums:
             self.verified += passed
 
 
+@dataclass
 class _Transfer:
     """Runs workers that take one tile after the other. ``_turn``: tiles are hashed in order."""
 
-    def __init__(
-        self,
-        weights: CheckpointView,
-        files: OpenFiles,
-        takers: Mapping[str, Mapping[Region, list[_OutputFile]]],
-        work: Iterator[list[tuple[Tensor, Region]]],
-        tile: int,
-        traffic: Traffic,
-    ):
-        self.weights, self.files, self.takers, self.tile, self.traffic = (
-            weights,
-            files,
-            takers,
-            tile,
-            traffic,
-        )
-        self.sources = SourceChecksums()
-        self._work = enumerate(work)
-        self._taking, self._turn, self._done, self._ended = (
-            runtime.Lock(),
-            runtime.Condition(),
-            0,
-            0,
-        )
-        self._error: BaseException | None = None
+    weights: CheckpointView
+    files: OpenFiles
+    takers: Mapping[str, Mapping[Region, list[_OutputFile]]]
+    work: Iterator[tuple[int, list[tuple[Tensor, Region]]]]
+    tile: int
+    traffic: Traffic
+    sources: SourceChecksums = field(default_factory=SourceChecksums)
+    _taking: runtime.Lock = field(default_factory=runtime.Lock)
+    _turn: runtime.Condition = field(default_factory=runtime.Condition)
+    _done: int = 0
+    _ended: int = 0
+    _error: BaseException | None = None
 
     def run(self, workers: int) -> None:
         begun = 0
@@ -382,7 +364,7 @@ class _Transfer:
         )
         while self._error is None:
             with self._taking:
-                number, chunks_of_tile = next(self._work, (None, None))
+                number, chunks_of_tile = next(self.work, (None, None))
             if chunks_of_tile is None:
                 return
             read: list[ReadRange] = []

@@ -10,6 +10,7 @@ run.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
@@ -69,11 +70,11 @@ class ComposedCut(NamedTuple):
 
 
 class OpenFiles:
-    """Keeps files open for positioned reads, at most ``most`` at once besides those in use.
+    """Keeps files open for positioned reads, at most ``MAX_OPEN`` at once besides those in use.
     ``bytes_read`` counts all reads."""
 
-    def __init__(self, storage: Storage, most: int = MAX_OPEN):
-        self.storage, self.most, self.bytes_read = storage, most, 0
+    def __init__(self, storage: Storage):
+        self.storage, self.bytes_read = storage, 0
         self._open: OrderedDict[str, list] = OrderedDict()  # path: [file, number of users]
         self._lock = runtime.Lock()
 
@@ -83,7 +84,7 @@ class OpenFiles:
             entry = self._open.get(path)
             if entry is None:
                 for idle in [other for other, (_, users) in self._open.items() if not users]:
-                    if len(self._open) < self.most:
+                    if len(self._open) < MAX_OPEN:
                         break
                     self._open.pop(idle)[0].close()
                 entry = self._open[path] = [self.storage.open(path), 0]
@@ -147,49 +148,55 @@ def gather(
         count = elements(cut.part) * out.itemsize
         flat = part.reshape(-1).view(np.uint8) if direct else staging[used : used + count]
         used += 0 if direct else count
-        length, starts = runs(local, shape)
-        length *= out.itemsize
-        if length == count:
-            start = next(starts) * out.itemsize
+        if runs(local, shape)[0] == elements(cut.part):
+            start = offset(local, shape) * out.itemsize
             read_range(files, place.path, place.entry, start, memoryview(flat))
             ranges.append((name, place, start, memoryview(flat)))
-        elif length < SHORT_RUN and _span(local, shape) * out.itemsize <= MOST_SPAN * count:
-            flat[:] = _spanned(files, place, local, shape, out.dtype)
         else:
-            done = memoryview(flat)
-            for start in starts:
-                read_range(files, place.path, place.entry, start * out.itemsize, done[:length])
-                done = done[length:]
+            _read_runs(files, place, [local], shape, flat, out.itemsize, SHORT_RUN)
         if not direct:
             part[...] = flat.view(out.dtype).reshape(part.shape)
     return ranges
 
 
-def _span(local: Region, shape: tuple[int, ...]) -> int:
-    """Returns the number of elements from the first to the last one of a region."""
-    return offset(tuple((stop - 1, stop) for _, stop in local), shape) + 1 - offset(local, shape)
-
-
-def _spanned(
+def _read_runs(
     files: OpenFiles,
     place: SliceLocation,
-    local: Region,
+    rows: Sequence[Region],
     shape: tuple[int, ...],
-    dtype: np.dtype,
-    step: int = 1,
-) -> np.ndarray:
-    """Reads the range from the first to the last element of a region of short runs, and returns the
-    region's bytes, of every ``step``-th row."""
-    raw = np.empty(_span(local, shape) * dtype.itemsize, np.uint8)
-    read_range(
-        files, place.path, place.entry, offset(local, shape) * dtype.itemsize, memoryview(raw)
-    )
-    rows, *others = np.cumprod([dtype.itemsize, *reversed(shape[1:])])[::-1]
-    count, *sizes = shape_of(local)
-    found = np.lib.stride_tricks.as_strided(
-        raw.view(dtype), (-(-count // step), *sizes), (rows * step, *others), writeable=False
-    )
-    return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+    out: np.ndarray,
+    itemsize: int,
+    short: int,
+) -> None:
+    """Fills ``out`` with the bytes of a region of a slice, in its order.
+
+    Args:
+        rows: the region, or its rows, at equal distances.
+        shape: of the slice, whose elements have ``itemsize`` bytes.
+        short: bytes of a run below which the gaps are read, too.
+    """
+    found = [runs(row, shape) for row in rows]
+    length = found[0][0] * itemsize
+    last = tuple((stop - 1, stop) for _, stop in rows[-1])
+    first = offset(rows[0], shape)
+    span = (offset(last, shape) + 1 - first) * itemsize
+    if length < min(short, len(out)) and span <= MOST_SPAN * len(out):
+        raw = np.empty(span, np.uint8)
+        read_range(files, place.path, place.entry, first * itemsize, memoryview(raw))
+        dtype = np.dtype(f"u{itemsize}")
+        strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+        count, sizes = shape_of(rows[0])[0], shape_of(rows[0])[1:]
+        if len(rows) > 1:
+            count, strides[0] = len(rows), (offset(rows[1], shape) - first) * itemsize
+        region = np.lib.stride_tricks.as_strided(
+            raw.view(dtype), (count, *sizes), strides, writeable=False
+        )
+        np.copyto(out.view(dtype).reshape(region.shape), region)
+        return
+    left = memoryview(out)
+    for start in chain.from_iterable(starts for _, starts in found):
+        read_range(files, place.path, place.entry, start * itemsize, left[:length])
+        left = left[length:]
 
 
 def _gather_composed(
@@ -202,28 +209,14 @@ def _gather_composed(
 ) -> None:
     """Fills ``cut.target`` of ``out``, which has the bits of ``dtype``, in at most
     ``COMPOSED_MEMORY`` times its memory. ``scales``: the bits of those of an fp8 part."""
-    stored, shape = bits_dtype(cut.dtype), shape_of(cut.stored)
-    sizes = tuple(map(len, cut.local))
-    step = cut.local[0].step
-    local = tuple((indices[0], indices[-1] + 1) for indices in cut.local)
-    count = int(np.prod(sizes)) * stored.itemsize
-    if step == 1:
-        length, starts = runs(local, shape)
-    else:
-        rows = [runs(((i, i + 1), *local[1:]), shape) for i in cut.local[0]]
-        length, starts = rows[0][0], chain.from_iterable(row[1] for row in rows)
-    length *= stored.itemsize
-    if (
-        length < min(SHORT_ROW, count)
-        and _span(local, shape) * stored.itemsize <= MOST_SPAN * count
-    ):
-        flat = _spanned(files, place, local, shape, stored, step)
-    else:
-        flat = np.empty(count, np.uint8)
-        done = memoryview(flat)
-        for start in starts:
-            read_range(files, place.path, place.entry, start * stored.itemsize, done[:length])
-            done = done[length:]
+    stored, sizes = bits_dtype(cut.dtype), tuple(map(len, cut.local))
+    first, *others = cut.local
+    inner = tuple((indices[0], indices[-1] + 1) for indices in others)
+    rows = [((first[0], first[-1] + 1), *inner)]
+    if first.step > 1:
+        rows = [((i, i + 1), *inner) for i in first]
+    flat = np.empty(math.prod(sizes) * stored.itemsize, np.uint8)
+    _read_runs(files, place, rows, shape_of(cut.stored), flat, stored.itemsize, SHORT_ROW)
     found = flat.view(stored).reshape(sizes)
     if scales is not None:
         rows, columns = (

@@ -224,8 +224,8 @@ class Watched(OpenFiles):
 
     last = None
 
-    def __init__(self, storage, most=range_reader.MAX_OPEN):
-        super().__init__(storage, most)
+    def __init__(self, storage):
+        super().__init__(storage)
         self.reads, self.seen_open = [], 0
         Watched.last = self
 
@@ -269,7 +269,8 @@ def test_every_byte_is_read_once_and_in_order(
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_more_files_than_may_be_open(sources, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(direct_engine, "OpenFiles", lambda storage: Watched(storage, 3))
+    monkeypatch.setattr(direct_engine, "OpenFiles", Watched)
+    monkeypatch.setattr(range_reader, "MAX_OPEN", 3)
     weights, plan = weights_of(sources, "tp8", "recorded", "safetensors"), Plan.parse("tp2")
     targets = targets_of(tmp_path, plan, "safetensors")
     check(targets, transform(weights, STORAGE, targets, workers, 2000), plan, TENSORS)
