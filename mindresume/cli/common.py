@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +18,6 @@ from mindresume.model.layout import MAX_RANKS
 from mindresume.typed import json_value
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mindresume.api.maintenance import ScrubReport
     from mindresume.api.results import Problem, VerificationReport
 
@@ -89,17 +87,8 @@ def print_json(value: Any) -> None:
 
 def print_explanations(tables: dict[str, dict[str, str]]) -> None:
     """Prints {title: {name: what happens}} as tables."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     for title, rows in tables.items():
-        table = Table(box=None, pad_edge=False)
-        table.add_column(title)
-        table.add_column("what happens")
-        for name, about in rows.items():
-            table.add_row(name, Text(about))
-        Console().print(table)
+        print_table([{title: name, "what happens": about} for name, about in rows.items()])
         say()
 
 
@@ -221,19 +210,6 @@ class _Bar:
         self._display.advance(self._task.id, count)
 
 
-def new_table(columns: Iterable[str], right: Sequence[str] = (), wrapped: str = "") -> Table:
-    """Returns an empty table. ``right``: columns of numbers. ``wrapped``: the column that may be
-    wrapped."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        table.add_column(
-            name, justify="right" if name in right else "left", no_wrap=name != wrapped
-        )
-    return table
-
-
 def say_read(report: VerificationReport | ScrubReport) -> None:
     """Prints how much was read, and how fast."""
     rate = report.bytes_read / report.seconds if report.seconds else 0
@@ -245,24 +221,34 @@ def say_read(report: VerificationReport | ScrubReport) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], hidden: Sequence[str] = ()
+    rows: Sequence[Mapping[str, str]],
+    right: Collection[str] = (),
+    folded: Collection[str] | None = None,
+    yellow: Collection[int] = (),
 ) -> None:
-    """Prints a table without the ``hidden`` columns."""
+    """Prints rows, {column: text}, as a table without the columns that are empty: on a terminal as
+    wide as it is, else so wide that nothing is cut.
+
+    Args:
+        right: columns of numbers.
+        folded: columns that may take several lines; None: all.
+        yellow: numbers of the rows to point out.
+    """
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    visible = [index for index, name in enumerate(columns) if name not in hidden]
-    for index in visible:
-        table.add_column(columns[index], overflow="fold")
-    for row in rows:
-        table.add_row(*(shown(row[index]) for index in visible))
-    show_table(table)
-
-
-def show_table(table: Table) -> None:
-    """Prints a table: on a terminal as wide as it is, else so wide that nothing is cut."""
-    from rich.console import Console
-
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in columns:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            overflow="fold",
+            no_wrap=folded is not None and name not in folded,
+        )
+    for number, row in enumerate(rows):
+        cells = [shown(row[name]) for name in columns]
+        table.add_row(*cells, style="yellow" if number in yellow else "")
     Console(
         markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else WIDE
     ).print(table)

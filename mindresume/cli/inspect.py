@@ -203,26 +203,27 @@ def _ranks_text(ranks: int, stage_size: int | None) -> str:
     return f"{ranks_count(ranks)} = {stages} stage{'' if stages == 1 else 's'} x {stage_size}"
 
 
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "" if shape is None else str(shape)
+
+
 def _print_tensors(groups: Sequence[tuple[str, list[TensorInfo]]]) -> None:
     """Prints one row per group. ``groups``: (name, tensors of the same form)."""
-    known = groups[0][1][0].shape is not None
     table = []
-    for name, rows in groups:
-        row, stages = rows[0], sorted({stage for row in rows for stage in row.stages})
-        shape, local = (str(row.shape), str(row.local_shape)) if known else ("", "")
+    for name, (row, *others) in groups:
+        stages = {stage for one in (row, *others) for stage in one.stages}
         table.append(
-            (
-                name + (f"  x{len(rows)}" if len(rows) > 1 else ""),
-                row.dtype or "",
-                shape,
-                row.cut,
-                ranges_text(stages) if stages else "all",
-                local,
-                str(row.copies),
-            )
+            {
+                "tensor": name + (f"  x{len(others) + 1}" if others else ""),
+                "dtype": row.dtype or "",
+                "shape": _shape_text(row.shape),
+                "cut": row.cut,
+                "stage": ranges_text(stages) or "all",
+                "local shape": _shape_text(row.local_shape),
+                "copies": str(row.copies),
+            }
         )
-    columns = ("tensor", "dtype", "shape", "cut", "stage", "local shape", "copies")
-    print_table(columns, table, () if known else ("dtype", "shape", "local shape"))
+    print_table(table)
 
 
 def _print_slices(
@@ -232,34 +233,21 @@ def _print_slices(
     table, last = [], None
     for part in parts:
         row = by_name[part.name]
-        first = (
-            (row.name, row.dtype or "", str(row.shape), row.cut) if part.name != last else ("",) * 4
-        )
+        is_first = part.name != last
         table.append(
-            (
-                *first,
-                slice_text(part),
-                row.file or ranges_text(part.ranks),
-                ranges_text(part.missing_ranks),
-            )
+            {
+                "tensor": row.name * is_first,
+                "dtype": (row.dtype or "") * is_first,
+                "shape": _shape_text(row.shape) * is_first,
+                "cut": row.cut * is_first,
+                "slice": slice_text(part),
+                "file": row.file or "",
+                "ranks": ranges_text(part.ranks) if rank is None else "",
+                "not in the file of": ranges_text(part.missing_ranks),
+            }
         )
         last = part.name
-    hidden = () if rows[0].shape is not None else ("dtype", "shape")
-    hidden += () if any(part.missing_ranks for part in parts) else ("not in the file of",)
-    hidden += () if rank is None else ("ranks",)
-    print_table(
-        (
-            "tensor",
-            "dtype",
-            "shape",
-            "cut",
-            "slice",
-            "file" if rows[0].file else "ranks",
-            "not in the file of",
-        ),
-        table,
-        hidden,
-    )
+    print_table(table)
 
 
 # ---- diff ----------------------------------------------------------------------------------------
@@ -349,6 +337,17 @@ def diff(
     sys.exit(0 if found.within_tolerance else 1)
 
 
+_COLUMNS = (
+    "tensor",
+    "what differs",
+    "elements",
+    "largest absolute",
+    "relative",
+    "first at",
+    "there, A -> B",
+)
+
+
 def _say_differences(found: Comparison) -> None:
     for label, side in (("A", found.a), ("B", found.b)):
         for refused in side.refused:
@@ -356,18 +355,7 @@ def _say_differences(found: Comparison) -> None:
     if found.differences:
         say(f"A: {found.a.source}")
         say(f"B: {found.b.source}")
-        print_table(
-            (
-                "tensor",
-                "what differs",
-                "elements",
-                "largest absolute",
-                "relative",
-                "first at",
-                "there, A -> B",
-            ),
-            map(_row, found.differences[:MOST_SHOWN]),
-        )
+        print_table([*map(_row, found.differences[:MOST_SHOWN])])
     if len(found.differences) > MOST_SHOWN:
         say(f"and {len(found.differences) - MOST_SHOWN} more (--json lists all)")
     same = f"{counted(found.compared, 'tensor')}, {size_text(found.size_bytes)}"
@@ -390,21 +378,22 @@ def _say_differences(found: Comparison) -> None:
         )
 
 
-def _row(found: TensorDifference) -> tuple[str, ...]:
-    if found.first_values is None or found.first_index is None:
-        forms = " -> ".join(f"{form.dtype} {form.shape}" for form in (found.a, found.b) if form)
-        return found.name, f"{found.kind}: {forms}", "", "", "", "", ""
-    a, b = found.first_values
-    only = found.bits_only == found.differing
-    return (
-        found.name,
-        "bits only: signs of 0, or NaN" if only else "values",
-        f"{found.differing} of {found.elements}",
-        _text(found.largest_absolute),
-        _text(found.largest_relative),
-        str([*found.first_index]),
-        f"{_text(a)} -> {_text(b)}",
-    )
+def _row(found: TensorDifference) -> dict[str, str]:
+    forms = " -> ".join(f"{form.dtype} {form.shape}" for form in (found.a, found.b) if form)
+    row = dict.fromkeys(_COLUMNS, "")
+    row |= {"tensor": found.name, "what differs": f"{found.kind}: {forms}"}
+    if found.first_values is not None:
+        a, b = map(_text, found.first_values)
+        only = found.bits_only == found.differing
+        row |= {
+            "what differs": "bits only: signs of 0, or NaN" if only else "values",
+            "elements": f"{found.differing} of {found.elements}",
+            "largest absolute": _text(found.largest_absolute),
+            "relative": _text(found.largest_relative),
+            "first at": str([*(found.first_index or ())]),
+            "there, A -> B": f"{a} -> {b}",
+        }
+    return row
 
 
 def _text(value: Any) -> str:

@@ -16,12 +16,11 @@ from mindresume.cli.common import (
     AsJson,
     Folder,
     WorldSize,
-    new_table,
     print_json,
+    print_table,
     problem_text,
     progress_bar,
     say,
-    show_table,
     step_text,
     time_text,
 )
@@ -71,26 +70,25 @@ def _say_rows(listing: Listing, title: str, checkpoints: tuple[CheckpointInfo, .
         say(f"{title}: no checkpoints")
         return
     say(title)  # not as a title, which would wrap at spaces
-    table = new_table(
-        ("step", "epoch", "ranks", "size", "format", "run", "saved", "state"),
-        ("step", "epoch", "ranks", "size"),
-    )
-    for row in checkpoints:
-        run = (
-            str(run_sequence(row.run_id)) if row.run_id else MERGED if row.origin == MERGED else "-"
-        )
-        table.add_row(
-            step_text(row.step),
-            step_text(row.epoch),
-            str(row.world_size),
-            size_text(row.size_bytes),
-            "iteration" if row.iteration_dir else row.format,
-            run,
-            time_text(row.saved_at),
-            row.state + (", see below" if row.warnings else ""),
-            style="yellow" if row.problem or row.warnings else "",
-        )
-    show_table(table)
+    rows = [
+        {
+            "step": step_text(row.step),
+            "epoch": step_text(row.epoch),
+            "ranks": str(row.world_size),
+            "size": size_text(row.size_bytes),
+            "format": "iteration" if row.iteration_dir else row.format,
+            "run": str(run_sequence(row.run_id))
+            if row.run_id
+            else MERGED
+            if row.origin == MERGED
+            else "-",
+            "saved": time_text(row.saved_at),
+            "state": row.state + (", see below" if row.warnings else ""),
+        }
+        for row in checkpoints
+    ]
+    yellow = [i for i, row in enumerate(checkpoints) if row.problem or row.warnings]
+    print_table(rows, ("step", "epoch", "ranks", "size"), (), yellow)
     for row in checkpoints:
         if row.problem:
             file = os.path.relpath(row.problem.file, listing.root) if row.problem.file else ""

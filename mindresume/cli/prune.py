@@ -4,7 +4,6 @@ memory brings to it."""
 from __future__ import annotations
 
 import sys
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,15 +13,14 @@ from mindresume.cli.common import (
     NOTHING,
     AsJson,
     Folder,
-    new_table,
     print_json,
+    print_table,
     progress_bar,
     say,
-    show_table,
     time_text,
 )
 from mindresume.errors import ConfigError
-from mindresume.formatting import shown, size_text
+from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
     from mindresume.api.maintenance import PruneResult
@@ -154,26 +152,23 @@ def _print(result: PruneResult) -> None:
         )
     else:
         say(result.root)
-        table = new_table(
-            ("step", "run", "saved at", "size", "state", "why"), ("step", "size"), wrapped="why"
+        # as a resume orders them: by run, then by step
+        rows.sort(
+            key=lambda row: (run_sequence(str(row[1].run_id)), row[1].step or 0), reverse=True
         )
-        ordered = sorted(
-            ((run_sequence(str(row.run_id)), row.step or 0, name, row) for name, row in rows),
-            # as a resume orders them: by run, then by step
-            key=itemgetter(0, 1),
-            reverse=True,
-        )
-        for run, _, name, row in ordered:
-            table.add_row(
-                str(row.step),
-                str(run),
-                time_text(row.saved_at),
-                size_text(row.size_bytes),
-                words[name],
-                shown(row.reason),
-                style="yellow" if name == "removed" else "",
-            )
-        show_table(table)
+        table = [
+            {
+                "step": str(row.step),
+                "run": str(run_sequence(str(row.run_id))),
+                "saved at": time_text(row.saved_at),
+                "size": size_text(row.size_bytes),
+                "state": words[name],
+                "why": row.reason,
+            }
+            for name, row in rows
+        ]
+        yellow = [i for i, (name, _) in enumerate(rows) if name == "removed"]
+        print_table(table, ("step", "size"), ("why",), yellow)
     if result.resumed_removals:
         say(
             f"{'would also finish' if result.dry_run else 'also finished'} "
