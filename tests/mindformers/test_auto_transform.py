@@ -362,7 +362,8 @@ def test_merged_weights_besides(tmp_path):
     )
     right(plan, 0, found[0][0])
     merged = open_checkpoint(STORAGE, str(tmp_path / "out" / "unified_checkpoint"))
-    assert mindresume.compare(tmp_path / "out" / "unified_checkpoint", tmp_path / "checkpoint").equal
+    unified = tmp_path / "out" / "unified_checkpoint"
+    assert mindresume.compare(unified, tmp_path / "checkpoint").equal
     assert merged.state.step == STEP
 
 
