@@ -225,20 +225,22 @@ def print_table(
     right: Collection[str] = (),
     folded: Collection[str] | None = None,
     yellow: Collection[int] = (),
+    hides: bool = True,
 ) -> None:
-    """Prints rows, {column: text}, as a table without the columns that are empty: on a terminal as
-    wide as it is, else so wide that nothing is cut.
+    """Prints rows, {column: text}, as a table: on a terminal as wide as it is, else so wide that
+    nothing is cut.
 
     Args:
         right: columns of numbers.
         folded: columns that may take several lines; None: all.
         yellow: numbers of the rows to point out.
+        hides: columns without a text are left out.
     """
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    columns = [name for name in rows[0] if not hides or any(row[name] for row in rows)]
     for name in columns:
         table.add_column(
             name,

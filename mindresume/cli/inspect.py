@@ -355,7 +355,7 @@ def _say_differences(found: Comparison) -> None:
     if found.differences:
         say(f"A: {found.a.source}")
         say(f"B: {found.b.source}")
-        print_table([*map(_row, found.differences[:MOST_SHOWN])])
+        print_table([*map(_row, found.differences[:MOST_SHOWN])], hides=False)
     if len(found.differences) > MOST_SHOWN:
         say(f"and {len(found.differences) - MOST_SHOWN} more (--json lists all)")
     same = f"{counted(found.compared, 'tensor')}, {size_text(found.size_bytes)}"
