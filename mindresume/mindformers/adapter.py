@@ -405,7 +405,7 @@ def arrangement_of(network: Any) -> dict[str, bool]:
     return {key: bool(getattr(config, key)) for key in keys if hasattr(config, key)}
 
 
-def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> list[str]:
+def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool = False) -> list[str]:
     """Hands the arrays to the parameters without a copy, and empties ``arrays``. With
     ``remove_redundancy`` replicas receive what other ranks loaded. Returns the names of the
     network's parameters that got no value.
@@ -419,15 +419,6 @@ def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool) -> 
     return load_param_into_net(
         network, parameters, strict_load=True, remove_redundancy=remove_redundancy
     )[0]
-
-
-def load_by_name(cell: Any, arrays: dict[str, Any]) -> list[str]:
-    """Hands the arrays to the parameters of these names of a PyNative cell. Returns the names that
-    were not taken."""
-    from mindspore import load_param_into_net
-
-    found = {name: _parameter(name, to_tensor(array)) for name, array in arrays.items()}
-    return load_param_into_net(cell, found, strict_load=True)[1]
 
 
 def pynative_layouts(cell: Any) -> dict[str, Any]:

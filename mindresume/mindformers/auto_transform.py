@@ -172,25 +172,24 @@ def rewrite(
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    group, engine, storage = (
-        context.group,
-        context.settings.conversion.transform_engine,
-        context.resources.storage,
-    )
+    group, setting, storage = context.group, context.settings.conversion, context.resources.storage
     if source.candidate is None:
         return source
-    if (
-        context.settings.conversion.unified_checkpoint
-        or engine == "mindspore"
-        and source.candidate.format == "safetensors"
-    ):
-        folder = unify(config, context, storage, source)
-        if engine == "mindspore":
+    by_mindspore = setting.transform_engine == "mindspore"
+    if setting.unified_checkpoint or by_mindspore and source.candidate.format == "safetensors":
+        folder = convert(
+            to_consolidated(source, MINDSPORE),
+            os.path.join(config.output_dir, UNIFIED),
+            context,
+            group.size,
+            by_mindspore,
+        )
+        if by_mindspore:
             return open_consolidated(storage, folder)
     if source.candidate.format == "ckpt" and not all(
         gather_results(group, partial(_file_fits, group.rank, group.size, source.weights, regions))
     ):
-        folder = transform_files(config, context, storage, source)
+        folder = transform_files(config, context, source)
         context.emit(
             Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt")
         )
@@ -222,33 +221,14 @@ def _file_fits(
     return True
 
 
-def unify(config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint) -> str:
-    """Writes consolidated weights to output/unified_checkpoint; every rank writes some of the
-    files. Returns the folder. Raises CollectiveError on all ranks."""
-    group = context.group
-    job, folder = to_consolidated(source, MINDSPORE), os.path.join(config.output_dir, UNIFIED)
-    if context.settings.conversion.transform_engine == "mindspore":
-        answer = run_on_rank0(
-            group,
-            partial(_by_mindspore, storage, job, folder, group.size, context.emit),
-            _TRANSFORMING,
-        )
-        if "refused" in answer:
-            raise EngineError(answer["refused"])
-        return answer["folder"]
-    return _by_all_ranks(storage, job, folder, context, group.size)
-
-
-def transform_files(
-    config: Any, context: TrainingContext, storage: Storage, source: OpenCheckpoint
-) -> str:
+def transform_files(config: Any, context: TrainingContext, source: OpenCheckpoint) -> str:
     """Writes ckpt files for the ranks of this job, and returns their folder.
 
     Raises:
         ConfigError: ``transform_process_num`` does not divide the ranks of the job.
         StrategyError, EngineError, CollectiveError: On all ranks.
     """
-    group, emit = context.group, context.emit
+    group = context.group
     processes = config.get("transform_process_num") or 1
     if (
         isinstance(processes, bool)
@@ -261,7 +241,9 @@ def transform_files(
             f"{group.size}, the "
             f"number of ranks of the job"
         )
-    target = run_on_rank0(group, partial(_target_strategy, config, storage, group.size))
+    target = run_on_rank0(
+        group, partial(_target_strategy, config, context.resources.storage, group.size)
+    )
     job = to_ranks(
         source,
         Strategy.from_json(target) if target else None,
@@ -272,21 +254,33 @@ def transform_files(
         config.output_dir, TRANSFORMED, os.path.basename(os.path.abspath(source.weights.name))
     )
     engine = engine_for(context.settings.conversion.transform_engine, job.files[0].format)
-    if engine == "mindspore":
-        answer = run_on_rank0(
-            group, partial(_by_mindspore, storage, job, folder, processes, emit), _TRANSFORMING
+    return convert(job, folder, context, processes, engine == "mindspore")
+
+
+def convert(
+    job: ConversionPlan, folder: str, context: TrainingContext, processes: int, by_mindspore: bool
+) -> str:
+    """Converts on all ranks together, and returns the folder.
+
+    Raises:
+        EngineError, CollectiveError: On all ranks.
+    """
+    if by_mindspore:
+        work = partial(
+            _by_mindspore, context.resources.storage, job, folder, processes, context.emit
         )
+        answer = run_on_rank0(context.group, work, _TRANSFORMING)
         if "folder" in answer:
             return answer["folder"]
         if context.settings.conversion.transform_engine == "mindspore":
             raise EngineError(answer["refused"])
-        emit(
+        context.emit(
             warning(
                 "MindSpore's engine cannot transform this checkpoint, the direct one does: "
                 f"{answer['refused']}"
             )
         )
-    return _by_all_ranks(storage, job, folder, context, processes)
+    return _by_all_ranks(context.resources.storage, job, folder, context, processes)
 
 
 def _target_strategy(config: Any, storage: Storage, world_size: int) -> Any:

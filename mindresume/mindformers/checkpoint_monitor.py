@@ -3,13 +3,13 @@ same 25 arguments.
 
 This module adapts to what mindformers and MindSpore expect of the callback.
 ``mindresume.saving.checkpoint_manager`` implements the protocol of saving,
-``mindresume.mindformers.state_collector`` collects what is saved. Both formats are supported, rank
+``mindresume.mindformers.training_saves`` collects what is saved. Both formats are supported, rank
 folders and (``use_legacy_format: False``) iteration folders; only the content of a shard differs.
 
 It is a subclass of the built-in, because mindformers and MindSpore look for that class and use its
 ``_append_dict``, ``_append_step_num``, ``_last_triggered_step``, ``_prefix`` and ``_save_ckpt``
-(mindspore train/model.py, mindformers trainer/base_trainer.py). Encrypted saves are left to the
-built-in.
+(mindspore train/model.py, mindformers trainer/base_trainer.py). Where saves shall be encrypted, the
+built-in itself is made.
 """
 
 from __future__ import annotations
@@ -29,15 +29,8 @@ from mindresume.coordination.rank_heartbeat import COMPILING, FIRST_STEP
 from mindresume.errors import ConfigError, SaveError
 from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folders import stem
-from mindresume.mindformers import (
-    adapter,
-    heartbeat,
-    training_context,
-    training_saves,
-    upstream,
-    upstream_check,
-)
-from mindresume.mindformers.state_collector import StateCollector
+from mindresume.mindformers import adapter, heartbeat, training_context, upstream, upstream_check
+from mindresume.mindformers.training_saves import StateCollector, TrainingSaves
 from mindresume.model.manifest import FORMATS
 from mindresume.resume.eligible import add
 from mindresume.saving.checkpoint_manager import CheckpointManager
@@ -61,74 +54,59 @@ class CheckpointMonitor(BuiltIn):
         LeaseHeldError: Another job saves into the folder.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        asked = checked_arguments(args, kwargs)
+        return (
+            BuiltIn(**asked)
+            if asked["use_legacy_format"] and asked["enc_key"]
+            else super().__new__(cls)
+        )
+
     def __init__(self, *args: Any, **kwargs: Any):
         self._asked = checked_arguments(args, kwargs)
         super().__init__(**self._asked)
         self._iterations = not self.use_legacy_format
-        self._ours = self._iterations or not self._asked["enc_key"]
-        self._checkpoints: CheckpointManager | None = None  # of the training that it saves
+        self._training: TrainingSaves | None = None  # of the training that it saves
         self._collector: StateCollector | None = None
-        self._context: training_context.TrainingContext | None = None
         self._since = runtime.monotonic()
 
     # ---- callbacks -------------------------------------------------------------------------------
 
     def on_train_begin(self, run_context: Any) -> None:
-        if not self._ours:
-            return super().on_train_begin(run_context)
         if training_context.current().monitor is self:
             # MindIO repairs a training in its process, and begins it again: session and state go on
-            return None
-        self._start(training_context.current())
-        self._checkpoints.handle_preemption(
-            run_context.original_args().list_callback or (), self._context.requests
-        )
+            return
+        self._start(training_context.current(), run_context.original_args().list_callback or ())
         heartbeat.enter(COMPILING)
-        return None
 
     def step_end(self, run_context: Any) -> None:
-        if not self._ours:
-            return super().step_end(run_context)
-        if self._checkpoints is None:  # it belongs to no training
+        if self._training is None:  # it belongs to no training
             training_context.current().resources.pending_load.end()
-            return self._save_ckpt(run_context.original_args())
-        if training_saves.end_step(
-            self._checkpoints, self._context, _MonitorState(self, run_context.original_args())
-        ):
+            self._save_ckpt(run_context.original_args())
+        elif self._training.end_step(_MonitorState(self, run_context.original_args())):
             run_context.request_stop()
-        return None
 
     def finish_after_error(self) -> None:
         """Finishes the save in flight after the training failed, see
         ``CheckpointManager.finish_after_error``."""
-        if self._checkpoints is not None:
-            self._checkpoints.finish_after_error()
+        if self._training is not None:
+            self._training.manager.finish_after_error()
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        if not self._ours:
-            return super().on_train_step_begin(run_context)
         # skips the built-in, which polls its own writer here
-        return super(BuiltIn, self).on_train_step_begin(run_context)
+        super(BuiltIn, self).on_train_step_begin(run_context)
 
     def begin_load_attempt(self) -> None:
         """Records that the first step after the load begins, see
         ``CheckpointManager.begin_load_attempt``."""
-        self._checkpoints.begin_load_attempt()
+        self._training.manager.begin_load_attempt()
 
     def on_train_end(self, run_context: Any) -> None:
-        if not self._ours:
-            return super().on_train_end(run_context)
-        # skips the built-in, which would save here
-        return super(BuiltIn, self).on_train_end(run_context)
+        super(BuiltIn, self).on_train_end(run_context)  # skips the built-in, which would save here
 
     def end(self, run_context: Any) -> None:
-        if not self._ours:
-            return super().end(run_context)
-        if self._checkpoints is not None:
-            training_saves.end_training(
-                self._checkpoints, self._context, _MonitorState(self, run_context.original_args())
-            )
-        return None
+        if self._training is not None:
+            self._training.end(_MonitorState(self, run_context.original_args()))
 
     def _save_ckpt(self, cb_params: Any, force_to_save: bool = False) -> None:
         """Saves if the step is due. MindIO TTP calls this with ``__exception_save__`` in
@@ -143,35 +121,37 @@ class CheckpointMonitor(BuiltIn):
         if not self._saves:
             return super()._save_ckpt(cb_params, force_to_save)
         state = _MonitorState(self, cb_params)
-        if self._checkpoints.is_due(state.step, force_to_save):
+        if self._training.manager.is_due(state.step, force_to_save):
             self.save_checkpoint(cb_params)
         return None
 
     @property
     def _saves(self) -> bool:
         """Returns whether this monitor saves in a training; if not, the built-in does."""
-        return self._checkpoints is not None and self._checkpoints.is_active
+        return self._training is not None and self._training.manager.is_active
 
     def save_checkpoint(self, cb_params: Any) -> None:
         """Saves everything that a resume needs (network, optimizer, counters), and the inference
         weights that were asked for."""
         if not self._saves or _RESCUE in self._append_dict:
             return super().save_checkpoint(cb_params)
-        state = _MonitorState(self, cb_params)
-        with self._checkpoints.saving(state.step):
-            state.save(self._checkpoints)
+        state, manager = _MonitorState(self, cb_params), self._training.manager
+        with manager.saving(state.step):
+            state.save(manager)
         return None
 
     def emergency_save(self, cb_params: Any) -> bool:
         """Saves after ranks were lost, see ``CheckpointManager.emergency_save``. False: the
         built-in may try."""
-        return not upstream_check.is_off(upstream.RESCUE) and self._checkpoints.emergency_save(
-            _MonitorState(self, cb_params)
-        )
+        if upstream_check.is_off(upstream.RESCUE):
+            return False
+        return self._training.manager.emergency_save(_MonitorState(self, cb_params))
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def _start(self, context: training_context.TrainingContext) -> None:
+    def _start(
+        self, context: training_context.TrainingContext, callbacks: Iterable[object]
+    ) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random
         state."""
         asked = self._asked
@@ -191,12 +171,12 @@ class CheckpointMonitor(BuiltIn):
             retention=retention,
             since=self._since,
         )
-        self._context = context
-        self._checkpoints = manager = training_saves.open_directory(context, options)
+        self._training = TrainingSaves(context, options)
+        session = self._training.manager.session
         if not self._iterations:
-            self._prefix = stem(self.origin_prefix, manager.target.rank, manager.session.suffix)
-        self._collector = StateCollector(self, manager.session, context)
-        training_saves.begin_saving(manager, context, self._append_step_num, self)
+            self._prefix = stem(self.origin_prefix, session.target.rank, session.suffix)
+        self._collector = StateCollector(self, session, context)
+        self._training.begin(self._append_step_num, self, callbacks)
 
     def _root(self) -> str:
         """Returns the checkpoint directory."""
@@ -209,16 +189,11 @@ class CheckpointMonitor(BuiltIn):
     def _record_health(self, health: int, name: str) -> None:
         """Records the health of a checkpoint in the list of mindformers' health monitor, on rank
         0."""
-        if self._checkpoints.target.rank != 0:
+        target = self._training.manager.target
+        if target.rank != 0:
             return
         try:
-            add(
-                PosixStorage(),
-                self.health_ckpts_record_dir,
-                name,
-                health,
-                self._checkpoints.target.run,
-            )
+            add(PosixStorage(), self.health_ckpts_record_dir, name, health, target.run)
         except (OSError, ValueError) as error:
             raise SaveError(
                 f"the health of {name} was not recorded in {self.health_ckpts_record_dir}: {error}"

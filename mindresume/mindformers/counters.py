@@ -8,7 +8,7 @@ from typing import Any
 from mindresume.errors import ProgressError
 from mindresume.events import ProgressRestored, warning
 from mindresume.formats.rank_folders import parse_name
-from mindresume.mindformers.training_context import RunOrigin, RunProgress, TrainingContext
+from mindresume.mindformers.training_context import RunProgress, TrainingContext
 from mindresume.model.training_state import SKIP_KEY, TrainingState
 from mindresume.reshard.open_checkpoint import state_of
 from mindresume.resume.choice import Choice
@@ -16,7 +16,7 @@ from mindresume.resume.progress import (
     ResumeProgress,
     RunSettings,
     check_skip,
-    fresh_position,
+    fresh_progress,
     parse_data_request,
     resume_progress,
     resume_warnings,
@@ -50,12 +50,8 @@ def continue_after(
     Raises:
         ProgressError: As ``resume.progress.resume_progress``.
     """
-    run, progress = context.progress, resume_progress(state, setting)
-    run.origin, run.restored = (
-        RunOrigin(progress.initial_step, progress.position, progress.consumed),
-        progress,
-    )
-    run.global_step, run.summary = progress.global_step, summary_rows(state, progress, setting)
+    progress = context.progress.origin = resume_progress(state, setting)
+    context.progress.summary = summary_rows(state, progress, setting)
     for sentence in resume_warnings(progress, setting, context.settings.on_dataset_change):
         context.emit(warning(sentence))
     context.emit(
@@ -71,26 +67,32 @@ def continue_after(
     return progress
 
 
-def fresh_origin(config: Any, dataset: Any, context: TrainingContext) -> RunOrigin:
-    """Returns where a run begins that does not resume. ``data_skip_steps`` counts at its beginning
-    too; mindformers ignores that whole passes cannot be skipped, and that in sink mode fewer steps
-    are left then."""
-    runner, setting = (
-        config.runner_config,
-        _run_settings(config, config.data_size, context.progress),
-    )
-    sentence = check_skip(setting)
-    if sentence:
+def begin_fresh(setting: RunSettings, context: TrainingContext) -> ResumeProgress:
+    """Returns the counters of a run with ``setting`` that does not resume, and records them in the
+    context. ``data_skip_steps`` counts at its beginning too.
+
+    Raises:
+        ProgressError: As ``resume.progress.fresh_progress``.
+    """
+    if sentence := check_skip(setting):
         context.emit(warning(sentence))
-    position, skip, runner.initial_epoch = fresh_position(setting)
-    refuse_skip(dataset, skip)
+    context.progress.origin = fresh_progress(setting)
+    return context.progress.origin
+
+
+def skip_data(config: Any, dataset: Any, context: TrainingContext) -> None:
+    """Sets where a run begins that does not resume. mindformers ignores that whole passes cannot be
+    skipped, and that in sink mode fewer steps are left then."""
+    setting = _run_settings(config, config.data_size, context.progress)
+    progress = begin_fresh(setting, context)
+    config.runner_config.initial_epoch = progress.initial_epoch
+    refuse_skip(dataset, progress.data_skip)
     if (
         setting.data_request.skip
         and not setting.data_request.ignore
-        and skip != setting.data_request.skip
+        and progress.data_skip != setting.data_request.skip
     ):
-        dataset.set_init_step(skip)
-    return RunOrigin(0, position)
+        dataset.set_init_step(progress.data_skip)
 
 
 def _run_settings(config: Any, dataset_size: int, run: RunProgress) -> RunSettings:

@@ -109,12 +109,12 @@ class GraphNetwork:
             if (parameter := target.parameter(name)) in found
         }
 
-    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget, deduplicated: bool) -> None:
+    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget) -> None:
         request = self.context.plan.request
         required = {target.parameter(name) for name in target.shapes if name not in target.optional}
         left = [
             name
-            for name in adapter.load_into(self.cell, arrays, deduplicated)
+            for name in adapter.load_into(self.cell, arrays, target.deduplicated)
             if not may_be_absent(name) and (name in required or request.resumes_from_files)
         ]
         if left:

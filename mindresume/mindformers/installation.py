@@ -3,17 +3,22 @@ No file is patched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace as replace_fields
 from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from mindresume.events import warning
 from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
 from mindresume.mindformers.modelarts import require_moxing
-from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Kind, Profile, Symbol
-from mindresume.mindformers.wrapping import when_imported
+from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Profile, Symbol
+from mindresume.mindformers.upstream_check import Hooks
 
 
 def install() -> None:
@@ -28,9 +33,8 @@ def install() -> None:
     require_moxing()
     profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
     upstream_check.require_import("mindformers")
-    off, notices = upstream_check.require(profile)
-    for text in filter(None, [notice, *notices]):
-        training_context.current().emit(warning(text))
+    off, notices = upstream_check.require(profile, patches.WRAPPERS)
+    _warn(filter(None, [notice, *notices]))
     upstream_check.switch_off(off)
     import mindformers.core.callback  # noqa: F401
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -43,9 +47,7 @@ def install() -> None:
     MindFormerRegister.register_cls(
         CheckpointMonitor, module_type=MindFormerModuleType.CALLBACK, alias=adapter.ALIAS
     )
-    for symbol in profile.symbols:
-        if symbol.kind in (Kind.WRAPPED, Kind.REPLACED) and symbol.feature not in off:
-            replace(symbol, patches.WRAPPERS[symbol.name])
+    _wrap((symbol for symbol in profile.symbols if symbol.feature not in off), patches.WRAPPERS)
     if profile.pynative:
         when_imported(PYNATIVE_TRAINER, partial(install_pynative, profile))
     heartbeat.mark_imported()
@@ -59,14 +61,21 @@ def install_pynative(profile: Profile) -> None:
         ConfigError: It lists all symbols that are absent or have another signature; nothing of the
             trainer is patched then.
     """
-    _, notices = upstream_check.require(
-        replace_fields(profile, symbols=profile.pynative, pynative=())
-    )
+    rows = replace_fields(profile, symbols=profile.pynative, pynative=())
+    _, notices = upstream_check.require(rows, patches.PYNATIVE_WRAPPERS)
+    _warn(notices)
+    _wrap(profile.pynative, patches.PYNATIVE_WRAPPERS)
+
+
+def _warn(notices: Iterable[str]) -> None:
     for text in notices:
         training_context.current().emit(warning(text))
-    for symbol in profile.pynative:
-        if symbol.kind in (Kind.WRAPPED, Kind.REPLACED):
-            replace(symbol, patches.PYNATIVE_WRAPPERS[symbol.name])
+
+
+def _wrap(symbols: Iterable[Symbol], hooks: Hooks) -> None:
+    for symbol in symbols:
+        if symbol.is_wrapped:
+            replace(symbol, hooks[symbol.name])
 
 
 def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:
@@ -84,3 +93,45 @@ def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:
     for parent in parents:
         holder = getattr(holder, parent)
     setattr(holder, last, type(found)(replacement) if bound else replacement)
+
+
+# ---- modules that are imported later -------------------------------------------------------------
+
+
+def when_imported(module: str, work: Callable[[], None]) -> None:
+    """Calls ``work`` when ``module`` has been imported: at once, or as the last part of its import,
+    whose error is then that of ``work``. A second call for a module that is not imported yet does
+    nothing."""
+    if module in sys.modules:
+        work()
+    elif not any(
+        isinstance(finder, _AfterImport) and finder.module == module for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _AfterImport(module, work))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds one module as the other finders do, and calls ``work`` after its code has run. It stays
+    until that succeeds once: an import that fails can be tried again."""
+
+    def __init__(self, module: str, work: Callable[[], None]):
+        self.module, self.work, self._searches = module, work, False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.module or self._searches:
+            return None
+        self._searches = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searches = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    def _execute(self, execute: Any, module: ModuleType) -> None:
+        execute(module)
+        self.work()
+        sys.meta_path.remove(self)

@@ -75,9 +75,8 @@ class Network(Protocol):
         """Returns the layouts of the parameters of ``target`` in this job. All ranks call it
         together."""
 
-    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget, deduplicated: bool) -> None:
-        """Hands the arrays to the parameters. ``deduplicated``: missing ones come from other ranks.
-        Raises LoadError if a parameter got no value."""
+    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget) -> None:
+        """Hands the arrays to the parameters. Raises LoadError if a parameter got no value."""
 
 
 # ---- the load ------------------------------------------------------------------------------------
@@ -208,7 +207,6 @@ def restore(
     context: TrainingContext,
     what: str = "",
     read_bytes: int | None = None,
-    deduplicated: bool = False,
 ) -> None:
     """Assigns the arrays to the parameters, in their dtypes, and remembers them for the comparison
     before the first step. Warns about those that keep their initial values.
@@ -217,7 +215,6 @@ def restore(
         arrays: by names in the checkpoint.
         what: describes the weights.
         read_bytes: bytes read from files; None: unknown.
-        deduplicated: missing parameters come from other ranks.
     Raises:
         CollectiveError: On all ranks, if weights alone do not fit the dtype of a parameter on one.
     """
@@ -231,13 +228,13 @@ def restore(
     ]
     if (
         absent
-        and not deduplicated
+        and not target.deduplicated
         and (group.rank == 0 if request.iterations else not request.resume)
     ):
         context.emit(warning(f"not in {what}, so they keep their initial values: {listed(absent)}"))
     if COUNTER in arrays:
         arrays[COUNTER] = np.full(
-            arrays[COUNTER].shape, context.progress.global_step, arrays[COUNTER].dtype
+            arrays[COUNTER].shape, context.progress.origin.global_step, arrays[COUNTER].dtype
         )
     for name in target.shapes.keys() & arrays.keys():
         array = arrays.pop(name)
@@ -245,7 +242,7 @@ def restore(
         arrays[target.parameter(name)] = array.reshape(target.shapes[name][0])
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
     context.resources.loaded = LoadedWeights.of(arrays)
-    network.assign(arrays, target, deduplicated)
+    network.assign(arrays, target)
     context.emit(
         WeightsLoaded(group.rank, count, size, read_bytes, what, context.progress.timed_seconds())
     )
@@ -273,20 +270,19 @@ def load_own_files(
     )
     directory = CheckpointDir(context.resources.storage, plan.choice.root)
     what = plan.request.path if plan.weights_only else ""
-    target, deduplicated = run_on_all(
+    target = run_on_all(
         group, partial(_target_of_files, network, context, directory, what), auto_transform.OPENING
     )
     names = target.shapes if plan.weights_only else None
     read = early.result if early else partial(read_shard, directory, context.shard, reporter, names)
     arrays = run_on_all(group, read, Watchdog(reporter.what, reporter))
-    restore(network, arrays, target, context, what, None, deduplicated)
+    restore(network, arrays, target, context, what)
 
 
 def _target_of_files(
     network: Network, context: TrainingContext, directory: CheckpointDir, what: str
-) -> tuple[LoadTarget, bool]:
-    """Returns what this rank takes of the files that it verified, and whether missing tensors come
-    from other ranks.
+) -> LoadTarget:
+    """Returns what this rank takes of the files that it verified.
 
     Raises:
         LoadError: The files do not fit.
@@ -301,10 +297,8 @@ def _target_of_files(
     deduplicated = any(
         header.metadata.get("remove_redundancy") == "True" for header in headers.values()
     )
-    target = network.target(stored, what)
-    if problems := replace(
-        target, optional=target.shapes if deduplicated else target.optional
-    ).misfits(stored):
+    target = replace(network.target(stored, what), deduplicated=deduplicated)
+    if problems := target.misfits(stored):
         raise LoadError(
             f"the checkpoint does not fit the network {problems}. Was the model configuration or "
             "the parallel "
@@ -330,7 +324,7 @@ def _target_of_files(
                 f"layouts prove: {', '.join(replicas)}"
             )
         )
-    return target, deduplicated
+    return target
 
 
 def _check_not_of_one_rank(network: Network, target: LoadTarget, context: TrainingContext) -> None:

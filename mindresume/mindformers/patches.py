@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial, update_wrapper, wraps
+from inspect import signature
 from typing import Any
 
 from mindresume.coordination.collectives import run_on_all
@@ -43,10 +44,66 @@ from mindresume.mindformers import (
 from mindresume.mindformers.pynative import checkpoint_load
 from mindresume.mindformers.pynative.checkpoint_callback import make_callback_class
 from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of
-from mindresume.mindformers.wrapping import Call, wrapper
+from mindresume.mindformers.upstream_check import Hooks
 from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
 from mindresume.storage.posix import PosixStorage
+
+# ---- calls of wrapped functions ------------------------------------------------------------------
+
+
+class Call:
+    """One call of a wrapped function: ``call()`` calls the function itself."""
+
+    def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.original, self.args, self.kwargs = original, args, kwargs
+
+    def __call__(self, **changed: Any) -> Any:
+        """Calls the function, with the arguments ``changed`` instead of those of the call."""
+        if not changed:
+            return self.original(*self.args, **self.kwargs)
+        bound = signature(self.original).bind(*self.args, **self.kwargs)
+        bound.arguments.update(changed)
+        return self.original(*bound.args, **bound.kwargs)
+
+    @property
+    def holder(self) -> Any:
+        """Returns the object or class whose method is called."""
+        return next(iter(self.arguments.values()))
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Returns {parameter of the function: its argument}."""
+        bound = signature(self.original).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return {**bound.arguments, **bound.arguments.get("kwargs", {})}
+
+
+class wrapper:  # noqa: N801  a decorator
+    """Makes the wrapped form of an upstream function or class, whose calls go to ``replacement``:
+    it gets the call, and the arguments that it names. One with a default may be absent in the
+    installed release.
+
+    Attributes:
+        looked_up: the names of these arguments.
+    """
+
+    def __init__(self, replacement: Callable[..., Any]):
+        self._replacement = replacement
+        _, *self.looked_up = signature(replacement).parameters
+        update_wrapper(self, replacement)
+
+    def __call__(self, original: Any) -> Any:
+        @wraps(original, updated=())
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            call = Call(original, args, kwargs)
+            given = {
+                name: call.arguments[name] for name in self.looked_up if name in call.arguments
+            }
+            return self._replacement(call, **given)
+
+        return wrapped
+
 
 # ---- Checkpoint 1.0, and both formats ------------------------------------------------------------
 
@@ -54,7 +111,7 @@ from mindresume.storage.posix import PosixStorage
 @wrapper
 def _train(call: Call) -> Any:
     result = None  # of a training that is complete already
-    with training_context.training(call["self"].config) as context:
+    with training_context.training(call.holder.config) as context:
         result = call()
         # a barrier: the first rank that exits would end the others
         if context.progress.stop_reason:
@@ -64,13 +121,13 @@ def _train(call: Call) -> Any:
 
 @wrapper
 def _evaluate(call: Call) -> Any:
-    with training_context.inference(load_request.EVALUATE, call["self"].config):
+    with training_context.inference(load_request.EVALUATE, call.holder.config):
         return call()
 
 
 @wrapper
 def _predict(call: Call) -> Any:
-    with training_context.inference(load_request.PREDICT, call["self"].config):
+    with training_context.inference(load_request.PREDICT, call.holder.config):
         return call()
 
 
@@ -79,7 +136,7 @@ def _check_config_rules(call: Call) -> Any:
     # here: its base class is mindformers'
     from mindresume.mindformers.checkpoint_monitor import check_callbacks
 
-    trainer, context = call["self"], training_context.current()
+    trainer, context = call.holder, training_context.current()
     for note in lift_data_skip(trainer.config):
         context.emit(Notice(note))
     if context.task == load_request.TRAIN:
@@ -101,11 +158,11 @@ def _get_last_checkpoint(call: Call) -> Any:
     that never completed."""
     if training_context.current().task != load_request.TRAIN:
         return call()
-    return os.path.join(call["self"].config.output_dir, adapter.CHECKPOINTS)
+    return os.path.join(call.holder.config.output_dir, adapter.CHECKPOINTS)
 
 
 @wrapper
-def _get_cls(call: Call) -> Any:
+def _get_cls(call: Call, module_type: Any) -> Any:
     """Removes ``ignore_data_skip`` and ``data_skip_steps`` below ``trainer:`` (documents 002 and
     003) from the arguments of the trainer's constructor, which would raise a TypeError. The section
     ``trainer:`` can also name mindresume as a plug-in; this works too, because the registry loads
@@ -113,7 +170,7 @@ def _get_cls(call: Call) -> Any:
     from mindformers.tools.register import MindFormerModuleType
 
     made = call()
-    return _without_data_keys(made) if call["module_type"] == MindFormerModuleType.TRAINER else made
+    return _without_data_keys(made) if module_type == MindFormerModuleType.TRAINER else made
 
 
 @wrapper
@@ -137,53 +194,52 @@ def _get_resume_checkpoint(call: Call) -> Any:
 
 
 @wrapper
-def _is_hf_checkpoint(call: Call) -> bool:
+def _is_hf_checkpoint(call: Call, checkpoint_path: Any) -> bool:
     # mindformers 1.9.0 raises an error if the path is a file, so it could not resume from one
-    return os.path.isdir(call["checkpoint_path"]) and call()
+    return os.path.isdir(checkpoint_path) and call()
 
 
 @wrapper
-def _is_publicly_accessible_path(call: Call) -> bool:
+def _is_publicly_accessible_path(call: Call, path: Any) -> bool:
     """Compares SHARED_PATHS folder by folder (mindformers treats /data01 as a part of /data), and
     recognises shared file systems other than NFS. For other paths mindformers is asked about ``/``:
     in a job of one node and in ModelArts its answer does not depend on the path."""
-    return is_shared(call["path"], os.environ.get("SHARED_PATHS", "")) or call(path=os.sep)
+    return is_shared(path, os.environ.get("SHARED_PATHS", "")) or call(path=os.sep)
 
 
 @wrapper
-def _resume_ckpt_path_with_strategy(call: Call) -> Any:
+def _resume_ckpt_path_with_strategy(call: Call, config: Any) -> Any:
     # With MS_ENABLE_TFT mindformers would take the newest file by modification time instead of the
     # selected one.
-    return adapter.load_path(call["config"]) if training_context.current().plan.resumes else call()
+    return adapter.load_path(config) if training_context.current().plan.resumes else call()
 
 
 @wrapper
-def _load_resume_context(call: Call) -> None:
+def _load_resume_context(call: Call, config: Any, dataset: Any) -> None:
     context = training_context.current()
     if not context.plan.resumes:
         return call()
-    return counters.restore_progress(call["config"], call["dataset"].get_dataset_size(), context)
+    return counters.restore_progress(config, dataset.get_dataset_size(), context)
 
 
 @wrapper
-def _resume_hf_iterable_dataset(call: Call) -> None:
+def _resume_hf_iterable_dataset(call: Call, dataset: Any) -> None:
     context = training_context.current()
-    if context.progress.restored is None:
+    if not context.plan.resumes:
         return call()
     return run_on_all(
-        context.group,
-        partial(counters.resume_streaming, call["dataset"], context.progress.restored),
+        context.group, partial(counters.resume_streaming, dataset, context.progress.origin)
     )
 
 
 @wrapper
-def _check_runner_config(call: Call) -> None:
+def _check_runner_config(call: Call, config: Any, dataset: Any) -> None:
     call()
-    config, context = call["config"], training_context.current()
+    context = training_context.current()
     runner, run, resumes = config.runner_config, context.progress, context.plan.resumes
     run.dataset_size = config.data_size
     if not resumes:
-        run.origin = counters.fresh_origin(config, call["dataset"], context)
+        counters.skip_data(config, dataset, context)
     run.sink_size = runner.sink_size if runner.sink_mode else None
     if resumes and runner.initial_epoch >= runner.epochs:
         raise TrainingCompleteError(
@@ -200,21 +256,18 @@ def _preload_ckpt(call: Call) -> Any:
 
 
 @wrapper
-def _transform_and_load_checkpoint(call: Call) -> Any:
-    context, config, model, dataset = (
-        training_context.current(),
-        call["config"],
-        call["model"],
-        call["dataset"],
-    )
+def _transform_and_load_checkpoint(
+    call: Call,
+    config: Any,
+    model: Any,
+    dataset: Any,
+    network: Any,
+    do_eval: bool = False,
+    do_predict: bool = False,
+) -> Any:
+    context = training_context.current()
     if context.plan.weights_only and graph_load.load_weights(
-        config,
-        model,
-        call["network"],
-        dataset,
-        context,
-        call.get("do_eval", False),
-        call.get("do_predict", False),
+        config, model, network, dataset, context, do_eval, do_predict
     ):
         return None
     if not context.plan.resumes or config.only_save_strategy:
@@ -226,27 +279,32 @@ def _transform_and_load_checkpoint(call: Call) -> Any:
 
 
 @wrapper
-def _clear_auto_trans_output(call: Call) -> Any:
+def _clear_auto_trans_output(
+    call: Call,
+    load_checkpoint: Any = None,
+    src_strategy_path_or_dir: Any = None,
+    load_ckpt_format: str = "ckpt",
+) -> Any:
     job_start.check_not_cleared(
         adapter.output_root(),
-        call.get("load_checkpoint"),
-        call.get("src_strategy_path_or_dir"),
-        load_ckpt_format=call.get("load_ckpt_format", "ckpt"),
+        load_checkpoint,
+        src_strategy_path_or_dir,
+        load_ckpt_format=load_ckpt_format,
     )
     return call()
 
 
 @wrapper
-def _model_train(call: Call) -> Any:
+def _model_train(call: Call, callbacks: Any = None) -> Any:
     # here: its base class is MindSpore's
     from mindresume.mindformers.checkpoint_monitor import FirstStep
 
     if training_context.current().task != load_request.TRAIN:
         return call()
-    asked = call["callbacks"]
-    others = asked if isinstance(asked, Iterable) else [] if asked is None else [asked]
-    # behind all others: what they change is seen
-    return call(callbacks=[*others, FirstStep()])
+    others = (
+        callbacks if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]
+    )
+    return call(callbacks=[*others, FirstStep()])  # behind all others: what they change is seen
 
 
 # ``config.json`` of ``pretrained_model_dir`` as transformers 4.57 and later write it has keys that
@@ -275,11 +333,9 @@ def without_foreign_keys(
 
 
 @wrapper
-def _merge_model_config(call: Call) -> Any:
+def _merge_model_config(call: Call, config: Any) -> Any:
     merged = call()
-    return (
-        without_foreign_keys(merged, call["config"] or {}) if isinstance(merged, dict) else merged
-    )
+    return without_foreign_keys(merged, config or {}) if isinstance(merged, dict) else merged
 
 
 # ---- Checkpoint 2.0 ------------------------------------------------------------------------------
@@ -293,10 +349,10 @@ def _get_checkpoint_path(call: Call) -> str:
 
 
 @wrapper
-def _train_dataset_postprocess(call: Call) -> Any:
+def _train_dataset_postprocess(call: Call, config: Any) -> Any:
     dataset, context = call(), training_context.current()
     if request := context.plan.iterations:
-        config = context.objects.config = call["config"]
+        context.objects.config = config
         if request.resume:
             context.objects.common = counters.common_info(
                 config, dataset.get_dataset_size(), context
@@ -305,18 +361,14 @@ def _train_dataset_postprocess(call: Call) -> Any:
 
 
 @wrapper
-def _load_common(call: Call) -> Any:
+def _load_common(call: Call, common_filename: Any) -> Any:
     context = training_context.current()
     request, objects = context.plan.iterations, context.objects
-    if (
-        not request
-        or objects.common is None
-        or os.path.dirname(call["common_filename"]) != request.path
-    ):
+    if not request or objects.common is None or os.path.dirname(common_filename) != request.path:
         return call()
     # once: a fault-tolerant job may load other checkpoints later
-    common, objects.common = objects.common, None
-    return call["cls"](**common)
+    common, objects.common = (objects.common, None)
+    return call.holder(**common)
 
 
 @wrapper
@@ -328,27 +380,25 @@ def _model(call: Call) -> Any:
 
 
 @wrapper
-def _compile_model(call: Call) -> Any:
+def _compile_model(call: Call, model: Any, dataset: Any) -> Any:
     context = training_context.current()
     if not context.plan.iterations:
         return call()
     if adapter.is_parallel():
         heartbeat.enter(COMPILING)
-        adapter.compile_for_load(
-            context.objects.config, call["model"], call["dataset"], context.group
-        )
+        adapter.compile_for_load(context.objects.config, model, dataset, context.group)
     return None
 
 
 @wrapper
-def _load_checkpoint(call: Call) -> Any:
+def _load_checkpoint(call: Call, network: Any, optimizer: Any = None) -> Any:
     context = training_context.current()
     if not context.plan.iterations:
         return call()
     heartbeat.enter(LOADING)
     try:
         with context.progress.timed_load():
-            return graph_load.load_iterations(call["network"], call.get("optimizer"), context)
+            return graph_load.load_iterations(network, optimizer, context)
     finally:
         context.resources.drop_verified_bytes()
 
@@ -358,7 +408,7 @@ def _load_checkpoint(call: Call) -> Any:
 
 @wrapper
 def _train_pynative(call: Call) -> Any:
-    trainer = call["self"]
+    trainer = call.holder
     config = configuration_of(trainer)
     with training_context.training(config) as context:
         context.progress.dataset_identity = job_start.fingerprint(config, context)
@@ -374,24 +424,24 @@ def _run_of(trainer: Any) -> TrainingRun | None:
 
 
 @wrapper
-def _load_pynative(call: Call) -> Any:
-    run = _run_of(call["self"])
-    if run is None or checkpoint_load.is_left_to_mindformers(run, call["checkpoint_path"]):
+def _load_pynative(call: Call, checkpoint_path: Any) -> Any:
+    run = _run_of(call.holder)
+    if run is None or checkpoint_load.is_left_to_mindformers(run, checkpoint_path):
         return call()
     if not run.is_loaded:
-        checkpoint_load.load(run, call["checkpoint_path"])
+        checkpoint_load.load(run, checkpoint_path)
         run.is_loaded = True
     return None
 
 
 @wrapper
-def _create_dataset_iterator(call: Call) -> Any:
-    run = _run_of(call["self"])
+def _create_dataset_iterator(call: Call, dataset: Any) -> Any:
+    run = _run_of(call.holder)
     if run is not None:
         if not run.iterators:
             checkpoint_load.end_without_saves(run)
             checkpoint_load.begin_data(run)
-        run.begin_pass(call["dataset"])
+        run.begin_pass(dataset)
     return call()
 
 
@@ -403,8 +453,7 @@ def _step_begin(call: Call) -> Any:
     return result
 
 
-# {name of a symbol: its wrapper}; several modules may import a symbol
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
+WRAPPERS: Hooks = {  # {name of a symbol: its wrapper}; several modules may import a symbol
     "Trainer.train": _train,
     "Trainer.finetune": _train,
     "Trainer.evaluate": _evaluate,
@@ -434,8 +483,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "merge_model_config": _merge_model_config,
 }
 
-# one for each row of ``upstream.PYNATIVE``
-PYNATIVE_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+PYNATIVE_WRAPPERS: Hooks = {  # one for each row of ``upstream.PYNATIVE``
     "Trainer.train": _train_pynative,
     "Trainer._load_checkpoint": _load_pynative,
     "Trainer._create_dataset_iterator": _create_dataset_iterator,

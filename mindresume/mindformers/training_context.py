@@ -53,7 +53,7 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.choice import Choice, VerifiedShard
 from mindresume.resume.job_selection import LostWork, own_shard
 from mindresume.resume.memory_source import write_selected
-from mindresume.resume.progress import ResumeProgress, SummaryRow
+from mindresume.resume.progress import START, ResumeProgress, SummaryRow
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
@@ -108,16 +108,6 @@ class ResumePlan:
         )
 
 
-@dataclass(frozen=True)
-class RunOrigin:
-    """Describes where this run begins: its first step follows ``step``. ``consumed``: samples seen
-    before it; None: unknown."""
-
-    step: int = 0
-    position: DataPosition = DataPosition(0, 0)
-    consumed: int | None = 0
-
-
 # ---- what changes --------------------------------------------------------------------------------
 
 
@@ -127,9 +117,6 @@ class RunProgress:
 
     Attributes:
         origin: where the run begins.
-        restored: where a resume continues; None: no resume.
-        global_step: ``global_step`` of the restored optimizer, scaled to the global batch size of
-            this run.
         summary: rows of the resume's table.
         dataset_identity: fingerprint of the data set; empty: unknown.
         dataset_size: steps of one pass over the data; None: unknown.
@@ -143,9 +130,7 @@ class RunProgress:
         metrics: newest value of each reported metric.
     """
 
-    origin: RunOrigin = RunOrigin()
-    restored: ResumeProgress | None = None
-    global_step: int = 0
+    origin: ResumeProgress = START
     summary: list[SummaryRow] = field(default_factory=list)
     dataset_identity: Mapping[str, str] = field(default_factory=dict)
     dataset_size: int | None = None
@@ -160,7 +145,7 @@ class RunProgress:
         """Returns (samples seen, position in the data) after ``step``; None where it is unknown."""
         if not batch or not self.dataset_size:
             return None, None
-        done, origin = step - self.origin.step, self.origin
+        done, origin = step - self.origin.initial_step, self.origin
         return (
             None if origin.consumed is None else origin.consumed + done * batch,
             origin.position.after(done, self.dataset_size, batch),

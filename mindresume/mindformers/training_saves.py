@@ -1,9 +1,13 @@
-"""Drives the saves of a training, for the graph trainer and for the PyNative trainer:
+"""Drives the saves of a training, for the graph trainer and for the PyNative trainer, and collects
+what a save of the graph trainer consists of:
 
-    begin_saving    acquire the directory (before) ─▶ clean up, commit what earlier runs completed
-        ─▶ end of the resume
-    end_step        save where it is due ─▶ heartbeat
-    end_training    the last step, if a rank lacks it ─▶ commit of all ranks ─▶ upload ─▶ release
+    TrainingSaves   acquire the directory
+      begin         clean up, commit what earlier runs completed ─▶ end of the resume
+      end_step      save where it is due ─▶ heartbeat
+      end           the last step, if a rank lacks it ─▶ commit of all ranks ─▶ upload ─▶ release
+
+    StateCollector  step, epoch, loss scale, position in the data ─▶ the shard of this rank, and
+    weights for inference
 
 ``mindresume.saving.checkpoint_manager`` has the parts; what a step consists of is a ``StepState``
 of the trainer.
@@ -11,59 +15,92 @@ of the trainer.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDING
-from mindresume.events import Resumed
+from mindresume.events import Event, Resumed
+from mindresume.formats.rank_folders import FileName, stem
 from mindresume.formatting import ranks_count
-from mindresume.mindformers import heartbeat
+from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.training_context import TrainingContext
+from mindresume.model.layout import TensorLayout
+from mindresume.model.training_state import TrainingState
 from mindresume.resume.progress import random_state_row, source_rows
 from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import StepState
+from mindresume.saving.save_session import SaveSession
+from mindresume.saving.shard_writer import (
+    ExtraWeights,
+    Shard,
+    StepState,
+    iteration_shard,
+    rank_shard,
+)
 from mindresume.storage.posix import PosixStorage
 
-# ---- start ---------------------------------------------------------------------------------------
 
+class TrainingSaves:
+    """The saves of one training. When it is made, this rank acquires the checkpoint directory
+    together with the others. All ranks have loaded the checkpoint before, so its read lock ends."""
 
-def open_directory(context: TrainingContext, options: SaveOptions) -> CheckpointManager:
-    """Acquires the checkpoint directory together with the other ranks. All ranks have loaded the
-    checkpoint before they call it, so its read lock ends. Returns what saves there."""
-    resources, plan = context.resources, context.plan
-    resources.group = group_of_job()
-    manager = CheckpointManager(
-        PosixStorage(),
-        resources.group,
-        context.settings,
-        options,
-        context.emit,
-        resources.pending_load,
-        heartbeat,
-    )
-    origin = (plan.selected or plan.choice) if plan.resumes else None
-    manager.open(resources.topology, origin, resources.remote)
-    resources.release()
-    return manager
+    def __init__(self, context: TrainingContext, options: SaveOptions):
+        resources, plan = context.resources, context.plan
+        resources.group = group_of_job()
+        self.context = context
+        self.manager = CheckpointManager(
+            PosixStorage(),
+            resources.group,
+            context.settings,
+            options,
+            context.emit,
+            resources.pending_load,
+            heartbeat,
+        )
+        origin = (plan.selected or plan.choice) if plan.resumes else None
+        self.manager.open(resources.topology, origin, resources.remote)
+        resources.release()
 
+    def begin(self, step: int, monitor: Any, callbacks: Iterable[object] = ()) -> None:
+        """Starts the saver, makes ``monitor`` the one that saves in this training, and ends the
+        resume.
 
-def begin_saving(
-    manager: CheckpointManager, context: TrainingContext, step: int, monitor: Any
-) -> None:
-    """Starts the saver, makes ``monitor`` the one that saves in this training, and ends the resume.
+        Args:
+            step: the step after which the training begins.
+            callbacks: those of MindSpore.
+        """
+        context, manager = self.context, self.manager
+        manager.begin(
+            step, context.plan.choice if context.plan.resumes else None, context.resources.remote
+        )
+        context.monitor = monitor
+        manager.count_hosts()
+        if context.plan.resumes:
+            restore_random(context, step)
+        manager.handle_preemption(callbacks, context.requests)
 
-    Args:
-        step: the step after which the training begins.
-    """
-    plan = context.plan
-    manager.begin(step, plan.choice if plan.resumes else None, context.resources.remote)
-    context.monitor = monitor
-    manager.count_hosts()
-    if plan.resumes:
-        restore_random(context, step)
+    def end_step(self, state: StepState) -> bool:
+        """Saves the step where it is due: on disk, in memory. Returns whether the training is to
+        end after it, because a rank was asked to stop; then the step is saved."""
+        self.context.progress.step = state.step
+        reason = self.manager.end_step(state)
+        if reason:
+            self.context.progress.stop_reason = reason
+        heartbeat.step(state.step)
+        return bool(reason)
+
+    def end(self, state: StepState) -> None:
+        """Saves the last step, and waits until everything is committed."""
+        heartbeat.enter(ENDING)
+        self.manager.save_last(state)
+        self.context.monitor = None  # no save is possible any more
+        self.manager.end(state.step)
 
 
 def restore_random(context: TrainingContext, step: int) -> None:
@@ -92,23 +129,239 @@ def restore_random(context: TrainingContext, step: int) -> None:
     )
 
 
-# ---- each step and the end -----------------------------------------------------------------------
+# ---- what a save consists of ---------------------------------------------------------------------
 
 
-def end_step(manager: CheckpointManager, context: TrainingContext, state: StepState) -> bool:
-    """Saves the step where it is due: on disk, in memory. Returns whether the training is to end
-    after it, because a rank was asked to stop; then the step is saved."""
-    context.progress.step = state.step
-    reason = manager.end_step(state)
-    if reason:
-        context.progress.stop_reason = reason
-    heartbeat.step(state.step)
-    return bool(reason)
+class StateCollector:
+    """Collects the state of one training of a ``CheckpointMonitor``, whose fields are those of
+    mindformers' callback. What mindformers appends to each file (``_append_dict``) is kept up to
+    date."""
+
+    def __init__(self, monitor: Any, session: SaveSession, context: TrainingContext):
+        self.monitor, self.target, self.context = monitor, session.target, context
+        self.config = monitor._config  # mindspore's CheckpointConfig
+        self.suffix = session.suffix
+        self._share: frozenset[str] | None = (
+            None  # with redundancy removal: the tensors with a layout that this rank writes
+        )
+        self._arrangement: Mapping[str, bool] | None = None
+        self._emitted: set[Event] = set()
+        self._laid_out: tuple[dict, dict, dict] | None = (
+            None  # arguments and result of the last ``live.layouts``
+        )
+        self._known = adapter.SavedParameters()
+
+    def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
+        """Returns everything that a resume needs. Tensors are copied from the device when their
+        bytes are read. ``emergency``: other ranks are lost, so this rank writes all that it holds,
+        and the device may hang."""
+        return (self._iteration if self.target.iterations else self._rank_file)(
+            cb_params, state, emergency
+        )
+
+    def state(self, cb_params: Any, emergency: bool = False) -> TrainingState:
+        """Returns the training state after this step. ``emergency``: without any exchange with
+        other ranks."""
+        optimizer = (
+            cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
+        )
+        monitor, progress = self.monitor, self.context.progress
+        outputs, scale = cb_params.net_outputs, monitor._append_dict.get("loss_scale")
+        if (
+            "loss_scale" in monitor._append_dict
+            and isinstance(outputs, (tuple, list))
+            and len(outputs) >= 3
+        ):
+            scale = outputs[2]
+        step, batch = monitor._append_step_num + cb_params.cur_step_num, monitor.global_batch_size
+        health = None
+        if monitor.use_checkpoint_health_monitor and not emergency:
+            health = int(monitor.get_checkpoint_health_info(cb_params) != 0)
+        if self._arrangement is None:
+            self._arrangement = adapter.arrangement_of(cb_params.train_network)
+        metrics = {**(loss_metric(outputs) if adapter.has_loss() else {}), **progress.metrics}
+        return TrainingState(
+            step,
+            int(cb_params.batch_num),
+            number(optimizer.global_step, int),
+            batch,
+            None if scale is None else number(scale, float),
+            progress.sink_size,
+            progress.dataset_size,
+            metrics,
+            health,
+            *progress.data_at(step, batch),
+            self._arrangement,
+        )
+
+    def _rank_file(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
+        net = (
+            self.config.saved_network
+            if self.config.saved_network is not None
+            else cb_params.train_network
+        )
+        tensors: dict[str, Any] = live.deferred(
+            adapter.rescued_parameters(net, adapter.Wanted())
+            if emergency
+            else adapter.parameters_to_save(
+                net, self.config.integrated_save, self._wanted(net), self._known
+            )
+        )
+        tables = self._layouts(getattr(net, "parameter_layout_dict", None) or {}, _shapes(tensors))
+        tensors.update(live.snapshot(self._counters(cb_params, state)))
+        name = FileName(
+            self.monitor.origin_prefix,
+            self.target.rank,
+            self.suffix,
+            state.epoch,
+            state.step_in_epoch,
+            self.config.format,
+        )
+        return rank_shard(
+            name, state, tensors, tables, live.capture_random(), self._metadata(emergency)
+        )
+
+    def _layouts(
+        self, table: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+        """Returns ``live.layouts``. Computes it only if ``table`` or ``shapes`` differ from those
+        of the last save: it takes as long as the copy of a small network."""
+        if self._laid_out is None or self._laid_out[:2] != (table, shapes):
+            self._laid_out = (
+                copy.deepcopy(dict(table)),
+                shapes,
+                live.layouts(table, shapes, self._emit_once),
+            )
+        return dict(self._laid_out[2])
+
+    def _iteration(self, cb_params: Any, state: TrainingState, emergency: bool) -> Shard:
+        """Returns two files: the tensors of the network, and those of the optimizer and the train
+        step alone; without save_optimizer only the first."""
+        net, model = cb_params.train_network, set(_model(cb_params).parameters_dict())
+        save_optimizer = self.monitor.save_optimizer or emergency
+        deduplicates = self._deduplicates() and not emergency
+        wanted = adapter.Wanted(None if save_optimizer else model)
+        tensors: dict[str, Any] = live.deferred(
+            adapter.rescued_parameters(net, wanted)
+            if emergency
+            else adapter.parameters_to_save(net, False, wanted, self._known)
+        )
+        tables = live.job_layouts(net, _shapes(tensors), self.target.world_size, self._emit_once)
+        if deduplicates:
+            if self._share is None:
+                self._share = live.own_share(tensors, tables, self.target.rank)
+            tensors = {
+                name: array
+                for name, array in tensors.items()
+                if name not in tables or name in self._share
+            }
+        parts = [
+            {name: array for name, array in tensors.items() if (name in model) is wanted}
+            for wanted in (True, False)
+        ]
+        return iteration_shard(
+            self.monitor.origin_prefix,
+            self.target,
+            state,
+            parts[0],
+            parts[1] if save_optimizer else None,
+            tables,
+            live.capture_random(),
+            deduplicates,
+        )
+
+    def _emit_once(self, event: Event) -> None:
+        if event not in self._emitted:
+            self._emitted.add(event)
+            self.context.emit(event)
+
+    def _wanted(self, net: Any) -> adapter.Wanted:
+        """Returns what this rank saves of a network in Checkpoint 1.0."""
+        return (
+            adapter.own_share(net, self.target.rank, self.target.world_size)
+            if self._deduplicates()
+            else adapter.Wanted()
+        )
+
+    def _deduplicates(self) -> bool:
+        return bool(self.config.remove_redundancy) and self.target.world_size > 1
+
+    def _metadata(self, emergency: bool = False) -> dict[str, str]:
+        return {"format": "ms", "remove_redundancy": str(self._deduplicates() and not emergency)}
+
+    def _counters(self, cb_params: Any, state: TrainingState) -> list[tuple[str, Any]]:
+        """Returns the counters that mindformers appends to each file, and reads in its resume
+        (callback.py:save_checkpoint)."""
+        appended = dict(self.monitor._append_dict)
+        optimizer = (
+            cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
+        )
+        appended.update(
+            epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step
+        )
+        if "loss_scale" in appended and state.loss_scale is not None:
+            appended["loss_scale"] = state.loss_scale
+        if state.global_batch_size is not None:
+            appended["global_batch_size"] = state.global_batch_size
+        self.monitor._append_dict.update({key: appended[key] for key in ("epoch_num", "step_num")})
+        return list(appended.items())
+
+    def extras(self, cb_params: Any, state: TrainingState) -> list[ExtraWeights]:
+        """Returns the files of ``checkpoint_network`` and ``checkpoint_trainable``, as far as they
+        are asked for. In iteration folders mindformers ignores both settings (callback.py,
+        step_end)."""
+        monitor = self.monitor
+        wanted = [
+            (folder, kind)
+            for is_wanted, folder, kind in (
+                (monitor.save_trainable_params, monitor.trainable_directory, "trainable_params"),
+                (monitor.save_network_params, monitor.network_directory, "network"),
+            )
+            if is_wanted
+        ]
+        if not wanted or self.target.iterations:
+            return []
+        net, keep = _model(cb_params), monitor._asked["keep_checkpoint_max"] or 0
+        start = stem(monitor.origin_prefix, self.target.rank, self.suffix)
+        rows = adapter.parameters_to_save(
+            net, self.config.integrated_save, self._wanted(cb_params.train_network)
+        )
+        trainable = {parameter.name for parameter in net.trainable_params()}
+        return [
+            ExtraWeights(
+                folder,
+                f"{start}-{kind}-{state.epoch}_{state.step_in_epoch}.{self.config.format}",
+                kind,
+                self.config.format,
+                live.deferred([row for row in rows if kind == "network" or row[0] in trainable]),
+                self._metadata(),
+                keep,
+            )
+            for folder, kind in wanted
+        ]
 
 
-def end_training(manager: CheckpointManager, context: TrainingContext, state: StepState) -> None:
-    """Saves the last step, and waits until everything is committed."""
-    heartbeat.enter(ENDING)
-    manager.save_last(state)
-    context.monitor = None  # no save is possible any more
-    manager.end(state.step)
+def _model(cb_params: Any) -> Any:
+    """Returns the network without optimizer and train step."""
+    net = cb_params.network
+    return net.network if getattr(net, "optimizer", None) is not None else net
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in tensors.items()}
+
+
+def number(value: Any, kind: type) -> Any:
+    """Returns a Python number for a number, or for a tensor or parameter of one element."""
+    return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
+
+
+def loss_metric(outputs: Any) -> dict[str, float]:
+    """Returns {"loss": value} from the outputs of the network, as mindformers' loss monitor finds
+    it; empty if there is none, or it is not finite."""
+    loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)
+    if values.dtype.kind in "OSUb" or not values.size:
+        return {}
+    mean = float(np.mean(values.astype(np.float64)))  # numpy has no mean of bfloat16
+    return {"loss": mean} if np.isfinite(mean) else {}

@@ -118,9 +118,8 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
     @property
-    def looked_up(self) -> tuple[str, ...] | None:
-        """Returns the parameters whose names matter; None: all."""
-        return LOOKED_UP.get(self.name, ()) if self.kind in (Kind.WRAPPED, Kind.REPLACED) else None
+    def is_wrapped(self) -> bool:
+        return self.kind in (Kind.WRAPPED, Kind.REPLACED)
 
     def holds_in(self, release: str) -> bool:
         """Returns whether the row holds in ``release`` of its package."""
@@ -695,37 +694,6 @@ MINDSPORE: tuple[Symbol, ...] = (
         "transform_safetensors.psutil",
     ),
 )
-
-
-# {wrapped symbol: the parameters that its wrapper looks up by name}. Wrappers pass everything on as
-# it came, so the names of other parameters may change.
-LOOKED_UP: Mapping[str, tuple[str, ...]] = {
-    "MindFormerRegister.get_cls": ("module_type",),
-    "clear_auto_trans_output": ("load_checkpoint", "src_strategy_path_or_dir", "load_ckpt_format"),
-    "is_hf_checkpoint": ("checkpoint_path",),
-    "is_publicly_accessible_path": ("path",),
-    "BaseTrainer.resume_ckpt_path_with_strategy": ("config",),
-    "load_resume_context_from_checkpoint": ("config", "dataset"),
-    "_resume_hf_iterable_dataset": ("dataset",),
-    "check_runner_config": ("config", "dataset"),
-    "transform_and_load_checkpoint": (
-        "config",
-        "model",
-        "network",
-        "dataset",
-        "do_eval",
-        "do_predict",
-    ),
-    "BaseTrainer._train_dataset_postprocess": ("config",),
-    "CommonInfo.load_common": ("common_filename",),
-    "Model.train": ("callbacks",),
-    "compile_model": ("model", "dataset"),
-    "load_checkpoint": ("network", "optimizer"),
-    "load_hf_checkpoint": ("network",),
-    "merge_model_config": ("config",),
-    "Trainer._load_checkpoint": ("self", "checkpoint_path"),
-    "Trainer._create_dataset_iterator": ("self", "dataset"),
-}
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from mindresume.errors import ConfigError
 from mindresume.mindformers.upstream import PROFILES, Feature, Kind, Profile, Symbol, numbers
 
-# features switched off in this process, since the installation
-_off: set[Feature] = set()
+Hooks = Mapping[str, Any]  # {name of a symbol: what makes its replacement, of what is there}
+
+_off: set[Feature] = set()  # features switched off in this process, since the installation
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,10 @@ def resolve(symbol: Symbol) -> Any:
     return found
 
 
-def check(symbols: Iterable[Symbol]) -> list[Finding]:
-    """Returns every symbol that is absent or has another signature than expected."""
+def check(symbols: Iterable[Symbol], hooks: Hooks = MappingProxyType({})) -> list[Finding]:
+    """Returns every symbol that is absent or has another signature than expected. Wrappers pass
+    everything on as it came, so of a symbol that one of ``hooks`` wraps only the names of the
+    parameters that it looks up matter."""
     findings = []
     for symbol in symbols:
         try:
@@ -164,21 +168,24 @@ def check(symbols: Iterable[Symbol]) -> list[Finding]:
             findings.append(Finding(symbol, None))
             continue
         if symbol.signature is not None and (text := signature_text(found)) != symbol.signature:
-            findings.append(
-                Finding(symbol, text, _compatible(symbol.signature, text, symbol.looked_up))
+            looked_up = (
+                getattr(hooks.get(symbol.name), "looked_up", None) if symbol.is_wrapped else None
             )
+            findings.append(Finding(symbol, text, _compatible(symbol.signature, text, looked_up)))
     return findings
 
 
-def require(profile: Profile) -> tuple[frozenset[Feature], list[str]]:
-    """Compares all rows of ``profile`` with the installed packages.
+def require(
+    profile: Profile, hooks: Hooks = MappingProxyType({})
+) -> tuple[frozenset[Feature], list[str]]:
+    """Compares all rows of ``profile`` with the installed packages. ``hooks``: as for ``check``.
 
     Returns:
         The features to switch off, and the notices about them.
     Raises:
         ConfigError: It lists every missing symbol that mindresume cannot work without.
     """
-    findings = check(profile.symbols)
+    findings = check(profile.symbols, hooks)
     serious = [finding for finding in findings if not finding.compatible]
     refused = [finding for finding in serious if not finding.symbol.feature.without]
     if refused:

@@ -52,6 +52,7 @@ class LoadTarget:
         names: {name in the checkpoint: parameter}, where they differ. All else has names of the
             checkpoint.
         dtypes: {name: dtype of the parameter}, where the values of the checkpoint are converted.
+        deduplicated: what the checkpoint lacks comes from other ranks.
     """
 
     shapes: Shapes
@@ -61,6 +62,7 @@ class LoadTarget:
     proposes: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    deduplicated: bool = False
 
     def parameter(self, name: str) -> str:
         """Returns the name of the parameter that takes a tensor."""
@@ -68,11 +70,15 @@ class LoadTarget:
 
     def missing(self, stored: Collection[str]) -> list[str]:
         """Returns the parameters that ``stored`` lacks and must not lack."""
-        return [
-            name
-            for name in self.shapes
-            if name not in stored and name not in self.optional and not may_be_absent(name)
-        ]
+        return (
+            []
+            if self.deduplicated
+            else [
+                name
+                for name in self.shapes
+                if name not in stored and name not in self.optional and not may_be_absent(name)
+            ]
+        )
 
     def misfits(self, stored: Mapping[str, Any]) -> str:
         """Compares tensors (``dtype``, ``shape``) with the parameters. Returns what does not fit or

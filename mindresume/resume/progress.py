@@ -91,9 +91,10 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ResumeProgress:
-    """Counters of a new run.
+    """Counters with which a run begins.
 
     Args:
+        initial_step: its first step follows this one.
         step_scale: multiplies every step count of the checkpoint.
         position: where its data continues, in whole steps of this run.
         data_skip: the same as steps from the beginning of the data.
@@ -120,6 +121,9 @@ class ResumeProgress:
     starts_data_set: bool = False
     repeats_request: bool = False
     moved_passes: int = 0
+
+
+START = ResumeProgress(0, 0, 0, 1.0, DataPosition(0, 0), 0, 0)  # of a training from its first step
 
 
 DATA_KEYS = {IGNORE_KEY: (None, False), SKIP_KEY: (None,)}  # {key: values that mean "not set"}
@@ -200,18 +204,18 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
     )
 
 
-def fresh_position(new: RunSettings) -> tuple[DataPosition, int, int]:
-    """Returns, for a run that does not resume: the position at which its data starts, the steps
-    that are skipped for that, and the initial epoch. Raises ProgressError if no data is left, or
-    the data would start within a sink."""
+def fresh_progress(new: RunSettings) -> ResumeProgress:
+    """Returns the counters of a run that does not resume. Raises ProgressError if no data is left,
+    or the data would start within a sink."""
     check_skip(new)
     position = _align_to_sink(_beginning(new, 0), new)
     skip = position.steps(new.dataset_size, new.samples_at_once)
     _check_sink(skip, SKIP_KEY, new)
-    return (
-        replace(position, identity=dict(new.identity or {})),
-        skip,
-        _initial_epoch(position, skip, new),
+    return replace(
+        START,
+        initial_epoch=_initial_epoch(position, skip, new),
+        data_skip=skip,
+        position=replace(position, identity=dict(new.identity or {})),
     )
 
 

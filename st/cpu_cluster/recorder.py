@@ -160,7 +160,7 @@ class LoseRanks(Callback):
             # as built by the trainer, with arguments alone
             emergency = object.__new__(type(saving))
             emergency.__dict__.update(
-                saving.__dict__, _append_dict=dict(saving._append_dict), _checkpoints=None
+                saving.__dict__, _append_dict=dict(saving._append_dict), _training=None
             )
             emergency._append_dict.update({"__exception_save__": True})
             emergency._save_ckpt(cb, True)

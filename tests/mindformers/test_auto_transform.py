@@ -1,6 +1,7 @@
 """auto_trans_ckpt on several ranks (threads), with a network that only has parameters."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -36,6 +37,7 @@ from mindresume.mindformers import (
 from mindresume.mindformers.adapter import MindFormersLog  # noqa: E402
 from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
 from mindresume.reshard.open_checkpoint import open_checkpoint  # noqa: E402
+from mindresume.resume.progress import START  # noqa: E402
 from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.settings import ConversionSettings, Settings  # noqa: E402
 from tests.strategy_files import write_strategy  # noqa: E402
@@ -116,7 +118,7 @@ def job(group, path, output, plan, settings=None, **values):
     CONTEXTS.append(current)
     job_start.select_checkpoint(config, current)
     assert config.auto_trans_ckpt is False
-    current.progress.global_step = STEP
+    current.progress.origin = replace(START, global_step=STEP)
     if group.rank == 0 and plan.world_size > 1:  # the compiler
         write_strategy(plan.strategy(), os.path.join(str(output), "strategy"))
     group.gather(b"")

@@ -38,10 +38,7 @@ from mindresume.events import Resumed, RunOpened  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
 from mindresume.mindformers import checkpoint_monitor as module  # noqa: E402
-from mindresume.mindformers import (  # noqa: E402
-    state_collector,
-    training_context,
-)
+from mindresume.mindformers import training_context, training_saves  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
 from mindresume.model.manifest import run_name  # noqa: E402
 from mindresume.resume.choice import Choice  # noqa: E402
@@ -75,11 +72,10 @@ def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(
     job = Job(build(tmp_path))
     job.monitor.on_train_step_begin(job.context)
     assert load_attempt.calls == []
-    # while it was compiled
-    job.monitor._checkpoints.preemption.signalled = signalled
+    job.monitor._training.manager.preemption.signalled = signalled  # while it was compiled
     job.monitor.begin_load_attempt()
     assert load_attempt.calls == ([] if signalled else ["begins, run 0001, 1 host"])
-    job.monitor._checkpoints.preemption.signalled = False
+    job.monitor._training.manager.preemption.signalled = False
     job.steps(2)
     job.monitor.on_train_step_begin(job.context)
     assert load_attempt.calls[-1:] == ["passed"] and load_attempt.calls.count("passed") == 1
@@ -179,7 +175,7 @@ def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
     )
     assert (
         committed(tmp_path) == [10, 15, 20, 22][-3:]
-        and job.monitor._checkpoints.policy.failed_in_a_row == 0
+        and job.monitor._training.manager.policy.failed_in_a_row == 0
     )
     for candidate in scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates:
         found = ms.load_checkpoint(
@@ -204,10 +200,10 @@ def test_a_copy_uses_at_most_the_memory_share_of_the_rank(tmp_path, monkeypatch,
 
 def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
     job = Job(build(tmp_path)).steps(5)
-    assert [
-        holder.run
-        for holder in lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")))
-    ] == [job.monitor._checkpoints.target.run]
+    directory = CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))
+    assert [holder.run for holder in lease_holders(directory)] == [
+        job.monitor._training.manager.target.run
+    ]
     job.end()
     assert lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))) == []
 
@@ -216,15 +212,13 @@ def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypat
     """MindIO repairs a training without a restart. The random state must not go back, and no second
     session may open."""
     job, restored = Job(build(tmp_path)), []
-    monkeypatch.setattr(
-        module.training_saves, "restore_random", lambda *given: restored.append(given)
-    )
-    before = job.monitor._checkpoints
+    monkeypatch.setattr(training_saves, "restore_random", lambda *given: restored.append(given))
+    before = job.monitor._training.manager
     job.steps(3).monitor.on_train_begin(job.context)
-    assert job.monitor._checkpoints is before and restored == []
+    assert job.monitor._training.manager is before and restored == []
     job.steps(2).end()
     job.monitor.on_train_begin(job.context)  # another training of the process
-    assert job.monitor._checkpoints is not before
+    assert job.monitor._training.manager is not before
 
 
 def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
@@ -302,7 +296,7 @@ def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     spare = build(tmp_path, async_save=kind) if other else None
     job = Job(build(tmp_path, async_save=kind)).steps(7)
     emergency(job, spare)
-    job.monitor._checkpoints._saver.wait(600)
+    job.monitor._training.manager._saver.wait(600)
     assert (
         files(tmp_path) == ["net_rank_0-1_5.safetensors", "net_rank_0-1_7.safetensors"]
         and calls == []
@@ -354,7 +348,7 @@ def test_an_emergency_save_that_needs_the_lost_ranks_is_an_error(tmp_path, calls
     ],
 )
 def test_the_loss_in_the_outputs_of_a_step(outputs, expected):
-    assert state_collector.loss_metric(outputs) == expected
+    assert training_saves.loss_metric(outputs) == expected
 
 
 @pytest.mark.parametrize(
@@ -464,7 +458,7 @@ def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch,
 
 def test_the_lease_has_the_step_of_the_training(tmp_path):
     job = Job(build(tmp_path)).steps(7)
-    lease = job.monitor._checkpoints.session.lease
+    lease = job.monitor._training.manager.session.lease
     lease.beat()
     assert [
         holder.step

@@ -62,9 +62,8 @@ def test_folders_tracker_and_the_last_step_once(tmp_path, kind):
         ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0]
         == 10
     )
-    assert job.monitor._checkpoints.policy.saved == {5, 10, 12}
-    # the built-in would save the last step here
-    job.monitor.on_train_end(job.context)
+    assert job.monitor._training.manager.policy.saved == {5, 10, 12}
+    job.monitor.on_train_end(job.context)  # the built-in would save the last step here
     assert folders(tmp_path)[-1] == "iteration_00000012"
 
 

@@ -69,7 +69,7 @@ def current():
 
 def gone_on(dataset, progress, current):
     """Continues through the hook; the step of the training is 99."""
-    current.progress.restored = progress
+    current.progress.origin, current.plan = progress, SimpleNamespace(resumes=True)
     patches.WRAPPERS["_resume_hf_iterable_dataset"](_resume_hf_iterable_dataset)(dataset, 99)
 
 

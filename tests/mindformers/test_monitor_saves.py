@@ -144,7 +144,7 @@ def test_an_error_of_the_writer_is_raised_at_a_later_step(tmp_path, own_context,
     (tmp_path / "checkpoint" / "rank_0" / "net_rank_0-1_5.safetensors").write_text("in the way")
     job.steps(5)
     # until it has failed; the failure is not reported yet
-    job.monitor._checkpoints._saver._wait_until_idle(600)
+    job.monitor._training.manager._saver._wait_until_idle(600)
     with pytest.raises(SaveError, match="exists already"):
         job.steps(1)
 
@@ -156,8 +156,8 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
     way.parent.mkdir(parents=True, exist_ok=True)
     way.write_text("in the way")
     job.steps(1)
-    for outcome in job.monitor._checkpoints._saver.wait(600):
-        job.monitor._checkpoints._handle([outcome])
+    for outcome in job.monitor._training.manager._saver.wait(600):
+        job.monitor._training.manager._handle([outcome])
     way.unlink()
     job.end()
     assert committed(tmp_path) == [5]
@@ -166,10 +166,10 @@ def test_a_last_save_that_failed_is_tried_again_at_the_end(tmp_path, kind):
 def test_a_save_due_during_another_is_skipped_if_configured(tmp_path, own_context, monkeypatch):
     own_context.settings = Settings(async_when_busy="skip")
     job = Job(build(tmp_path, async_save=True)).steps(5)
-    job.monitor._checkpoints._saver.wait(600)
-    monkeypatch.setattr(job.monitor._checkpoints._saver, "busy", lambda: True)
+    job.monitor._training.manager._saver.wait(600)
+    monkeypatch.setattr(job.monitor._training.manager._saver, "busy", lambda: True)
     job.steps(5)
-    assert job.monitor._checkpoints.policy.skipped == 1
+    assert job.monitor._training.manager.policy.skipped == 1
     monkeypatch.undo()
     job.steps(5).end()
     assert committed(tmp_path) == [5, 15]
@@ -278,7 +278,7 @@ def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
     job = Job(build(tmp_path)).steps(10).end()
     second = Job(job.monitor).steps(10).end()
     assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
-    assert second.monitor._checkpoints.policy.saved == {5, 10}
+    assert second.monitor._training.manager.policy.saved == {5, 10}
 
 
 def test_encryption_is_left_to_the_built_in(tmp_path, calls):
@@ -346,11 +346,8 @@ def test_a_health_that_cannot_be_recorded_fails_the_save_to_disk_alone(tmp_path,
 
     monkeypatch.setattr(monitor, "_record_health", fail)
     job = Job(monitor)
-    monkeypatch.setattr(
-        monitor._checkpoints,
-        "_tier",
-        SimpleNamespace(step_end=lambda state, collected: given.append(collected)),
-    )
+    tier = SimpleNamespace(step_end=lambda state, collected: given.append(collected))
+    monkeypatch.setattr(monitor._training.manager, "_tier", tier)
     job.steps(5)
     assert given[-1].step == 5 and committed(tmp_path) == []
 

@@ -745,7 +745,8 @@ def test_a_run_from_its_beginning_that_skips_data(current):
             sink_mode=sink is not None, sink_size=sink or -1, data_size=10, data_skip_steps=skip
         )
         config.runner_config.origin_epochs = 3
-        origin = counters.fresh_origin(config, dataset, current)
+        counters.skip_data(config, dataset, current)
+        origin = current.progress.origin
         assert (
             config.runner_config.initial_epoch,
             origin.position.passes,
@@ -765,14 +766,13 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
     config = runner()
     counters.restore_progress(config, 10, current)
     got = config.runner_config
-    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (
-        15,
-        1,
-        1.0,
-        15,
-    )
-    # none configured, none invented
-    assert config.runner_wrapper.scale_sense is None
+    assert (
+        got.initial_step,
+        got.initial_epoch,
+        got.step_scale,
+        current.progress.origin.global_step,
+    ) == (15, 1, 1.0, 15)
+    assert config.runner_wrapper.scale_sense is None  # none configured, none invented
 
 
 def test_counters_at_another_global_batch_size(tmp_path, current):
@@ -780,12 +780,12 @@ def test_counters_at_another_global_batch_size(tmp_path, current):
     config = runner(batch=16)
     counters.restore_progress(config, 5, current)
     got = config.runner_config
-    assert (got.initial_step, got.initial_epoch, got.step_scale, current.progress.global_step) == (
-        10,
-        2,
-        0.5,
-        10,
-    )
+    assert (
+        got.initial_step,
+        got.initial_epoch,
+        got.step_scale,
+        current.progress.origin.global_step,
+    ) == (10, 2, 0.5, 10)
 
 
 def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
@@ -895,7 +895,7 @@ def load_shard(net, current, storage=STORAGE):
 def test_every_value_is_restored_and_global_step_is_scaled(tmp_path, current, dtype):
     saved_network(tmp_path, network(1.7, dtype))
     job_start.select_checkpoint(config_of(tmp_path), current)
-    current.progress.global_step = 3
+    current.progress.origin = replace(resume_progress.START, global_step=3)
     net, expected = network(0.0, dtype), network(1.7, dtype)
     load_shard(net, current)
     found = {p.name: p.asnumpy() for p in net.get_parameters()}
@@ -966,7 +966,7 @@ def test_regions_into_a_real_network(tmp_path, current):
         use_parallel=False,
     )
     job_start.select_checkpoint(config, current)
-    current.progress.global_step = 3
+    current.progress.origin = replace(resume_progress.START, global_step=3)
     net = network(0.0)
     graph_load.load_resume(config, SimpleNamespace(_train_network=net), None, current)
     found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))

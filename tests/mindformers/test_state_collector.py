@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from mindresume.mindformers import network_state
-from mindresume.mindformers.state_collector import StateCollector
+from mindresume.mindformers.training_saves import StateCollector
 
 
 def test_layouts_are_computed_again_only_after_a_change(monkeypatch):

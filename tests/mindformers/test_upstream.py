@@ -3,8 +3,6 @@ fit is reported at once."""
 
 import ast
 import functools
-import inspect
-import re
 import subprocess
 import sys
 import types
@@ -124,7 +122,7 @@ def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
         symbol.name
         for profile in upstream.PROFILES
         for symbol in profile.symbols
-        if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)
+        if symbol.is_wrapped
     }
     assert wrapped == set(patches.WRAPPERS)
 
@@ -309,31 +307,15 @@ def test_only_names_that_a_wrapper_looks_up_matter(found, compatible):
 def test_a_renamed_parameter_that_a_wrapper_passes_on_switches_nothing_off(module):
     module.get_resume_checkpoint = lambda folder, resume: None
     symbol = row("get_resume_checkpoint", "checkpoint_dir, resume")
-    assert upstream_check.require(profile_of(symbol))[0] == frozenset()
-    assert "without an effect" in upstream_check.require(profile_of(symbol))[1][-1]
+    assert upstream_check.require(profile_of(symbol), patches.WRAPPERS)[0] == frozenset()
+    assert (
+        "without an effect" in upstream_check.require(profile_of(symbol), patches.WRAPPERS)[1][-1]
+    )
     module.is_hf_checkpoint = lambda folder: None
     with pytest.raises(ConfigError, match="is_hf_checkpoint"):
-        upstream_check.require(profile_of(row("is_hf_checkpoint", "checkpoint_path")))
-
-
-def looked_up_in(wrapper):
-    """Returns the names that a wrapper looks up in the arguments of a call."""
-    return set(re.findall(r"""call(?:\[|\.get\()["'](\w+)["']""", inspect.getsource(wrapper))) - {
-        "self",
-        "cls",
-    }
-
-
-@pytest.mark.parametrize(
-    "name, wrapper", [*patches.WRAPPERS.items(), *patches.PYNATIVE_WRAPPERS.items()]
-)
-def test_the_names_that_a_wrapper_looks_up_are_in_the_table(name, wrapper):
-    if name != "CheckpointCallback":  # a class
-        # looked up with a default, which is right there
-        shared = {"load_hf_checkpoint": {"optimizer"}}
-        assert looked_up_in(wrapper) - shared.get(name, set()) == set(
-            upstream.LOOKED_UP.get(name, ())
-        ) - {"self", "cls"}
+        upstream_check.require(
+            profile_of(row("is_hf_checkpoint", "checkpoint_path")), patches.WRAPPERS
+        )
 
 
 def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monkeypatch):

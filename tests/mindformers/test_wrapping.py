@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from mindresume.mindformers.wrapping import Call, when_imported, wrapper
+from mindresume.mindformers.installation import when_imported
+from mindresume.mindformers.patches import Call, wrapper
 
 
 @pytest.fixture
@@ -103,8 +104,13 @@ def test_arguments_by_name():
 
     call = Call(function, (1,), {"more": 4})
     assert call.arguments == {"first": 1, "second": 2, "third": 3, "kwargs": {"more": 4}, "more": 4}
-    assert (call["second"], call.get("fourth", 4), call()) == (2, 4, (1, 2, 3, {"more": 4}))
+    assert (call.holder, call()) == (1, (1, 2, 3, {"more": 4}))
     assert call(third=5) == (1, 2, 5, {"more": 4})
-    assert wrapper(lambda call: call(first=7))(function)(1) == (7, 2, 3, {})
+    assert wrapper(lambda call, second, fourth=4: call(first=second + fourth))(function)(1) == (
+        6,
+        2,
+        3,
+        {},
+    )
     with pytest.raises(TypeError):
-        Call(function, (), {}).get("first")
+        wrapper(lambda call, first: first)(function)()

@@ -10,7 +10,7 @@ from mindresume.model.training_state import DataPosition, DataRequest, TrainingS
 from mindresume.resume.progress import (
     RunSettings,
     check_skip,
-    fresh_position,
+    fresh_progress,
     parse_data_request,
     resume_progress,
 )
@@ -75,7 +75,7 @@ def test_a_sink_is_not_cut():
         match="the data of step 15: it begins after 15 steps of the data set, no multiple",
     ):
         resume_progress(state(15), RunSettings(8, 10, 2))
-    for run in (resume_progress, lambda saved, new: fresh_position(new)):
+    for run in (resume_progress, lambda saved, new: fresh_progress(new)):
         with pytest.raises(
             ProgressError,
             match="data_skip_steps: it begins after 3 steps of the data set, no multiple",
@@ -332,8 +332,12 @@ def test_and_behind_steps_of_it(sink, steps):
 def test_a_run_from_its_beginning(sink, skip, first, stop):
     """Passes that are skipped completely are not part of what MindSpore builds."""
     new = RunSettings(8, 10, sink, OURS, DataRequest(False, skip), 3)
-    position, skipped, epoch = fresh_position(new)
-    assert trained(skipped, epoch, new) == (first, stop) and position.identity == OURS
+    progress = fresh_progress(new)
+    position = progress.position
+    assert (
+        trained(progress.data_skip, progress.initial_epoch, new) == (first, stop)
+        and position.identity == OURS
+    )
     assert position.declared == (f"data_skip_steps: {skip}" if skip else "")
 
 
@@ -341,11 +345,10 @@ def test_a_run_from_its_beginning(sink, skip, first, stop):
 def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
     for skip in (4, 14):
         new = RunSettings(8, 10, sink, data_request=DataRequest(False, skip), epochs=3)
-        position, skipped, epoch = fresh_position(new)
-        assert trained(skipped, epoch, new) == (4, stop) and (
-            position.passes,
-            position.samples,
-        ) == (0, 32)
+        progress = fresh_progress(new)
+        position = progress.position
+        assert trained(progress.data_skip, progress.initial_epoch, new) == (4, stop)
+        assert (position.passes, position.samples) == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -499,8 +502,8 @@ def test_a_requested_skip_counts_steps_though_the_data_set_has_items():
     assert new.skip == 8 and new.samples_at_once == 2
     progress = resume_progress(state(15, data=DataPosition(6, 0)), new)
     assert (progress.position.samples, progress.data_skip % 10) == (16, 8)
-    position, skip, _ = fresh_position(new)
-    assert (position.samples, skip) == (16, 8)
+    progress = fresh_progress(new)
+    assert (progress.position.samples, progress.data_skip) == (16, 8)
     # 12 items: more than a pass
     assert check_skip(RunSettings(8, 10, data_request=DataRequest(False, 3), item_samples=2))
 

@@ -9,13 +9,14 @@ left to mindformers.
 from __future__ import annotations
 
 import os
+from inspect import signature
 from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import FIRST_STEP
 from mindresume.errors import ConfigError
 from mindresume.events import Notice
-from mindresume.mindformers import adapter, heartbeat, training_context, training_saves
+from mindresume.mindformers import adapter, heartbeat, training_context
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.pynative.training_run import (
     COUNTER,
@@ -30,10 +31,8 @@ from mindresume.mindformers.pynative.training_run import (
     shapes_of,
     tensors_of,
 )
-from mindresume.mindformers.state_collector import loss_metric, number
-from mindresume.mindformers.wrapping import Call
+from mindresume.mindformers.training_saves import TrainingSaves, loss_metric, number
 from mindresume.model.training_state import TrainingState
-from mindresume.saving.checkpoint_manager import CheckpointManager
 from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, StepState, iteration_shard
@@ -49,16 +48,15 @@ class RunSaver:
 
     def __init__(self, asked: dict[str, Any], since: float):
         self._asked, self._since = asked, since
-        self.manager: CheckpointManager | None = None
+        self.training: TrainingSaves | None = None
         self.run: TrainingRun | None = None
         self._layouts: Layouts = {}
 
     def begin(self, run: TrainingRun, model: Any, optimizer: Any) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random
         state."""
-        if self.manager is not None and run.context.monitor is self.manager:
-            # the training begins again in its process: session and state go on
-            return
+        if self.training is not None and run.context.monitor is self.training.manager:
+            return  # the training begins again in its process: session and state go on
         context, asked = run.context, self._asked
         options = SaveOptions(
             os.path.realpath(asked["save_path"]),
@@ -72,16 +70,14 @@ class RunSaver:
             retention=policy_of(asked["save_max"], 0, context.settings.retention),
         )
         self.run = run
-        self.manager = training_saves.open_directory(context, options)
+        self.training = TrainingSaves(context, options)
+        manager = self.training.manager
         optimizer = None if asked["no_save_optim"] else optimizer
         self._layouts = layouts_of(
             model, optimizer, shapes_of(all_parameters(model, optimizer)), context
         )
-        training_saves.begin_saving(
-            self.manager, context, int(run.trainer.state.global_step), self.manager
-        )
-        self.manager.handle_preemption((), context.requests)
-        self.manager.begin_load_attempt()
+        self.training.begin(int(run.trainer.state.global_step), manager)
+        manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
 
     # ---- collecting ------------------------------------------------------------------------------
@@ -92,7 +88,7 @@ class RunSaver:
         of_model = model_parameters(objects["model"])
         of_optimizer = optimizer_parameters(optimizer, of_model)
         target, deduplicates = (
-            self.manager.target,
+            self.training.manager.target,
             bool(self._asked["remove_redundancy"]) and bool(self._layouts),
         )
         files = [tensors_of(of_model), tensors_of(of_optimizer)]
@@ -169,8 +165,10 @@ class RunCallback:
     built_in: type
 
     def __init__(self, *args: Any, **kwargs: Any):
-        asked = Call(self.built_in.__init__, (self, *args), kwargs).arguments
-        super().__init__(**{name: value for name, value in asked.items() if name != "self"})
+        bound = signature(self.built_in.__init__).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        asked = bound.arguments
+        super().__init__(*bound.args[1:], **bound.kwargs)
         self._mindresume = (
             None if asked.get("save_trainable_only") else RunSaver(asked, runtime.monotonic())
         )
@@ -202,9 +200,7 @@ class RunCallback:
         saver = self._mindresume
         if saver is None:
             super().on_step_end(args, state, **kwargs)
-        elif training_saves.end_step(
-            saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs)
-        ):
+        elif saver.training.end_step(_PyNativeState(saver, state, kwargs)):
             # the condition of the trainer's loop: a rank was asked to stop
             state.max_steps = state.global_step
 
@@ -213,9 +209,7 @@ class RunCallback:
         if saver is None:
             super().on_train_end(args, state, **kwargs)
         else:
-            training_saves.end_training(
-                saver.manager, saver.run.context, _PyNativeState(saver, state, kwargs)
-            )
+            saver.training.end(_PyNativeState(saver, state, kwargs))
 
 
 def make_callback_class(built_in: type) -> type:

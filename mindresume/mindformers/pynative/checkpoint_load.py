@@ -23,9 +23,9 @@ import numpy as np
 from mindresume.coordination.collectives import run_on_rank0
 from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
-from mindresume.events import Notice, warning
-from mindresume.mindformers import adapter, heartbeat, loading, training_saves
-from mindresume.mindformers.counters import continue_after, selected_state
+from mindresume.events import Notice
+from mindresume.mindformers import adapter, heartbeat, loading
+from mindresume.mindformers.counters import begin_fresh, continue_after, selected_state
 from mindresume.mindformers.job_start import is_pretrained, select_plan
 from mindresume.mindformers.load_request import request_of_pynative
 from mindresume.mindformers.loading import COUNTER
@@ -41,12 +41,12 @@ from mindresume.mindformers.pynative.training_run import (
     restore_parameters,
     shapes_of,
 )
-from mindresume.mindformers.training_context import RunOrigin
+from mindresume.mindformers.training_saves import restore_random
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
 from mindresume.model.training_state import DataPosition
 from mindresume.reshard.region_load import Layouts, LoadTarget
 from mindresume.resume.job_selection import SelectionRequest, caching_storage
-from mindresume.resume.progress import RunSettings, check_skip, fresh_position, parse_data_request
+from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request
 from mindresume.storage.posix import PosixStorage
 
 
@@ -121,7 +121,7 @@ def end_without_saves(run: TrainingRun) -> None:
     if context.monitor is None and context.plan.choice is not None:
         context.resources.release()
         if context.plan.resumes:
-            training_saves.restore_random(context, int(run.trainer.state.global_step))
+            restore_random(context, int(run.trainer.state.global_step))
 
 
 # ---- counters ------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def restore_counters(run: TrainingRun) -> None:
     if trainer.state.epoch_step > 0:
         # it changes between two epochs only
         trainer.state.epoch = float(progress.initial_step // trainer.state.epoch_step)
-    _set_position(run, progress.position, progress.consumed or 0, progress.initial_step)
+    _set_position(run, progress)
 
 
 def begin_data(run: TrainingRun) -> None:
@@ -177,37 +177,31 @@ def begin_data(run: TrainingRun) -> None:
     what the configuration says of its beginning was done.
 
     Raises:
-        ProgressError: As ``resume.progress.fresh_position``.
+        ProgressError: As ``resume.progress.fresh_progress``.
         ConfigError: The data set cannot skip samples.
     """
     context = run.context
     if context.plan.resumes or not run.items:
         return
-    setting = _settings(run, run.trainer.global_batch_size)
-    if sentence := check_skip(setting):
-        context.emit(warning(sentence))
-    context.progress.origin = RunOrigin(0, fresh_position(setting)[0])
-    if context.progress.origin.position.samples:
-        _set_position(run, context.progress.origin.position, 0, 0)
+    origin = begin_fresh(_settings(run, run.trainer.global_batch_size), context)
+    if origin.position.samples:
+        _set_position(run, origin)
 
 
-def _set_position(run: TrainingRun, position: DataPosition, consumed: int, step: int) -> None:
-    """Sets where the data continues, ``consumed`` samples and ``step`` steps after its beginning.
-    Raises ConfigError if the data set cannot skip samples."""
+def _set_position(run: TrainingRun, origin: ResumeProgress) -> None:
+    """Sets where the data continues. Raises ConfigError if the data set cannot skip samples."""
     trainer, dataset = run.trainer, run.trainer.train_dataset
     if run.is_balanced:
         source = getattr(trainer, "_balance_source", None)
         if source is not None:  # a rank that only receives samples has none
-            source.restore(consumed, step)
+            source.restore(origin.consumed or 0, origin.initial_step)
         return
-    run.skip = position.samples // run.item_samples
+    run.skip = origin.position.samples // run.item_samples
     if run.skip and not hasattr(dataset, "set_init_step"):
         raise ConfigError(
-            f"the training begins {position.samples} samples into a pass over the data, and the "
-            "data set, a "
-            f"{type(dataset).__name__}, has no set_init_step to skip them. Set ignore_data_skip: "
-            "True to begin at "
-            f"its first sample"
+            f"the training begins {origin.position.samples} samples into a pass over the data, "
+            f"and the data set, a {type(dataset).__name__}, has no set_init_step to skip them. Set "
+            f"ignore_data_skip: True to begin at its first sample"
         )
 
 
@@ -262,7 +256,7 @@ class PyNativeNetwork:
     def layouts(self, target: LoadTarget) -> Layouts:
         return layouts_of(self.run.trainer.model, self.optimizer, target.shapes, self.run.context)
 
-    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget, deduplicated: bool) -> None:
+    def assign(self, arrays: dict[str, np.ndarray], target: LoadTarget) -> None:
         if COUNTER in arrays:
             own = shapes_of({COUNTER: self.optimizer.parameters_dict()[COUNTER]})
             arrays[COUNTER] = arrays[COUNTER].astype(own[COUNTER][1])

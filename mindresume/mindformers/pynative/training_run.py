@@ -101,7 +101,7 @@ class TrainingRun:
         # since 2.1.0; the batch size can change in a run
         counted = getattr(self.trainer.state, "consumed_samples", None)
         samples = (
-            (step - origin.step) * self.trainer.global_batch_size
+            (step - origin.initial_step) * self.trainer.global_batch_size
             if counted is None
             else counted - origin.consumed
         )
@@ -224,8 +224,7 @@ def restore_parameters(model: Any, optimizer: Any, arrays: Mapping[str, np.ndarr
     left = set(arrays)
     for cell in cells_of(model, optimizer):
         names = left & set(cell.parameters_dict())
-        missed = adapter.load_by_name(cell, {name: arrays[name] for name in names})
-        left -= names - set(missed)
+        left -= names.difference(adapter.load_into(cell, {name: arrays[name] for name in names}))
     if left:
         raise LoadError(f"{len(left)} parameters got no value, for example {min(left)}")
 

@@ -39,9 +39,8 @@ def saver_of(rank=0, layouts=None, **asked):
     )
     saver = RunSaver({**ASKED, **asked}, time.monotonic())
     saver.run, saver._layouts = TrainingRun(trainer, {}, TrainingContext()), layouts or {}
-    saver.manager = SimpleNamespace(
-        target=SimpleNamespace(rank=rank, world_size=2 if layouts else 1, iterations=True)
-    )
+    target = SimpleNamespace(rank=rank, world_size=2 if layouts else 1, iterations=True)
+    saver.training = SimpleNamespace(manager=SimpleNamespace(target=target))
     return saver, state
 
 

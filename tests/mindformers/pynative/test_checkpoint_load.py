@@ -45,7 +45,7 @@ def test_a_checkpoint_of_mindresume(monkeypatch):
     run, trainer = restored(monkeypatch, OURS)
     assert (trainer.state.global_step, trainer.state.epoch, run.skip) == (30, 1.0, 10)
     assert not hasattr(trainer.state, "consumed_samples")
-    assert run.context.progress.global_step == 30
+    assert run.context.progress.origin.global_step == 30
     assert run.data_at(31) == (248, DataPosition(1, 88))
 
 
@@ -91,7 +91,7 @@ def test_another_batch_size_scales_step_and_optimizer(monkeypatch):
     run, trainer = restored(monkeypatch, OURS, batch=16)
     assert (
         trainer.state.global_step,
-        run.context.progress.global_step,
+        run.context.progress.origin.global_step,
         run.skip,
         trainer.state.epoch,
     ) == (15, 15, 5, 1.0)

@@ -13,7 +13,7 @@ from pynative_trainers import BuiltIn, Plain  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.mindformers import installation, upstream, upstream_check  # noqa: E402
 from mindresume.mindformers.patches import PYNATIVE_WRAPPERS as WRAPPERS  # noqa: E402
-from mindresume.mindformers.upstream import PROFILES, Kind, Profile, Symbol  # noqa: E402
+from mindresume.mindformers.upstream import PROFILES, Profile, Symbol  # noqa: E402
 
 MODULE = "pynative_trainer_of_the_test"
 
@@ -44,9 +44,7 @@ def module(monkeypatch):
 def rows(**changed):
     """The rows that are wrapped, for the module of this test. ``changed``: {name with _ for dots:
     signature}."""
-    found = [
-        symbol for symbol in PROFILES[1].pynative if symbol.kind in (Kind.WRAPPED, Kind.REPLACED)
-    ]
+    found = [symbol for symbol in PROFILES[1].pynative if symbol.is_wrapped]
     return tuple(
         Symbol(
             MODULE,
@@ -67,11 +65,8 @@ def profile(symbols):
 
 def test_every_wrapped_row_has_a_wrapper_and_every_wrapper_a_row():
     for each in PROFILES[1:]:
-        assert {
-            row.name for row in each.pynative if row.kind in (Kind.WRAPPED, Kind.REPLACED)
-        } == set(WRAPPERS), each.name
-    # 1.8.0 has no such trainer that trains
-    assert PROFILES[0].pynative == ()
+        assert {row.name for row in each.pynative if row.is_wrapped} == set(WRAPPERS), each.name
+    assert PROFILES[0].pynative == ()  # 1.8.0 has no such trainer that trains
 
 
 def test_all_wrappers_are_installed_once(module):

@@ -1,6 +1,7 @@
 """What is known of a training: configuration, items, steps and samples of its data, parameters,
 what the trainer counts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +16,10 @@ from mindresume.errors import LoadError  # noqa: E402
 from mindresume.mindformers import adapter, network_state  # noqa: E402
 from mindresume.mindformers.pynative import training_run  # noqa: E402
 from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of  # noqa: E402
-from mindresume.mindformers.training_context import RunOrigin, TrainingContext  # noqa: E402
+from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
 from mindresume.model.training_state import DataPosition  # noqa: E402
+from mindresume.resume.progress import START  # noqa: E402
 
 
 def run_of(batch=8, item=None, samples=160, consumed=None, origin=None, dataset=True, skip=0):
@@ -33,7 +35,7 @@ def run_of(batch=8, item=None, samples=160, consumed=None, origin=None, dataset=
     if item is not None:
         trainer._base_units = item
     context = TrainingContext()
-    context.progress.origin = origin or RunOrigin()
+    context.progress.origin = origin or START
     return TrainingRun(trainer, {}, context, skip)
 
 
@@ -105,9 +107,8 @@ def test_a_step_that_straddles_two_passes():
 
 
 def test_the_position_after_a_resume_counts_from_it():
-    origin = RunOrigin(
-        10, DataPosition(2, 24, first_epoch=1, declared="ignore_data_skip: True"), 500
-    )
+    position = DataPosition(2, 24, first_epoch=1, declared="ignore_data_skip: True")
+    origin = replace(START, initial_step=10, position=position, consumed=500)
     assert run_of(origin=origin).data_at(12) == (
         516,
         DataPosition(2, 40, 1, "ignore_data_skip: True"),
@@ -116,7 +117,7 @@ def test_the_position_after_a_resume_counts_from_it():
         516,
         DataPosition(2, 40, 1, "ignore_data_skip: True"),
     )
-    assert run_of(origin=RunOrigin(10, DataPosition(0, 0), None)).data_at(12) == (None, None)
+    assert run_of(origin=replace(START, initial_step=10, consumed=None)).data_at(12) == (None, None)
     assert run_of(dataset=False).data_at(12) == (None, None)
 
 
