@@ -92,8 +92,7 @@ class Ours:
     def prove(self, root: str) -> None:
         """The files of the source ranks that fall to this one."""
         from mindresume.formats.scan import scan
-        from mindresume.resume.choice import VerifiedShard
-        from mindresume.resume.verifier import Verifier
+        from mindresume.resume.verifier import VerifiedShard, Verifier
         from mindresume.storage.posix import PosixStorage
 
         storage = PosixStorage()

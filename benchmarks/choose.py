@@ -124,7 +124,7 @@ class Bench:
             return message["candidate"]["step"]
 
         def select() -> int:
-            policy = SelectionPolicy(world, ranks_to_verify=lambda group, candidate: [0])
+            policy = SelectionPolicy(world)
             return select_checkpoint(PosixStorage(), root, SingleProcess(), policy).chosen.step
 
         def mindformers() -> int:

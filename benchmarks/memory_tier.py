@@ -37,8 +37,7 @@ from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers.loading import read_shard
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.verifier import Verifier
+from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.shard_writer import Save, SaveTarget, rank_shard, write_shard
 from mindresume.settings import MemoryTierSettings, Settings

@@ -34,8 +34,7 @@ from mindresume.formats.records import scan_records
 from mindresume.mindformers.network_state import deferred
 from mindresume.model.manifest import FORMATS
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.verifier import Verifier
+from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.posix import PosixStorage
 

@@ -132,7 +132,7 @@ def _files_of_saves(disk: Disk) -> Iterator[tuple[tuple[str, int], list[str]]]:
         base = folder.rpartition(f"/{FOLDER}/")[0]
         paths = [path, f"{folder}/{MANIFEST}", f"{base}/{COMMON}", f"{base}/{METADATA}"]
         try:
-            record = read_record(io.BytesIO(file.data if file.written is None else file.written))[0]
+            record = read_record(io.BytesIO(file.data if file.written is None else file.written))
             paths += [f"{base}/{row.path}" for row in record.files]
         except RecordError:
             pass  # torn by a power loss: no save

@@ -29,8 +29,7 @@ from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, ReadHold, open_checkpoint
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.candidates import list_checkpoints, verify_checkpoints
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.selection import select_checkpoint
@@ -277,7 +276,7 @@ def read(sim: Simulation, pause: float = 0.8) -> None:
                 storage,
                 training.root,
                 SingleProcess(),
-                SelectionPolicy(training.ranks, named, ranks_to_verify=every_rank),
+                SelectionPolicy(training.ranks, named, every_rank=True),
             )
         except MissingCheckpointError:
             continue  # it was pruned meanwhile

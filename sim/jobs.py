@@ -27,7 +27,7 @@ from mindresume.fault_injection.journal import (
     save_order,
     wrong_content,
 )
-from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.checkpoint_manager import CheckpointManager

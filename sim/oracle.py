@@ -38,7 +38,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt
 from mindresume.resume.candidates import COMPLETE, damaged_metadata_files, list_checkpoints
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import load_attempts, suspicion
@@ -204,7 +204,7 @@ def _inspect(
             ranks = None if training.allow_reshard else training.ranks
             policy = SelectionPolicy(
                 ranks,
-                ranks_to_verify=every_rank,
+                every_rank=True,
                 unhealthy=frozenset() if training.health_monitored else None,
                 max_failed_loads=training.settings.max_failed_loads,
             )

@@ -63,7 +63,7 @@ def records(run: Run, number: int | None = None) -> dict[int, Record]:
     for attempt in sorted((run.checkpoints / FOLDER).iterdir()):
         if parse_attempt(attempt.name) and (attempt / MANIFEST).exists():
             with open(attempt / record_name(0), "rb") as file:
-                record = read_record(file)[0]
+                record = read_record(file)
             if number is None or int(record.run.split("-")[0]) == number:
                 found[record.state.step] = record
     return found

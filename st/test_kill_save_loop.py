@@ -32,8 +32,7 @@ from mindresume.model.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
@@ -201,7 +200,7 @@ class KilledRun:
         for path in self.files():
             if path.parent.parent.name == FOLDER and record_rank(path.name) is not None:
                 with open(path, "rb") as file:
-                    record = read_record(file)[0]
+                    record = read_record(file)
                 records[record.files[0].path] = record.files[0]
         for path in self.files():
             if path.suffix not in WEIGHTS or path.name.startswith("."):

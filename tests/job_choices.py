@@ -6,7 +6,7 @@ from rank_folders import STORAGE
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import ignore
-from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import preview_selection, select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 
@@ -27,12 +27,11 @@ def choose(
 ):
     """Returns the choice of a job. Each rank of ``group`` verifies the files of all ranks, with
     ``is_own`` its own file."""
-    verified = own_rank if is_own else every_rank
     return select_checkpoint(
         storage,
         str(root),
         group,
-        SelectionPolicy(world, requested, ranks_to_verify=verified, **policy),
+        SelectionPolicy(world, requested, every_rank=not is_own, **policy),
         sources,
         emit,
     )
@@ -41,7 +40,7 @@ def choose(
 def foresee(root, storage=STORAGE, sources=None, **policy):
     """Returns what ``which`` finds for a job."""
     return preview_selection(
-        storage, str(root), SelectionPolicy(ranks_to_verify=every_rank, **policy), sources
+        storage, str(root), SelectionPolicy(every_rank=True, **policy), sources
     )
 
 

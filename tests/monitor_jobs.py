@@ -23,7 +23,7 @@ from mindspore import nn
 import mindresume.plugin  # noqa: F401  registers ours
 from mindresume.formats.scan import scan
 from mindresume.mindformers import training_context
-from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import Choice
 from mindresume.settings import Settings
 
 PER_EPOCH = 10

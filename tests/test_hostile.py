@@ -60,9 +60,9 @@ from mindresume.model.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import list_checkpoints
-from mindresume.resume.eligible import SelectionPolicy, every_rank, unhealthy_files
+from mindresume.resume.eligible import SelectionPolicy, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
@@ -359,8 +359,7 @@ def test_a_manifest_that_no_rank_can_have_written(keys, value, says):
 @cases(details_cases)
 def test_details_that_no_rank_can_have_written(keys, value, says):
     content = resealed(RECORD, None, setting(*keys, value=value))
-    # the head is that of a good record
-    assert read_record(io.BytesIO(content))[0].rank == 1
+    assert read_record(io.BytesIO(content)).rank == 1  # the head is that of a good record
     refused(read_details, content, says)
 
 
@@ -584,7 +583,7 @@ def put_file(root, content, rank=1, name=None, details=None):
 def choose(root, world=WORLD):
     with within(5):
         return select_checkpoint(
-            STORAGE, str(root), SingleProcess(), SelectionPolicy(world, ranks_to_verify=every_rank)
+            STORAGE, str(root), SingleProcess(), SelectionPolicy(world, every_rank=True)
         )
 
 
@@ -942,13 +941,13 @@ def test_a_small_file_of_any_size_and_depth_costs_nothing(root, name, fill):
     (root / "rank_1" / path_of(root, 20, 1, 1).name).unlink()
     fill(root / name)
     with within(5):
-        list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
+        list_checkpoints(STORAGE, str(root), StrategyLookup(STORAGE))
         choice = select_checkpoint(
             STORAGE,
             str(root),
             SingleProcess(),
-            SelectionPolicy(WORLD, ranks_to_verify=every_rank, max_failed_loads=2),
-            CheckpointSources(strategy_lookup(STORAGE)),
+            SelectionPolicy(WORLD, every_rank=True, max_failed_loads=2),
+            CheckpointSources(StrategyLookup(STORAGE)),
         )
         assert read_locks(CheckpointDir(STORAGE, str(root))) is not None
     assert choice.chosen.step == NEW
@@ -1143,9 +1142,9 @@ def test_any_altered_record_is_read_or_refused(change, change_details, part):
     content = resealed(
         RECORD, change if part != "details" else None, change_details if part != "head" else None
     )
-    for read in (read_record, read_details):
+    for read in (read_record, lambda file: read_details(file)[0]):
         try:
-            record, _ = read(io.BytesIO(content))
+            record = read(io.BytesIO(content))
         except RecordError as error:
             assert len(str(error)) < 1200
         else:

@@ -42,8 +42,7 @@ from mindresume.formats.rank_folders import META, FileName, folder_name, free_su
 from mindresume.formats.records import find_attempts, scan_records
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, record_name
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
@@ -223,7 +222,7 @@ class Training(RuleBasedStateMachine):
                 STORAGE,
                 self.root,
                 group,
-                SelectionPolicy(world, ranks_to_verify=every_rank if group.size == 1 else own_rank),
+                SelectionPolicy(world, every_rank=group.size == 1),
             )
         except NoUsableCheckpointError as error:
             return error
@@ -641,7 +640,7 @@ def test_one_altered_label_does_not_complete_an_incomplete_save(tmp_path, fmt):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2, fmt=fmt)
         os.remove(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(rank))
-    policy = SelectionPolicy(2, ranks_to_verify=every_rank)
+    policy = SelectionPolicy(2, every_rank=True)
     assert select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), policy).is_fresh_start
     path = path_of(tmp_path, 5, 0, fmt=fmt)
     flip_bit(path, path.read_bytes().index(b"mindresume") + 1)
@@ -651,7 +650,7 @@ def test_one_altered_label_does_not_complete_an_incomplete_save(tmp_path, fmt):
                 STORAGE,
                 str(tmp_path),
                 SingleProcess(),
-                SelectionPolicy(2, ranks_to_verify=every_rank),
+                SelectionPolicy(2, every_rank=True),
             ).chosen
             is None
         )

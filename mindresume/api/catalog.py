@@ -52,10 +52,10 @@ from mindresume.formats import (
     steps_text,
 )
 from mindresume.formats.records import scan_records
-from mindresume.formats.scan import is_consolidated, locate
+from mindresume.formats.scan import CONSOLIDATED, kind_of, locate
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
-from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import (
     WHOLE,
     CheckpointStatus,
@@ -64,8 +64,7 @@ from mindresume.resume.candidates import (
     verify_checkpoints,
     world_size_notes,
 )
-from mindresume.resume.choice import describe_candidate, read_size
-from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, every_rank
+from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, describe_candidate, read_size
 from mindresume.resume.selection import preview_selection
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.memory_tier.directory import find_tier
@@ -280,10 +279,10 @@ class Catalog:
             world_size,
             name,
             FULL if verify else QUICK,
-            every_rank,
+            True,
             max_failed_loads=Settings.load().max_failed_loads,
         )
-        strategy_of = strategy_lookup(self._storage)
+        strategy_of = StrategyLookup(self._storage)
         sources = CheckpointSources(
             strategy_of, ConsolidatedSource(SingleProcess(), verify, resume=True), memory={}
         )
@@ -295,7 +294,7 @@ class Catalog:
             local = info_of(
                 found.directory, status_of_candidate(found, preview.node_local, strategy_of)
             )
-        location = _Location(preview.place, is_consolidated(self._storage, preview.place))
+        location = _Location(preview.place, kind_of(self._storage, preview.place) in CONSOLIDATED)
         return Selection(
             root,
             self._checkpoint(location, root, chosen) if chosen else None,
@@ -410,7 +409,7 @@ class Catalog:
 
     def _locate(self) -> _Location:
         path = locate(self._storage, self.path)
-        return _Location(path, is_consolidated(self._storage, path))
+        return _Location(path, kind_of(self._storage, path) in CONSOLIDATED)
 
     def _scan(
         self, location: _Location, step: int | None = None
@@ -423,7 +422,7 @@ class Catalog:
         found, _ = find_candidates(self._storage, location.path)
         if found.fresh_start_refusal:
             raise MissingCheckpointError(found.fresh_start_refusal)
-        strategy_of = strategy_lookup(self._storage)
+        strategy_of = StrategyLookup(self._storage)
         return found, (
             status_of_candidate(found, candidate, strategy_of, self.world_size)
             for candidate in found.candidates
@@ -441,7 +440,7 @@ class Catalog:
     def _in_memory(self, tier: CheckpointDir) -> tuple[CheckpointStatus, ...]:
         """Returns a row for each save in memory."""
         found = Scan(tier, tuple(scan_records(tier)[0]) if tier.root else ())
-        strategy_of = strategy_lookup(self._storage)
+        strategy_of = StrategyLookup(self._storage)
         return tuple(
             status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates
         )

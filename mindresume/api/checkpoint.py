@@ -23,7 +23,7 @@ from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.events.emitter import texts_into
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
-from mindresume.formats.scan import is_root, locate
+from mindresume.formats.scan import ROOT, kind_of, locate
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.geometry import Region, whole
 from mindresume.reshard.open_checkpoint import (
@@ -301,7 +301,7 @@ def is_strategy(storage: Storage, path: str) -> bool:
     names = [path]
     if status is not None and status.is_folder:
         names = sorted(storage.list(path))
-        if is_root(storage, path) or any(name.endswith(".safetensors") for name in names):
+        if kind_of(storage, path) == ROOT or any(name.endswith(".safetensors") for name in names):
             return False
         names = [os.path.join(path, name) for name in names if not name.startswith(".")]
     for name in sorted(names, key=lambda name: name.endswith(".json")):

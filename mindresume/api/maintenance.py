@@ -28,12 +28,12 @@ from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.iterations import parse_weight_file
 from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
-from mindresume.formats.scan import JOB_FOLDERS, is_consolidated, locate, scan
+from mindresume.formats.scan import CONSOLIDATED, JOB_FOLDERS, kind_of, locate, scan
 from mindresume.formats.weight_files import file_sizes
 from mindresume.model.manifest import FOLDER, TRASH, FileRecord, parse_attempt, strip_trash
-from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import list_checkpoints
-from mindresume.resume.choice import read_size
+from mindresume.resume.eligible import read_size
 from mindresume.resume.memory_source import DiskCopy
 from mindresume.resume.scrub import DAMAGED, UNREADABLE, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.verifier import Verifier
@@ -333,12 +333,12 @@ def scrub(
         raise ConfigError("scrub: remote is given without repair; set repair, or leave out remote")
     started, storage = runtime.monotonic(), PosixStorage()
     place = locate(storage, existing(path))
-    if is_consolidated(storage, place):
+    if kind_of(storage, place) in CONSOLIDATED:
         raise ConfigError(
             f"{place} holds merged weights, which have no records; mindresume verify reads every "
             "byte of them"
         )
-    found, rows = list_checkpoints(storage, place, strategy_lookup(storage))
+    found, rows = list_checkpoints(storage, place, StrategyLookup(storage))
     wanted = [row for row in rows if step is None or row.candidate.step == step]
     if step is not None and not wanted:
         raise MissingCheckpointError(f"{found.root} has no step {step}")

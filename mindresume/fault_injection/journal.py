@@ -30,8 +30,7 @@ from mindresume.formats.records import scan_records
 from mindresume.model.layout import TensorLayout
 from mindresume.model.manifest import FOLDER, attempt_name, parse_attempt, run_sequence
 from mindresume.model.training_state import TrainingState
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.shard_writer import SaveTarget, Shard, iteration_shard, rank_shard
 from mindresume.tensor_files import read_header, read_tensor
@@ -136,7 +135,7 @@ def select(directory: CheckpointDir, ranks: int) -> Choice:
         directory.storage,
         directory.root,
         SingleProcess(),
-        SelectionPolicy(ranks, ranks_to_verify=every_rank),
+        SelectionPolicy(ranks, every_rank=True),
     )
 
 

@@ -31,8 +31,7 @@ from mindresume.formats.metadata import read_metadata
 from mindresume.formats.rank_folders import META, folder_name
 from mindresume.formats.records import scan_records
 from mindresume.resume.candidates import damaged_metadata_files
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
+from mindresume.resume.eligible import Choice, SelectionPolicy, check_files, eligible
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder

@@ -243,9 +243,11 @@ class Scan:
         candidates: newest first.
         notes: for the log: what was found and ignored.
         exists: whether the directory exists.
-        expected_ranks: estimate of the ranks of the job, from the strategy folder beside it or the
-            rank folders; None if unknown.
+        expected_ranks: if mindformers saved in rank folders, an estimate of the ranks of the job,
+            from the strategy folder beside it or the rank folders; None if unknown.
         expected_source: the source of that estimate.
+        has_load_attempts: there are files of load attempts beside the records
+            (``saving.crash_loop``).
         fresh_start_refusal: if no candidate was ever complete, why no training may begin in this
             directory nevertheless; empty if one may.
     """
@@ -256,6 +258,7 @@ class Scan:
     exists: bool = True
     expected_ranks: int | None = None
     expected_source: str = ""
+    has_load_attempts: bool = False
     fresh_start_refusal: str = ""
 
     @property

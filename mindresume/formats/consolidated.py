@@ -25,7 +25,14 @@ from typing import Any
 
 from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats import CheckpointDir
-from mindresume.formats.scan import part_of_ranks, tensor_files
+from mindresume.formats.scan import (
+    MISSING,
+    OF_RANKS,
+    OTHER_FILE,
+    WEIGHT_FILE,
+    kind_of,
+    tensor_files,
+)
 from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FORMATS, FileRecord
@@ -86,29 +93,24 @@ def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
         CorruptFileError: A file is missing or damaged, index and files contradict each other, or a
             tensor occurs twice. Names file and tensor.
     """
-    status = storage.status(path)
-    if status is None:
+    what = kind_of(storage, path)
+    if what == MISSING:
         raise ConfigError(
             f"{path}: no such file or folder; give a folder of consolidated weights, or one file"
         )
-    if part_of_ranks(storage, path, status.is_folder):
+    if what in OF_RANKS:
         raise ConfigError(
             f"{path}: expected consolidated weights, found files of ranks, which may be sharded; "
             "give the folder "
             f"that holds the rank folders, to resume from it"
         )
-    if not status.is_folder:
-        if not tensor_files([os.path.basename(path)]):
-            raise ConfigError(
-                f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}"
-            )
-        return _read(
-            CheckpointDir(storage, os.path.dirname(path) or "."),
-            [os.path.basename(path)],
-            None,
-            FILE,
-            [],
+    if what == OTHER_FILE:
+        raise ConfigError(
+            f"{path}: expected a folder, or a file with extension {' or '.join(FORMATS)}"
         )
+    if what == WEIGHT_FILE:
+        folder, name = os.path.split(path)
+        return _read(CheckpointDir(storage, folder or "."), [name], None, FILE, [])
     names = storage.list(path)
     index, kind, notes = _index_of(CheckpointDir(storage, path), names)
     files = tensor_files(names)

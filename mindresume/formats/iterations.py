@@ -43,7 +43,6 @@ from mindresume.formats.weight_files import existing, state_from_scalars
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.interface import Storage
 from mindresume.tensor_files.header import parse_object
 from mindresume.typed import is_count, is_number
 
@@ -217,16 +216,6 @@ def parse_tracker(data: bytes) -> int | str:
 def intent_name(step: int) -> str:
     """Returns the name of the file that announces a change of the tracker to ``step``."""
     return f"tracker-{step:010d}"
-
-
-def is_iteration(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is one iteration folder, under any name. A renamed one that only
-    mindformers wrote is recognised by its files."""
-    if parse_iteration(os.path.basename(os.path.abspath(path))) is not None:
-        status = storage.status(path)
-        return status is not None and status.is_folder
-    names = storage.list(path)
-    return (COMMON in names or FOLDER in names) and any(map(parse_weight_file, names))
 
 
 # ---- scanning ------------------------------------------------------------------------------------

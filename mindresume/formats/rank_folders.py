@@ -37,10 +37,10 @@ from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import (
     FOLDER,
     FORMATS,
+    RUN,
     FileRecord,
     attempt_name,
     attempts,
-    is_run,
     run_sequence,
     strip_trash,
 )
@@ -56,7 +56,7 @@ _NAME = re.compile(
     r"\.(?P<format>ckpt|safetensors)"
 )
 _FOLDER = re.compile(r"rank_(\d+)")
-_LABEL = re.compile(r"([^ ]+) ([0-9]{1,18})")
+_LABEL = re.compile(rf"({RUN}) ([0-9]{{1,18}})")
 _META_LIMIT = 1 << 16  # bytes
 _STRATEGY = re.compile(r".*_rank_(\d+)\.(?:ckpt|json)")
 
@@ -153,7 +153,7 @@ def parse_label(header: Header) -> tuple[str, int] | None:
     """Returns the (run, step) in a file's label; None without a label, or for one that mindresume
     cannot have written."""
     found = _LABEL.fullmatch(header.metadata.get(LABEL, ""))
-    return (found[1], int(found[2])) if found and is_run(found[1]) else None
+    return (found[1], int(found[2])) if found else None
 
 
 # ---- scan ----------------------------------------------------------------------------------------

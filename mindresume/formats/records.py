@@ -333,39 +333,21 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
     """Makes a candidate of a save without a readable manifest. It is complete if the records of all
     its ranks exist and agree; where nodes share no disk, of all ranks that saved here."""
     step, run, content = attempt.step, attempt.run, attempt.content
-    records: dict[int, Record] = {}
-    checksums: dict[int, str] = {}
-    problem, last = None, EMERGENCY in content
+    last = EMERGENCY in content
     named = {rank for rank in map(record_rank, content) if rank is not None}
-    for rank, found in _read_heads(storage, path, sorted(named), brief and not last):
-        if isinstance(found, Exception):
-            problem = problem or Refusal(
-                step,
-                f"the record of rank {rank} cannot be read: {found}",
-                rank=rank,
-                is_unreadable=may_pass(found),
-            )
-            continue
-        records[rank], checksums[rank] = found
-        if (records[rank].run, records[rank].state.step, records[rank].rank) != (run, step, rank):
-            problem = problem or Refusal(
-                step, f"the record of rank {rank} is of another run, step or rank", rank=rank
-            )
-        lowest = next(iter(records.values()))  # they are read in order of rank
-        if records[rank].world_size != lowest.world_size:
-            problem = problem or Refusal(
-                step,
-                f"the record of rank {rank} is of a job of {records[rank].world_size} ranks, that "
-                f"of rank {lowest.rank} of {lowest.world_size}",
-                rank=rank,
-            )
+    rows = _read_records(storage, path, sorted(named), brief and not last)
+    records = {rank: row for rank, row in rows.items() if isinstance(row, Record)}
+    first = next(iter(records.values()), None)
+    problem = next(
+        (wrong for rank, row in rows.items() if (wrong := _wrong(attempt, rank, row, first))), None
+    )
     world = max((record.world_size for record in records.values()), default=0)
     deduplicated = any(record.deduplicated for record in records.values())
     missing = [rank for rank in range(world) if rank not in named]
     # a phrase for a slice that no remaining rank of a failing job wrote in its last save; empty:
     # none
     gap = None
-    if last and problem is None and missing and records:
+    if last and problem is None and missing:
         files = [
             [file.path for file in records[rank].files] if rank in records else []
             for rank in range(world)
@@ -396,51 +378,74 @@ def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = F
             + (f"; {gap}" if gap else ""),
             rank=missing[0] if missing else None,
         )
-    first = records.get(0) or next(iter(records.values()), None)
-    return Candidate(
+    candidate = Candidate(
         step,
         OURS,
-        first.files[0].format if first else "",
-        {rank: r.files for rank, r in records.items()},
+        "",
+        {rank: record.files for rank, record in records.items()},
         world,
-        first.state if first else None,
-        run,
-        path,
+        run=run,
+        records_dir=path,
         order=(run_sequence(run), step, 0.0),
         maybe_completed=not certain or MANIFEST in content,
         problem=problem,
-        saved_at=first.saved_at if first else None,
-        epoch=first.state.epoch if first else None,
-        records=tuple(checksums[rank] for rank in sorted(checksums))
+        records=tuple(record.checksum for record in records.values())
         if complete and not missing
         else (),
         deduplicated=deduplicated,
         missing_ranks=tuple(missing) if complete else (),
         local_ranks=local_ranks if complete else (),
-        lineage=first.lineage if first else "",
+    )
+    if first is None:
+        return candidate
+    return replace(
+        candidate,
+        format=first.files[0].format,
+        state=first.state,
+        saved_at=first.saved_at,
+        epoch=first.state.epoch,
+        lineage=first.lineage,
     )
 
 
-def _read_heads(
+def _wrong(
+    attempt: Attempt, rank: int, row: Record | Exception, first: Record | None
+) -> Refusal | None:
+    """Returns why the record of ``rank``, or the error of reading it, prevents the use of the save;
+    None if it does not. ``first``: the record of the lowest rank."""
+    if isinstance(row, Exception):
+        reason = f"the record of rank {rank} cannot be read: {row}"
+    elif (row.run, row.state.step, row.rank) != (attempt.run, attempt.step, rank):
+        reason = f"the record of rank {rank} is of another run, step or rank"
+    elif first is not None and row.world_size != first.world_size:
+        reason = (
+            f"the record of rank {rank} is of a job of {row.world_size} ranks, that of rank "
+            f"{first.rank} of {first.world_size}"
+        )
+    else:
+        return None
+    error = row if isinstance(row, Exception) else None
+    return Refusal(attempt.step, reason, rank=rank, is_unreadable=may_pass(error))
+
+
+def _read_records(
     storage: Storage, path: str, ranks: list[int], brief: bool
-) -> list[tuple[int, tuple[Record, str] | Exception]]:
-    """Returns for each of ``ranks`` the rank and its record with checksum, or the error that
-    prevents reading it. ``brief``: only up to the first readable record, if that proves the save
-    incomplete."""
-    read, heads = partial(_read_head, storage, path), []
-    if brief:
-        for rank in ranks:
-            found = read(rank)
-            heads.append(found)
-            if not isinstance(found, Exception):
-                if len(ranks) < (len(found[0].local_ranks) or found[0].world_size):
-                    ranks = ranks[: len(heads)]
-                break
-    heads += parallel(storage, read, ranks[len(heads) :])
-    return list(zip(ranks, heads, strict=True))
+) -> dict[int, Record | Exception]:
+    """Returns for each of ``ranks`` its record, or the error that prevents reading it. ``brief``:
+    only up to the first readable record, if that proves the save incomplete."""
+    rows: dict[int, Record | Exception] = {}
+    for rank in ranks if brief else ():
+        row = rows[rank] = _read_record(storage, path, rank)
+        if isinstance(row, Record):
+            if len(ranks) < (len(row.local_ranks) or row.world_size):
+                return rows
+            break
+    others = ranks[len(rows) :]
+    read = partial(_read_record, storage, path)
+    return rows | dict(zip(others, parallel(storage, read, others), strict=True))
 
 
-def _read_head(storage: Storage, path: str, rank: int) -> tuple[Record, str] | Exception:
+def _read_record(storage: Storage, path: str, rank: int) -> Record | Exception:
     try:
         with storage.open(os.path.join(path, record_name(rank))) as file:
             return read_record(file)

@@ -21,11 +21,11 @@ from contextlib import suppress
 from operator import attrgetter
 
 from mindresume.errors import MissingCheckpointError
-from mindresume.formats import Candidate, CheckpointDir, Scan, unlisted_candidate
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Scan, unlisted_candidate
 from mindresume.formats.iterations import (
+    COMMON,
     TRACKER,
     candidate_without_records,
-    is_iteration,
     parse_iteration,
     parse_weight_file,
     scan_iterations,
@@ -34,7 +34,7 @@ from mindresume.formats.iterations import (
 from mindresume.formats.rank_folders import META, expected_ranks, folder_rank, scan_rank_folders
 from mindresume.formats.records import attempts_within, find_attempts, scan_records
 from mindresume.formatting import listed
-from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, is_probe
+from mindresume.model.manifest import FOLDER, FORMATS, LOAD_ATTEMPTS, MANIFEST, is_probe
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
 
@@ -52,16 +52,6 @@ _OF_A_JOB = re.compile(
 )
 # temporary files of MindSpore
 _UNFINISHED = re.compile(r".*\.tmp|tmp[0-9a-z_]{8}|.*graph\.meta|.*_breakpoint\.ckpt")
-
-
-def is_root(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` holds rank folders, iteration folders, a tracker, or records."""
-    return any(
-        folder_rank(name) is not None
-        or parse_iteration(name) is not None
-        or name in (FOLDER, TRACKER)
-        for name in storage.list(path)
-    ) and not is_iteration(storage, path)
 
 
 def scan(directory: CheckpointDir) -> Scan:
@@ -92,15 +82,17 @@ def scan(directory: CheckpointDir) -> Scan:
     in_iterations, second = scan_iterations(
         directory, top, attempted or [], [c for c in ours if c.iteration_dir]
     )
-    expected, source = expected_ranks(directory, top)
-    found = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
+    newer, older = sorted((in_iterations, in_ranks), key=_newest, reverse=True)
+    is_foreign = any(candidate.origin == MINDFORMERS for candidate in hidden + in_ranks)
+    expected, source = expected_ranks(directory, top) if is_foreign else (None, "")
     return Scan(
         directory,
-        tuple(hidden + found[0] + found[1]),
+        tuple(hidden + newer + older),
         tuple(notes + first + second),
         status is not None,
         expected,
         source,
+        any(name.startswith(LOAD_ATTEMPTS) for name in attempted or ()),
     )
 
 
@@ -124,28 +116,48 @@ def scan_one(storage: Storage, path: str) -> Scan:
     return Scan(directory, tuple(candidate for candidate in found if candidate), tuple(notes))
 
 
-# ---- consolidated weights, and parts of a checkpoint ---------------------------------------------
+# ---- what a path is ------------------------------------------------------------------------------
+
+MISSING, OTHER_FILE, WEIGHT_FILE, PART = "missing", "file", "weight file", "file of a rank"
+FOLDER_OF_RANK, ITERATION, ROOT = "rank folder", "iteration folder", "checkpoint directory"
+WEIGHT_FOLDER, OTHER = "weight folder", "other folder"
+CONSOLIDATED = (WEIGHT_FILE, WEIGHT_FOLDER)  # their tensors are not sharded
+NO_FOLDER = (MISSING, OTHER_FILE, WEIGHT_FILE, PART)
+OF_RANKS = (PART, FOLDER_OF_RANK, ITERATION, ROOT)  # theirs may be
 
 
-def is_consolidated(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is one tensor file, or a folder with tensor files directly inside,
-    but not files of ranks, which may be sharded."""
-    status = storage.status(path)
-    if status is None or part_of_ranks(storage, path, status.is_folder):
-        return False
-    return bool(tensor_files(storage.list(path) if status.is_folder else [os.path.basename(path)]))
+def kind_of(storage: Storage, path: str) -> str:
+    """Returns what ``path`` is, by its name and the names in it.
 
-
-def part_of_ranks(storage: Storage, path: str, is_folder: bool) -> bool:
-    """Returns whether ``path`` holds rank folders, or is a rank folder, an iteration folder, or a
-    file in one of these."""
-    here = os.path.abspath(path)
-    own = here if is_folder else os.path.dirname(here)
-    if folder_rank(os.path.basename(own)) is not None or is_folder and is_root(storage, path):
-        return True
-    return (is_folder or parse_weight_file(os.path.basename(here)) is not None) and is_iteration(
-        storage, own
-    )
+    PART: a file in a rank folder, or a weight file in an iteration folder. WEIGHT_FILE: another
+    tensor file. OTHER_FILE: another file. ITERATION: one iteration folder, under any name; a
+    renamed one that only mindformers wrote is recognised by its files. ROOT: it holds rank folders,
+    iteration folders, a tracker, or records. WEIGHT_FOLDER: tensor files lie directly inside.
+    """
+    here, status = os.path.abspath(path), storage.status(path)
+    folder, name = os.path.split(here)
+    if status is None:
+        return MISSING
+    if not status.is_folder:
+        is_part = folder_rank(os.path.basename(folder)) is not None or (
+            parse_weight_file(name) is not None and kind_of(storage, folder) == ITERATION
+        )
+        return PART if is_part else WEIGHT_FILE if tensor_files([name]) else OTHER_FILE
+    if folder_rank(name) is not None:
+        return FOLDER_OF_RANK
+    if parse_iteration(name) is not None:
+        return ITERATION
+    names = storage.list(path)
+    if (COMMON in names or FOLDER in names) and any(map(parse_weight_file, names)):
+        return ITERATION
+    if any(
+        folder_rank(name) is not None
+        or parse_iteration(name) is not None
+        or name in (FOLDER, TRACKER)
+        for name in names
+    ):
+        return ROOT
+    return WEIGHT_FOLDER if tensor_files(names) else OTHER
 
 
 def tensor_files(names: Iterable[str]) -> list[str]:
@@ -168,41 +180,34 @@ def locate(storage: Storage, path: str) -> str:
 
 
 def find(storage: Storage, path: str) -> str | None:
-    """Returns ``path`` if it holds checkpoints, else the only checkpoint directory below it, else
-    None. Raises MissingCheckpointError, which names them, if there are several."""
-    status = storage.status(path)
-    if status is None:
+    """Returns ``path`` if it holds checkpoints that a training can resume from, or is a checkpoint
+    or a part of one; else the only folder below it that holds some, else None. The folder in which
+    the job saves precedes all others. Raises MissingCheckpointError, which names them, if there are
+    several others."""
+    kind = kind_of(storage, path)
+    if kind == MISSING:
         return None
-    if not status.is_folder or _is_checkpoint(storage, path) or _has_checkpoint(storage, path):
+    if kind not in (ROOT, OTHER) or _has_checkpoint(storage, path, kind):
         return path
-    return below(storage, path) or None
-
-
-def below(storage: Storage, path: str) -> str:
-    """Returns the only folder below ``path`` with checkpoints that a training can resume from;
-    empty if there is none. The folder in which the job saves precedes all others. Raises
-    MissingCheckpointError, which names them, if there are several others."""
-    if _is_checkpoint(storage, path):
-        return ""
-    for inner in JOB_FOLDERS:
-        if _has_checkpoint(storage, os.path.join(path, inner)):
-            return os.path.join(path, inner)
+    for inner in (os.path.join(path, name) for name in JOB_FOLDERS):
+        if _has_checkpoint(storage, inner, kind_of(storage, inner)):
+            return inner
     found = []
-    for folder in _folders(storage, path)[0]:
+    for folder, kind in _folders(storage, path)[0]:
         # a folder that cannot be listed matters only without others: see ``fresh_start_refusal``
         with suppress(OSError):
-            if _has_checkpoint(storage, folder):
+            if _has_checkpoint(storage, folder, kind):
                 found.append(folder)
     if len(found) > 1:
         raise MissingCheckpointError(
             f"{path} holds no checkpoints itself, but several folders below do: {listed(found)}. "
             f"Give one of them"
         )
-    return found[0] if found else ""
+    return found[0] if found else None
 
 
 def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool) -> str:
-    """Returns why no training may start afresh in ``path``, in which neither a scan nor ``below``
+    """Returns why no training may start afresh in ``path``, in which neither a scan nor ``find``
     found a checkpoint, in sentences. Empty if a training may: the folder is empty, or holds only
     traces of first starts and of saves that never completed.
 
@@ -224,10 +229,11 @@ def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool)
         return ""
     folders, unlisted = _folders(storage, path)
     weights = []
-    for folder in (path, *folders):
-        names, problem = _names(storage, folder)
-        weights += [folder] if any(map(_is_tensor_file, names)) else []
-        unlisted += [problem] if problem else []
+    for folder in (path, *(folder for folder, _ in folders)):
+        try:
+            weights += [folder] if any(map(_is_tensor_file, storage.list(folder))) else []
+        except OSError as error:
+            unlisted.append(_unlisted(folder, error))
     if unlisted:
         return (
             f"{path} holds no visible checkpoint, and {listed(unlisted, 3)}, so whether there is "
@@ -267,7 +273,11 @@ def _unexpected_names(storage: Storage, path: str) -> list[str]:
     # killed before it knew whether it may save here.
     if saved is not None and not (saved and all(map(is_probe, saved))):
         return []
-    if CHECKPOINT in names and _is_folder(storage, inner) and not _unexpected_names(storage, inner):
+    if (
+        CHECKPOINT in names
+        and kind_of(storage, inner) not in NO_FOLDER
+        and not _unexpected_names(storage, inner)
+    ):
         return []
     ranks = [name for name in names if folder_rank(name) is not None]
     unexpected = [
@@ -290,35 +300,23 @@ def _unexpected_names(storage: Storage, path: str) -> list[str]:
     ]
 
 
-def _is_checkpoint(storage: Storage, path: str) -> bool:
-    """Returns whether ``path`` is itself one checkpoint or a part of one; folders below it are then
-    not considered."""
-    own = os.path.basename(os.path.abspath(path))
-    return (
-        folder_rank(own) is not None
-        or is_iteration(storage, path)
-        or is_consolidated(storage, path)
-    )
-
-
-def _has_checkpoint(storage: Storage, path: str) -> bool:
-    """Returns whether a checkpoint was, or may have been, complete directly in ``path``."""
-    if is_iteration(storage, path):
-        return True
-    if not is_root(storage, path):
-        return False
+def _has_checkpoint(storage: Storage, path: str, kind: str) -> bool:
+    """Returns whether a checkpoint was, or may have been, complete directly in ``path``. ``kind``:
+    what it is."""
+    if kind != ROOT:
+        return kind == ITERATION
     names = storage.list(path)
-    ranks = [name for name in names if folder_rank(name) is not None]
+    ranks = [os.path.join(path, name) for name in names if folder_rank(name) is not None]
     if (
         FOLDER not in names
         and ranks
         and not any(parse_iteration(name) is not None for name in names)
     ):
-        found = (_names(storage, os.path.join(path, name)) for name in ranks)
-        # no record tells of unlisted ones
-        return any(problem or any(map(_is_tensor_file, inner)) for inner, problem in found)
-    # the scan tells what it means that records cannot be listed
-    with suppress(OSError):
+        try:
+            return any(_is_tensor_file(name) for rank in ranks for name in storage.list(rank))
+        except OSError:  # no record tells of unlisted ones
+            return True
+    with suppress(OSError):  # the scan tells what it means that records cannot be listed
         if any(
             MANIFEST in attempt.content
             for attempt in find_attempts(CheckpointDir(storage, path), top=names)
@@ -330,56 +328,47 @@ def _has_checkpoint(storage: Storage, path: str) -> bool:
     )
 
 
-def _folders(storage: Storage, path: str) -> tuple[list[str], list[str]]:
-    """Returns the folders below ``path`` that may hold checkpoints, level by level, only a part of
-    a large tree; and a phrase for each folder that cannot be listed."""
-    found: list[str] = []
+def _folders(storage: Storage, path: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Returns the folders below ``path`` that may hold checkpoints, and what each is, level by
+    level, only a part of a large tree; and a phrase for each folder that cannot be listed."""
+    found: list[tuple[str, str]] = []
     unlisted: list[str] = []
-    level, left = [path], _MOST
+    level, room = [path], _MOST
     for _ in range(_DEPTH):
-        below_level = []
+        inner_level = []
         for folder in level:
+            try:
+                there = storage.list(folder)
+            except OSError as error:
+                unlisted.append(_unlisted(folder, error))
+                continue
             names = [
                 name
-                for name in _names(storage, folder)[0]
+                for name in there
                 if not _is_system(name)
                 and folder_rank(name) is None
                 and parse_iteration(name) is None
                 and not _OF_A_JOB.fullmatch(name)
                 and not _is_tensor_file(name)
-            ]
-            names = names[: min(_WIDTH, left)]
-            left -= len(names)
+            ][: min(_WIDTH, room)]
+            room -= len(names)
             for inner in (os.path.join(folder, name) for name in names):
-                problem = _names(storage, inner)[1]
-                if problem:
-                    unlisted.append(problem)
-                elif _is_folder(storage, inner):
-                    below_level.append(inner)
-        found += below_level
-        level = [folder for folder in below_level if _may_contain_more(storage, folder)]
+                try:
+                    kind = kind_of(storage, inner)
+                    if kind == MISSING:
+                        storage.list(inner)  # raises for a link to itself
+                except OSError as error:
+                    unlisted.append(_unlisted(inner, error))
+                    continue
+                if kind not in NO_FOLDER:
+                    found.append((inner, kind))
+                    inner_level += [inner] if kind == OTHER else []
+        level = inner_level
     return found, unlisted
 
 
-def _may_contain_more(storage: Storage, folder: str) -> bool:
-    """Returns whether there may be checkpoint directories below ``folder``."""
-    try:
-        return not _is_checkpoint(storage, folder) and not is_root(storage, folder)
-    except OSError:
-        return False
-
-
-def _names(storage: Storage, folder: str) -> tuple[list[str], str]:
-    """Returns the names in ``folder``, or none and a phrase if it cannot be listed."""
-    try:
-        return storage.list(folder), ""
-    except OSError as error:
-        return [], f"{folder} cannot be listed: {error.strerror or error}"
-
-
-def _is_folder(storage: Storage, path: str) -> bool:
-    status = storage.status(path)
-    return status is not None and status.is_folder
+def _unlisted(folder: str, error: OSError) -> str:
+    return f"{folder} cannot be listed: {error.strerror or error}"
 
 
 def _is_system(name: str) -> bool:

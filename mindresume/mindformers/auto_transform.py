@@ -52,8 +52,7 @@ from mindresume.reshard.open_checkpoint import (
     with_world_size,
 )
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.storage.interface import Storage
 

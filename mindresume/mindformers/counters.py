@@ -11,7 +11,7 @@ from mindresume.formats.rank_folders import parse_name
 from mindresume.mindformers.training_context import RunProgress, TrainingContext
 from mindresume.model.training_state import SKIP_KEY, TrainingState
 from mindresume.reshard.open_checkpoint import state_of
-from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import Choice
 from mindresume.resume.progress import (
     ResumeProgress,
     RunSettings,

@@ -22,7 +22,7 @@ from mindresume.coordination.collectives import Watchdog, gather_results, run_on
 from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.formats.iterations import COMMON
-from mindresume.formats.scan import is_consolidated, is_root
+from mindresume.formats.scan import CONSOLIDATED, ROOT, kind_of
 from mindresume.mindformers import adapter, modelarts, upstream, upstream_check
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED, prepare
 from mindresume.mindformers.load_request import (
@@ -34,7 +34,7 @@ from mindresume.mindformers.load_request import (
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.huggingface import CONFIG
-from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.dataset_fingerprint import dataset_identity
 from mindresume.resume.job_selection import (
     CheckpointSelector,
@@ -139,7 +139,7 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
     split = (
         not request.converts
         and group.size > 1
-        and any(gather_results(group, partial(is_root, storage, path)))
+        and ROOT in gather_results(group, partial(kind_of, storage, path))
         and shared_groups_of(
             storage, path, group, context.resources.topology, context.emit
         ).is_split
@@ -274,7 +274,10 @@ def _folder_with_common(root: str, iteration_dir: str) -> str:
 def is_pretrained(storage: Storage, path: str) -> bool:
     """Returns whether ``path`` is a Hugging Face folder: consolidated weights with the
     configuration of the model beside them."""
-    return storage.status(os.path.join(path, CONFIG)) is not None and is_consolidated(storage, path)
+    return (
+        storage.status(os.path.join(path, CONFIG)) is not None
+        and kind_of(storage, path) in CONSOLIDATED
+    )
 
 
 # ---- what mindformers clears ---------------------------------------------------------------------
@@ -325,7 +328,7 @@ def select_plan(
     )
     request = replace(request, output_dir=adapter.output_root() if resume and has_monitor else None)
     sources = CheckpointSources(
-        strategy_lookup(storage, config.get("src_strategy_path_or_dir") or None),
+        StrategyLookup(storage, config.get("src_strategy_path_or_dir") or None),
         consolidated,
         saved_to=modelarts.checkpoint_roots(config) if resume else (),
         remote=resources.remote,

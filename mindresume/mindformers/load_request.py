@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import ConfigError
-from mindresume.formats.scan import is_consolidated
+from mindresume.formats.scan import CONSOLIDATED, kind_of
 from mindresume.mindformers import adapter
 from mindresume.storage.posix import PosixStorage
 
@@ -75,7 +75,7 @@ def request_of_weights(config: Any, task: str) -> LoadRequest:
     elif (
         not path
         and (pretrained := config.get("pretrained_model_dir"))
-        and is_consolidated(PosixStorage(), str(pretrained))
+        and kind_of(PosixStorage(), str(pretrained)) in CONSOLIDATED
     ):
         # mindformers trainer.py:_try_use_pretrained_model_dir_as_ckpt
         path = pretrained

@@ -45,7 +45,8 @@ from mindresume.reshard.region_load import (
     read_regions,
     wanted_regions,
 )
-from mindresume.resume.choice import Choice, VerifiedShard
+from mindresume.resume.eligible import Choice
+from mindresume.resume.verifier import VerifiedShard
 from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import array_checksum, read_header, read_tensor

@@ -50,10 +50,11 @@ from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.model.training_state import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.resume.choice import Choice, VerifiedShard
+from mindresume.resume.eligible import Choice
 from mindresume.resume.job_selection import LostWork, own_shard
 from mindresume.resume.memory_source import write_selected
 from mindresume.resume.progress import START, ResumeProgress, SummaryRow
+from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints

@@ -40,6 +40,8 @@ MANIFEST = "manifest.json"
 SCRUB_RESULT = "scrub.json"
 # file beside the records: ranks of this job were lost, and the others saved their state
 EMERGENCY = "emergency"
+# name prefix of a file that counts the loads of a checkpoint (saving/crash_loop.py)
+LOAD_ATTEMPTS = "trial-"
 # name prefix of an attempt folder that is being removed, which is no checkpoint any more
 TRASH = "trash-"
 # name prefix of a short-lived file that tests the folder, or which ranks see it
@@ -48,8 +50,9 @@ MAX_SEQUENCE = 10**18 - 1  # of a run
 # Accepts only the leading zeros that the writers below produce: else an attempt could have two
 # folders, and a rank two records.
 _SEQUENCE = r"(?:[0-9]{4}|[1-9][0-9]{4,17})"
+RUN = rf"{_SEQUENCE}-[0-9a-f]{{8}}"  # the id of a run
 _RUN = re.compile(rf"({_SEQUENCE})-[0-9a-f]{{8}}")
-_ATTEMPT = re.compile(rf"step-([0-9]{{10}}|[1-9][0-9]{{10,17}})-run-({_SEQUENCE}-[0-9a-f]{{8}})")
+_ATTEMPT = re.compile(rf"step-([0-9]{{10}}|[1-9][0-9]{{10,17}})-run-({RUN})")
 _RECORD = re.compile(r"rank_([0-9]{5}|[1-9][0-9]{5,17})\.json")
 
 
@@ -337,6 +340,7 @@ class Record:
         lineage: id of the run that began this training; empty if unknown.
         local_ranks: where nodes share no disk, the ranks that see this rank's folder; else empty.
         details: checksum of the line with its details; None before it was read.
+        checksum: of its head line; empty before it was read.
     """
 
     run: Run
@@ -349,6 +353,7 @@ class Record:
     lineage: Run = ""
     local_ranks: tuple[int, ...] = field(default=(), metadata={"key": "part"})
     details: str | None = field(default=None, compare=False, repr=False)
+    checksum: str = field(default="", compare=False, repr=False)
 
     def encode(self, details: Details) -> bytes:
         """Returns the content of the record file."""
@@ -402,24 +407,24 @@ def _with_ranks(head: dict[str, Any]) -> dict[str, Any]:
     return {**head, **ranks}
 
 
-def read_record(file: BinaryIO) -> tuple[Record, str]:
-    """Returns the head of a record and the checksum of its head line. Raises RecordError if it is
-    torn, altered or of another kind, or a field is missing or wrong."""
+def read_record(file: BinaryIO) -> Record:
+    """Returns the head of a record. Raises RecordError if it is torn, altered or of another
+    kind, or a field is missing or wrong."""
     head, checksum = read_head(file, "record")
-    record = decode(Record, _with_ranks(head), "record")
+    record = decode(Record, {**_with_ranks(head), "checksum": checksum}, "record")
     if record.rank not in (record.local_ranks or range(record.world_size)):
         raise RecordError(
             f"rank is {record.rank}, expected one of {listed(record.local_ranks)} and below "
             f"{record.world_size}"
         )
     _check_files([(record.rank, record.files)])
-    return record, checksum
+    return record
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
     """Returns a record and its details. Raises RecordError if either is torn, altered or of another
     kind, and if the shape of a tensor does not fit its layout."""
-    record, _ = read_record(file)
+    record = read_record(file)
     value = _read_line(
         file, "record", DETAILS_LIMIT, record.details, "the list of tensors is truncated or altered"
     )
@@ -519,17 +524,15 @@ class Manifest:
     lineage: Run = ""
 
     @classmethod
-    def from_records(
-        cls, records: Sequence[tuple[Record, str]], local_ranks: tuple[int, ...] = ()
-    ) -> Manifest:
-        """Makes a manifest from ``records`` with the checksums of their heads, in order of rank.
-        ``local_ranks``: the ranks concerned, () for all."""
-        first = records[0][0]
+    def from_records(cls, records: Sequence[Record], local_ranks: tuple[int, ...] = ()) -> Manifest:
+        """Makes a manifest from ``records`` that were read, in order of rank. ``local_ranks``: the
+        ranks concerned, () for all."""
+        first = records[0]
         # Under pipeline parallelism only the last stage has the loss; of several values, the lowest
         # rank's counts.
         metrics = {
             name: value
-            for record, _ in reversed(records)
+            for record in reversed(records)
             for name, value in record.state.metrics.items()
         }
         state = replace(first.state, metrics=dict(sorted(metrics.items())))
@@ -537,11 +540,11 @@ class Manifest:
             first.run,
             first.world_size,
             state,
-            max(record.saved_at for record, _ in records),
-            tuple(record.files for record, _ in records),
-            tuple(checksum for _, checksum in records),
+            max(record.saved_at for record in records),
+            tuple(record.files for record in records),
+            tuple(record.checksum for record in records),
             (),
-            deduplicated=any(record.deduplicated for record, _ in records),
+            deduplicated=any(record.deduplicated for record in records),
             local_ranks=local_ranks,
             lineage=first.lineage,
         )

@@ -41,7 +41,7 @@ from mindresume.report.event_log import (
 from mindresume.report.log_parser import LogFile, find_logs, merged
 from mindresume.report.phrases import Phrase, phrase
 from mindresume.report.runs import RunAttempt, attempts_of, with_losses, with_outcome
-from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import COMPLETE, list_checkpoints, size_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -90,7 +90,7 @@ class CheckpointState:
 def read_checkpoint_state(directory: CheckpointDir) -> CheckpointState:
     """Returns the checkpoints, newest first, in the order in which a resume tries them."""
     found, seen = list_checkpoints(
-        directory.storage, directory.root, strategy_lookup(directory.storage)
+        directory.storage, directory.root, StrategyLookup(directory.storage)
     )
     rows = [
         StoredCheckpoint(

@@ -25,7 +25,7 @@ from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.region_load import check_tensors
 from mindresume.resume.candidates import CheckpointStatus
-from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import Choice
 from mindresume.resume.verifier import OnBytesRead
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import damaged_tensors, file_checksum, read_header

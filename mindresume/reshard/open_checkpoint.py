@@ -30,7 +30,7 @@ from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal, steps_text
 from mindresume.formats.consolidated import FILE
 from mindresume.formats.rank_folders import FileName, parse_name
-from mindresume.formats.scan import is_consolidated
+from mindresume.formats.scan import CONSOLIDATED, kind_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import state_from_scalars
 from mindresume.formatting import ranks_count
@@ -171,7 +171,7 @@ def open_checkpoint(
     Raises:
         MissingCheckpointError, NoUsableCheckpointError, StrategyError, CorruptFileError, LoadError.
     """
-    if is_consolidated(storage, path):
+    if kind_of(storage, path) in CONSOLIDATED:
         if strategy is not None:
             raise ConfigError(
                 f"{path} holds consolidated weights, which have no layout; remove the strategy "

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -129,32 +128,26 @@ def strategy_of(weights: CheckpointView, size: int, is_shared: bool = True) -> S
     return Strategy(tuple(stages), weights.name)
 
 
-def strategy_lookup(
-    storage: Storage, given: str | None = None
-) -> Callable[[str, Candidate], Strategy | None]:
-    """Returns a function that maps (root, candidate) to the strategy of the job that saved it, as
-    ``strategy_for``; None if it is not known or cannot be read. The function reads each folder
-    once: make a new one when the files may have changed."""
-    return partial(_look_up, storage, given, {})
+@dataclass(frozen=True)
+class StrategyLookup:
+    """Finds the strategies of the jobs that saved, as ``strategy_for``. It reads each folder once:
+    make a new one when the files may have changed."""
 
+    storage: Storage
+    given: str | None = None
+    _known: dict[str, Strategy | None] = field(default_factory=dict)
 
-def _look_up(
-    storage: Storage,
-    given: str | None,
-    known: dict[str, Strategy | None],
-    root: str,
-    candidate: Candidate,
-) -> Strategy | None:
-    try:
-        path = _find_strategy(CheckpointDir(storage, root), candidate, given)
-    except OSError:
-        return None
-    if path is not None and path not in known:
-        try:
-            known[path] = read_strategy(path, storage)
-        except (StrategyError, OSError):
-            known[path] = None
-    return None if path is None else known[path]
+    def __call__(self, root: str, candidate: Candidate) -> Strategy | None:
+        """Returns the strategy of the job that saved a candidate; None if it is not known or cannot
+        be read."""
+        path = None
+        with suppress(OSError):
+            path = _find_strategy(CheckpointDir(self.storage, root), candidate, self.given)
+        if path is not None and path not in self._known:
+            self._known[path] = None
+            with suppress(StrategyError, OSError):
+                self._known[path] = read_strategy(path, self.storage)
+        return self._known.get(path or "")
 
 
 def set_aside(

@@ -45,8 +45,7 @@ from mindresume.model.manifest import (
     record_name,
 )
 from mindresume.resume.candidates import is_requested
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import check_files, eligible, none_usable
+from mindresume.resume.eligible import Choice, check_files, eligible, none_usable
 from mindresume.resume.sources import Job, drop_cached_files
 from mindresume.saving import iteration_publisher
 from mindresume.saving.crash_loop import failed_loads_by_key, suspicion

@@ -23,10 +23,8 @@ from mindresume.formats.iterations import (
     COMMON,
     METADATA,
     common_from_state,
-    is_iteration,
     load_common,
     parse_iteration,
-    parse_weight_file,
 )
 from mindresume.formats.metadata import (
     encode_metadata,
@@ -36,7 +34,17 @@ from mindresume.formats.metadata import (
 )
 from mindresume.formats.rank_folders import folder_rank, name_for_rank
 from mindresume.formats.records import RecordFolder
-from mindresume.formats.scan import below, fresh_start_refusal, scan, scan_one
+from mindresume.formats.scan import (
+    ITERATION,
+    MISSING,
+    NO_FOLDER,
+    PART,
+    find,
+    fresh_start_refusal,
+    kind_of,
+    scan,
+    scan_one,
+)
 from mindresume.formats.weight_files import (
     existing,
     file_sizes,
@@ -71,11 +79,11 @@ def find_candidates(
             ``path`` hold checkpoints.
         ConfigError: ``path`` is a file of another kind.
     """
-    status = storage.status(path)
-    if status is not None and not status.is_folder:
+    kind = kind_of(storage, path)
+    if kind in NO_FOLDER and kind != MISSING:
         return _of_file(storage, path, world_size), True
     path = path.rstrip("/") or path
-    if is_iteration(storage, path):
+    if kind == ITERATION:
         return scan_one(storage, path), True
     root = (
         os.path.dirname(os.path.abspath(path))
@@ -93,8 +101,8 @@ def find_candidates(
             )
         )
     if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
-        inner = below(storage, path)
-        if inner:
+        inner = find(storage, path)
+        if inner not in (None, path):
             found, is_explicit = find_candidates(storage, inner, requested, world_size)
             notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)
             return replace(found, notes=notes), is_explicit
@@ -139,7 +147,7 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     folder, name = os.path.split(os.path.abspath(path))
     if folder_rank(os.path.basename(folder)) is not None:
         return find_candidates(storage, os.path.dirname(folder), name)[0]
-    if parse_weight_file(name) is not None and is_iteration(storage, folder):
+    if kind_of(storage, path) == PART:
         return scan_one(storage, folder)
     if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
         raise ConfigError(

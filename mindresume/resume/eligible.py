@@ -1,19 +1,28 @@
-"""The policy of a selection, and the rule by which it refuses a candidate before its contents are
-read."""
+"""The policy of a selection, the rule by which it refuses a candidate before its contents are read,
+and its result."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mindresume.coordination.collectives import Group
-from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal
+from mindresume.formats import (
+    MERGED,
+    MINDFORMERS,
+    Candidate,
+    CheckpointDir,
+    Refusal,
+    missing_ranks_text,
+)
 from mindresume.formats.weight_files import file_sizes, is_weights_only, known_damage
 from mindresume.formatting import listed, ranks_count
+from mindresume.model.manifest import FileRecord
+from mindresume.model.training_state import TrainingState
 from mindresume.resume.replicas import replica_files
-from mindresume.resume.verifier import stored_slices, wrong_size
+from mindresume.resume.verifier import VerifiedShard, stored_slices, wrong_size
 from mindresume.saving.crash_loop import FailedLoad, suspicion
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import publish_json, read_bytes
@@ -24,23 +33,6 @@ NONE_HEALTHY = "The training has no healthy checkpoints yet, please start traini
 UNHEALTHY = "it was unhealthy when it was saved"
 # verification levels: every byte; only names, sizes and headers
 FULL, QUICK = "full", "quick"
-RanksToVerify = Callable[[Group, Candidate], Sequence[int]]
-
-
-def own_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns the rank of this process: the job has as many ranks as the checkpoint, and each
-    verifies what it loads."""
-    return [group.rank]
-
-
-def every_rank(group: Group, candidate: Candidate) -> Sequence[int]:
-    """Returns this process's share of all ranks of the checkpoint; a single process verifies all of
-    them.
-
-    Checkpoints of mindformers keep their counters only in the files, so each process also verifies
-    the first rank of them."""
-    own = [rank for rank in candidate.files if rank % group.size == group.rank]
-    return own if candidate.state else sorted({min(candidate.files), *own})
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,8 @@ class SelectionPolicy:
             NAME``). Nothing else is considered, and health and failed loads are ignored. None: the
             newest usable checkpoint.
         verify: FULL or QUICK.
-        ranks_to_verify: which ranks of the checkpoint this process verifies.
+        every_rank: the processes together verify the files of all ranks; False: each those of its
+            own rank, which it loads.
         any_layout: the checkpoint may be loaded in another layout, so a single file counts as
             consolidated weights.
         unhealthy: names of files that mindformers' health monitor found unhealthy. They are
@@ -69,7 +62,7 @@ class SelectionPolicy:
     world_size: int | None = None
     requested: str | None = None
     verify: str = FULL
-    ranks_to_verify: RanksToVerify = own_rank
+    every_rank: bool = False
     any_layout: bool = False
     unhealthy: Collection[str] | None = None
     max_failed_loads: int = 0
@@ -79,6 +72,15 @@ class SelectionPolicy:
     def verifies_bytes(self) -> bool:
         """Whether every byte is read and compared with its checksum."""
         return self.verify == FULL
+
+    def ranks_to_verify(self, group: Group, candidate: Candidate) -> Sequence[int]:
+        """Returns the ranks of the checkpoint whose files this process verifies. Checkpoints of
+        mindformers keep their counters only in the files, so each process also verifies the first
+        rank of them."""
+        if not self.every_rank:
+            return [group.rank]
+        own = [rank for rank in candidate.files if rank % group.size == group.rank]
+        return own if candidate.state else sorted({min(candidate.files), *own})
 
 
 def eligible(
@@ -100,7 +102,7 @@ def eligible(
         policy.require_counters or not is_weights_only(candidate)
     ):
         return candidate.problem
-    if damage := known_damage(directory, candidate):
+    if candidate.has_scrub_result and (damage := known_damage(directory, candidate)):
         return damage
     if is_explicit:
         return None
@@ -222,6 +224,102 @@ def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None
             more[0],
         )
     return None
+
+
+# ---- the result ----------------------------------------------------------------------------------
+
+
+def read_size(candidate: Candidate, ranks: Iterable[int]) -> int:
+    """Returns the size of the files that ``Verifier`` reads for these ranks, in bytes."""
+    return sum(file.size or 0 for rank in ranks for file in candidate.files.get(rank, ()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The result of a selection.
+
+    Args:
+        chosen: the checkpoint to resume from; None: there is none.
+        refused: every newer candidate (every candidate, if none is chosen) with its reason, newest
+            first.
+        notes: sentences for the log: what was found and ignored.
+        is_fresh_start: no save was ever complete there, so a fresh start loses nothing.
+        shards: the files that this process verified, by rank of the checkpoint.
+        root: the folder to which the paths of ``chosen`` are relative.
+        bytes_verified: every byte was verified; False: only sizes and headers.
+        warnings: sentences on defects of the chosen checkpoint that do not prevent its use.
+        consolidated: these are consolidated weights, which have no layout of their own.
+        directory: the checkpoint directory of the training, if ``root`` is its tier in memory; else
+            empty.
+    """
+
+    chosen: Candidate | None
+    refused: tuple[Refusal, ...]
+    notes: tuple[str, ...]
+    is_fresh_start: bool
+    shards: tuple[VerifiedShard, ...] = ()
+    root: str = ""
+    bytes_verified: bool = True
+    warnings: tuple[str, ...] = ()
+    consolidated: bool = False
+    directory: str = ""
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the checkpoint lies in a tier in memory."""
+        return bool(self.directory)
+
+    @property
+    def checkpoint_dir(self) -> str:
+        """The checkpoint directory on disk."""
+        return self.directory or self.root
+
+
+def describe_candidate(candidate: Candidate, bytes_verified: bool = True) -> str:
+    """Returns a phrase for people: the first file, who wrote it, and what was verified
+    (``bytes_verified``: every byte)."""
+    first = candidate.iteration_dir or (candidate.first.path if candidate.first else "no file")
+    lost = f"; {text}" if (text := missing_ranks_text(candidate)) else ""
+    if candidate.origin == MINDFORMERS:
+        return (
+            f"{first}, written by mindformers without records: sizes and headers are checked, not "
+            f"every byte{lost}"
+        )
+    checked = "every byte" if bytes_verified else "sizes and headers"
+    if candidate.origin == MERGED:
+        return (
+            f"{first}, consolidated weights that mindresume wrote, {checked} of the tensors checked"
+        )
+    saved_by = ranks_count(candidate.world_size)
+    return f"{first}, run {candidate.run}, {saved_by}, {checked} checked{lost}"
+
+
+def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
+    """Returns the JSON object of a candidate without a problem."""
+    return {
+        **vars(candidate),
+        "problem": None,
+        "state": candidate.state.to_json() if candidate.state else None,
+        "files": [[rank, *files] for rank, files in candidate.files.items()],
+    }
+
+
+def candidate_from_json(value: dict[str, Any]) -> Candidate:
+    """Returns the candidate of ``candidate_to_json``."""
+    return Candidate(
+        **{
+            **value,
+            "files": {
+                rank: tuple(FileRecord(*row) for row in rows) for rank, *rows in value["files"]
+            },
+            "metadata_files": tuple(FileRecord(*row) for row in value["metadata_files"]),
+            **{
+                name: tuple(value[name])
+                for name in ("order", "missing_ranks", "local_ranks", "records")
+            },
+            "state": TrainingState.from_json(value["state"]) if value["state"] else None,
+        }
+    )
 
 
 # ---- mindformers' health monitor -----------------------------------------------------------------

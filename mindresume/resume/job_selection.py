@@ -54,10 +54,10 @@ from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir
 from mindresume.formats.scan import find as find_checkpoints
 from mindresume.model.manifest import FOLDER, attempts
-from mindresume.resume.choice import Choice, VerifiedShard, describe_candidate
-from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank, unhealthy_files
+from mindresume.resume.eligible import Choice, SelectionPolicy, describe_candidate, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources, drop_cached_files
+from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
@@ -178,7 +178,7 @@ class CheckpointSelector:
             None if any_layout else group.size,
             requested,
             self.settings.verify,
-            every_rank if any_layout else own_rank,
+            any_layout,
             any_layout,
             unhealthy,
             self.settings.max_failed_loads,

@@ -57,8 +57,7 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.resume.candidates import find_candidates
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import check_files, eligible
+from mindresume.resume.eligible import Choice, check_files, eligible
 from mindresume.resume.sources import Job, drop_cached_files, verify_on_all_ranks
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import failed_loads_by_key, key_of

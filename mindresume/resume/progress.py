@@ -48,8 +48,8 @@ from mindresume.model.training_state import (
     DataRequest,
     TrainingState,
 )
-from mindresume.resume.choice import Choice
 from mindresume.resume.dataset_fingerprint import dataset_differences
+from mindresume.resume.eligible import Choice
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,6 @@ from mindresume.model.manifest import (
     FileRecord,
     TensorRecord,
     read_details,
-    read_record,
     record_name,
     record_rank,
 )
@@ -256,9 +255,8 @@ class Repair:
             data = self.bucket.record(candidate.name, rank)
         except RemoteError as error:
             return str(error)
-        _, checksum = read_record(io.BytesIO(data))
-        read_details(io.BytesIO(data))
-        if checksum != candidate.records[sorted(candidate.files).index(rank)]:
+        record, _ = read_details(io.BytesIO(data))
+        if record.checksum != candidate.records[sorted(candidate.files).index(rank)]:
             return f"{self.bucket.url} holds another record"
         publish(storage, os.path.join(folder, record_name(rank)), [data], self.tag)
         storage.copy_owner(folder, os.path.join(folder, record_name(rank)))

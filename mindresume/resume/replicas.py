@@ -23,7 +23,6 @@ from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import Details, FileRecord, TensorRecord
-from mindresume.resume.choice import ShardSource
 from mindresume.storage.operations import error_text
 from mindresume.tensor_files.header import TensorEntry
 
@@ -34,6 +33,14 @@ StrategyOf = Callable[[str, Candidate], Strategy | None]
 def unknown_strategy(root: str, candidate: Candidate) -> Strategy | None:
     """Returns None: the ``StrategyOf`` of a job without strategy files."""
     return None
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """Tensors to read from one file. ``names`` None: all of them."""
+
+    file: FileRecord
+    names: tuple[str, ...] | None = None
 
 
 def complete_missing_ranks(

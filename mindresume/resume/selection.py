@@ -18,11 +18,10 @@ from mindresume.errors import CollectiveError, NoUsableCheckpointError, Unusable
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
-from mindresume.formats.scan import is_consolidated, locate
+from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, kind_of
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_checkpoints
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf
 from mindresume.resume.sources import (
@@ -150,7 +149,7 @@ def preview_selection(
 
     Args:
         path: any folder or file that ``load_checkpoint`` may name.
-        policy: ``ranks_to_verify`` should be ``every_rank``.
+        policy: with ``every_rank``.
     """
     sources, place, root, local = (
         replace(sources or CheckpointSources(), is_preview=True),
@@ -160,7 +159,7 @@ def preview_selection(
     )
     failure: UnusableCheckpointError
     try:
-        place = locate(storage, path)
+        place = find(storage, path) or path
         sources = replace(sources, saved_to={os.path.realpath(place)})
         choice = select_checkpoint(
             storage, place, SingleProcess(), policy, sources, progress=progress
@@ -210,11 +209,5 @@ def newest_node_local(
 def selects_consolidated(storage: Storage, path: str, any_layout: bool) -> bool:
     """Returns whether ``path`` holds consolidated weights: a folder of them, or one file if any
     layout may be loaded."""
-    if not is_consolidated(storage, path):
-        return False
-    if any_layout:
-        return True
-    with suppress(OSError, ValueError):
-        status = storage.status(path)
-        return status is not None and status.is_folder
-    return False
+    kind = kind_of(storage, path)
+    return kind == WEIGHT_FOLDER or any_layout and kind == WEIGHT_FILE

@@ -22,7 +22,7 @@ from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import Emit, ignore
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import Candidate, CheckpointDir, Refusal, Scan
+from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.rank_folders import folder_rank, parse_name
 from mindresume.formats.scan import CHECKPOINT
 from mindresume.formats.weight_files import is_weights_only
@@ -33,22 +33,19 @@ from mindresume.resume.candidates import (
     replica_warning,
     world_size_notes,
 )
-from mindresume.resume.choice import (
-    Choice,
-    VerifiedShard,
-    candidate_from_json,
-    candidate_to_json,
-    read_size,
-)
 from mindresume.resume.eligible import (
     UNHEALTHY,
+    Choice,
     SelectionPolicy,
+    candidate_from_json,
+    candidate_to_json,
     check_files,
     eligible,
     none_usable,
+    read_size,
 )
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unknown_strategy
-from mindresume.resume.verifier import Verifier
+from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, warning
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Storage
@@ -318,7 +315,7 @@ class SharedDisk:
                     "notes": [],
                 }
             self.queue = list(self.scan.candidates)
-            if policy.max_failed_loads and not self.is_explicit:
+            if policy.max_failed_loads and self.scan.has_load_attempts and not self.is_explicit:
                 self.failed_loads = failed_loads_by_key(self.scan.directory)
         scan, end, text, candidate = self.scan, "", "", None
         self.refused += refusals[:1]
@@ -369,7 +366,7 @@ class SharedDisk:
         if not policy.require_counters and is_weights_only(candidate):
             candidate = replace(candidate, problem=None)
         ranks = policy.world_size
-        if not (self.is_explicit and len(candidate.files) == 1):
+        if candidate.origin == MINDFORMERS and not (self.is_explicit and len(candidate.files) == 1):
             candidate, ranks = complete_missing_ranks(
                 scan.directory, candidate, self.job.sources.strategy_of, ranks, scan.expected_ranks
             )

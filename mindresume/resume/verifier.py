@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from typing import Any
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, RecordError
@@ -39,12 +39,16 @@ from mindresume.model.manifest import (
     TensorRecord,
     attempts,
     read_details,
-    read_record,
     record_name,
 )
-from mindresume.model.training_state import is_transient
-from mindresume.resume.choice import ShardSource, VerifiedShard
-from mindresume.resume.replicas import StrategyDetails, holder_of, replica_files, replica_sources
+from mindresume.model.training_state import TrainingState, is_transient
+from mindresume.resume.replicas import (
+    ShardSource,
+    StrategyDetails,
+    holder_of,
+    replica_files,
+    replica_sources,
+)
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import (
     Header,
@@ -60,6 +64,35 @@ OnBytesRead = Callable[[int], None]  # bytes read since the last call
 
 def ignore_bytes(count: int) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class VerifiedShard:
+    """The verified files of one rank of the checkpoint.
+
+    Args:
+        sources: its own files, or replicas of their tensors on other ranks where its own are
+            missing.
+        state: training state; None for files without records.
+        details: checksums and random state; None for files without records.
+        scalars: counters that were read from files without records.
+    """
+
+    rank: int
+    sources: tuple[ShardSource, ...]
+    state: TrainingState | None = None
+    details: Details | None = None
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+
+    def missing_files(self, candidate: Candidate) -> list[tuple[int, str]]:
+        """Returns (rank, path) of each of its files that is missing, and whose tensors are read
+        from replicas."""
+        there = {source.file.path for source in self.sources}
+        return [
+            (self.rank, file.path)
+            for file in candidate.files.get(self.rank, ())
+            if file.path not in there
+        ]
 
 
 @dataclass
@@ -309,8 +342,6 @@ class Verifier:
         with self.directory.storage.open(
             os.path.join(candidate.records_dir or "", record_name(rank))
         ) as opened:
-            _, checksum = read_record(opened)
-            opened.seek(0)
             record, details = read_details(opened)
         if (record.run, record.state.step, record.rank, record.world_size) != (
             candidate.run,
@@ -331,7 +362,10 @@ class Verifier:
                 files[0].path,
                 rank,
             )
-        if candidate.records and candidate.records[sorted(candidate.files).index(rank)] != checksum:
+        if (
+            candidate.records
+            and candidate.records[sorted(candidate.files).index(rank)] != record.checksum
+        ):
             return candidate.refuse(
                 f"the record of rank {rank} is not the one that was committed", rank=rank
             )
@@ -368,17 +402,19 @@ class Verifier:
         if not self.full:
             return (ShardSource(file),)
         with self.directory.storage.open(path) as opened:
-            checksum = self._checksum(opened, path, header, file)
+            checksum = ""
+            if self.keep is not None and header.size <= self.keep.left:
+                with suppress(MemoryError):
+                    tensors, checksum = read_whole(opened, header, self.progress)
+                    if checksum == file.checksum and tensors:
+                        self.keep.keep_parts(path, tensors, header.size)
+            checksum = checksum or file_checksum(opened, self.progress)[0]
             if checksum == file.checksum:
                 return (ShardSource(file),)
             wrong = damaged_tensors(
                 opened, path, {name: row.checksum for name, row in recorded.items()}
             )
-        damaged = (
-            ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-            if wrong
-            else "no tensor, but the header or its padding"
-        )
+        damaged = listed(wrong, 3) or "no tensor, but the header or its padding"
         return candidate.refuse(
             f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum "
             f"{checksum}, "
@@ -388,18 +424,8 @@ class Verifier:
             wrong,
         )
 
-    def _checksum(self, opened: BinaryIO, path: str, header: Header, file: FileRecord) -> str:
-        """Returns the checksum of a file. Keeps its tensors, if it is right and there is room for
-        them."""
-        if self.keep is not None and header.size <= self.keep.left:
-            with suppress(MemoryError):
-                tensors, checksum = read_whole(opened, header, self.progress)
-                if checksum == file.checksum and tensors:
-                    self.keep.keep_parts(path, tensors, header.size)
-                return checksum
-        return file_checksum(opened, self.progress)[0]
-
     # ---- replicas --------------------------------------------------------------------------------
+    # ----------------------
 
     def _verify_missing_rank(self, rank: int) -> VerifiedShard | Refusal:
         """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its

@@ -263,8 +263,8 @@ class Committer:
         the commit. Raises RecordError or OSError if they do not match. ``emits``: an event of
         it."""
         records = parallel(target.storage, partial(_record_of, target, step), target.ranks)
-        first = records[0][0]
-        for rank, (record, _) in zip(target.ranks, records, strict=True):
+        first = records[0]
+        for rank, record in zip(target.ranks, records, strict=True):
             if (record.run, record.rank, record.state.step, record.world_size) != (
                 first.run,
                 rank,
@@ -282,7 +282,7 @@ class Committer:
             manifest = replace(
                 manifest,
                 metadata_files=iteration_publisher.write_metadata_files(
-                    target, manifest.state, [record for record, _ in records]
+                    target, manifest.state, records
                 ),
             )
         # A rank may be between the rename of its record and the flush: a manifest must not outlive
@@ -505,11 +505,11 @@ class Committer:
             self.emit(event)
 
 
-def _record_of(target: SaveTarget, step: int, rank: int) -> tuple[Record, str]:
-    """Returns the record of a rank with its checksum, after a check of its files."""
+def _record_of(target: SaveTarget, step: int, rank: int) -> Record:
+    """Returns the record of a rank, after a check of its files."""
     storage, data_dir = target.storage, target.data_dir(step)
     with storage.open(os.path.join(target.attempt(step), record_name(rank))) as file:
-        record, checksum = read_record(file)
+        record = read_record(file)
     for row in record.files:
         found = storage.status(os.path.join(data_dir, row.path))
         if found is None or found.size != row.size:
@@ -517,7 +517,7 @@ def _record_of(target: SaveTarget, step: int, rank: int) -> tuple[Record, str]:
                 f"{row.path}: recorded {row.size} bytes, found "
                 f"{'no file' if found is None else found.size}"
             )
-    return record, checksum
+    return record
 
 
 def _remove_meta(storage: Storage, path: str) -> None:

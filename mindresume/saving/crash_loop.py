@@ -36,12 +36,12 @@ from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate, CheckpointDir
-from mindresume.model.manifest import FOLDER, record_name, run_sequence
+from mindresume.model.manifest import FOLDER, LOAD_ATTEMPTS, record_name, run_sequence
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import publish_json, read_json
 from mindresume.typed import MAX_COUNT, Count, Limits, decode, parse_json
 
-_HISTORY, _FAILURE, _SIGNALS = "trial-", "death-", "signals"
+_FAILURE, _SIGNALS = "death-", "signals"
 _MAX_BYTES = 1 << 20  # bytes of a file that are read
 _MAX_CAUSE = 300  # characters of a cause
 _MAX_FAILED_LOADS = 1000  # failed loads in one file
@@ -132,10 +132,11 @@ def load_attempts(directory: CheckpointDir) -> dict[str, tuple[FailedLoad, ...] 
     selection."""
     found = {}
     for name in directory.storage.list(directory.path(FOLDER)):
-        # the name of a half-written file begins with a dot
-        if name.startswith(_HISTORY):
+        if name.startswith(LOAD_ATTEMPTS):  # the name of a half-written file begins with a dot
             history = _LoadHistory.read(directory.storage, directory.path(FOLDER, name))
-            found[name.removeprefix(_HISTORY)] = _counted(directory, history) if history else None
+            found[name.removeprefix(LOAD_ATTEMPTS)] = (
+                _counted(directory, history) if history else None
+            )
     return found
 
 
@@ -242,7 +243,7 @@ class LoadAttempt:
         limit: int = 0,
     ):
         self.directory, self.output, self.rank, self.limit = directory, output, rank, limit
-        self.path = directory.path(FOLDER, _HISTORY + key_of(candidate))
+        self.path = directory.path(FOLDER, LOAD_ATTEMPTS + key_of(candidate))
         self.run, self.hosts, self.begun = "", 1, False
         # (our file, the descriptor that received the numbers before)
         self._signals: tuple[int, int] | None = None
@@ -294,7 +295,7 @@ class LoadAttempt:
         retention keeps a checkpoint with failed loads."""
         folder = os.path.dirname(self.path)
         for name in self.directory.storage.list(folder) if self.limit else ():
-            if name.startswith(_HISTORY):
+            if name.startswith(LOAD_ATTEMPTS):
                 history = _LoadHistory.read(self.directory.storage, os.path.join(folder, name))
                 if (
                     history

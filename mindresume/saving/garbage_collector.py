@@ -362,7 +362,7 @@ def _named_by_record(
     step and run, or damaged."""
     try:
         with directory.storage.open(os.path.join(folder, entry)) as file:
-            record, _ = read_record(file)
+            record = read_record(file)
     except (FileNotFoundError, RecordError):
         return []
     name = record.files[0].path.partition("/")[2]

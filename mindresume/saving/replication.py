@@ -116,7 +116,7 @@ def upload_part(remote: RemoteCheckpoints, target: SaveTarget, step: int, data_d
     is not what was saved."""
     attempt = attempt_name(step, target.run)
     path = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
-    files = [*read_record(io.BytesIO(read_bytes(target.storage, path)))[0].files]
+    files = [*read_record(io.BytesIO(read_bytes(target.storage, path))).files]
     if target.rank == 0:
         files += remote.local_manifest(target, attempt, data_dir)[0].metadata_files
     size = copy_files(

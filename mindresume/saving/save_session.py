@@ -46,7 +46,7 @@ _LEASES: dict[str, Lease] = {}
 
 
 class Resumed(Protocol):
-    """A checkpoint from which a training resumes (a ``mindresume.resume.choice.Choice``), the
+    """A checkpoint from which a training resumes (a ``mindresume.resume.eligible.Choice``), the
     folder that it lies in, and the checkpoint directory of its training, which differ for a tier in
     memory."""
 

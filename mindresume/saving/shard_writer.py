@@ -419,7 +419,7 @@ def _read_own_record(
                     data_dir, FOLDER, attempt_name(step, target.run), record_name(target.rank)
                 )
             ) as file:
-                record, _ = read_record(file)
+                record = read_record(file)
         except (FileNotFoundError, RecordError):
             continue
         found = [target.storage.status(os.path.join(data_dir, row.path)) for row in record.files]

@@ -6,8 +6,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,7 +33,7 @@ def parallel(
     rows = list(items)
     if len(rows) < 2:
         return list(map(function, rows))
-    work, helpers = _Work(function, rows), []
+    work, helpers = _Work(function, rows, iter(range(len(rows)))), []
     with suppress(RuntimeError):
         for _ in range(min(storage.width, len(rows)) - 1):
             helper = runtime.Thread(target=work.run, daemon=True)
@@ -50,21 +51,23 @@ def parallel(
     return [work.results[number] for number in range(len(rows))]
 
 
+@dataclass
 class _Work(Generic[Item, Result]):
     """Items that several threads take one after the other. ``results``, ``errors``: by the number
     of the item."""
 
-    def __init__(self, function: Callable[[Item], Result], items: list[Item]):
-        self.function, self.items = function, items
-        self.results: dict[int, Result] = {}
-        self.errors: dict[int, BaseException] = {}
-        self.lock, self.left = runtime.Lock(), iter(range(len(items)))
+    function: Callable[[Item], Result]
+    items: list[Item]
+    numbers: Iterator[int]
+    results: dict[int, Result] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    lock: runtime.Lock = field(default_factory=runtime.Lock)
 
     def run(self) -> None:
         """Works on items until none is left, or one has failed."""
         while True:
             with self.lock:
-                number = None if self.errors else next(self.left, None)
+                number = None if self.errors else next(self.numbers, None)
             if number is None:
                 return
             try:

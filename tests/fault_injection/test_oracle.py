@@ -24,7 +24,7 @@ from mindresume.fault_injection.scenarios import RUNS, Sandbox, shard
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.resume.choice import Choice
+from mindresume.resume.eligible import Choice
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import write_shard

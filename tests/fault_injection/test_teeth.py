@@ -29,7 +29,8 @@ from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, FORMATS, MANIFEST, Manifest, read_record, record_rank
 from mindresume.resume import candidates, sources, verifier
-from mindresume.resume.choice import ShardSource, VerifiedShard
+from mindresume.resume.replicas import ShardSource
+from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving import (
     committer,
     garbage_collector,
@@ -210,14 +211,14 @@ def manifest_without_all_ranks(patch: Patch) -> None:
             if record_rank(name) is not None:
                 with self.target.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
-        first = found[0][0]
+        first = found[0]
         manifest = Manifest(
             first.run,
             len(found),
             first.state,
             0.0,
-            tuple(record.files for record, _ in found),
-            tuple(sums for _, sums in found),
+            tuple(record.files for record in found),
+            tuple(record.checksum for record in found),
             (),
             False,
         )

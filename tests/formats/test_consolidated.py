@@ -24,7 +24,7 @@ from mindresume.formats.consolidated import (
     read_consolidated,
     split,
 )
-from mindresume.formats.scan import is_consolidated, is_root
+from mindresume.formats.scan import CONSOLIDATED, ROOT, kind_of
 from mindresume.tensor_files import encode
 
 FIXTURE = Path(__file__).parents[2] / "st" / "fixtures" / "mf190_unified_from_dp2tp2"
@@ -68,7 +68,7 @@ def read(path):
 
 
 def complete(path):
-    return is_consolidated(STORAGE, str(path))
+    return kind_of(STORAGE, str(path)) in CONSOLIDATED
 
 
 def edit(path, change):
@@ -211,7 +211,7 @@ def test_folders_of_ranks_are_not_complete(tmp_path):
     shutil.copytree(tmp_path / "ours" / ".mindresume", tmp_path / "records" / ".mindresume")
     put(tmp_path / "records" / "model.safetensors", WEIGHTS)
     for path in (tmp_path / "ours", tmp_path / "theirs", tmp_path / "records"):
-        assert is_root(STORAGE, str(path)) and not complete(path)
+        assert kind_of(STORAGE, str(path)) == ROOT and not complete(path)
         refused(path, ConfigError, says="files of ranks")
 
 

@@ -38,7 +38,6 @@ from mindresume.formats.iterations import (
     encode_common,
     intent_name,
     intents,
-    is_iteration,
     iteration_name,
     load_common,
     parse_common,
@@ -49,7 +48,7 @@ from mindresume.formats.iterations import (
     tracked,
 )
 from mindresume.formats.metadata import is_file_name, parse_slice_key, slice_key
-from mindresume.formats.scan import scan
+from mindresume.formats.scan import ITERATION, WEIGHT_FOLDER, kind_of, scan
 from mindresume.model.manifest import FOLDER, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.posix import PosixStorage
@@ -360,18 +359,19 @@ def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
     save(tmp_path, 10)
     foreign(tmp_path, "mf190_20_single", (15,))
     for step in (10, 15):
-        assert is_iteration(STORAGE, str(folder_of(tmp_path, step)))
+        assert kind_of(STORAGE, str(folder_of(tmp_path, step))) == ITERATION
         os.rename(folder_of(tmp_path, step), tmp_path / f"best {step}")
-        assert is_iteration(STORAGE, str(tmp_path / f"best {step}"))
-    assert not is_iteration(STORAGE, str(tmp_path)) and not is_iteration(
-        STORAGE, str(tmp_path / "none")
+        assert kind_of(STORAGE, str(tmp_path / f"best {step}")) == ITERATION
+    assert ITERATION not in (
+        kind_of(STORAGE, str(tmp_path)),
+        kind_of(STORAGE, str(tmp_path / "none")),
     )
     (tmp_path / "iteration_00000020").write_text("")
-    assert not is_iteration(STORAGE, str(tmp_path / "iteration_00000020"))
+    assert kind_of(STORAGE, str(tmp_path / "iteration_00000020")) != ITERATION
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "net-model-0000000-0000001.safetensors").write_bytes(b"")
     # weights alone: no counters to resume from
-    assert not is_iteration(STORAGE, str(tmp_path / "weights"))
+    assert kind_of(STORAGE, str(tmp_path / "weights")) == WEIGHT_FOLDER
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mindresume.formats.rank_folders import (
     parse_name,
     stem,
 )
-from mindresume.formats.scan import is_root, scan_one
+from mindresume.formats.scan import ITERATION, MISSING, ROOT, kind_of, scan_one
 from mindresume.formatting import listed
 from mindresume.model.manifest import run_name
 
@@ -143,11 +143,12 @@ def test_roots_are_recognized(tmp_path):
     track(tmp_path / "tracker", 5)
     (tmp_path / "other" / "model.safetensors").write_bytes(b"")
     assert [
-        name for name in sorted(os.listdir(tmp_path)) if is_root(STORAGE, str(tmp_path / name))
+        name
+        for name in sorted(os.listdir(tmp_path))
+        if kind_of(STORAGE, str(tmp_path / name)) == ROOT
     ] == ["iterations", "ranks", "records", "tracker"]
-    assert not is_root(STORAGE, str(folder_of(tmp_path / "iterations", 5))) and not is_root(
-        STORAGE, str(tmp_path / "none")
-    )
+    assert kind_of(STORAGE, str(folder_of(tmp_path / "iterations", 5))) == ITERATION
+    assert kind_of(STORAGE, str(tmp_path / "none")) == MISSING
 
 
 def test_a_single_iteration_folder(tmp_path):

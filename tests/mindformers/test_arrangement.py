@@ -13,7 +13,7 @@ from mindresume.errors import CollectiveError, ConfigError  # noqa: E402
 from mindresume.mindformers import adapter, loading  # noqa: E402
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext  # noqa: E402
 from mindresume.model.training_state import TrainingState  # noqa: E402
-from mindresume.resume.choice import Choice  # noqa: E402
+from mindresume.resume.eligible import Choice  # noqa: E402
 
 
 class Network(nn.Cell):

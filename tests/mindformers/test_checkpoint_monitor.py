@@ -23,11 +23,9 @@ from monitor_jobs import (
     Job,
     Writer,
     build,
-    calls,  # noqa: F401
     committed,
     emergency,
     files,
-    own_context,  # noqa: F401
     resume,
 )
 
@@ -41,7 +39,7 @@ from mindresume.mindformers import checkpoint_monitor as module  # noqa: E402
 from mindresume.mindformers import training_context, training_saves  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
 from mindresume.model.manifest import run_name  # noqa: E402
-from mindresume.resume.choice import Choice  # noqa: E402
+from mindresume.resume.eligible import Choice  # noqa: E402
 from mindresume.resume.job_selection import LostWork  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.settings import RetentionSettings, Settings  # noqa: E402

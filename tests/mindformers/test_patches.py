@@ -72,8 +72,10 @@ from mindresume.model.manifest import (
 from mindresume.reshard.region_load import LoadTarget  # noqa: E402
 from mindresume.resume import job_selection, selection  # noqa: E402
 from mindresume.resume import progress as resume_progress  # noqa: E402
-from mindresume.resume.choice import Choice  # noqa: E402
-from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
+from mindresume.resume.eligible import (
+    Choice,  # noqa: E402
+    SelectionPolicy,  # noqa: E402
+)
 from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402

@@ -19,7 +19,7 @@ from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint, open_consolidated
-from mindresume.resume.choice import describe_candidate
+from mindresume.resume.eligible import describe_candidate
 from mindresume.tensor_files import read_header
 
 TINY = {

@@ -24,8 +24,7 @@ from mindresume.reshard.iteration_view import view_of_iteration
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.resume.choice import VerifiedShard
-from mindresume.resume.verifier import Verifier
+from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard

@@ -12,10 +12,10 @@ from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.strategy_store import (
     MARK,
+    StrategyLookup,
     identity_of,
     set_aside,
     strategy_for,
-    strategy_lookup,
 )
 from tests.strategy_files import write_strategy
 
@@ -119,7 +119,7 @@ def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many
 
 def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     root, candidate, folder = job
-    assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
+    assert StrategyLookup(STORAGE)(root, candidate).world_size == 4
     set_aside(
         STORAGE,
         folder,
@@ -127,6 +127,6 @@ def test_the_number_of_ranks_that_saved_it(job, tmp_path):
         identity_of(dir_at(root), candidate),
     )
     write_strategy(NEW.strategy(), folder)
-    assert strategy_lookup(STORAGE)(root, candidate).world_size == 4
-    assert strategy_lookup(STORAGE, folder)(root, candidate).world_size == 4
-    assert strategy_lookup(STORAGE, str(tmp_path / "nowhere"))(root, candidate) is None
+    assert StrategyLookup(STORAGE)(root, candidate).world_size == 4
+    assert StrategyLookup(STORAGE, folder)(root, candidate).world_size == 4
+    assert StrategyLookup(STORAGE, str(tmp_path / "nowhere"))(root, candidate) is None

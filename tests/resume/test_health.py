@@ -8,7 +8,7 @@ from rank_folders import RUN, STORAGE, flip_bit, name_of, path_of, save, write_f
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import NoUsableCheckpointError
-from mindresume.resume.eligible import LIST, SelectionPolicy, every_rank, unhealthy_files
+from mindresume.resume.eligible import LIST, SelectionPolicy, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
 from mindresume.storage.posix import PosixStorage
 
@@ -24,7 +24,7 @@ def choose(root, unhealthy, named=None):
         STORAGE,
         str(root),
         SingleProcess(),
-        SelectionPolicy(4, named, ranks_to_verify=every_rank, unhealthy=unhealthy),
+        SelectionPolicy(4, named, every_rank=True, unhealthy=unhealthy),
     )
 
 

@@ -9,9 +9,9 @@ from reshard.plans import MODEL, Plan, foreign, random_tensors
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.scan import scan
-from mindresume.reshard.strategy_store import identity_of, set_aside, strategy_for, strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup, identity_of, set_aside, strategy_for
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints, size_of
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.storage.posix import PosixStorage
@@ -45,14 +45,14 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
     for rank in lost:
         shutil.rmtree(root / f"rank_{rank}")
     next_job(root, folder, plan)
-    _, (seen,) = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE))
+    _, (seen,) = list_checkpoints(STORAGE, str(root), StrategyLookup(STORAGE))
     assert (seen.state, seen.candidate.missing_ranks) == (COMPLETE, lost)
     choice = select_checkpoint(
         STORAGE,
         str(root),
         SingleProcess(),
-        SelectionPolicy(ranks_to_verify=every_rank),
-        CheckpointSources(strategy_lookup(STORAGE)),
+        SelectionPolicy(every_rank=True),
+        CheckpointSources(StrategyLookup(STORAGE)),
     )
     assert choice.chosen == seen.candidate and choice.refused == ()
 
@@ -60,12 +60,12 @@ def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
 def test_another_number_of_ranks_can_be_requested(root):
     root, folder, plan = root
     next_job(root, folder, plan)
-    assert list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), 4)[1][0].problem is None
+    assert list_checkpoints(STORAGE, str(root), StrategyLookup(STORAGE), 4)[1][0].problem is None
     for world_size, said in (
         (8, "no file of rank 4"),
         (2, "saved by at least 4 ranks, this job has 2"),
     ):
-        seen = list_checkpoints(STORAGE, str(root), strategy_lookup(STORAGE), world_size)[1][0]
+        seen = list_checkpoints(STORAGE, str(root), StrategyLookup(STORAGE), world_size)[1][0]
         assert seen.state == UNUSABLE and said in seen.problem.reason
 
 
@@ -90,7 +90,7 @@ def test_a_job_that_replaces_all_that_was_listed_hides_no_checkpoint(tmp_path):
                 shutil.rmtree(listed)
             return super().list(folder)
 
-    found, rows = list_checkpoints(Beside(), str(tmp_path), strategy_lookup(STORAGE))
+    found, rows = list_checkpoints(Beside(), str(tmp_path), StrategyLookup(STORAGE))
     assert [(row.candidate.step, row.state) for row in rows] == [
         (10, COMPLETE)
     ] and not found.fresh_start_refusal

@@ -12,8 +12,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.errors import CollectiveError
 from mindresume.formats.records import scan_records
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.memory_source import DiskCopy, write_selected
 from mindresume.resume.selection import select_checkpoint
 
@@ -26,7 +25,7 @@ def selected(root, tier):
 
 def chosen(root):
     choice = select_checkpoint(
-        STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(every_rank=True)
     )
     return choice.chosen.step, choice.chosen.committed
 

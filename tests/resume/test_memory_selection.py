@@ -31,7 +31,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.resume import memory_source
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
@@ -517,9 +517,10 @@ def test_damage_on_one_node_moves_all_to_the_save_before(root, nodes, monkeypatc
 def test_regions_are_not_read_from_several_nodes(root, nodes, monkeypatch):
     save(root, 5, world=4)
     both(nodes, 10)
-    assert choose_on_nodes(root, nodes, monkeypatch, any_layout=True, ranks_to_verify=every_rank)[
-        0
-    ] == (5, False)
+    assert choose_on_nodes(root, nodes, monkeypatch, any_layout=True, every_rank=True)[0] == (
+        5,
+        False,
+    )
 
 
 def test_the_tiers_are_folders_of_their_nodes(nodes):

@@ -119,10 +119,16 @@ def strategy_in(folder):
     write_strategy(STRATEGY, str(folder))
 
 
-def choose(root, world=WORLD, **options):
-    policy = SelectionPolicy(
-        world, ranks_to_verify=lambda group, candidate: range(candidate.world_size)
+def policy_of(ranks, world=WORLD):
+    """Returns the policy of one process that verifies ``ranks(candidate)``."""
+    kind = type(
+        "Policy", (SelectionPolicy,), {"ranks_to_verify": lambda self, group, found: ranks(found)}
     )
+    return kind(world)
+
+
+def choose(root, world=WORLD, **options):
+    policy = policy_of(lambda candidate: range(candidate.world_size), world)
     return select_checkpoint(STORAGE, str(root), SingleProcess(), policy, **options)
 
 
@@ -209,7 +215,7 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
         STORAGE,
         str(tmp_path),
         SingleProcess(),
-        SelectionPolicy(WORLD, ranks_to_verify=lambda _, c: [1] if c.missing_ranks else [0]),
+        policy_of(lambda c: [1] if c.missing_ranks else [0]),
     )
     assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
 
@@ -341,8 +347,8 @@ def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
     )
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
-    for ranks in (lambda _, c: range(c.world_size), lambda _, c: [3]):
-        policy = SelectionPolicy(WORLD, ranks_to_verify=ranks)
+    for ranks in (lambda c: range(c.world_size), lambda c: [3]):
+        policy = policy_of(ranks)
         sources = CheckpointSources(lambda root, candidate: alien)
         choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), policy, sources)
         assert choice.chosen.step == 5
@@ -353,11 +359,11 @@ def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
 
 
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
-    from mindresume.reshard.strategy_store import strategy_lookup
+    from mindresume.reshard.strategy_store import StrategyLookup
 
     foreign(tmp_path / "checkpoint", 7, COVERING)
     strategy_in(tmp_path / "strategy")
-    choice = choose(tmp_path / "checkpoint", sources=CheckpointSources(strategy_lookup(STORAGE)))
+    choice = choose(tmp_path / "checkpoint", sources=CheckpointSources(StrategyLookup(STORAGE)))
     assert choice.chosen.missing_ranks == (1, 4, 6, 7)
 
 

@@ -33,7 +33,7 @@ from mindresume.formats.rank_folders import FileName
 from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
-from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
+from mindresume.resume.eligible import QUICK, SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import (
     DAMAGED,
@@ -81,7 +81,7 @@ def states(root, **options):
 
 def chosen(root, verify="full"):
     """Returns the step that a resume takes."""
-    policy = SelectionPolicy(4, ranks_to_verify=every_rank, verify=verify)
+    policy = SelectionPolicy(4, every_rank=True, verify=verify)
     found = preview_selection(STORAGE, str(root), policy).choice.chosen
     return found and found.step
 

@@ -13,8 +13,7 @@ from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableC
 from mindresume.formats import MERGED, Candidate
 from mindresume.model.manifest import FileRecord
 from mindresume.resume.bucket_source import BucketSource
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank
+from mindresume.resume.eligible import QUICK, Choice, SelectionPolicy
 from mindresume.resume.selection import preview_selection, select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 
@@ -25,7 +24,7 @@ WHOLE = Candidate(
 
 def preview(path, *policy, sources=None, **options):
     return preview_selection(
-        STORAGE, str(path), SelectionPolicy(*policy, ranks_to_verify=every_rank, **options), sources
+        STORAGE, str(path), SelectionPolicy(*policy, every_rank=True, **options), sources
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.model.manifest import FileRecord
-from mindresume.resume.eligible import QUICK, SelectionPolicy, every_rank, own_rank
+from mindresume.resume.eligible import QUICK, SelectionPolicy
 
 FILE = (FileRecord("f", "safetensors"),)
 
@@ -30,8 +30,9 @@ def test_every_rank_is_verified_by_some_process_and_the_counters_of_mindformers_
     rank, size, state, ranks
 ):
     group = SimpleNamespace(rank=rank, size=size)
-    assert list(every_rank(group, candidate(range(4), state))) == ranks
-    assert list(own_rank(group, candidate(range(4), state))) == [rank]
+    saved = candidate(range(4), state)
+    assert list(SelectionPolicy(every_rank=True).ranks_to_verify(group, saved)) == ranks
+    assert list(SelectionPolicy().ranks_to_verify(group, saved)) == [rank]
 
 
 def test_all_bytes_are_verified_unless_the_policy_is_quick():

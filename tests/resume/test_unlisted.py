@@ -21,9 +21,9 @@ from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
 from mindresume.formats.iterations import intent_name
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
-from mindresume.reshard.strategy_store import strategy_lookup
+from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import list_checkpoints, size_of
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import iteration_publisher
@@ -67,8 +67,8 @@ def choose(storage, root, world=2):
         storage,
         str(root),
         SingleProcess(),
-        SelectionPolicy(world, ranks_to_verify=every_rank, max_failed_loads=2),
-        CheckpointSources(strategy_lookup(storage)),
+        SelectionPolicy(world, every_rank=True, max_failed_loads=2),
+        CheckpointSources(StrategyLookup(storage)),
     )
 
 
@@ -107,9 +107,7 @@ def root(tmp_path, request):
 def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, only_list):
     steps = {
         row.candidate.step
-        for row in list_checkpoints(PosixStorage(), str(root), strategy_lookup(PosixStorage()), 2)[
-            1
-        ]
+        for row in list_checkpoints(PosixStorage(), str(root), StrategyLookup(PosixStorage()), 2)[1]
         if not row.problem
     }
     for folder in [
@@ -117,7 +115,7 @@ def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, 
         *(path for path in sorted(root.rglob("*")) if path.is_dir()),
     ]:
         storage = Closed(folder, code, only_list)
-        found, rows = list_checkpoints(storage, str(root), strategy_lookup(storage), 2)
+        found, rows = list_checkpoints(storage, str(root), StrategyLookup(storage), 2)
         sizes = [size_of(CheckpointDir(storage, str(root)), row.candidate) for row in rows]
         assert (
             len(sizes) == len(rows) and known_lease_holders(CheckpointDir(storage, str(root))) == []
@@ -235,7 +233,7 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
     foreign_of_plan(root, four, random_tensors(MODEL))
     write_strategy(four.strategy(), str(tmp_path / "strategy"))
     storage = Closed(tmp_path / "strategy")
-    assert list_checkpoints(storage, str(root), strategy_lookup(storage))[1]
+    assert list_checkpoints(storage, str(root), StrategyLookup(storage))[1]
 
 
 # ---- removal -------------------------------------------------------------------------------------
@@ -302,7 +300,7 @@ def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
         tmp_path
     ) == "5"
     storage = PosixStorage()
-    candidates = list_checkpoints(storage, str(tmp_path), strategy_lookup(storage))[0].candidates
+    candidates = list_checkpoints(storage, str(tmp_path), StrategyLookup(storage))[0].candidates
     iteration_publisher.finish_tracker(CheckpointDir(storage, str(tmp_path)), candidates, LATER)
     assert (
         not (tmp_path / FOLDER / intent_name(10)).exists()

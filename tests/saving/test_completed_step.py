@@ -16,7 +16,7 @@ from mindresume.errors import RemoteError
 from mindresume.events import UploadFailed, UploadFinished, ignore
 from mindresume.formats.rank_folders import META
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.completed_step import publish_completed, upload_completed
@@ -73,7 +73,7 @@ def test_a_complete_training_in_a_folder_that_nobody_can_write_is_complete(tmp_p
 
     events = []
     choice = select_checkpoint(
-        STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+        STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(every_rank=True)
     )
     publish_completed(ReadOnly(), choice, SingleProcess(), {}, 0.0, events.append)
     assert any(
@@ -129,9 +129,7 @@ def remote(tmp_path, monkeypatch):
 
 def upload(root, remote, emit=ignore, ranks=2):
     def start(group):
-        choice = select_checkpoint(
-            STORAGE, str(root), group, SelectionPolicy(ranks_to_verify=every_rank)
-        )
+        choice = select_checkpoint(STORAGE, str(root), group, SelectionPolicy(every_rank=True))
         try:
             upload_completed(STORAGE, choice, group, RemoteCheckpoints(remote.store, URL), emit)
         except RemoteError as error:

@@ -39,7 +39,7 @@ from mindresume.model.manifest import (
     strip_trash,
     trash_name,
 )
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
@@ -188,7 +188,7 @@ def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_d
     assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()
     carry_out(CheckpointDir(STORAGE, str(saved)), planned(saved, KeepLast(1)))
     chosen = select_checkpoint(
-        STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+        STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, every_rank=True)
     ).chosen
     assert chosen.step == 10 or spoil is delete_file
 
@@ -422,7 +422,7 @@ def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt
             )
         assert committed(root)[0] == 15, limit
         chosen = select_checkpoint(
-            STORAGE, str(root), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+            STORAGE, str(root), SingleProcess(), SelectionPolicy(2, every_rank=True)
         ).chosen
         assert chosen is not None and chosen.step == 15, limit
         carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
@@ -515,7 +515,7 @@ def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     assert [(c.step, c.run) for c in made.to_delete] == [(15, RUN), (10, RUN), (5, RUN)]
     carry_out(CheckpointDir(STORAGE, str(tmp_path)), made)
     chosen = select_checkpoint(
-        STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+        STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(2, every_rank=True)
     ).chosen
     assert (chosen.step, chosen.run) == (5, NEXT_RUN) and os.listdir(tmp_path / FOLDER) == [
         attempt_name(5, NEXT_RUN)

@@ -50,7 +50,7 @@ from mindresume.model.manifest import (
     record_name,
     run_name,
 )
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash
@@ -81,7 +81,7 @@ def adopting(root, run=NEXT, emit=ignore):
 
 def chosen(root):
     choice = select_checkpoint(
-        STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(every_rank=True)
     )
     return choice.chosen and (choice.chosen.step, choice.chosen.run)
 

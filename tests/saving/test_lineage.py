@@ -26,7 +26,7 @@ from mindresume.model.manifest import (
     read_record,
     run_name,
 )
-from mindresume.resume.choice import candidate_from_json, candidate_to_json
+from mindresume.resume.eligible import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
 from mindresume.saving.removal_plan import ANOTHER_TRAINING, continued, newest_lineage, others, plan
 from mindresume.saving.retention import KeepLast
@@ -240,7 +240,7 @@ def test_records_and_manifests_store_the_lineage_and_earlier_versions_are_read(t
         with open(folder / MANIFEST, "rb") as file:
             manifest = Manifest.read(file)
         with open(folder / "rank_00001.json", "rb") as file:
-            record, _ = read_record(file)
+            record = read_record(file)
         assert (manifest.lineage, record.lineage) == (lineage, lineage)
         assert ("lineage" in json.loads((folder / MANIFEST).read_text().splitlines()[1])) is bool(
             lineage

@@ -36,8 +36,7 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import sources
 from mindresume.resume.bucket_source import BucketSource
-from mindresume.resume.choice import Choice
-from mindresume.resume.eligible import SelectionPolicy, every_rank, own_rank
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import garbage_collector, replication
@@ -142,9 +141,7 @@ class World:
         group = group or SingleProcess()
         converts = self.fmt == "2.0" if converts is None else converts
         size = None if converts else group.size
-        policy = SelectionPolicy(
-            size, named, ranks_to_verify=every_rank if converts else own_rank, **options
-        )
+        policy = SelectionPolicy(size, named, every_rank=converts, **options)
         return select_checkpoint(
             STORAGE, str(self.disk), group, policy, self.sources(), self.events.append
         )
@@ -270,7 +267,7 @@ def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
     copied = tmp_path / "copied"
     moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
     choice = select_checkpoint(
-        STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, ranks_to_verify=every_rank)
+        STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, every_rank=True)
     )
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
@@ -587,7 +584,7 @@ def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monke
             fetched(self, *rest),
         )[1],
     )
-    policy = SelectionPolicy(ranks_to_verify=every_rank, unhealthy=())
+    policy = SelectionPolicy(every_rank=True, unhealthy=())
     choice = select_checkpoint(
         STORAGE, str(world.disk), SingleProcess(), policy, world.sources(), world.events.append
     )
@@ -1250,7 +1247,7 @@ def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(
                 STORAGE,
                 str(world.disk),
                 SingleProcess(),
-                SelectionPolicy(ranks_to_verify=every_rank),
+                SelectionPolicy(every_rank=True),
             )
             assert alone.chosen is None and alone.is_fresh_start or alone.chosen.step == 10
             assert world.restore_all().chosen.step == 10
@@ -1275,14 +1272,14 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
                 view,
                 str(world.disk),
                 SingleProcess(),
-                SelectionPolicy(ranks_to_verify=every_rank),
+                SelectionPolicy(every_rank=True),
                 world.sources(),
             )
             break
         except Killed:
             pass
         alone = select_checkpoint(
-            STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+            STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(every_rank=True)
         )
         seen.fresh += alone.chosen is None
         seen.taken += alone.chosen is not None

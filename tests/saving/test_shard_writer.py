@@ -16,7 +16,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import OutOfSpaceError, SaveError
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
-from mindresume.resume.eligible import SelectionPolicy, every_rank
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.retention import KeepLast
@@ -73,7 +73,7 @@ def save_all(made, root, *steps):
 
 def chosen(root):
     choice = select_checkpoint(
-        STORAGE, str(root), SingleProcess(), SelectionPolicy(ranks_to_verify=every_rank)
+        STORAGE, str(root), SingleProcess(), SelectionPolicy(every_rank=True)
     )
     return choice.chosen and choice.chosen.step
 
