@@ -355,6 +355,7 @@ MUTANTS = [
         ],
         ("bucket archived", "safetensors", ""),
         LEFTOVER,
+        first=1,
         deaths=False,
     ),
     mutant(
