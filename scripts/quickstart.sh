@@ -5,7 +5,7 @@
 #   bash scripts/quickstart.sh           4 processes, data parallel 2 x model parallel 2 (x86-64 Linux), about 5 minutes
 #   bash scripts/quickstart.sh --quick   one process, about a minute
 #
-# The first call makes .venv and installs everything. Results: output/quickstart (loss.png, the runs, their logs).
+# The first call makes .venv and installs everything. Results: output/quickstart (report.html, the runs, their logs).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"

@@ -181,9 +181,13 @@ class Browser:
             )
             self.command("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    def screenshot(self, path: Path) -> None:
-        """Writes the window as PNG."""
-        path.write_bytes(self.driver.get_screenshot_as_png())
+    def screenshot(self, path: Path, selector: str = "body") -> None:
+        """Writes the window as PNG, or one element of the page."""
+        path.write_bytes(
+            self.driver.get_screenshot_as_png()
+            if selector == "body"
+            else self.driver.find_element("css selector", selector).screenshot_as_png
+        )
 
     def close(self) -> None:
         """Ends the browser."""

@@ -103,54 +103,11 @@ def compare(whole: Run, broken: Run, chosen: int) -> list[str]:
     return problems
 
 
-def draw(whole: Run, broken: Run, killed: int, chosen: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for rows, label, style in (
-        (
-            whole.steps(),
-            "uninterrupted",
-            {"color": "#b8c4d0", "linewidth": 7, "solid_capstyle": "round"},
-        ),
-        (broken.steps(0), "until the kill", {"color": "#c0392b", "linewidth": 2}),
-        (
-            broken.steps(1),
-            "resumed by the same command",
-            {"color": "#1a5276", "linewidth": 2, "marker": "o", "markersize": 3},
-        ),
-    ):
-        axes.plot(
-            [row["step"] for row in rows], [row["loss"] for row in rows], label=label, **style
-        )
-    axes.axvline(killed, color="#c0392b", linestyle=":", linewidth=1)
-    axes.annotate(
-        f"SIGKILL while\nstep {killed} is saved",
-        (killed, axes.get_ylim()[1]),
-        (4, -4),
-        va="top",
-        textcoords="offset points",
-        color="#c0392b",
-        fontsize=9,
-    )
-    axes.axvline(chosen, color="#1a5276", linestyle=":", linewidth=1)
-    axes.annotate(
-        f"resumed from\nstep {chosen}",
-        (chosen, axes.get_ylim()[0]),
-        (-4, 6),
-        ha="right",
-        textcoords="offset points",
-        color="#1a5276",
-        fontsize=9,
-    )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+def write_report(broken: Run, page: Path) -> None:
+    """Writes the report page on the run that was killed: its loss, the kill, and the resume."""
+    done = broken.mindresume("report", str(broken.folder), "-o", str(page))
+    if done.returncode:
+        raise SystemExit(f"mindresume report: {done.stderr}")
 
 
 def main() -> int:
@@ -212,8 +169,8 @@ def main() -> int:
     problems = compare(whole, broken, chosen)
     if chosen >= killed:
         problems.append(f"step {chosen} was chosen, though step {killed} is older and refused")
-    draw(whole, broken, killed, chosen, folder / "loss.png")
-    print(f"  curves: {folder / 'loss.png'}")
+    write_report(broken, folder / "report.html")
+    print(f"  loss, kill and resume: {folder / 'report.html'}")
     for problem in problems:
         print(f"  WRONG: {problem}")
     print(

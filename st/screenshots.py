@@ -1,7 +1,8 @@
 """Makes the pictures of the report page in docs/images, from a recorded training, in headless
 Chromium.
 
-    python -m st.screenshots               docs/images/report.png (light, English), report_dark.png (dark, Chinese)
+    python -m st.screenshots               docs/images/report.png (light, English), report_dark.png (dark, Chinese), and of
+                                           the first one only the loss: loss.png
     python -m st.screenshots --record      plays the training again before that, about a minute, and replaces the recording
 
 The recording (st/data/recorded_training) is of a real training of one process under ``mindresume
@@ -54,19 +55,21 @@ def make_page(folder: Path) -> Path:
 
 def take(page: Path, images: Path) -> list[Path]:
     """Writes the pictures, and returns their paths."""
-    light, dark = images / "report.png", images / "report_dark.png"
+    light, dark, loss = images / "report.png", images / "report_dark.png", images / "loss.png"
     browser = Browser()
     try:
         browser.open(page, width=1140, height=1060)
         browser.point_at("loss", 116)
         browser.screenshot(light)
+        browser.mouse("Moved", (5, 5))
+        browser.screenshot(loss, "#charts section")
         browser.open(page, "zh-CN", dark=True, width=1140, height=1035)
         browser.drag("loss", 92, 128)
         browser.point_at("timeline", 36, 0.82)
         browser.screenshot(dark)
     finally:
         browser.close()
-    return [light, dark]
+    return [light, dark, loss]
 
 
 # ---- the recording -------------------------------------------------------------------------------

@@ -125,14 +125,7 @@ def test_the_metadata_says_what_the_package_is(built):
         mindresume.__version__,
         "Apache-2.0",
     )
-    assert set(found.get_all("Provides-Extra")) == {
-        "mindformers",
-        "plot",
-        "report",
-        "s3",
-        "docs",
-        "test",
-    }
+    assert set(found.get_all("Provides-Extra")) == {"mindformers", "report", "s3", "docs", "test"}
     assert "# mindresume" in str(found.get_payload())
     assert found["Requires-Python"] == ">=3.10"
 
@@ -166,7 +159,7 @@ def test_the_command_starts_without_what_is_not_installed(installed, tmp_path):
             folder=tmp_path,
         )
     )
-    assert not {"mindspore", "mindformers", "matplotlib", "pip"} & {name.lower() for name in listed}
+    assert not {"mindspore", "mindformers", "jinja2", "pip"} & {name.lower() for name in listed}
     assert "mindresume COMMAND" in run(installed / "mindresume", "--help", folder=tmp_path).replace(
         "[OPTIONS] ", ""
     )

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mindresume.api.results import CheckpointInfo, Problem
 from mindresume.events import TierSaved
-from mindresume.report import chart, page
+from mindresume.report import page
 from mindresume.report.accounting import accounts_of
-from mindresume.report.builder import CheckpointState, Report, StoredCheckpoint
+from mindresume.report.builder import Report
 from mindresume.report.phrases import CHINESE, ENGLISH, TEXTS
 from mindresume.report.runs import (
     KILLED,
@@ -108,11 +109,41 @@ def report_of(
     *attempts: RunAttempt, reason: str = "file is missing", output: str = "/home/me/output"
 ) -> Report:
     stored = (
-        StoredCheckpoint(
-            120, 12, "0003-0000aaaa", 1, 13_000_000, "safetensors", None, True, 1e9, "complete"
+        CheckpointInfo(
+            120,
+            12,
+            "complete",
+            None,
+            (),
+            "safetensors",
+            None,
+            "mindresume",
+            "0003-0000aaaa",
+            True,
+            1,
+            (),
+            (),
+            1e9,
+            13_000_000,
+            (),
         ),
-        StoredCheckpoint(
-            110, 11, None, 1, 13_000_000, "safetensors", None, False, 1e9, "unusable", reason
+        CheckpointInfo(
+            110,
+            11,
+            "unusable",
+            Problem(110, reason),
+            (),
+            "safetensors",
+            None,
+            "mindformers",
+            None,
+            False,
+            1,
+            (),
+            (),
+            1e9,
+            13_000_000,
+            (),
         ),
     )
     return Report(
@@ -122,7 +153,9 @@ def report_of(
         0,
         None,
         accounts_of(attempts),
-        CheckpointState(f"{output}/checkpoint", True, stored, (), {}),
+        f"{output}/checkpoint",
+        True,
+        stored,
         (),
     )
 
@@ -211,7 +244,7 @@ def pages(tmp_path_factory) -> SimpleNamespace:
     for make in (usual, hostile, long):
         report = make()
         path = folder / f"{make.__name__}.html"
-        path.write_text(page.html(report, chart.svg(chart.draw(report.accounts))), encoding="utf-8")
+        path.write_text(page.html(report), encoding="utf-8")
         found[make.__name__] = path
     return SimpleNamespace(**found)
 
@@ -259,10 +292,10 @@ def texts_of(browser: Browser) -> list[str]:
     """Returns every text that can be read on the page, attributes for readers included."""
     return browser.run("""const found = [document.title];
         const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT, (node) =>
-            node.parentElement.closest("script, #static") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT);
+            node.parentElement.closest("script, [hidden]") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT);
         while (walker.nextNode()) found.push(walker.currentNode.data);
         for (const one of document.querySelectorAll("[title], [aria-label]")) {
-            if (!one.closest("#static")) found.push(one.getAttribute("title") || "", one.getAttribute("aria-label") || "");
+            found.push(one.getAttribute("title") || "", one.getAttribute("aria-label") || "");
         }
         return found.filter((text) => text.trim())""")  # noqa: E501
 
@@ -278,7 +311,7 @@ def test_nothing_is_requested_and_nothing_is_refused(browser, pages):
         browser.point_at("loss", 35)
         assert set(browser.requested()) == {path.resolve().as_uri()} and browser.logged() == []
         assert browser.run(
-            'return ["static", "charts"].map((id) => document.getElementById(id).hidden)'
+            'return ["no-charts", "charts"].map((id) => document.getElementById(id).hidden)'
         ) == [True, False]
 
 
@@ -326,7 +359,7 @@ def test_hostile_texts_stay_texts(browser, pages):
         assert sum(EVIL in text for text in texts_of(browser)) > 8 and browser.logged() == []
 
 
-def test_without_scripts_there_are_a_figure_and_tables(pages):
+def test_without_scripts_there_are_tables(pages):
     browser = Browser(script=False)
     try:
         browser.command("Emulation.setScriptExecutionDisabled", value=True)
@@ -338,7 +371,7 @@ def test_without_scripts_there_are_a_figure_and_tables(pages):
                 browser.command("DOM.querySelectorAll", nodeId=root, selector=selector)["nodeIds"]
             )
 
-        assert count("#static:not([hidden]) svg[aria-label] path") > 20 and count("table") == 6
+        assert count("#no-charts:not([hidden])") == 1 and count("table") == 6
         assert (
             count("#charts[hidden]:empty") == count("#switches[hidden]:empty") == 1
             and count(".tip") == 0
@@ -598,7 +631,7 @@ CONTRAST = """const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willRea
         if (!/, 0\\)$|transparent/.test(colour)) return colour; } return "white"; };
     const found = [];
     for (const one of document.querySelectorAll("h1, h2, h3, p, td, th, dt, dd, caption, button, td span, .plot text, .tip")) {
-        if (one.closest("[hidden], #static") || !one.textContent.trim()) continue;
+        if (one.closest("[hidden]") || !one.textContent.trim()) continue;
         const style = getComputedStyle(one);
         const colours = [one.namespaceURI.endsWith("svg") ? style.fill : style.color, behind(one)];
         const [a, b] = colours.map(light).sort((x, y) => y - x);

@@ -127,7 +127,6 @@ def test_every_second_is_counted_once(training):
 
 
 def test_the_page_is_written(training):
-    page, picture = map(Path, training.after["files"])
+    (page,) = map(Path, training.after["files"])
     text = page.read_text(encoding="utf-8")
-    assert "0002-" in text and "<svg role=" in text and text.count("<script") == 2
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "0002-" in text and '"curves":[{' in text and text.count("<script") == 2

@@ -241,4 +241,4 @@ def history(
 def events_in(folder, *kinds):
     """Returns the events of the only event log in a folder, as the report reads them."""
     (log,) = find_event_logs([str(folder)])
-    return [event for _, event in read_events(log, kinds)]
+    return [event for _, event in read_events(log) if not kinds or isinstance(event, kinds)]

@@ -3,10 +3,11 @@ behind."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +16,6 @@ from mindresume.cli.common import AsJson, print_json, say
 from mindresume.errors import ConfigError
 from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
-
-if TYPE_CHECKING:
-    from mindresume.report.builder import Report
 
 Output = Annotated[
     str,
@@ -30,11 +28,7 @@ Output = Annotated[
 Page = Annotated[
     str | None,
     typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="The page; the figure beside it has the same "
-        "name with .png. Default: report.html, with --json none.",
+        "--output", "-o", metavar="FILE", help="The page. Default: report.html, with --json none."
     ),
 ]
 Logs = Annotated[
@@ -55,7 +49,7 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
 
     It reads mindresume's event files (mindresume_events/*.jsonl) and mindformers' logs
     (log*/rank_*/info.log*, msrun_log*/worker_*.log) below OUTPUT_DIR, and the records of the
-    checkpoints. The page says what is missing. Only the page and the figure are written.
+    checkpoints. The page says what is missing. Only the page is written.
     """
     from mindresume.report.advice import advice_of, sentence_of
     from mindresume.report.builder import build_report, folders_of, to_json
@@ -69,24 +63,31 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
         raise ConfigError(
             f"-o {page}: there is no folder {target.parent}; make it first, or give another name"
         )
-    if target is not None:
-        from mindresume.report import chart
-
-        chart.check_installed()
+    if target is not None and importlib.util.find_spec("jinja2") is None:
+        raise ConfigError(
+            "a report needs jinja2, which this Python does not have: pip install "
+            "'mindresume[report]' (or jinja2 "
+            "alone); or use --json, which does not need it"
+        )
     built = build_report(PosixStorage(), output, root, logs or ())
-    files = write(built, target) if target is not None else []
+    if target is not None:
+        from mindresume.report.page import html
+
+        # Replaced atomically, so that a browser never reads a part of it.
+        publish(PosixStorage(), os.path.abspath(target), [html(built).encode()], str(os.getpid()))
+    files = [] if target is None else [str(target)]
+    advice = advice_of(built)
     if json:
-        advice = advice_of(built)
         print_json(
             {**to_json(built), "advice": advice.to_json() if advice else None, "files": files}
         )
         return
-    from mindresume.report.page import recovery_summary, summary
+    from mindresume.report.tables import recovery_summary, summary
 
     say(summary(built))
-    if recovered := recovery_summary(built):
-        say(recovered)
-    if advice := advice_of(built):
+    if built.recoveries:
+        say(recovery_summary(built))
+    if advice:
         say(f"how often to save: {sentence_of(advice)}")
     say("\n".join(files))
 
@@ -96,21 +97,6 @@ def check_folders(logs: Iterable[str]) -> None:
     for folder in logs:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"--logs {folder}: there is no such folder")
-
-
-def write(report: Report, target: Path) -> list[str]:
-    """Writes the page and the figure, and returns their paths. The page is replaced atomically, so
-    that a browser never reads a part of it."""
-    from mindresume.report import chart, page
-
-    figure = chart.draw(report.accounts) if report.accounts else None
-    picture = target.with_suffix(".png")
-    contents = {target: page.html(report, chart.svg(figure) if figure else "").encode()}
-    if figure is not None:
-        contents[picture] = chart.png(figure)
-    for path, content in contents.items():
-        publish(PosixStorage(), os.path.abspath(path), [content], str(os.getpid()))
-    return [str(path) for path in contents]
 
 
 # ---- advise --------------------------------------------------------------------------------------
@@ -123,8 +109,8 @@ def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
 
     It reads what `report` reads: how long the training stopped for a save, how long a save took,
     the steps and the failures. The interval is that of Young and Daly; below five failures nothing
-    is proposed. Nothing is written. docs/advice.md explains the numbers.
-    Exit status: 0; 2 if too little was measured.
+    is proposed. Nothing is written. docs/advice.md explains the numbers. Exit status: 0; 2 if too
+    little was measured.
     """
     from mindresume.report.advice import advise as advise_on
     from mindresume.report.advice import lines_of

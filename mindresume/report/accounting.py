@@ -2,8 +2,8 @@
 with run attempts.
 
     time      |startup|-----productive-----|~~lost~~|shutdown|  downtime
-              |startup|----productive----|shutdown|
-    attempt 1  ^ trainer is created        ^ checkpoint from which attempt 2 resumes  ^ attempt 2
+    |startup|----productive----|shutdown| attempt 1  ^ trainer is created        ^ checkpoint from
+    which attempt 2 resumes  ^ attempt 2
 
 A step is *lost* if a later attempt resumed from a checkpoint before it, so that the present
 training does not contain it. *Goodput* is the productive share of all seconds between the first
@@ -17,14 +17,12 @@ attempt had done after the checkpoint, until the training is where it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from mindresume.events import JobEnded, JobStarted
-from mindresume.events.recovery_phases import Moments, Phase, phases_of
-from mindresume.report.event_log import RecordedEvent
+from mindresume.events.recovery_phases import Phase, phases_of
 from mindresume.report.runs import NORMAL, RunAttempt
 
 
@@ -33,12 +31,11 @@ class Seconds:
     """Splits the time between the first start and the last end, in seconds.
 
     ``productive``: steps that the training contains, and the gaps between them. ``lost``: the same
-        for lost steps. ``saving``:
-    the training thread waited for a save. ``startup``: from the start of the command by a
-    supervisor, or without one from the creation of the trainer, to the first step, compilation
-    included. ``shutdown``: after the last step.
-    ``downtime``: between a failure and the next start. ``idle``: between a normal end and the next
-    start. ``unknown``: attempts that did steps, but whose log is missing.
+    for lost steps. ``saving``: the training thread waited for a save. ``startup``: from the start
+    of the command by a supervisor, or without one from the creation of the trainer, to the first
+    step, compilation included. ``shutdown``: after the last step. ``downtime``: between a failure
+    and the next start. ``idle``: between a normal end and the next start. ``unknown``: attempts
+    that did steps, but whose log is missing.
     """
 
     productive: float = 0.0
@@ -138,8 +135,9 @@ def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, flo
     if origin.step is None:
         trained = next((other for other in before if attempts[other].first_step is not None), None)
         is_another = trained is not None and attempts[trained].outcome in NORMAL
-        # what starts after a normal end is another training
-        return (trained, math.inf) if is_another else (None, 0.0)
+        return (
+            (trained, math.inf) if is_another else (None, 0.0)
+        )  # what starts after a normal end is another training
     for other in before:
         if origin.run_id is not None and attempts[other].run_id == origin.run_id:
             return other, origin.step
@@ -158,12 +156,8 @@ def _parent(attempts: Sequence[RunAttempt], index: int) -> tuple[int | None, flo
 def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> AttemptAccount:
     """Returns the account of one attempt. ``limit``: as of ``_limits``; ``next_start``: of the next
     attempt."""
-    done = 0 if attempt.last_step is None else max(attempt.last_step - attempt.origin.base_step, 0)
-    lost = (
-        0
-        if attempt.last_step is None
-        else int(max(attempt.last_step - max(limit, attempt.origin.base_step), 0))
-    )
+    reached, base = attempt.last_step or 0, attempt.origin.base_step
+    done, lost = max(reached - base, 0), int(max(reached - max(limit, base), 0))
     begin, kept, last = _edges(attempt, limit)
     spans = [
         Span("startup", attempt.started, begin),
@@ -182,26 +176,30 @@ def _account(attempt: RunAttempt, limit: float, next_start: float | None) -> Att
             )
         )
     seconds = {span.kind: max(span.end - span.begin, 0.0) for span in spans}
-    saving = 0.0
-    for save in attempt.saves.disk:
-        kind = (
-            "unknown"
-            if "unknown" in seconds
-            else "lost"
+    stalls = [
+        (
+            "lost"
             if kept < save.time <= last
-            else ("productive" if begin < save.time <= kept else "shutdown")
+            else "productive"
+            if begin < save.time <= kept
+            else "shutdown",
+            save.stall_seconds,
         )
-        stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
-        seconds[kind] -= stalled
-        saving += stalled
-    for save in attempt.saves.memory:
-        kind = "unknown" if "unknown" in seconds else "lost" if save.step > limit else "productive"
-        stalled = min(max(save.stall_seconds, 0.0), seconds[kind])
+        for save in attempt.saves.disk
+    ]
+    stalls += [
+        ("lost" if save.step > limit else "productive", save.stall_seconds)
+        for save in attempt.saves.memory
+    ]
+    saving = 0.0
+    for kind, stall in stalls:
+        kind = "unknown" if "unknown" in seconds else kind
+        stalled = min(max(stall, 0.0), seconds[kind])
         seconds[kind] -= stalled
         saving += stalled
     return AttemptAccount(
         attempt,
-        min(limit, attempt.last_step or 0),
+        min(limit, reached),
         done,
         lost,
         Seconds(**seconds, saving=saving),
@@ -230,22 +228,6 @@ def total_of(accounts: Sequence[AttemptAccount]) -> Seconds:
     return sum((account.seconds for account in accounts), Seconds())
 
 
-def steps_at_risk(accounts: Sequence[AttemptAccount], newest: int | None) -> int | None:
-    """Returns how many steps the next start would repeat, because they follow the newest checkpoint
-    (``newest``: its step); None if the last attempt ended normally."""
-    if not accounts or accounts[-1].attempt.outcome in NORMAL:
-        return None
-    reached = next(
-        (
-            account.attempt.last_step
-            for account in reversed(accounts)
-            if account.attempt.last_step is not None
-        ),
-        0,
-    )
-    return max(reached - (newest or 0), 0)
-
-
 REDONE = "redone"
 
 
@@ -261,9 +243,10 @@ class Recovery:
             one.
         died: the last record of the failed attempt, in seconds since 1970.
         first_step: when the first new step was done, as far as is known; ``phases`` end there.
-        phases: in order, without gaps.
+        restart_seconds: from ``died`` to ``first_step``.
         steps_redone: steps of the failed attempt that were done again.
         seconds_redone: time that the failed attempt had spent on them.
+        phases: in order, without gaps.
     """
 
     failed: int
@@ -271,22 +254,15 @@ class Recovery:
     source: str
     died: float
     first_step: float
-    phases: tuple[Phase, ...]
+    restart_seconds: float
     steps_redone: int
     seconds_redone: float
-
-    @property
-    def restart_seconds(self) -> float:
-        """From the end of the failed attempt to the end of the first new step."""
-        return self.first_step - self.died
+    phases: tuple[Phase, ...]
 
 
-def recoveries_of(
-    accounts: Sequence[AttemptAccount], moments: Mapping[int, Moments] | None = None
-) -> tuple[Recovery, ...]:
-    """Returns the recoveries, in order of time. ``moments``: those of a supervisor, by the number
-    of the attempt that it started; they count where the attempt itself recorded none."""
-    found = []
+def recoveries_of(accounts: Sequence[AttemptAccount]) -> tuple[Recovery, ...]:
+    """Returns the recoveries, in order of time."""
+    recoveries = []
     for index, row in enumerate(accounts):
         if row.attempt.last_step is None or row.attempt.outcome in NORMAL:
             continue
@@ -302,56 +278,27 @@ def recoveries_of(
             other.attempt.outcome in NORMAL for other in accounts[index + 1 : until]
         ):
             continue
-        later = accounts[until]
-        known = _joined(later.attempt.origin.moments, (moments or {}).get(later.attempt.number))
-        # the start after the failure itself
-        first = (moments or {}).get(accounts[index + 1].attempt.number, Moments())
-        known = replace(known, noticed=first.noticed, ended=first.ended)
-        died, end = row.attempt.ended, _first_step(later, known)
+        origin, losses = accounts[until].attempt.origin, accounts[until].attempt.losses
+        first = accounts[index + 1].attempt.origin.moments  # of the start after the failure itself
+        moments = replace(origin.moments, noticed=first.noticed, ended=first.ended)
+        died, end = row.attempt.ended, moments.stepped
+        if end is None and len(losses):
+            end = float(losses.times[0])
         if end is not None and end >= died:
-            found.append(
+            recoveries.append(
                 Recovery(
                     row.attempt.number,
-                    later.attempt.number,
-                    later.attempt.origin.source,
+                    accounts[until].attempt.number,
+                    origin.source,
                     died,
                     end,
-                    phases_of(died, known, end),
+                    end - died,
                     row.steps_lost,
                     row.seconds.lost,
+                    phases_of(died, moments, end),
                 )
             )
-    return tuple(found)
-
-
-def supervisor_moments(
-    events: Iterable[RecordedEvent], attempts: Sequence[RunAttempt]
-) -> dict[int, Moments]:
-    """Returns the moments between two starts, by the number of the attempt that the later start
-    began.
-
-    Args:
-        events: of the supervisors of one node, in order of time.
-        attempts: in order of time. The attempt of a start is the first one that began after it and
-            before the next start.
-    """
-    starts: list[tuple[float, Moments]] = []
-    ended: tuple[float, float] | None = None  # noticed, and the last process was gone
-    for at, event in events:
-        if isinstance(event, JobEnded):
-            ended = (at - event.end_seconds, at)
-        elif isinstance(event, JobStarted):
-            starts.append(
-                (at, Moments(noticed=ended and ended[0], ended=ended and ended[1], started=at))
-            )
-            ended = None
-    found = {}
-    for index, (at, moments) in enumerate(starts):
-        until = starts[index + 1][0] if index + 1 < len(starts) else float("inf")
-        attempt = next((row for row in attempts if at <= row.started < until), None)
-        if attempt is not None:
-            found[attempt.number] = moments
-    return found
+    return tuple(recoveries)
 
 
 def totals_of(recoveries: Sequence[Recovery]) -> dict[str, float]:
@@ -362,25 +309,3 @@ def totals_of(recoveries: Sequence[Recovery]) -> dict[str, float]:
             found[phase.name] = found.get(phase.name, 0.0) + phase.seconds
     redone = sum(recovery.seconds_redone for recovery in recoveries)
     return {**found, **({REDONE: redone} if redone else {})}
-
-
-def _joined(own: Moments, other: Moments | None) -> Moments:
-    if other is None:
-        return own
-    return Moments(
-        **{
-            field.name: getattr(other, field.name)
-            if getattr(own, field.name) is None
-            else getattr(own, field.name)
-            for field in fields(Moments)
-        }
-    )
-
-
-def _first_step(row: AttemptAccount, moments: Moments) -> float | None:
-    """Returns when the first step of an attempt was done: as recorded, else by the log; None if
-    neither tells."""
-    if moments.stepped is not None:
-        return moments.stepped
-    losses = row.attempt.losses
-    return float(losses.times[0]) if len(losses) else None

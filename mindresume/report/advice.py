@@ -26,7 +26,7 @@ from mindresume.formatting import counted, span_text, stall_text
 from mindresume.report import phrases
 from mindresume.report.accounting import AttemptAccount, recoveries_of
 from mindresume.report.builder import Report, build_report, folders_of
-from mindresume.report.phrases import Phrase, joined, phrase, sentences
+from mindresume.report.phrases import Phrase, joined, phrase
 from mindresume.report.runs import RunAttempt
 from mindresume.storage.posix import PosixStorage
 
@@ -361,7 +361,7 @@ def _change(tiers: Sequence[TierAdvice], failures: int) -> Phrase:
                     place=phrase(f"advice.place.{tier.name}"),
                 )
             )
-    return sentences(found)
+    return joined(found, "sentence")
 
 
 def failures_text(advice: Advice) -> Phrase:

@@ -1,6 +1,6 @@
-// Makes the report interactive: both languages, light and dark, and charts with values, zoom and a legend. The page works
-// without it. It reads the block "data" (chart.py, texts.json), asks no network, and writes texts only as text, never as
-// markup. plot.js stands before it in the same script.
+// Makes the report interactive: both languages, light and dark, and charts with values, zoom and a legend. Without it
+// the page has its tables. It reads the block "data" (chart.py, texts.json), asks no network, and writes texts only as text,
+// never as markup. plot.js stands before it in the same script.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -24,8 +24,7 @@ function shown(value) {
 function setLanguage(name) {
   language = name;
   document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
-  document.title = shown(data.title);
-  for (const one of marked) one.textContent = shown(data.phrases[one.dataset.t]);
+  for (const one of marked) one.textContent = shown(JSON.parse(one.dataset.t));
   for (const write of relabel) write();
 }
 
@@ -239,7 +238,7 @@ function addCharts() {
     relabel.push(() => { note.textContent = say("chart." + name, values); });
   }
   place.hidden = false;
-  document.getElementById("static").hidden = true;
+  document.getElementById("no-charts").hidden = true;
 }
 
 // Shows the phases in the bars of the recoveries: one under the pointer, all with the keyboard.

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from mindresume.formatting import shown
 
 TEXTS: dict[str, tuple[str, str]] = json.loads(
     (Path(__file__).parent / "texts.json").read_text(encoding="utf-8")
@@ -60,20 +62,14 @@ def in_language(value: Any, language: int) -> str:
     )
 
 
-def joined(parts: Sequence[Any], by: str = "comma") -> Any:
-    """Returns the parts as one phrase, with the separator ``join.BY`` between them; "" without
-    parts."""
-    if not parts:
-        return ""
-    found = parts[0]
-    for part in parts[1:]:
-        found = phrase(f"join.{by}", first=found, second=part)
-    return found
-
-
-def sentences(parts: Iterable[Any]) -> Any:
-    """Returns sentences as one text; empty ones are left out."""
-    return joined([part for part in parts if part], "sentence")
+def joined(parts: Iterable[Any], by: str = "comma") -> Any:
+    """Returns the parts that are not empty as one phrase, with the separator ``join.BY`` between
+    them; "" without parts."""
+    text: Any = ""
+    for part in parts:
+        if part:
+            text = phrase(f"join.{by}", first=text, second=part) if text else part
+    return text
 
 
 def counted(what: str, count: int) -> Phrase:
@@ -82,7 +78,8 @@ def counted(what: str, count: int) -> Phrase:
 
 
 def as_json(value: Any) -> Any:
-    """Returns a phrase as [key, arguments] for page.js; anything else unchanged."""
-    if not isinstance(value, Phrase):
-        return value
-    return [value.key, {name: as_json(inner) for name, inner in value.arguments.items()}]
+    """Returns a phrase as [key, arguments] for page.js, in which hidden characters of texts are
+    shown; a number unchanged."""
+    if isinstance(value, Phrase):
+        return [value.key, {name: as_json(inner) for name, inner in value.arguments.items()}]
+    return shown(value, keep="\n") if isinstance(value, str) else value

@@ -2,11 +2,9 @@
 lasts from one start of the training to its end.
 
     event file of rank 0 ─▶ one attempt: run id, checkpoint, saves, outcome      event files of
-        other ranks ─▶ why it failed
-    event file of a supervisor ─▶ when the attempt was started, and why it ended, if no rank could
-        say so before
-    log ─▶ losses, assigned to attempts by time      a start in the log without an event file ─▶ an
-        attempt with losses alone
+    other ranks ─▶ why it failed event file of a supervisor ─▶ when the attempt was started, and why
+    it ended, if no rank could say so before log ─▶ losses, assigned to attempts by time      a
+    start in the log without an event file ─▶ an attempt with losses alone
 
 Only this module infers what is not recorded; each field says from what.
 """
@@ -20,7 +18,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +33,6 @@ from mindresume.report.phrases import phrase
 RUNNING, UNKNOWN = "running", "unknown"  # the other outcomes are those of TrainingEnded
 NORMAL = (FINISHED, PREEMPTED, NOTHING_TO_TRAIN)  # nothing is lost after these
 KILLED = phrase("reason.killed")
-_Kind = TypeVar("_Kind", bound=ev.Event)
 _NONE = functools.partial(np.empty, 0)
 _MOMENTS: dict[type[ev.Event], str] = {  # the moment of a start that an event records
     ev.TrainingStarted: "joined",
@@ -45,6 +42,14 @@ _MOMENTS: dict[type[ev.Event], str] = {  # the moment of a start that an event r
     ev.NetworkCompiled: "compiled",
     ev.FirstStepDone: "stepped",
 }
+_SAVES = (
+    ev.SaveBegun,
+    ev.SaveStaged,
+    ev.SaveWritten,
+    ev.SaveCommitted,
+    ev.SaveFailed,
+    ev.SaveAbandoned,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,13 +133,12 @@ class Origin:
     """Describes what an attempt began with.
 
     ``is_fresh``: there was no checkpoint. ``step``: of the checkpoint, in the count of the run that
-        saved it; None: from the
-    beginning. ``is_inferred``: it follows from the first loss. ``run_id``: the run that saved it.
-    ``source``: where it lay, "disk" or "memory"; empty: nothing was selected. ``checkpoint``: its
-    description. ``base_step``: the step after which this attempt counts, which differs after a
-    change of the batch size. ``step_scale``: steps of this attempt per step of the run that
-    saved. ``refused``: the checkpoints that it did not take. ``moments``: of the start, as far as
-        they were recorded.
+    saved it; None: from the beginning. ``is_inferred``: it follows from the first loss. ``run_id``:
+    the run that saved it. ``source``: where it lay, "disk" or "memory"; empty: nothing was
+    selected. ``checkpoint``: its description. ``base_step``: the step after which this attempt
+    counts, which differs after a change of the batch size. ``step_scale``: steps of this attempt
+    per step of the run that saved. ``refused``: the checkpoints that it did not take. ``moments``:
+    of the start, as far as they were recorded.
     """
 
     is_fresh: bool = False
@@ -157,11 +161,10 @@ class RunAttempt:
     ``started``: of the command, if a supervisor recorded it, else of the first record. ``ended``:
     of the last record of its ranks; a killed process records no end. Both in seconds since 1970.
     ``outcome``: one of TrainingEnded, RUNNING or UNKNOWN; FAILED also if another start follows and
-    no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that
-    failed first, None: unknown. ``has_events``: there is an event file; without one, ``run_id``,
-        ``world_size``, ``saves`` and
-    the reason of a failure are unknown. ``is_cut``: the log begins after the attempt began.
-    ``first_step``, ``last_step``: steps done in this attempt; None: none.
+    no end was recorded. ``reason``: of the outcome. ``failed_rank``: the rank that failed first,
+    None: unknown. ``has_events``: there is an event file; without one, ``run_id``, ``world_size``,
+    ``saves`` and the reason of a failure are unknown. ``is_cut``: the log begins after the attempt
+    began. ``first_step``, ``last_step``: steps done in this attempt; None: none.
     """
 
     number: int
@@ -205,18 +208,20 @@ def attempts_of(
                 owner.saves[step] = replace(owner.saves[step], is_committed=True, failure="")
     by_run = {attempt.run_id: attempt for attempt in found if attempt.run_id is not None}
     began = [attempt.started for attempt in found]
-    # of its run; if the run is not recorded, of its time
-    for failure in failures:
+    for failure in failures:  # of its run; if the run is not recorded, of its time
         index = bisect_right(began, failure.time) - 1
         if failure.run_id in by_run:
             by_run[failure.run_id].fail(failure)
         elif index >= 0 and (failure.run_id is None or found[index].run_id is None):
             found[index].fail(failure)
     for start, until in zip(
-        starts, [*(later.began for later in starts[1:]), math.inf], strict=False
+        starts, [*(later.moments["started"] for later in starts[1:]), math.inf], strict=False
     ):
-        if supervised := [attempt for attempt in found if start.began <= attempt.started < until]:
-            supervised[0].started = start.began
+        if supervised := [
+            attempt for attempt in found if start.moments["started"] <= attempt.started < until
+        ]:
+            supervised[0].started = start.moments["started"]
+            supervised[0].moments = {**start.moments, **supervised[0].moments}
             supervised[-1].take_death(start.failure)
     ends = [*(attempt.started for attempt in found[1:]), None]
     return tuple(attempt.build(index + 1, ends[index]) for index, attempt in enumerate(found))
@@ -225,35 +230,30 @@ def attempts_of(
 def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tuple[RunAttempt, ...]:
     """Returns the attempts with the loss of another rank, where only that rank has the true loss.
     Its lines are assigned to attempts by their time."""
-    curves, starts = [_Curve() for _ in attempts], [attempt.started for attempt in attempts]
+    curves, starts = [array("d") for _ in attempts], [attempt.started for attempt in attempts]
     for line in lines:
         index = bisect_right(starts, line.time) - 1
         if line.kind == log_parser.LOSS and index >= 0:
-            curves[index].add(line)
+            curves[index].extend(_numbers(line))
     return tuple(
         attempt
-        if attempt.losses.are_true or not curve.steps
-        else replace(attempt, losses=curve.build())
+        if attempt.losses.are_true or not curve
+        else replace(attempt, losses=_losses_of(curve))
         for attempt, curve in zip(attempts, curves, strict=True)
     )
 
 
-def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None] | None) -> RunAttempt:
+def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None]) -> RunAttempt:
     """Returns the last attempt with the outcome that its lease shows, if no end was recorded.
-    ``leases``: of the checkpoint directory, by run id: whether the process runs (None: it is on
-    another machine); None: there is no such directory."""
-    if attempt.outcome != UNKNOWN or attempt.run_id is None or leases is None:
+    ``leases``: of the checkpoint folder, by run id: whether the process runs (None: it is on
+    another machine)."""
+    if attempt.outcome != UNKNOWN or attempt.run_id is None:
         return attempt
     if attempt.run_id not in leases:
         return replace(attempt, outcome=FAILED, reason=phrase("reason.lease_released"))
-    alive = leases[attempt.run_id]
-    if alive is None:
-        return attempt
-    return (
-        replace(attempt, outcome=RUNNING)
-        if alive
-        else replace(attempt, outcome=FAILED, reason=KILLED)
-    )
+    known = {True: (RUNNING, ""), False: (FAILED, KILLED), None: (UNKNOWN, "")}
+    outcome, reason = known[leases[attempt.run_id]]
+    return replace(attempt, outcome=outcome, reason=reason)
 
 
 def _recorded(events: Iterable[RecordedEvent]) -> list[_Attempt]:
@@ -278,8 +278,9 @@ def _with_lines(recorded: list[_Attempt], lines: Iterable[LogLine]) -> list[_Att
                 )
             found[-1].take_line(item)
             continue
-        # mindformers logs its start shortly before the first event
-        if found and found[-1].is_only_start:
+        if (
+            found and found[-1].is_only_start
+        ):  # mindformers logs its start shortly before the first event
             item.started = min(found.pop().started, item.started)
             item.logged.add(log_parser.START)
         found.append(item)
@@ -290,38 +291,31 @@ def _time_of(item: _Attempt | LogLine) -> float:
     return item.time if isinstance(item, LogLine) else item.started
 
 
-class _Curve:
-    """Collects the losses of one attempt in ascending order of steps, without duplicates."""
+def _losses_of(numbers: array[float], are_true: bool = True) -> Losses:
+    """Returns the losses of one attempt in ascending order of steps, without duplicates.
+    ``numbers``: four of each line, as ``_numbers`` returns them."""
+    if not numbers:
+        return Losses()
+    rows = np.frombuffer(numbers).reshape(-1, 4)
+    is_next = np.diff(np.maximum.accumulate(rows[:, 0]), prepend=-1) > 0
+    steps, values, times, seconds = rows[is_next].T
+    return Losses(steps.astype(np.int64), values, times, seconds, are_true)
 
-    def __init__(self) -> None:
-        self.steps, self.rows = array("q"), [array("d") for _ in range(3)]
 
-    def add(self, line: LogLine) -> None:
-        if not self.steps or line.step > self.steps[-1]:
-            self.steps.append(line.step)
-            for row, value in zip(
-                self.rows, (line.loss, line.time, line.step_seconds), strict=True
-            ):
-                row.append(value)
-
-    def build(self, are_true: bool = True) -> Losses:
-        return Losses(
-            np.frombuffer(self.steps, np.int64) if self.steps else np.empty(0, np.int64),
-            *(np.frombuffer(row) if row else np.empty(0) for row in self.rows),
-            are_true,
-        )
+def _numbers(line: LogLine) -> tuple[float, ...]:
+    return line.step, line.loss, line.time, line.step_seconds
 
 
 class _Attempt:
     """Collects the records of one attempt. ``newest``: the newest event of each kind but Notice; a
     fresh start is a selection. ``moments``: the first time of each. ``logged``: the kinds of lines
     in the log of mindformers. ``reached``: the largest step that an event other than a save to disk
-    names."""
+    names. ``numbers``: of its losses, as for ``_losses_of``."""
 
     def __init__(self, started: float, has_events: bool, is_cut: bool = False):
         self.started = self.ended = started
         self.has_events, self.is_cut = has_events, is_cut
-        self.newest: dict[type[ev.Event], ev.Event] = {}
+        self.newest: dict[type[ev.Event], Any] = {}
         self.moments: dict[str, float] = {}
         self.failure: Failure | None = None
         self.reached = self.skipped_saves = 0
@@ -329,27 +323,19 @@ class _Attempt:
         self.memory_saves: list[ev.TierSaved] = []
         self.committed_for_others: list[tuple[str, int]] = []
         self.refused: list[RefusedCheckpoint] = []
-        self.curve, self.logged = _Curve(), set[str]()
-
-    def _newest(self, kind: type[_Kind]) -> _Kind | None:
-        event: Any = self.newest.get(kind)
-        return event
+        self.numbers, self.logged = array("d"), set[str]()
 
     @property
     def run_id(self) -> str | None:
-        opened = self._newest(ev.RunOpened)
-        return opened.run_id if opened else None
+        return self.newest[ev.RunOpened].run_id if ev.RunOpened in self.newest else None
 
     # ---- the log
 
     @property
     def is_only_start(self) -> bool:
         """Whether only mindformers' start line is known."""
-        return (
-            not self.has_events
-            and not self.is_cut
-            and log_parser.OVER not in self.logged
-            and not self.curve.steps
+        return not (
+            self.has_events or self.is_cut or log_parser.OVER in self.logged or self.numbers
         )
 
     def can_take_start(self) -> bool:
@@ -357,7 +343,7 @@ class _Attempt:
         came before it."""
         return self.has_events and not (
             self.logged & {log_parser.START, log_parser.OVER}
-            or self.curve.steps
+            or self.numbers
             or ev.TrainingEnded in self.newest
         )
 
@@ -365,7 +351,7 @@ class _Attempt:
         """Takes a line of mindformers' log."""
         self.ended = max(self.ended, line.time)
         if line.kind == log_parser.LOSS:
-            self.curve.add(line)
+            self.numbers.extend(_numbers(line))
         else:
             self.logged.add(line.kind)
 
@@ -380,8 +366,11 @@ class _Attempt:
         self.newest[ev.CheckpointSelected if isinstance(event, ev.FreshStart) else type(event)] = (
             event
         )
-        if type(event) in _MOMENTS:
-            self._take_moment(at, event)
+        moments = {_MOMENTS[type(event)]: at} if type(event) in _MOMENTS else {}
+        if isinstance(event, ev.TrainingStarted):
+            moments |= {"started": event.process_started, "imported": event.imported}
+        elif isinstance(event, ev.WeightsLoaded) and event.seconds is not None:
+            moments["loading"] = at - event.seconds
         elif isinstance(event, ev.CandidateRefused):
             self.refused.append(
                 RefusedCheckpoint(
@@ -389,8 +378,8 @@ class _Attempt:
                 )
             )
         elif isinstance(event, ev.TrainingEnded):
-            if event.outcome != NOTHING_TO_TRAIN and event.step is not None:
-                self.reached = max(self.reached, event.step)
+            if event.outcome != NOTHING_TO_TRAIN:
+                self.reached = max(self.reached, event.step or 0)
             if event.outcome == FAILED:
                 self.fail(Failure(at, 0, event.reason))
         elif isinstance(event, ev.SaveCommitted) and event.run_id not in (None, self.run_id):
@@ -401,33 +390,13 @@ class _Attempt:
         elif isinstance(event, ev.TierSaved):
             self.memory_saves.append(event)
             self.reached = max(self.reached, event.step)
-        elif (
-            isinstance(
-                event,
-                (
-                    ev.SaveBegun,
-                    ev.SaveStaged,
-                    ev.SaveWritten,
-                    ev.SaveCommitted,
-                    ev.SaveFailed,
-                    ev.SaveAbandoned,
-                ),
-            )
-            and event.step is not None
-        ):
+        elif isinstance(event, _SAVES) and event.step is not None:
             self.saves[event.step] = _updated(
                 self.saves.get(event.step, Save(event.step, at)), at, event
             )
-
-    def _take_moment(self, at: float, event: ev.Event) -> None:
-        self.moments.setdefault(_MOMENTS[type(event)], at)
-        if isinstance(event, ev.TrainingStarted):
-            if event.process_started is not None:
-                self.moments.setdefault("started", event.process_started)
-            if event.imported is not None:
-                self.moments.setdefault("imported", event.imported)
-        elif isinstance(event, ev.WeightsLoaded) and event.seconds is not None:
-            self.moments.setdefault("loading", at - event.seconds)
+        self.moments = {
+            name: moment for name, moment in moments.items() if moment is not None
+        } | self.moments
 
     def fail(self, failure: Failure) -> None:
         """Keeps the failure of the rank that failed first; other ranks fail because that rank is
@@ -446,7 +415,7 @@ class _Attempt:
     def take_death(self, noticed: Failure | None) -> None:
         """Takes what a supervisor noticed. A killed or hanging rank records nothing, and others
         fail later, because of it."""
-        end = self._newest(ev.TrainingEnded)
+        end = self.newest.get(ev.TrainingEnded)
         ended_well = end.outcome != FAILED if end else log_parser.OVER in self.logged
         if noticed is not None and (
             not ended_well if self.failure is None else noticed.time < self.failure.time
@@ -457,12 +426,9 @@ class _Attempt:
 
     def build(self, number: int, next_start: float | None) -> RunAttempt:
         """Returns the attempt. ``next_start``: of the next attempt."""
-        losses = self.curve.build(are_true=log_parser.LAST_CARD not in self.logged)
-        origin, begun = (
-            self._origin(losses),
-            self._newest(ev.RunOpened) or self._newest(ev.TrainingStarted),
-        )
-        opened = self._newest(ev.RunOpened)
+        losses = _losses_of(self.numbers, are_true=log_parser.LAST_CARD not in self.logged)
+        origin, opened = self._origin(losses), self.newest.get(ev.RunOpened)
+        begun = opened or self.newest.get(ev.TrainingStarted)
         last = max(int(losses.steps[-1]) if len(losses) else 0, self.reached, *self.saves, 0)
         has_steps = last > origin.base_step
         saves = Saves(
@@ -492,7 +458,7 @@ class _Attempt:
         )
 
     def _outcome(self, is_last: bool) -> tuple[str, str]:
-        end = self._newest(ev.TrainingEnded)
+        end = self.newest.get(ev.TrainingEnded)
         if self.failure is not None:
             return FAILED, self.failure.reason
         if end is not None:
@@ -502,8 +468,11 @@ class _Attempt:
         return (UNKNOWN, "") if is_last else (FAILED, KILLED if self.has_events else "")
 
     def _origin(self, losses: Losses) -> Origin:
-        choice: ev.Event | None = self.newest.get(ev.CheckpointSelected)
-        progress, resumed = self._newest(ev.ProgressRestored), self._newest(ev.Resumed)
+        choice, progress = (
+            self.newest.get(ev.CheckpointSelected),
+            self.newest.get(ev.ProgressRestored),
+        )
+        resumed = self.newest.get(ev.Resumed)
         origin = Origin(
             isinstance(choice, ev.FreshStart),
             load_seconds=resumed.load_seconds if resumed else None,
@@ -536,7 +505,7 @@ class _Attempt:
         return replace(origin, base_step=base, step=base or None, is_inferred=True)
 
 
-def _updated(save: Save, at: float, event: ev.Event) -> Save:
+def _updated(save: Save, at: float, event: Any) -> Save:
     if isinstance(event, ev.SaveStaged):
         return replace(save, time=at, stall_seconds=event.stall_seconds, is_background=True)
     if isinstance(event, ev.SaveWritten):
@@ -551,6 +520,4 @@ def _updated(save: Save, at: float, event: ev.Event) -> Save:
         )
     if isinstance(event, ev.SaveCommitted):
         return replace(save, is_committed=True, failure="")
-    if isinstance(event, (ev.SaveFailed, ev.SaveAbandoned)):
-        return replace(save, failure=event.reason)
-    return save
+    return save if isinstance(event, ev.SaveBegun) else replace(save, failure=event.reason)

@@ -4,18 +4,20 @@ languages."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mindresume import runtime
 from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.events.recovery_phases import PHASES
 from mindresume.formatting import span_text
-from mindresume.report.accounting import REDONE, AttemptAccount, totals_of
+from mindresume.report.accounting import REDONE, totals_of
 from mindresume.report.builder import Report
 from mindresume.report.phrases import TEXTS, Phrase, counted, joined, phrase
 from mindresume.report.runs import NORMAL, RUNNING, UNKNOWN, RunAttempt
 
+SHOWN = 2000  # most rows of a table; the JSON document has all
+REASON = 400  # most characters of a reason
 BAR = 24.0  # rem of the longest recovery
 SHARE = 9.0  # rem of the whole time
 LONGEST = 3  # phases that the line on recoveries names
@@ -28,9 +30,8 @@ def summary(report: Report) -> Phrase:
         return phrase(
             "summary.empty",
             output=report.output,
-            checkpoints=counted("checkpoint", len(report.disk.checkpoints)),
+            checkpoints=counted("checkpoint", len(report.checkpoints)),
         )
-    seconds = report.seconds
     return phrase(
         "summary",
         attempts=counted("run attempt", len(report.accounts)),
@@ -38,34 +39,34 @@ def summary(report: Report) -> Phrase:
         reached=number_text(report.reached),
         lost=report.steps_lost,
         steps=counted("step", report.steps_done),
-        span=span_text(seconds.total),
+        span=span_text(report.seconds.total),
         goodput=_goodput(report),
     )
 
 
 def recovery_summary(report: Report) -> str:
-    """Returns the recoveries in one line: where they resumed from, and where their time went; empty
-    if there was none."""
-    rows = report.recoveries
-    if not rows:
-        return ""
-    sources = [(MEMORY, "memory"), (DISK, "disk"), ("", "unknown")]
-    found = [
-        phrase(
-            f"recoveries.{name}",
-            count=len(some),
-            span=span_text(statistics.median(row.restart_seconds for row in some)),
-        )
-        for source, name in sources
-        if (some := [row for row in rows if row.source == source])
-    ]
-    totals = totals_of(rows)
-    longest = sorted(totals, key=totals.get, reverse=True)[:LONGEST]
+    """Returns the recoveries, at least one, in one line: where they resumed from, and where their
+    time went."""
+    restarts: dict[str, list[float]] = {MEMORY: [], DISK: [], "": []}
+    for row in report.recoveries:
+        restarts.get(row.source, []).append(row.restart_seconds)
+    totals = totals_of(report.recoveries)
+    longest = sorted(totals, key=totals.__getitem__, reverse=True)[:LONGEST]
     return phrase(
         "recoveries.summary",
-        recoveries=counted("recovery", len(rows)),
-        sources=joined(found),
+        recoveries=counted("recovery", len(report.recoveries)),
         span=span_text(sum(totals.values())),
+        sources=joined(
+            [
+                phrase(
+                    f"recoveries.{source or 'unknown'}",
+                    count=len(seconds),
+                    span=span_text(statistics.median(seconds)),
+                )
+                for source, seconds in restarts.items()
+                if seconds
+            ]
+        ),
         phases=joined(
             [
                 phrase(
@@ -82,41 +83,39 @@ def recovery_summary(report: Report) -> str:
 def tiles(report: Report) -> list[tuple[str, str, str]]:
     """Returns (name, value, explanation) of the key figures."""
     attempts, seconds = report.attempts, report.seconds
-    staged = [save for attempt in attempts for save in attempt.saves.disk if save.is_staged]
-    outcome = attempts[-1].outcome
-    last = (
-        phrase(f"tile.last.{outcome}")
-        if outcome in (RUNNING, UNKNOWN)
-        else phrase("tile.last", outcome=outcome_text(outcome))
-    )
     unrecorded = sum(not attempt.has_events for attempt in attempts)
-    copies = sum(len(attempt.saves.memory) for attempt in attempts)
-    saves = [
-        *([phrase("tile.saves.memory", copies=copies)] if copies else []),
+    saves, copies = (
+        sum(map(staged_saves, attempts)),
+        sum(len(attempt.saves.memory) for attempt in attempts),
+    )
+    outcome = attempts[-1].outcome
+    last = f"tile.last.{outcome}" if outcome in (RUNNING, UNKNOWN) else "tile.last"
+    saving = [
+        phrase("tile.saves.memory", copies=copies) if copies else "",
         phrase(
             "tile.saves.more",
             span=span_text(seconds.saving),
             share=percent(seconds.saving, seconds.total),
         ),
-        *(
-            [phrase("tile.saves.unknown", attempts=counted("attempt", unrecorded))]
-            if unrecorded
-            else []
-        ),
+        phrase("tile.saves.unknown", attempts=counted("attempt", unrecorded)) if unrecorded else "",
     ]
-    return [
+    rows: list[tuple[str, str, str]] = [
         (
-            phrase("tile.restarts"),
-            str(report.restarts),
-            phrase("tile.restarts.more", failures=counted("failure", report.failures), last=last),
+            "restarts",
+            str(len(attempts) - 1),
+            phrase(
+                "tile.restarts.more",
+                failures=counted("failure", report.failures),
+                last=phrase(last, outcome=outcome_text(outcome)),
+            ),
         ),
         (
-            phrase("tile.reached"),
+            "reached",
             number_text(report.reached),
             phrase("tile.reached.more", steps=counted("step", report.steps_done)),
         ),
         (
-            phrase("tile.lost"),
+            "lost",
             str(report.steps_lost),
             phrase(
                 "tile.lost.risk" if report.steps_at_risk else "tile.lost.more",
@@ -125,7 +124,7 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
             ),
         ),
         (
-            phrase("tile.goodput"),
+            "goodput",
             _goodput(report),
             phrase(
                 "tile.goodput.more",
@@ -134,49 +133,42 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
             ),
         ),
         (
-            phrase("tile.cost"),
+            "cost",
             span_text(seconds.lost + seconds.downtime),
             phrase(
                 "tile.cost.more", lost=span_text(seconds.lost), downtime=span_text(seconds.downtime)
             ),
         ),
         (
-            phrase("tile.saves"),
-            phrase("not_known") if unrecorded == len(attempts) else str(len(staged)),
-            joined(saves, "semicolon"),
+            "saves",
+            phrase("not_known") if unrecorded == len(attempts) else str(saves),
+            joined(saving, "semicolon"),
         ),
     ]
+    return [(phrase(f"tile.{name}"), value, more) for name, value, more in rows]
 
 
-def attempt_row(account: AttemptAccount) -> dict[str, Any]:
-    """Returns the cells of one attempt."""
-    attempt = account.attempt
-    failed = sum(bool(save.failure) for save in attempt.saves.disk)
-    saves = [
-        str(sum(save.is_staged for save in attempt.saves.disk)),
-        *([phrase("saves.failed", count=failed)] if failed else []),
-        *(
-            [phrase("saves.memory", count=len(attempt.saves.memory))]
-            if attempt.saves.memory
-            else []
-        ),
-        *([phrase("saves.skipped", count=attempt.saves.skipped)] if attempt.saves.skipped else []),
-    ]
-    started = moment(attempt.started)
-    return {
-        "attempt": attempt,
-        "run": attempt.run_id or phrase("not_known"),
-        "outcome": outcome_text(attempt.outcome),
-        "started": phrase("before", moment=started) if attempt.is_cut else started,
-        "reason": reason_of(attempt),
-        "kind": "good" if attempt.outcome in NORMAL else "bad" if attempt.outcome == FAILED else "",
-        "resumed": _resumed_from(attempt),
-        "lost": account.steps_lost,
-        "steps": phrase("none")
-        if attempt.first_step is None
-        else phrase("steps.range", first=attempt.first_step, last=attempt.last_step),
-        "saves": joined(saves, "semicolon") if attempt.has_events else phrase("not_known"),
-    }
+def staged_saves(attempt: RunAttempt) -> int:
+    """Returns the number of its saves to disk."""
+    return sum(save.is_staged for save in attempt.saves.disk)
+
+
+def saves_text(attempt: RunAttempt) -> str:
+    """Returns the saves of an attempt, as a cell."""
+    if not attempt.has_events:
+        return phrase("not_known")
+    others = (
+        ("failed", sum(bool(save.failure) for save in attempt.saves.disk)),
+        ("memory", len(attempt.saves.memory)),
+        ("skipped", attempt.saves.skipped),
+    )
+    return joined(
+        [
+            str(staged_saves(attempt)),
+            *(phrase(f"saves.{name}", count=count) if count else "" for name, count in others),
+        ],
+        "semicolon",
+    )
 
 
 def reason_of(attempt: RunAttempt) -> str:
@@ -187,23 +179,28 @@ def reason_of(attempt: RunAttempt) -> str:
     return attempt.reason or (phrase("reason.unknown") if attempt.outcome == FAILED else "")
 
 
-def _resumed_from(attempt: RunAttempt) -> str:
+def kind_of(attempt: RunAttempt) -> str:
+    """Returns the class of page.css of its outcome."""
+    return "good" if attempt.outcome in NORMAL else "bad" if attempt.outcome == FAILED else ""
+
+
+def resumed_from(attempt: RunAttempt) -> str:
     """Returns where an attempt began, as a cell."""
-    if attempt.origin.step is not None:
-        found = phrase(
-            "resumed.memory" if attempt.origin.source == MEMORY else "resumed.step",
-            step=attempt.origin.step,
+    origin = attempt.origin
+    if origin.step is not None:
+        text = phrase(
+            "resumed.memory" if origin.source == MEMORY else "resumed.step", step=origin.step
         )
-        if attempt.origin.step_scale != 1:
-            found = phrase("resumed.scaled", where=found, step=attempt.origin.base_step)
-        return phrase("resumed.inferred", where=found) if attempt.origin.is_inferred else found
-    if attempt.origin.is_fresh:
+        if origin.step_scale != 1:
+            text = phrase("resumed.scaled", where=text, step=origin.base_step)
+        return phrase("resumed.inferred", where=text) if origin.is_inferred else text
+    if origin.is_fresh:
         return phrase("resumed.fresh")
-    if attempt.origin.checkpoint:
-        return attempt.origin.checkpoint
+    if origin.checkpoint:
+        return origin.checkpoint
     if attempt.first_step is not None:
         return phrase("resumed.beginning")
-    return phrase("resumed.not_yet") if attempt.has_events else phrase("not_known")
+    return phrase("resumed.not_yet" if attempt.has_events else "not_known")
 
 
 def problems(attempts: Sequence[RunAttempt]) -> list[tuple[int, int | None, str]]:
@@ -221,86 +218,45 @@ def problems(attempts: Sequence[RunAttempt]) -> list[tuple[int, int | None, str]
     ]
 
 
-def spent(report: Report) -> list[dict[str, Any]]:
-    """Returns the rows of the use of the time."""
-    seconds = report.seconds
-    found = []
-    for name in SPENT:
-        value = getattr(seconds, name)
-        if value or name in ("productive", "lost", "saving", "downtime"):
-            width = SHARE * value / seconds.total if seconds.total else 0
-            found.append(
-                {
-                    "title": phrase(f"spent.{name}"),
-                    "seconds": value,
-                    "share": percent(value, seconds.total),
-                    "meaning": phrase(f"spent.{name}.meaning"),
-                    "width": f"{width:.2f}",
-                    "kind": f"k-{name}",
-                }
-            )
-    return found
+def spent(report: Report) -> list[tuple[str, float, str]]:
+    """Returns (name, seconds, rem of its bar) of the uses of the time."""
+    uses = [(name, getattr(report.seconds, name)) for name in SPENT]
+    return [
+        (name, seconds, f"{SHARE * seconds / (report.seconds.total or 1):.2f}")
+        for name, seconds in uses
+        if seconds or name in ("productive", "lost", "saving", "downtime")
+    ]
 
 
-def recovery_rows(report: Report, most: int) -> list[dict[str, Any]]:
-    """Returns the rows of the last ``most`` recoveries: for each a bar of phases, all bars to one
-    scale."""
-    rows = report.recoveries[-most:]
-    longest = max((row.restart_seconds + row.seconds_redone for row in rows), default=0.0) or 1.0
-    found = []
+def recovery_bars(report: Report) -> list[tuple[Any, list[tuple[str, Phrase, str, str]], str]]:
+    """Returns the newest recoveries, each with the parts of its bar (class, text, where it begins
+    and its width in rem) and the width of the bar; all bars have one scale."""
+    rows = report.recoveries[-SHOWN:]
+    scale = BAR / (max((row.restart_seconds + row.seconds_redone for row in rows), default=0) or 1)
+    bars = []
     for row in rows:
-        parts, at = [(phase.names, phase.seconds) for phase in row.phases], 0.0
-        parts += [((REDONE,), row.seconds_redone)] if row.seconds_redone else []
-        bars = []
-        for names, seconds in parts:
-            bars.append(
-                {
-                    "tip": phrase("tip.phase", phase=phase_name(names), span=span_text(seconds)),
-                    "kind": phase_class(names),
-                    "at": f"{BAR * at / longest:.2f}",
-                    "width": f"{BAR * seconds / longest:.2f}",
-                }
-            )
-            at += seconds
-        found.append(
-            {
-                "row": row,
-                "source": source_text(row.source),
-                "lasted": row.restart_seconds,
-                "parts": bars,
-                "width": f"{BAR * at / longest:.2f}",
-            }
-        )
-    return found
+        parts, at = [], 0.0
+        redone = [((REDONE,), row.seconds_redone)] if row.seconds_redone else []
+        for names, seconds in [*((phase.names, phase.seconds) for phase in row.phases), *redone]:
+            tip = phrase("tip.phase", phase=phase_name(names), span=span_text(seconds))
+            parts.append((phase_class(names), tip, f"{at:.2f}", f"{scale * seconds:.2f}"))
+            at += scale * seconds
+        bars.append((row, parts, f"{at:.2f}"))
+    return bars
 
 
-def phase_rows(report: Report) -> list[dict[str, Any]]:
-    """Returns the rows of the totals of the phases, in their order."""
-    totals = totals_of(report.recoveries)
-    whole = sum(totals.values())
-    order, found = [*PHASES.values(), REDONE], []
-    for name, seconds in totals.items():
-        names = name.split(" + ")
-        found.append(
-            (
-                order.index(names[-1]),
-                name,
-                {
-                    "name": phase_name(names),
-                    "seconds": seconds,
-                    "share": percent(seconds, whole),
-                    "kind": phase_class(names),
-                    "meaning": phrase(f"phase.{names[-1]}.meaning"),
-                },
-            )
-        )
-    return [row for _, _, row in sorted(found, key=lambda item: item[:2])]
+def phase_rows(report: Report) -> list[tuple[list[str], float]]:
+    """Returns the phases of all recoveries in their order: the names of those that are joined, and
+    their seconds."""
+    order = [*PHASES.values(), REDONE]
+    rows = [(name.split(" + "), seconds) for name, seconds in totals_of(report.recoveries).items()]
+    return sorted(rows, key=lambda row: (order.index(row[0][-1]), row[0]))
 
 
 # ---- words ---------------------------------------------------------------------------------------
 
 
-def phase_name(names: Sequence[str]) -> Phrase:
+def phase_name(names: Iterable[str]) -> Phrase:
     """Returns the name of a part of a recovery, which may be of several phases."""
     return joined([phrase(f"phase.{name}") for name in names], "plus")
 
@@ -331,9 +287,7 @@ def moment(seconds: float) -> str:
 
 def percent(part: float, whole: float) -> str:
     """Returns the share of ``part``, such as "2.5 %"."""
-    if not whole:
-        return "0 %"
-    value = 100 * part / whole
+    value = 100 * part / whole if whole else 0
     if 0 < value < 0.05:
         return "< 0.1 %"
     return f"{value:.1f} %" if 0 < value < 10 else f"{value:.0f} %"

@@ -1,4 +1,4 @@
-"""``mindresume report``: the page and the picture, the JSON document, and what is refused."""
+"""``mindresume report``: the page, the JSON document, and what is refused."""
 
 import errno
 import importlib.util
@@ -22,19 +22,18 @@ def output(tmp_path):
     return folder
 
 
-def test_a_page_and_a_picture(call, output, tmp_path, monkeypatch):
+def test_a_page(call, output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = call(output)
-    assert (status, err) == (0, "") and out.splitlines()[-2:] == ["report.html", "report.png"]
+    assert (status, err) == (0, "") and out.splitlines()[-1:] == ["report.html"]
     assert (
         "3 of 13 steps lost" in out
         and "1 recovery: 1 from disk" in out
         and "at least 5 failures" in out
     )
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.startswith("<!DOCTYPE html>") and "<svg role=" in text
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert sorted(os.listdir(tmp_path)) == ["report.html", "report.png", "run"]
+    assert text.startswith("<!DOCTYPE html>") and '"curves":[{' in text
+    assert sorted(os.listdir(tmp_path)) == ["report.html", "run"]
 
 
 def test_json_alone_writes_nothing(read, output, tmp_path, monkeypatch):
@@ -56,7 +55,7 @@ def test_json_alone_writes_nothing(read, output, tmp_path, monkeypatch):
 
 def test_json_and_a_page(read, output, tmp_path):
     _, found = read(output, "-o", tmp_path / "new.html")
-    assert found["files"] == [str(tmp_path / "new.html"), str(tmp_path / "new.png")]
+    assert found["files"] == [str(tmp_path / "new.html")]
     assert (tmp_path / "new.html").exists()
 
 
@@ -78,7 +77,7 @@ def test_a_run_before_its_first_save(read, tmp_path):
 def test_only_checkpoints(call, tmp_path):
     save(tmp_path / "checkpoint", 5)
     status, out, _ = call(tmp_path, "-o", tmp_path / "r.html")
-    assert status == 0 and "no logs of a training" in out and not (tmp_path / "r.png").exists()
+    assert status == 0 and "no logs of a training" in out
     assert "Looked for" in (tmp_path / "r.html").read_text()
 
 
@@ -98,10 +97,10 @@ def test_wrong_arguments(call, output, tmp_path):
     assert call(output, "-o", tmp_path / "no" / "such" / "x.html")[0] == 2
 
 
-def test_without_matplotlib_only_the_page_is_refused(call, read, output, monkeypatch, tmp_path):
+def test_without_jinja2_only_the_page_is_refused(call, read, output, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, _, err = call(output, "-o", tmp_path / "x.html")
-    assert status == 2 and "needs matplotlib" in err and not (tmp_path / "x.html").exists()
+    assert status == 2 and "needs jinja2" in err and not (tmp_path / "x.html").exists()
     assert read(output)[0] == 0
 
 
@@ -110,7 +109,7 @@ def test_other_commands_do_not_import_it(output):
         "import sys\nfrom mindresume import cli\nsys.argv = ['mindresume', 'ls', sys.argv[1], "
         "'--json']\n"
         "try:\n    cli.main()\nfinally:\n    print([name for name in sys.modules if "
-        "name.split('.')[0] in ('matplotlib', "
+        "name.split('.')[0] in ("
         "'jinja2', 'mindspore', 'mindformers') or name.startswith('mindresume.report')], "
         "file=sys.stderr)"
     )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from training_logs import RUNS, ZERO, history, two_attempts
 
 from mindresume.events import FAILED, FINISHED, PREEMPTED
-from mindresume.report.accounting import Seconds, accounts_of, steps_at_risk, total_of
-from mindresume.report.log_parser import Clock, parse
+from mindresume.report.accounting import Seconds, accounts_of, total_of
+from mindresume.report.log_parser import parse
 from mindresume.report.runs import UNKNOWN, Losses, Origin, RunAttempt, Save, Saves, attempts_of
 
 
@@ -47,7 +47,7 @@ def lost(*attempts):
 
 def built(training):
     return attempts_of(
-        training.recorded, [found for line in training.lines for found in parse(line, Clock())]
+        training.recorded, [found for line in training.lines for found in parse(line)]
     )
 
 
@@ -161,17 +161,6 @@ def test_a_log_with_a_loss_every_few_steps_began_so_many_steps_before_its_first(
     losses = Losses(np.array([5, 10, 15]), np.ones(3), np.array([130.0, 135.0, 140.0]), np.ones(3))
     (account,) = accounts_of([attempt(1, 1, 15, outcome=FINISHED, losses=losses, ended=141.0)])
     assert account.seconds == Seconds(productive=15.0, startup=25.0, shutdown=1.0)
-
-
-def test_steps_after_the_newest_checkpoint_are_at_risk():
-    failed = accounts_of([attempt(1, 1, 8)])
-    assert (steps_at_risk(failed, 5), steps_at_risk(failed, None), steps_at_risk(failed, 10)) == (
-        3,
-        8,
-        0,
-    )
-    assert steps_at_risk(accounts_of([attempt(1, 1, 8, outcome=FINISHED)]), 5) is None
-    assert steps_at_risk([], None) is None
 
 
 @st.composite

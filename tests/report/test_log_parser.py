@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from training_logs import ZERO, Log, two_attempts
 
 from mindresume.report import log_parser
-from mindresume.report.log_parser import Clock, LogFile, LogLine, lines_of, merged, parse
+from mindresume.report.log_parser import LogFile, LogLine, lines_of, merged, parse
 
 
 def one(log):
-    (found,) = parse(log.lines[-1], Clock())
+    (found,) = parse(log.lines[-1])
     return found
 
 
@@ -44,7 +44,7 @@ def test_a_loss_line_of_the_pynative_trainer(counts, text, value):
     )
     assert one(log) == LogLine(ZERO + 1, log_parser.LOSS, 23, value, 0.5)
     torn = log.lines[-1][: log.lines[-1].index("per_step")]
-    assert parse(torn, Clock()) == [] and len(parse(torn + log.lines[-1], Clock())) == 1
+    assert parse(torn) == [] and len(parse(torn + log.lines[-1])) == 1
 
 
 def test_a_loss_that_is_not_a_number_is_parsed():
@@ -82,34 +82,31 @@ def test_other_lines_are_ignored():
         ".Init Config.",
         "[INFO] 2026-13-41 20:00:00,000 [x] work: .Init Config.",
     ]
-    assert [parse(line, Clock()) for line in text] == [[]] * 8
+    assert [parse(line) for line in text] == [[]] * 8
 
 
 @pytest.mark.parametrize("offset", [0, 3600, -19800])
 def test_the_log_of_another_time_zone(offset):
     at = time.strptime("2026-07-01 12:30", "%Y-%m-%d %H:%M")
     line = "[INFO] 2026-07-01 12:30:15,250 [x] work: .Init Config."
-    assert parse(line, Clock(offset)) == [LogLine(1782909015.25 - offset, log_parser.START)]
-    assert parse(line, Clock()) == [LogLine(time.mktime(at) + 15.25, log_parser.START)]
+    assert parse(line, offset) == [LogLine(1782909015.25 - offset, log_parser.START)]
+    assert parse(line) == [LogLine(time.mktime(at) + 15.25, log_parser.START)]
 
 
 @pytest.mark.parametrize("torn", [Log().loss(5, 3), Log().over(5), Log(True).loss(5, 3)])
 def test_a_line_joined_to_a_torn_one_counts(torn):
-    line, clock = torn.lines[-1], Clock()
-    (whole,) = parse(line, clock)
+    line = torn.lines[-1]
+    (whole,) = parse(line)
     for cut in range(1, len(line) + 1):
         for other in (
             Log().start(90).lines[0],
             Log().loss(90, 4).lines[0],
             Log(True).loss(90, 4).lines[0],
         ):
-            *before, last = parse(line[:cut] + other, clock)
-            assert [last] == parse(other, clock)
+            *before, last = parse(line[:cut] + other)
+            assert [last] == parse(other)
             assert [found.time for found in before] in ([], [whole.time])
-    assert parse(line + Log().start(90).lines[0], clock) == [
-        whole,
-        LogLine(ZERO + 90, log_parser.START),
-    ]
+    assert parse(line + Log().start(90).lines[0]) == [whole, LogLine(ZERO + 90, log_parser.START)]
 
 
 def test_a_log_cut_anywhere_gives_the_lines_before(tmp_path):
@@ -127,7 +124,7 @@ def test_a_log_cut_anywhere_gives_the_lines_before(tmp_path):
 def test_no_content_is_an_error(content):
     head = Log().line(1, "").lines[0].encode()
     for text in (content, head + content, head + b"{ Epoch:[" + content):
-        assert isinstance(parse(text.decode("utf-8", "replace"), Clock()), list)
+        assert isinstance(parse(text.decode("utf-8", "replace")), list)
 
 
 def test_a_hole_in_the_log(tmp_path):

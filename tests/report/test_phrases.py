@@ -17,7 +17,6 @@ from mindresume.report.phrases import (
     in_language,
     joined,
     phrase,
-    sentences,
     text_of,
 )
 
@@ -92,7 +91,7 @@ def test_joined():
         and joined(["a", counted("step", 2), "c"]) == "a, 2 steps, c"
     )
     assert in_language(joined(["a", counted("step", 2), "c"]), CHINESE) == "a，2 步，c"
-    assert sentences(["A.", "", None, "B."]) == "A. B."
+    assert joined(["A.", "", None, "B."], "sentence") == "A. B."
 
 
 def test_a_missing_argument_is_an_error():

@@ -11,7 +11,7 @@ from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
-from mindresume.report.log_parser import Clock, LogLine, parse
+from mindresume.report.log_parser import LogLine, parse
 from mindresume.report.runs import (
     RUNNING,
     UNKNOWN,
@@ -24,7 +24,7 @@ from mindresume.report.runs import (
 
 
 def lines(*written):
-    return [found for log in written for line in log.lines for found in parse(line, Clock())]
+    return [found for log in written for line in log.lines for found in parse(line)]
 
 
 def attempts(*written, failures=()):
@@ -412,7 +412,6 @@ def test_with_pipeline_stages_the_loss_of_another_rank_is_put_where_it_belongs()
         ({RUNS[0]: None}, UNKNOWN),
         ({}, FAILED),
         ({RUNS[3]: True}, FAILED),
-        (None, UNKNOWN),
     ],
 )
 def test_the_lease_of_the_last_attempt_decides_whether_it_runs(leases, outcome):

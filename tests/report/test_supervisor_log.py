@@ -7,11 +7,10 @@ from training_logs import RUNS, ZERO, Training
 
 from mindresume import events as ev
 from mindresume.events.event_file import SupervisorEventFile
-from mindresume.events.recovery_phases import Moments
-from mindresume.report.accounting import accounts_of, supervisor_moments
+from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import build_report, to_json
-from mindresume.report.event_log import EventLog, RecordedEvent, of_first_node, supervised_starts
-from mindresume.report.log_parser import Clock, parse
+from mindresume.report.event_log import RecordedEvent, find_supervisor_logs, supervised_starts
+from mindresume.report.log_parser import parse
 from mindresume.report.page import html
 from mindresume.report.runs import attempts_of
 
@@ -36,25 +35,25 @@ EVENTS = [
 
 
 def test_each_start_belongs_to_the_attempt_that_it_began():
-    found = supervisor_moments(EVENTS, attempts_of(TRAINING.recorded, []))
-    assert {
-        number: (
-            row.noticed and row.noticed - ZERO,
-            row.ended and row.ended - ZERO,
-            row.started - ZERO,
-        )
-        for number, row in found.items()
-    } == {1: (None, None, -4), 2: (21, 22.5, 25), 3: (54.75, 55, 57)}
-    assert (
-        supervisor_moments(EVENTS, ()) == {}
-        and supervisor_moments((), attempts_of(TRAINING.recorded, [])) == {}
-    )
-    assert all(row == Moments(row.noticed, row.ended, row.started) for row in found.values())
+    starts = supervised_starts(EVENTS)
+    moments = [attempt.origin.moments for attempt in attempts_of(TRAINING.recorded, [], (), starts)]
+    assert [
+        (row.noticed and row.noticed - ZERO, row.ended and row.ended - ZERO, row.started - ZERO)
+        for row in moments
+    ] == [(None, None, -4), (21, 22.5, 25), (54.75, 55, 57)]
+    assert attempts_of([], [], (), starts) == () and supervised_starts([]) == []
+    assert {row.origin.moments.started for row in attempts_of(TRAINING.recorded, [])} == {None}
 
 
-def test_one_node_speaks_for_all():
-    logs = [EventLog("b", 1), EventLog("a", 0), EventLog("c", 0)]
-    assert [log.path for log in of_first_node(logs)] == ["a", "c"] and of_first_node([]) == []
+def test_one_node_speaks_for_all(tmp_path):
+    for number, name in enumerate(
+        ("supervisor_1-1", "supervisor_0-2", "rank_0-3", "supervisor_0-4")
+    ):
+        (tmp_path / f"2026112{number}T200000-{name}.jsonl").touch()
+    assert [log.path[-7] for log in find_supervisor_logs([str(tmp_path)])] == [
+        "2",
+        "4",
+    ] and find_supervisor_logs([]) == []
 
 
 def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
@@ -66,9 +65,10 @@ def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
     report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
     (found,) = report.recoveries
     assert [phase.names for phase in found.phases][:3] == [("notice",), ("end",), ("start",)]
-    # the start between fails, too
-    assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx([21, 22.5, 57])
-    assert to_json(report)["recoveries"]["seconds"]["end"] == 1.5 and html(report, "")
+    assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx(
+        [21, 22.5, 57]
+    )  # the start between fails, too
+    assert to_json(report)["recoveries"]["seconds"]["end"] == 1.5 and html(report)
     assert sum("supervisor" in path for path in report.read) == 1
 
 
@@ -84,10 +84,7 @@ def attempts(*events, end=None):
     rows = [(0.0, ev.JobStarted(1, 2)), *events, (50.0, ev.JobStarted(2, 9))]
     starts = supervised_starts([RecordedEvent(ZERO + at, event) for at, event in rows])
     return attempts_of(
-        training.recorded,
-        [found for line in training.lines for found in parse(line, Clock())],
-        (),
-        starts,
+        training.recorded, [found for line in training.lines for found in parse(line)], (), starts
     )
 
 
@@ -100,8 +97,7 @@ ENDED = (31.0, ev.JobEnded(1, 137, "rank 3 was killed by SIGKILL", 31.0, 2.5))
     "events, end, rank, reason",
     [
         ([KILLED, ENDED], None, 3, "was killed by SIGKILL"),
-        # the supervisor was killed, too
-        ([KILLED], None, 3, "was killed by SIGKILL"),
+        ([KILLED], None, 3, "was killed by SIGKILL"),  # the supervisor was killed, too
         ([HUNG], None, 2, "made no progress for 120 s while training"),
         (
             [
