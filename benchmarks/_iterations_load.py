@@ -46,8 +46,8 @@ class Ours:
         from mindresume.mindformers import adapter
         from mindresume.mindformers.network_state import strategy_layouts
         from mindresume.reshard.direct_engine import Traffic
-        from mindresume.reshard.iteration_view import view_of_iteration
         from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
+        from mindresume.reshard.step_view import view_of_iteration
         from mindresume.storage.posix import PosixStorage
 
         storage, traffic = PosixStorage(), Traffic()

@@ -48,7 +48,7 @@ from mindresume.model.manifest import (
     run_name,
 )
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard import iteration_view
+from mindresume.reshard import step_view
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_assignment import shares
@@ -151,7 +151,7 @@ class Bench:
             target.storage, target.path(candidate.iteration_dir), {}, candidate=candidate
         )
         found = self.rounds.timed(
-            f"open {kind}", lambda: iteration_view._described(target, weights, False)[0]
+            f"open {kind}", lambda: step_view._described(target, weights, False)[0]
         )
         if len(found) != len(self.large):
             raise SystemExit(f"{kind}: {len(found)} of {len(self.large)} parameters are described")

@@ -23,7 +23,7 @@ from mindresume.reshard.conversion_plan import fitted, rank_files
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.tensor_files import read_header, read_tensor
 from st.training_run import ROOT
 

@@ -46,8 +46,7 @@ from mindresume.reshard.direct_engine import (
     engine_for,
     tile_for,
 )
-from mindresume.reshard.huggingface import read_config
-from mindresume.reshard.huggingface_export import KEEP, orders_in, to_huggingface
+from mindresume.reshard.huggingface import KEEP, orders_in, read_config, to_huggingface
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.strategy_store import own_strategy
@@ -442,7 +441,7 @@ def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
         plan.model_type,
         needed,
         to_read,
-        plan.tensor_bytes(),
+        plan.tensor_bytes(range(len(plan.groups))),
         round(to_read / needed, 4) if needed else 1.0,
         buffers * request.workers * tile,
         request.dry_run,
@@ -452,9 +451,7 @@ def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
     if request.dry_run or result.finished:
         return replace(result, notes=tuple(notes))
     started = runtime.monotonic()
-    request.progress.expect(
-        plan.tensor_bytes([plan.groups[number] for number in share.groups(plan)])
-    )
+    request.progress.expect(plan.tensor_bytes(share.groups(plan)))
     engine.traffic.progress = request.progress.advance
     finished = conversion.run(engine, checks_source=True)
     if not finished:

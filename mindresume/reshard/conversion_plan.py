@@ -109,23 +109,22 @@ class ConversionPlan:
         """Run id in the records of the target."""
         return run_name(1, self.fingerprint[:8])
 
-    def size(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
-        """Returns the bytes of the files of these groups, by default of all."""
-        tensors = self.source.weights.tensors
-        return sum(
-            self.files[i].plan_file(tensors).size
-            for group in (self.groups if groups is None else groups)
-            for i in group
-        )
+    def files_of(self, groups: Iterable[int]) -> list[TargetFile]:
+        """Returns the files of the groups with these numbers."""
+        return [self.files[i] for number in groups for i in self.groups[number]]
 
-    def tensor_bytes(self, groups: Iterable[tuple[int, ...]] | None = None) -> int:
+    def size(self, groups: Iterable[int]) -> int:
+        """Returns the bytes of the files of these groups."""
+        tensors = self.source.weights.tensors
+        return sum(file.plan_file(tensors).size for file in self.files_of(groups))
+
+    def tensor_bytes(self, groups: Iterable[int]) -> int:
         """Returns the bytes of the tensors in these files."""
         tensors = self.source.weights.tensors
         return sum(
             elements(region) * DTYPES[tensors[name].dtype].itemsize
-            for group in (self.groups if groups is None else groups)
-            for i in group
-            for name, region in self.files[i].holds.items()
+            for file in self.files_of(groups)
+            for name, region in file.holds.items()
         )
 
 

@@ -264,9 +264,9 @@ class Conversion:
         self.storage.make_folder(self.work)
         self._identity = self.storage.status(self.work).identity
         # The first share asks for room for all, so that there is enough or none begins.
-        is_first = self.storage.status(os.path.join(self.work, self._scratch)) is None
+        is_first = self.storage.status(self._in_work(self._scratch)) is None
         numbers = range(len(self.plan.groups)) if is_first else self.share.groups(self.plan)
-        missing = [self.plan.groups[number] for number in numbers if self.done(number) is None]
+        missing = [number for number in numbers if self.done(number) is None]
         needed = _SPARE + self.plan.size(missing)
         room = self.storage.free_space(self.work)
         if room < needed:
@@ -289,13 +289,13 @@ class Conversion:
             else:
                 remove_tree(self.storage, self._claimed)
         if self.plan.iteration_dir and self.storage.status(
-            os.path.join(self.work, iteration_name(self.plan.source.state.step))
+            self._in_work(iteration_name(self.plan.source.state.step))
         ):
             remove_tree(self.storage, self.work)  # its files have their final names already
         for name in _SCRATCH[:1] if self.share.count > 1 else _SCRATCH:
             # left by a killed process, whose workers may still write
             with suppress(OSError):
-                remove_tree(self.storage, os.path.join(self.work, name))
+                remove_tree(self.storage, self._in_work(name))
         if self.share.count > 1:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -326,6 +326,10 @@ class Conversion:
             self._release()
         return self._owns_work
 
+    def _in_work(self, *names: str) -> str:
+        """Returns the path of a file in the work folder."""
+        return os.path.join(self.work, *names)
+
     # ---- write -----------------------------------------------------------------------------------
 
     def done(self, number: int, reads: bool = False) -> list[Checksums] | None:
@@ -333,23 +337,23 @@ class Conversion:
         compares the bytes of its files, too: a process that was cut off from the others can still
         have written into them."""
         try:
-            with self.storage.open(f"{self.work}/done/{number}.json") as file:
+            with self.storage.open(self._in_work("done", f"{number}.json")) as file:
                 head = read_head(file, "group", LIMIT)[0]
         except (FileNotFoundError, RecordError):
             return None
         rows, parts = head["files"], head.get("parts", 1)
-        if [row[0] for row in rows] != [self.plan.files[i].path for i in self.plan.groups[number]]:
+        paths = [file.path for file in self.plan.files_of([number])]
+        if [row[0] for row in rows] != paths:
             return None  # the groups were cut differently
         if self.share.count > 1 and parts not in (1, self.share.count):
             return None  # the checks of the source were cut differently
         found = [Checksums(checksum, size, sums) for _, size, checksum, sums in rows]
-        for i, sums in zip(self.plan.groups[number], found, strict=True):
-            path = self.plan.files[i].path
-            status = self.storage.status(os.path.join(self.work, path))
+        for path, sums in zip(paths, found, strict=True):
+            status = self.storage.status(self._in_work(path))
             if status is None or status.size != sums.size:
                 return None
             if reads:
-                with self.storage.open(os.path.join(self.work, path)) as file:
+                with self.storage.open(self._in_work(path)) as file:
                     if file_checksum(file) != (sums.file, sums.size):
                         self.emit(
                             warning(
@@ -363,16 +367,16 @@ class Conversion:
     def write(self, engine: Engine) -> None:
         """Writes those groups of the share that are not finished, or whose files are not what was
         written. Raises the errors of ``engine``."""
-        scratch = os.path.join(self.work, self._scratch)
+        scratch = self._in_work(self._scratch)
         for number in self.share.groups(self.plan):
             if self.done(number, reads=True) is not None:
                 self.emit(Notice(f"part {number + 1} of {len(self.plan.groups)} is there already"))
                 continue
             if self.share.count > 1 and not self._is_there():
                 raise self._lost_work()
-            files = [self.plan.files[i] for i in self.plan.groups[number]]
-            mark = f"{self.work}/done/{number}.json"
-            folders = {os.path.dirname(os.path.join(self.work, file.path)) for file in files}
+            files = self.plan.files_of([number])
+            mark = self._in_work("done", f"{number}.json")
+            folders = {os.path.dirname(self._in_work(file.path)) for file in files}
             # another try of this share may run: a file has its name once it is whole
             aside = os.path.join(scratch, f"{number}-{runtime.token_hex(4)}")
             for folder in (*folders, aside, os.path.dirname(mark)):
@@ -381,14 +385,14 @@ class Conversion:
             self.storage.remove(mark)
             # makes room; of shares, another try may have written them
             for file in files if self.share.count == 1 else ():
-                self.storage.remove(os.path.join(self.work, file.path))
+                self.storage.remove(self._in_work(file.path))
             begun = [
                 replace(file, path=os.path.join(aside, f"{i}-{os.path.basename(file.path)}"))
                 for i, file in enumerate(files)
             ]
             sums = engine.write(self.plan, self.storage, begun, scratch)
             for before, file in zip(begun, files, strict=True):
-                self.storage.rename(before.path, os.path.join(self.work, file.path))
+                self.storage.rename(before.path, self._in_work(file.path))
             for folder in folders:
                 self.storage.sync(folder)
             rows = [
@@ -407,7 +411,7 @@ class Conversion:
         pause, since, noted = _FIRST_PAUSE, runtime.monotonic(), runtime.monotonic()
         while not self.finished():
             # one listing: there may be a thousand groups
-            marked = set(self.storage.list(os.path.join(self.work, "done")))
+            marked = set(self.storage.list(self._in_work("done")))
             left = [number for number in left if f"{number}.json" not in marked] or [
                 number for number in range(len(self.plan.groups)) if self.done(number) is None
             ]
@@ -475,11 +479,7 @@ class Conversion:
 
     def _stamps(self, groups: list[int]) -> list[tuple[int, float] | None]:
         """Returns what changes while another process writes these groups."""
-        paths = [
-            os.path.join(self.work, self.plan.files[i].path)
-            for number in groups
-            for i in self.plan.groups[number]
-        ]
+        paths = [self._in_work(file.path) for file in self.plan.files_of(groups)]
         return [
             status and (status.size, status.mtime)
             for status in parallel(self.storage, self.storage.status, paths)
@@ -489,56 +489,55 @@ class Conversion:
 
     def commit(self) -> None:
         """Publishes the complete target durably. SaveError if a group is missing."""
+        plan = self.plan
         sums: dict[int, Checksums] = {}
-        for number, group in enumerate(self.plan.groups):
+        for number, group in enumerate(plan.groups):
             found = self.done(number)
             if found is None:
                 raise SaveError(
-                    f"{self.work}: part {number + 1} of {len(self.plan.groups)} was not written"
+                    f"{self.work}: part {number + 1} of {len(plan.groups)} was not written"
                 )
             sums.update(zip(group, found, strict=True))
-        if self.plan.shards and self.plan.source.state is not None:
+        if plan.shards and plan.source.state is not None:
             self._commit_records(sums)
-        for name, document in self.plan.documents:
-            publish_json(self.storage, os.path.join(self.work, name), document, self.plan.run)
-        paths = [file.path for file in self.plan.files]
-        if self.plan.iteration_dir:  # it has its final name
+        for name, document in plan.documents:
+            publish_json(self.storage, self._in_work(name), document, plan.run)
+        paths = [file.path for file in plan.files]
+        if plan.iteration_dir:  # it has its final name
             paths = [
-                path.replace(
-                    self.plan.iteration_dir, iteration_name(self.plan.source.state.step), 1
-                )
+                path.replace(plan.iteration_dir, iteration_name(plan.source.state.step), 1)
                 for path in paths
             ]
         rows = [[path, sums[i].size, sums[i].file] for i, path in enumerate(paths)]
         value = {
             "version": 1,
             "kind": "conversion",
-            "fingerprint": self.plan.fingerprint,
-            "what": self.plan.source.what,
+            "fingerprint": plan.fingerprint,
+            "what": plan.source.what,
             "files": rows,
         }
-        if not self.plan.shards:
+        if not plan.shards:
             value["tensors"] = {
                 name: checksum
                 for found in sums.values()
                 for name, checksum in found.tensors.items()
             }
-            written = self.plan.source.weights.tensors
+            written = plan.source.weights.tensors
             value["shapes"] = {
                 name: [written[name].dtype, written[name].shape] for name in value["tensors"]
             }
-            if self.plan.source.arrangement:
-                value["arrangement"] = self.plan.source.arrangement
+            if plan.source.arrangement:
+                value["arrangement"] = plan.source.arrangement
         publish(
             self.storage,
-            os.path.join(self.work, CONVERSION),
+            self._in_work(CONVERSION),
             [encode_head(value, LIMIT)],
-            self.plan.run,
+            plan.run,
         )
-        remove_tree(self.storage, os.path.join(self.work, "done"))
+        remove_tree(self.storage, self._in_work("done"))
         for name in _SCRATCH:
-            if self.storage.status(os.path.join(self.work, name)) is not None:
-                remove_tree(self.storage, os.path.join(self.work, name))
+            if self.storage.status(self._in_work(name)) is not None:
+                remove_tree(self.storage, self._in_work(name))
         self.storage.sync(self.work)
         self.storage.rename(self.work, self.target)
         self._release()
@@ -600,7 +599,7 @@ class Conversion:
             raise SaveError(f"{self.work}: no record of rank {left}")
         if (
             plan.iteration_dir
-            and self.storage.status(os.path.join(self.work, iteration_name(state.step))) is None
+            and self.storage.status(self._in_work(iteration_name(state.step))) is None
         ):
             raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
 

@@ -38,8 +38,7 @@ from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_manifest import ConversionManifest, read_weights
 from mindresume.reshard.geometry import whole
-from mindresume.reshard.iteration_view import view_of_iteration
-from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.step_view import view_of_iteration, view_of_rank_folders
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
 from mindresume.reshard.tensor_checks import check_replicas, depends_on_pieces
 from mindresume.resume.candidates import find_candidates

@@ -29,7 +29,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
-from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, read_tensor
 

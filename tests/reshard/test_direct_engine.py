@@ -44,7 +44,7 @@ from mindresume.reshard.conversion_plan import TargetFile, whole_tensors
 from mindresume.reshard.direct_engine import Traffic, tiles, transform
 from mindresume.reshard.geometry import elements, shape_of, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
-from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, ckpt, file_checksum, read_header, read_tensor
 

@@ -42,10 +42,10 @@ from mindresume.reshard.huggingface import (
     is_no_weight,
     orders_of,
     read_model,
+    to_huggingface,
     view_for_network,
     view_of_folder,
 )
-from mindresume.reshard.huggingface_export import to_huggingface
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import cast
 from mindresume.reshard.region_load import LoadTarget, check_source, read_regions, wanted_regions

@@ -28,7 +28,7 @@ from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
-from mindresume.reshard.rank_folder_view import view_of_rank_folders
+from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.tensor_files import read_header, read_tensor
 

@@ -18,8 +18,8 @@ from mindresume.reshard import region_load
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.geometry import elements, whole
-from mindresume.reshard.rank_folder_view import view_of_rank_folders
 from mindresume.reshard.region_load import LoadTarget, check_tensors, read_regions, wanted_regions
+from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.tensor_files import read_header
 
 TENSORS = random_tensors(MODEL)

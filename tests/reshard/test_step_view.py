@@ -18,11 +18,11 @@ from mindresume.formats.iterations import METADATA, iteration_name
 from mindresume.formats.scan import scan
 from mindresume.model.layout import fold_optimizer_shards
 from mindresume.model.manifest import FOLDER
-from mindresume.reshard import iteration_view
+from mindresume.reshard import step_view
 from mindresume.reshard.geometry import held, slices_of, whole
-from mindresume.reshard.iteration_view import view_of_iteration
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
+from mindresume.reshard.step_view import view_of_iteration
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.committer import Committer
@@ -119,9 +119,9 @@ def test_metadata_json_is_read_instead_of_many_records_if_intact(tmp_path, monke
     """Few records, or one metadata.json instead of all records; and that only if it is what was
     written, and if nobody needs to tell the optimizer shard from tensor parallelism."""
     asked = []
-    real = iteration_view.read_metadata
+    real = step_view.read_metadata
     monkeypatch.setattr(
-        iteration_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path)
+        step_view, "read_metadata", lambda data, path: asked.append(path) or real(data, path)
     )
 
     def view(folder, **how):
@@ -178,7 +178,7 @@ def test_a_file_is_missing_and_replicas_have_it_or_not(tmp_path):
     folder = iterated(tmp_path / "b", "dp2tp2opt2")
     os.remove(folder / "net-model-0000000-0000004.safetensors")
     candidate = scan(dir_at(tmp_path / "b")).candidates[0]
-    weights = iteration_view.view_of_iteration(dir_at(tmp_path / "b"), candidate)
+    weights = step_view.view_of_iteration(dir_at(tmp_path / "b"), candidate)
     with pytest.raises(LoadError, match="is nowhere: it should be in the file of rank 0"):
         read_regions(
             weights, {name: whole(tensor.shape) for name, tensor in weights.tensors.items()}
@@ -200,10 +200,10 @@ def test_without_records_the_metadata_is_all_there_is(tmp_path):
         StrategyError,
         match=r"1 tensors have no layout: adam_m.*qkv.weight \(.*metadata.json does not name",
     ):
-        iteration_view.view_of_iteration(dir_at(tmp_path), candidate)
+        step_view.view_of_iteration(dir_at(tmp_path), candidate)
     (folder / METADATA).write_text("{")
     with pytest.raises(CorruptFileError, match="metadata.json"):
-        iteration_view.view_of_iteration(dir_at(tmp_path), candidate)
+        step_view.view_of_iteration(dir_at(tmp_path), candidate)
 
 
 def test_a_tensor_without_a_known_layout_is_refused_by_name(tmp_path):
