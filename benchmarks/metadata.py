@@ -37,7 +37,7 @@ import _measure as measure
 from mindresume.formats.iterations import METADATA, MODEL, OPTIMIZER, WeightFile
 from mindresume.formats.metadata import StoredSlice, TensorMetadata, encode_metadata, read_metadata
 from mindresume.formats.scan import scan
-from mindresume.model.layout import TensorLayout, ordinals
+from mindresume.model.layout import TensorLayout, ordinals, shares
 from mindresume.model.manifest import (
     MANIFEST,
     Details,
@@ -51,7 +51,6 @@ from mindresume.model.training_state import TrainingState
 from mindresume.reshard import step_view
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.saving.committer import Committer
-from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 

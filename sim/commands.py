@@ -34,8 +34,7 @@ from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.garbage_collector import carry_out
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KeepLast
+from mindresume.saving.retention import KeepLast, plan
 from sim.bit_rot import rotted_files
 from sim.cluster import SHARED, Cluster, current_cluster, current_process
 from sim.disk import Disk, File

@@ -25,7 +25,7 @@ import numpy as np
 
 from mindresume import runtime
 from mindresume.coordination import host_memory, lease
-from mindresume.coordination.signal_sender import OTHER, OWN, SignalSenders
+from mindresume.coordination.preemption import OTHER, OWN, SignalSenders
 from mindresume.fault_injection.faults import Killed
 from mindresume.saving import background_writer, crash_loop, staging
 from mindresume.saving.background_writer import serve

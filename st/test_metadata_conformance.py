@@ -30,8 +30,7 @@ from mindresume.formats.metadata import (
     read_metadata,
     slice_key,
 )
-from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, region_of
-from mindresume.saving.shard_assignment import shares
+from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, region_of, shares
 from st.training_run import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))

@@ -47,8 +47,7 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.garbage_collector import carry_out
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy
+from mindresume.saving.retention import KEEP_ALL, KeepEverySteps, KeepLast, Policy, plan
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard, clean_own_folder, rank_shard
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor

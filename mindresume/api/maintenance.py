@@ -40,8 +40,7 @@ from mindresume.resume.verifier import Verifier
 from mindresume.saving.garbage_collector import carry_out, holds_weights, weights_of
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.removal_plan import newest_lineage, plan
-from mindresume.saving.retention import Policy
+from mindresume.saving.retention import Policy, newest_lineage, plan
 from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import FsspecStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
@@ -104,7 +103,7 @@ def prune(
 
     These always stay: the newest checkpoint whose files are complete, what a job is reading,
     incomplete saves of a job that may still run, and everything that mindformers wrote alone
-    (rules: ``mindresume/saving/removal_plan.py``).
+    (rules: ``mindresume/saving/retention.py``).
 
     Args:
         path: The checkpoint folder, or the output folder or run folder above it.

@@ -5,6 +5,5 @@ lease_acquisition ─▶ lease      one job saves to a directory            read
     is not removed
 collectives                     one result on all ranks, or one error   preemption    one step at
                                 which all ranks leave
-signal_sender                   who has sent SIGTERM
 storage_topology, common_checkpoint, peer_state   nodes that share no disk
 """

@@ -13,7 +13,7 @@ then.
 
 ``known_damage`` is the one rule by which everything refuses such a checkpoint: the selection of a
 job, ``which``, ``ls``, the report (all through ``mindresume.resume.eligible``) and retention
-(``mindresume.saving.removal_plan``). The result is bound to the records of the checkpoint, and each
+(``mindresume.saving.retention``). The result is bound to the records of the checkpoint, and each
 damaged file to its size and times: a file that was replaced is read anew, and a result that cannot
 be read, or belongs to other records, says nothing.
 """

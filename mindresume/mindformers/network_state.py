@@ -17,8 +17,7 @@ import xxhash
 from mindresume.errors import LoadError, SaveError
 from mindresume.events import Emit, warning
 from mindresume.formatting import listed
-from mindresume.model.layout import TensorLayout, is_scalar, ordinals
-from mindresume.saving.shard_assignment import shares
+from mindresume.model.layout import TensorLayout, is_scalar, ordinals, shares
 from mindresume.tensor_files.header import DTYPES
 
 

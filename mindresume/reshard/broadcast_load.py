@@ -8,7 +8,7 @@ broadcasts it.
     exchange_slices(arrays, exchanges, regions, dtypes, rank, broadcast)
 
 Every rank of a pipeline stage knows the layouts of the whole stage. The reader of a slice is
-assigned as its writer is with redundancy removal (``saving.shard_assignment``): the bytes are
+assigned as its writer is with redundancy removal (``model.layout.shares``): the bytes are
 spread evenly over the ranks that hold it.
 """
 
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, shares
 from mindresume.reshard.geometry import Region, elements, shape_of, slices_of
-from mindresume.saving.shard_assignment import shares
 from mindresume.tensor_files.header import DTYPES
 
 MAX_EXCHANGE_BYTES = 64 << 20  # bytes in one exchange

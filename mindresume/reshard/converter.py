@@ -54,7 +54,7 @@ from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.geometry import shape_of
 from mindresume.reshard.region_load import check_source
 from mindresume.saving.committer import Committer
-from mindresume.saving.removal_plan import continued
+from mindresume.saving.retention import continued
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import TEMPORARY, parallel, publish, publish_json, remove_tree

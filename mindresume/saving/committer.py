@@ -59,8 +59,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.saving import iteration_publisher
 from mindresume.saving.garbage_collector import carry_out
-from mindresume.saving.removal_plan import Plan, plan
-from mindresume.saving.retention import KEEP_ALL, KeepAll, Policy
+from mindresume.saving.retention import KEEP_ALL, KeepAll, Plan, Policy, plan
 from mindresume.saving.shard_writer import (
     Outcome,
     Save,

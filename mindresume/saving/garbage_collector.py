@@ -1,4 +1,4 @@
-"""Removes checkpoints: carries out a plan (``removal_plan.py``). The process may die at any
+"""Removes checkpoints: carries out a plan (``retention.py``). The process may die at any
 operation.
 
     made = plan(directory, policy, read_locks(), active=run)
@@ -52,8 +52,7 @@ from mindresume.model.manifest import (
     strip_trash,
     trash_name,
 )
-from mindresume.saving.removal_plan import Plan, plan
-from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.retention import KEEP_ALL, Plan, plan
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import TEMPORARY, parallel, remove_tree, temporary_name
 

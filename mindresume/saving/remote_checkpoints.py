@@ -314,7 +314,7 @@ class RemoteCheckpoints:
         """Removes checkpoints that the policy does not keep, and incomplete attempts of earlier
         runs and of this run before ``step``. Called after ``step`` of ``run`` was committed. The
         newest checkpoint, the newest healthy one and ``step`` stay in any case. Checkpoints of
-        another training (``removal_plan.py``) stay and do not count.
+        another training (``retention.py``) stay and do not count.
 
         Returns:
             The steps of removed checkpoints.

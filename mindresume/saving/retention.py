@@ -1,23 +1,44 @@
-"""Defines retention policies: values that decide which committed checkpoints stay.
+"""Decides which checkpoints stay and which are removed, each with a reason. Reads only.
 
     policy = KeepAny((KeepLast(3), KeepEverySteps(1000), KeepBest("loss", 2)))
     str(policy)  # "the last 3, one every 1000 steps, the best 2 by loss (smallest)"
-    surplus(policy, newest_first)      # indices of the checkpoints to remove; never 0
+    surplus(policy, newest_first)  # indices of the checkpoints to remove; never 0
+
+    made = plan(directory, policy, read_locks(), active=run)  # garbage_collector.carry_out removes
 
 A policy counts every committed checkpoint in the directory, those of earlier runs too (mindformers
 counts only those of its own process). The newest one always stays. A policy without a meaning (a
 count below 1) raises ConfigError.
+
+Whatever the policy says, some checkpoints stay. A rule yields those, each with a reason that reads
+well after "kept:". For a new reason, write a rule and add it to RULES: every removal (after a
+commit, by ``mindresume prune``) obeys it. Policies count protected checkpoints like others;
+``not_counted`` returns those that they do not count. A file that a rule cannot read protects every
+checkpoint that it may be about.
+
+A training is a lineage, which is named after the run that began it. A resume inherits the name, a
+fresh start has its own. Early versions recorded no name, and neither did runs that resumed from
+their checkpoints: then it is empty, and in one directory all of these are one lineage. A resume in
+another directory uses the run that it resumed from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from mindresume.coordination.storage_topology import protected_by_peers
 from mindresume.errors import ConfigError
+from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats.iterations import TRACKER, parse_iteration, tracked
+from mindresume.formats.rank_folders import META, folder_name
+from mindresume.formats.records import ReadManifests, scan_records
+from mindresume.formats.weight_files import known_damage, sizes_match
+from mindresume.saving.crash_loop import load_attempts
 from mindresume.settings import RetentionSettings
+from mindresume.storage.operations import read_json
 
 
 class Saved(Protocol):
@@ -281,3 +302,330 @@ def surplus(policy: Policy, newest_first: Sequence[Saved]) -> list[int]:
     """Returns the indices of the checkpoints to remove; never 0, the newest."""
     kept = policy.keeps(newest_first) | {0}
     return [index for index in range(len(newest_first)) if index not in kept]
+
+
+# ---- the plan of a removal -----------------------------------------------------------------------
+
+Reasons = Mapping[str, list[str]]
+Rule = Callable[[CheckpointDir, Sequence[Candidate]], Iterable[tuple[Candidate, str]]]
+
+NEWEST_WHOLE = "the newest one that is whole"
+NEWEST_HEALTHY = "the newest one that is healthy"
+ANOTHER_TRAINING = "of another training"
+NEWEST = "the newest one"
+NOT_COMMITTED = "complete, not committed yet"
+NOT_COMPLETE = "not complete yet; its run may still go on"
+NOTHING_WHOLE = "no checkpoint is whole, so none is removed"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Says for each save in one directory whether it is removed. Each group is sorted, newest
+    first.
+
+    Attributes:
+        kept: checkpoints that stay.
+        to_delete: checkpoints to remove.
+        orphans: saves that never completed and never will, to remove.
+        unfinished: incomplete saves that stay, because their run may be alive.
+        read_locked: checkpoints that stay only because they are being read.
+        reasons: {``commit_dir``: why}; not by name, because two folders can have records of one
+            name.
+    """
+
+    kept: tuple[Candidate, ...] = ()
+    to_delete: tuple[Candidate, ...] = ()
+    orphans: tuple[Candidate, ...] = ()
+    unfinished: tuple[Candidate, ...] = ()
+    read_locked: tuple[Candidate, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(
+    directory: CheckpointDir,
+    policy: Policy,
+    held: Mapping[str, str] | None = None,
+    active: str | None = None,
+    ended: Container[str] = (),
+    lineage: str | None = None,
+    manifests: ReadManifests | None = None,
+) -> Plan:
+    """Plans what to remove from ``root``. Checkpoints that mindformers wrote alone are neither
+    counted nor removed.
+
+    Args:
+        held: {name of an attempt folder: reader}.
+        active: the run that saves now. Its incomplete saves before its newest commit are orphans,
+            because every rank is past them.
+        ended: the runs that are certainly over (``EndedRuns``). It is asked after the directory was
+            read, so that a run that began meanwhile does not count as over. Incomplete saves of
+            other runs stay, whatever their age.
+        lineage: checkpoints of earlier runs of this training count; None: of any training.
+        manifests: those that the caller has read before.
+
+    Saves that a rule names are never removed, and some of them do not count. Committed checkpoints
+    newer than the newest whole one are broken: the policy is applied to the others as if the broken
+    ones did not exist, and a broken one is removed only if the policy would not keep it either.
+    Without a whole checkpoint nothing is removed.
+    """
+    found, _, _ = scan_records(directory, manifests=manifests)
+    aside = not_counted(found, lineage)
+    counted = [c for c in found if c.commit_dir not in aside]
+    stays = {**protected(directory, counted), **aside}
+    committed = [c for c in counted if c.committed]
+    good = next(
+        (index for index, c in enumerate(committed) if NEWEST_WHOLE in stays.get(c.commit_dir, ())),
+        None,
+    )
+    kept_by, going = _apply_policy(policy, committed, good)
+    # A complete save of a run that is over cannot be committed any more. It counts, but displaces
+    # no committed checkpoint.
+    over = {
+        run
+        for run in {c.run for c in found if c.run not in (None, active) and not c.committed}
+        if run in ended
+    }
+    places = [c for c in counted if c.committed or (c.maybe_completed and c.run in over)]
+    for index in surplus(policy, places) if good is not None else ():
+        if not places[index].committed:
+            going[places[index].commit_dir] = f"not committed, and none of: {policy}"
+    newest = max((c.step or 0 for c in committed if c.run == active), default=0)
+    for candidate in found:
+        if not candidate.maybe_completed and (
+            candidate.run in over or (candidate.run == active and (candidate.step or 0) < newest)
+        ):
+            going[candidate.commit_dir] = "the save never completed"
+
+    reasons: dict[str, str] = {}
+    groups: dict[str, list[Candidate]] = {
+        name: [] for name in ("kept", "to_delete", "orphans", "unfinished", "read_locked")
+    }
+    for candidate in found:
+        commit_dir, who = candidate.commit_dir, (held or {}).get(candidate.name)
+        if commit_dir not in going or commit_dir in stays:
+            otherwise = (
+                NEWEST
+                if candidate.committed
+                else NOT_COMMITTED
+                if candidate.maybe_completed
+                else NOT_COMPLETE
+            )
+            why = ", ".join([*stays.get(commit_dir, ()), *kept_by.get(commit_dir, ())]) or otherwise
+            group = "kept" if candidate.maybe_completed else "unfinished"
+        elif who is not None:
+            why, group = f"held: {who}", "read_locked"
+        else:
+            why, group = going[commit_dir], "to_delete" if candidate.maybe_completed else "orphans"
+        reasons[commit_dir] = why
+        groups[group].append(candidate)
+    return Plan(**{name: tuple(rows) for name, rows in groups.items()}, reasons=reasons)
+
+
+def _apply_policy(
+    policy: Policy, committed: Sequence[Candidate], good: int | None
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns ({commit_dir: why it stays}, {commit_dir: why it is removed}) for ``committed``,
+    which is sorted newest first. ``good``: index of the newest whole one."""
+    if good is None:
+        return {c.commit_dir: [NOTHING_WHOLE] for c in committed}, {}
+    kept: dict[str, list[str]] = {}
+    going: dict[str, str] = {}
+    # Checkpoints newer than the good one are broken. They are judged among all, the others as if
+    # there were no broken ones.
+    for counted, judged in ((committed, committed[:good]), (committed[good:], committed[good:])):
+        keepers = _keepers(policy, counted)
+        gone = set(surplus(policy, counted))
+        for index, candidate in enumerate(judged):
+            if index in gone:
+                going[candidate.commit_dir] = f"none of: {policy}"
+            else:
+                kept[candidate.commit_dir] = keepers.get(index, [])
+    return kept, going
+
+
+def _keepers(policy: Policy, newest_first: Sequence[Candidate]) -> dict[int, list[str]]:
+    """Returns {index: the parts of ``policy`` that keep it}."""
+    found: dict[int, list[str]] = {}
+    for part in policy.policies if isinstance(policy, KeepAny) else (policy,):
+        for index in part.keeps(newest_first):
+            found.setdefault(index, []).append(str(part))
+    return found
+
+
+# ---- what stays whatever the policy says ---------------------------------------------------------
+
+
+def not_counted(found: Sequence[Candidate], lineage: str | None) -> Reasons:
+    """Returns the candidates that no policy counts: iteration folders copied or renamed by hand,
+    which no resume selects and a person may need, and checkpoints of another training than
+    ``lineage`` (None: of any)."""
+    aside = {
+        c.commit_dir: [
+            f"{c.iteration_dir} is a copy, or was renamed by hand: it holds step {c.step}"
+        ]
+        for c in found
+        if parse_iteration(c.iteration_dir) not in (None, c.step)
+    }
+    for candidate in others(found, lineage) if lineage is not None else ():
+        aside.setdefault(candidate.commit_dir, []).append(ANOTHER_TRAINING)
+    return aside
+
+
+def is_whole(directory: CheckpointDir, candidate: Candidate) -> bool:
+    """Returns whether it is committed, its files have the recorded sizes, and no scrub found one of
+    them damaged. Reads no contents."""
+    return (
+        candidate.committed
+        and candidate.problem is None
+        and sizes_match(directory, [*candidate.all_files, *candidate.metadata_files])
+        and known_damage(directory, candidate) is None
+    )
+
+
+def newest_whole(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the newest whole one. Where directories of several nodes were merged, also the newest
+    whole one of all ranks."""
+    candidate = next((c for c in found if is_whole(directory, c)), None)
+    if candidate is not None:
+        yield candidate, NEWEST_WHOLE
+    if candidate is not None and candidate.local_ranks:
+        of_all = next((c for c in found if not c.local_ranks and is_whole(directory, c)), None)
+        if of_all is not None:
+            yield of_all, "the newest one of all ranks"
+
+
+def newest_healthy(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the newest healthy one, if mindformers' health monitor has marked some as unhealthy: a
+    resume skips those."""
+    if any(c.health for c in found if c.committed):
+        candidate = next((c for c in found if not c.health and is_whole(directory, c)), None)
+        if candidate is not None:
+            yield candidate, NEWEST_HEALTHY
+
+
+def named_by_tracker(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the one that the tracker names: it may have been set back by hand."""
+    step = tracked(directory)
+    for candidate in found if step is not None else ():
+        if candidate.iteration_dir and candidate.committed and candidate.step == step:
+            yield candidate, f"{TRACKER} names it"
+
+
+def named_by_meta(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields the one that ``meta.json`` names, which mindformers without mindresume loads. A job
+    updates it after the commit."""
+    committed = [c for c in found if c.committed and c.files and not c.iteration_dir]
+    for rank in sorted({min(c.files) for c in committed}):
+        folder = folder_name(rank)
+        try:
+            meta = read_json(directory.storage, directory.path(folder, META))
+            path = f"{folder}/{meta['last_ckpt_file']}"
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            IsADirectoryError,
+            PermissionError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):
+            # it names no checkpoint, or cannot be read
+            continue
+        # A name can have been used twice: the newest. The newest of all stays in any case.
+        candidate = next(
+            (c for c in committed if any(file.path == path for file in c.files.get(rank, ()))), None
+        )
+        if candidate not in (None, committed[0]):
+            yield candidate, f"{folder}/{META} names it"
+
+
+def common_to_all_nodes(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields those that are common to all nodes, or newer. An incomplete save is a checkpoint on no
+    node."""
+    names = protected_by_peers(directory)
+    for candidate in found:
+        if candidate.maybe_completed and candidate.name in names:
+            yield candidate, names[candidate.name]
+
+
+def with_failed_loads(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields those with failed loads: a suspicion may be wrong, so a person has to check it
+    first."""
+    rows = load_attempts(directory)
+    for candidate in found:
+        if rows.get(candidate.name, ()) != ():
+            yield candidate, "a job died right after it had loaded it"
+
+
+def not_looked_into(
+    directory: CheckpointDir, found: Sequence[Candidate]
+) -> Iterator[tuple[Candidate, str]]:
+    """Yields those that cannot be read: each may be whole and the newest."""
+    for candidate in found:
+        if candidate.listing_error:
+            yield candidate, candidate.listing_error
+
+
+RULES: tuple[Rule, ...] = (
+    newest_whole,
+    newest_healthy,
+    named_by_tracker,
+    named_by_meta,
+    common_to_all_nodes,
+    with_failed_loads,
+    not_looked_into,
+)
+
+
+def protected(directory: CheckpointDir, found: Sequence[Candidate]) -> Reasons:
+    """Returns {commit_dir: reasons} by all rules. Raises OSError if the directory cannot be read:
+    then nothing is removed now."""
+    stays: dict[str, list[str]] = {}
+    for rule in RULES:
+        for candidate, why in rule(directory, found):
+            stays.setdefault(candidate.commit_dir, []).append(why)
+    return stays
+
+
+# ---- the checkpoints of one training -------------------------------------------------------------
+
+
+def continued(chosen: Candidate | None, run: str, same_folder: bool) -> str:
+    """Returns the lineage of ``run``, which resumes from ``chosen`` (None: a fresh start), in the
+    same directory or in another one. A checkpoint of mindformers has no known lineage."""
+    if chosen is None or chosen.run is None:
+        return run
+    return chosen.lineage or ("" if same_folder else chosen.run)
+
+
+def with_lineages(found: Sequence[Candidate]) -> list[tuple[Candidate, str]]:
+    """Returns the candidates of one scan, each with its lineage; one with unreadable records with
+    that of its run."""
+    by_run = {candidate.run: candidate.lineage for candidate in found if candidate.lineage}
+    return [(candidate, candidate.lineage or by_run.get(candidate.run, "")) for candidate in found]
+
+
+def others(found: Sequence[Candidate], lineage: str) -> list[Candidate]:
+    """Returns the candidates of other trainings that may have completed."""
+    return [
+        candidate
+        for candidate, own in with_lineages(found)
+        if candidate.maybe_completed and not candidate.listing_error and own != lineage
+    ]
+
+
+def newest_lineage(found: Sequence[Candidate]) -> str:
+    """Returns the lineage of the training that saved last."""
+    return next((own for candidate, own in with_lineages(found) if candidate.committed), "")

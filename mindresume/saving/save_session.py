@@ -37,7 +37,7 @@ from mindresume.formats.records import scan_records
 from mindresume.formatting import counted, listed
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
-from mindresume.saving.removal_plan import continued, others
+from mindresume.saving.retention import continued, others
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.operations import read_bytes, remove_stale
 

@@ -66,7 +66,7 @@ class SaveTarget(CheckpointDir):
     Attributes:
         root: folder of the rank folders, or with ``iterations`` of the iteration folders.
         local_ranks: the ranks that see it, where nodes share no disk; else empty.
-        lineage: the run that began this training (``removal_plan.py``).
+        lineage: the run that began this training (``retention.py``).
         samples_in_common: ``common.json`` may have ``consumed_samples``.
     """
 

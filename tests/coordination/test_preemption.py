@@ -14,12 +14,13 @@ from mindresume.coordination.preemption import (
     BY_FILE,
     BY_SIGNAL,
     BY_UNKNOWN,
+    OTHER,
     STATUS,
     PreemptionHandler,
+    SignalSenders,
     request,
     requests,
 )
-from mindresume.coordination.signal_sender import OTHER, SignalSenders
 
 
 class Clock:

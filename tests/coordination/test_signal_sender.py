@@ -10,7 +10,7 @@ import threading
 import pytest
 from senders import from_outside
 
-from mindresume.coordination.signal_sender import OTHER, OWN, UNKNOWN, SignalSenders
+from mindresume.coordination.preemption import OTHER, OWN, UNKNOWN, SignalSenders
 
 
 def from_a_queue():

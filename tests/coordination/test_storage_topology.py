@@ -45,8 +45,7 @@ from mindresume.resume.eligible import check_files
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KeepLast
+from mindresume.saving.retention import KeepLast, plan
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 

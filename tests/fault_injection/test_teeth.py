@@ -35,7 +35,7 @@ from mindresume.saving import (
     committer,
     garbage_collector,
     iteration_publisher,
-    removal_plan,
+    retention,
     shard_writer,
 )
 from mindresume.saving.async_saver import AsyncSaver
@@ -370,16 +370,16 @@ def prune_before_saving(patch: Patch) -> None:
     def write_shard(target, part, **how):
         if target.rank == 0 and part.state.step in (20, 30):
             found = [c for c in scan_records(target)[0] if c.committed]
-            garbage_collector.carry_out(target, removal_plan.Plan(to_delete=tuple(found)))
+            garbage_collector.carry_out(target, retention.Plan(to_delete=tuple(found)))
         return right(target, part, **how)
 
     patch_all(patch, "write_shard", write_shard)
 
 
 def prune_keeps_nothing(patch: Patch) -> None:
-    patch.setattr(removal_plan, "protected", lambda *args: {})
+    patch.setattr(retention, "protected", lambda *args: {})
     patch.setattr(
-        removal_plan,
+        retention,
         "_apply_policy",
         lambda policy, committed, good: ({}, {c.commit_dir: "" for c in committed}),
     )
@@ -387,7 +387,7 @@ def prune_keeps_nothing(patch: Patch) -> None:
 
 def prune_removes_unfinished_saves(patch: Patch) -> None:
     """Removes saves in progress, too."""
-    right = removal_plan.plan
+    right = retention.plan
 
     def plan(*args, **how):
         made = right(*args, **how)

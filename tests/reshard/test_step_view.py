@@ -16,7 +16,7 @@ from mindresume.errors import ConfigError, CorruptFileError, LoadError, Strategy
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import METADATA, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.model.layout import fold_optimizer_shards
+from mindresume.model.layout import fold_optimizer_shards, shares
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import step_view
 from mindresume.reshard.geometry import held, slices_of, whole
@@ -26,7 +26,6 @@ from mindresume.reshard.step_view import view_of_iteration
 from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.committer import Committer
-from mindresume.saving.shard_assignment import shares
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
 from mindresume.storage.read_cache import ReadCache
 

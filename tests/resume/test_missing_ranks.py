@@ -35,8 +35,7 @@ from mindresume.resume.replicas import replica_sources
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.retention import KEEP_ALL, plan
 from mindresume.saving.shard_writer import (
     SaveTarget,
     iteration_shard,

@@ -49,8 +49,7 @@ from mindresume.resume.selection import preview_selection
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KeepLast
+from mindresume.saving.retention import KeepLast, plan
 from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
 from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage

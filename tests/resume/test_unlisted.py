@@ -29,8 +29,7 @@ from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KeepLast
+from mindresume.saving.retention import KeepLast, plan
 from mindresume.storage.posix import PosixStorage
 from tests.strategy_files import write_strategy
 

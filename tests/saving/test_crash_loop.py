@@ -18,8 +18,7 @@ from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KeepLast
+from mindresume.saving.retention import KeepLast, plan
 from mindresume.storage.posix import PosixStorage
 
 NAN = RuntimeError("loss is nan")

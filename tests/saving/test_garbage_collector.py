@@ -43,8 +43,18 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
-from mindresume.saving.removal_plan import NEWEST_HEALTHY, NEWEST_WHOLE, NOTHING_WHOLE, Plan, plan
-from mindresume.saving.retention import KEEP_ALL, KeepAny, KeepBest, KeepEverySteps, KeepLast
+from mindresume.saving.retention import (
+    KEEP_ALL,
+    NEWEST_HEALTHY,
+    NEWEST_WHOLE,
+    NOTHING_WHOLE,
+    KeepAny,
+    KeepBest,
+    KeepEverySteps,
+    KeepLast,
+    Plan,
+    plan,
+)
 from mindresume.storage.posix import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")

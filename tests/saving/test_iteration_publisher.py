@@ -55,8 +55,7 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash
 from mindresume.saving.iteration_publisher import finish_tracker
-from mindresume.saving.removal_plan import plan
-from mindresume.saving.retention import KeepEverySteps, KeepLast
+from mindresume.saving.retention import KeepEverySteps, KeepLast, plan
 from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 

@@ -28,8 +28,14 @@ from mindresume.model.manifest import (
 )
 from mindresume.resume.eligible import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
-from mindresume.saving.removal_plan import ANOTHER_TRAINING, continued, newest_lineage, others, plan
-from mindresume.saving.retention import KeepLast
+from mindresume.saving.retention import (
+    ANOTHER_TRAINING,
+    KeepLast,
+    continued,
+    newest_lineage,
+    others,
+    plan,
+)
 from mindresume.saving.shard_writer import SaveTarget, write_shard
 
 RUNS = [

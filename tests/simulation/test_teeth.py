@@ -34,7 +34,6 @@ from mindresume.coordination import (
     lease_acquisition,
     preemption,
     read_locks,
-    signal_sender,
     visibility,
 )
 from mindresume.fault_injection.faults import Fault
@@ -49,7 +48,7 @@ from mindresume.saving import (
     garbage_collector,
     iteration_publisher,
     remote_checkpoints,
-    removal_plan,
+    retention,
     save_session,
     shard_writer,
     staging,
@@ -109,9 +108,9 @@ def _put_unflushed(self: repair.Repair, file: Any, pieces: Any) -> bool:
 
 def without(rule: str) -> Instead:
     """Retention without one of its rules."""
-    assert rule in [known.__name__ for known in removal_plan.RULES]
+    assert rule in [known.__name__ for known in retention.RULES]
     return Instead(
-        removal_plan,
+        retention,
         "RULES",
         lambda rules: tuple(known for known in rules if known.__name__ != rule),
     )
@@ -567,7 +566,7 @@ MUTANTS = [
         "retention policies count uncommitted saves",
         [
             Edit(
-                removal_plan,
+                retention,
                 "plan",
                 "committed = [c for c in counted if c.committed]",
                 "committed = list(counted)",
@@ -739,11 +738,7 @@ MUTANTS = [
     ),
     mutant(
         "SIGTERM of a rank's own counts as a request of others",
-        [
-            Instead(
-                signal_sender.SignalSenders, "look", lambda right: lambda self: signal_sender.OTHER
-            )
-        ],
+        [Instead(preemption.SignalSenders, "look", lambda right: lambda self: preemption.OTHER)],
         ("own signal", "safetensors", ""),
         STUCK,
         deaths=False,
@@ -753,7 +748,7 @@ MUTANTS = [
     ),
     mutant(
         "nobody learns of SIGTERM of its own before the next step, which never comes",
-        [Instead(signal_sender.SignalSenders, "begin", nothing)],
+        [Instead(preemption.SignalSenders, "begin", nothing)],
         ("own signal", "safetensors", ""),
         STUCK,
         deaths=False,

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindresume.model.layout import TensorLayout
-from mindresume.saving.shard_assignment import shares
+from mindresume.model.layout import TensorLayout, shares
 
 RANKS = 8
 MATRICES = [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]
