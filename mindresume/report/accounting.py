@@ -303,9 +303,9 @@ def recoveries_of(accounts: Sequence[AttemptAccount]) -> tuple[Recovery, ...]:
 
 def totals_of(recoveries: Sequence[Recovery]) -> dict[str, float]:
     """Returns {phases, joined with " + ": seconds} over all recoveries, and the redone steps."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for recovery in recoveries:
         for phase in recovery.phases:
-            found[phase.name] = found.get(phase.name, 0.0) + phase.seconds
+            totals[phase.name] = totals.get(phase.name, 0.0) + phase.seconds
     redone = sum(recovery.seconds_redone for recovery in recoveries)
-    return {**found, **({REDONE: redone} if redone else {})}
+    return {**totals, REDONE: redone} if redone else totals

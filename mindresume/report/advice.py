@@ -24,10 +24,9 @@ from mindresume.errors import MindResumeError
 from mindresume.events import DISK, FAILED, MEMORY
 from mindresume.formatting import counted, span_text, stall_text
 from mindresume.report import phrases
-from mindresume.report.accounting import AttemptAccount, recoveries_of
 from mindresume.report.builder import Report, build_report, folders_of
 from mindresume.report.phrases import Phrase, joined, phrase
-from mindresume.report.runs import RunAttempt
+from mindresume.report.runs import RunAttempt, Save
 from mindresume.storage.posix import PosixStorage
 
 ENOUGH = 5  # failures; with fewer, nothing is proposed
@@ -153,16 +152,14 @@ def _advice(report: Report) -> Advice:
     if step <= 0:
         raise TooLittleMeasuredError(
             f"{where}: the logs hold no time of a step, so the costs of a failure are unknown; "
-            "give the "
-            f"folder of mindformers' logs (log*/rank_*/info.log*) with --logs"
+            f"give the folder of mindformers' logs (log*/rank_*/info.log*) with --logs"
         )
-    if not any(
-        save.write_seconds is not None for attempt in attempts for save in attempt.saves.disk
-    ):
+    saves = [save for attempt in attempts for save in attempt.saves.disk]
+    saves = [save for save in saves if save.write_seconds is not None][-RECENT:]
+    if not saves:
         raise TooLittleMeasuredError(
             f"{where}: no event file tells how long a save took; an advice needs at least one save "
-            "to "
-            f"disk of a training with mindresume"
+            f"to disk of a training with mindresume"
         )
     trained = [
         math.fsum(
@@ -179,7 +176,7 @@ def _advice(report: Report) -> Advice:
         spent > 0 and attempt.outcome == FAILED
         for spent, attempt in zip(trained, attempts, strict=True)
     )
-    tiers = _measured_tiers(rows, step, failures)
+    tiers = _measured_tiers(report, saves, step, failures)
     if failures >= ENOUGH:
         tiers = [_with_interval(tier, tiers, failures / seconds, step) for tier in tiers]
     low, high = count_range(failures)
@@ -189,71 +186,64 @@ def _advice(report: Report) -> Advice:
     return Advice(where, step, failures, seconds, *between, tuple(tiers), _change(tiers, failures))
 
 
-def _measured_tiers(rows: Sequence[AttemptAccount], step: float, failures: int) -> list[TierAdvice]:
+def _measured_tiers(
+    report: Report, saves: Sequence[Save], step: float, failures: int
+) -> list[TierAdvice]:
     """Returns what was measured of memory, if the latest attempt with saves uses it, and of the
-    disk."""
-    attempts = [row.attempt for row in rows]
-    saves = [
-        save
-        for attempt in attempts
-        for save in attempt.saves.disk
-        if save.write_seconds is not None
-    ][-RECENT:]
-    saves = [save for save in saves if save.is_background == saves[-1].is_background]
-    write = median(save.write_seconds for save in saves) if saves[-1].is_background else 0.0
-    restarts: dict[bool, list[float]] = {True: [], False: []}
-    for recovery in recoveries_of(rows):
-        restarts[recovery.source == MEMORY].append(max(recovery.restart_seconds - step, 0.0))
+    disk. ``saves``: the newest ones to the disk whose writes were measured."""
+    attempts, is_background = report.attempts, saves[-1].is_background
+    saves = [save for save in saves if save.is_background == is_background]
     disk = TierAdvice(
         DISK,
         len(saves),
         median(save.stall_seconds for save in saves),
-        write,
-        _median(restarts[False]),
+        median(save.write_seconds or 0.0 for save in saves) if is_background else 0.0,
+        _restart_seconds(report, step, is_memory=False),
         failures,
-        _steps_now(
-            [
-                (row.saves.disk_steps, [save.step for save in row.saves.disk if save.is_staged])
-                for row in attempts
-            ]
-        ),
+        _steps_now(attempts, DISK),
     )
-    if not next(
-        row.saves.memory for row in reversed(attempts) if row.saves.disk or row.saves.memory
-    ):
+    used = (row.saves.memory for row in reversed(attempts) if row.saves.disk or row.saves.memory)
+    if not next(used):
         return [disk]
     copies = [save for attempt in attempts for save in attempt.saves.memory][-RECENT:]
     checksums = median(save.background_seconds for save in copies)
-    # The end of the next step waits until the checksums are done.
-    stall = median(save.stall_seconds for save in copies) + max(checksums - step, 0.0)
     survived, lost = _survivals(attempts)
     memory = TierAdvice(
         MEMORY,
         len(copies),
-        stall,
+        # The end of the next step waits until the checksums are done.
+        median(save.stall_seconds for save in copies) + max(checksums - step, 0.0),
         checksums,
-        _median(restarts[True]),
+        _restart_seconds(report, step, is_memory=True),
         survived,
-        _steps_now(
-            [(row.saves.memory_steps, [save.step for save in row.saves.memory]) for row in attempts]
-        ),
+        _steps_now(attempts, MEMORY),
     )
     return [memory, replace(disk, failures=lost)]
 
 
-def _median(seconds: Sequence[float]) -> float | None:
+def _restart_seconds(report: Report, step: float, is_memory: bool) -> float | None:
+    """Returns the median time of a restart from one tier; None if there was none."""
+    seconds = [
+        max(row.restart_seconds - step, 0.0)
+        for row in report.recoveries
+        if (row.source == MEMORY) == is_memory
+    ]
     return median(seconds) if seconds else None
 
 
-def _steps_now(saves: Sequence[tuple[int | None, list[int]]]) -> int | None:
+def _steps_now(attempts: Sequence[RunAttempt], tier: str) -> int | None:
     """Returns the number of steps between two saves of the latest attempt that tells; None if none
-    does. ``saves``: for each attempt the configured number, and the steps that it saved.
+    does.
 
     It is the configured one, or in sink mode with longer sinks the least one that occurred; in
     event files of earlier versions the usual one. The save at the end of a training is not counted,
     which falls on any step.
     """
-    for configured, steps in reversed(saves):
+    for saves in (attempt.saves for attempt in reversed(attempts)):
+        if tier == MEMORY:
+            configured, steps = saves.memory_steps, [save.step for save in saves.memory]
+        else:
+            configured, steps = saves.disk_steps, [row.step for row in saves.disk if row.is_staged]
         apart = np.diff(steps)
         if configured:
             return max(configured, int(min(apart[:-1], default=0)))
@@ -346,13 +336,13 @@ def _change(tiers: Sequence[TierAdvice], failures: int) -> Phrase:
             if failures
             else phrase("advice.no_estimate")
         )
-    found = []
+    changes = []
     for tier in tiers:
         key, now = KEYS[tier.name], tier.steps_now
         if now and tier.steps_low <= now <= (tier.steps_high or math.inf):
-            found.append(phrase("advice.keep", key=key, now=now))
+            changes.append(phrase("advice.keep", key=key, now=now))
         else:
-            found.append(
+            changes.append(
                 phrase(
                     "advice.set_now" if now else "advice.set",
                     key=key,
@@ -361,7 +351,7 @@ def _change(tiers: Sequence[TierAdvice], failures: int) -> Phrase:
                     place=phrase(f"advice.place.{tier.name}"),
                 )
             )
-    return joined(found, "sentence")
+    return joined(changes, "sentence")
 
 
 def failures_text(advice: Advice) -> Phrase:

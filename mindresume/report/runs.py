@@ -193,38 +193,40 @@ def attempts_of(
     """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``:
     the log of one rank. ``failures``: those of the other ranks. ``starts``: what supervisors
     recorded, in order of time."""
-    found = _with_lines([attempt for events in event_logs for attempt in _recorded(events)], lines)
-    for index, attempt in enumerate(found):
+    attempts = _with_lines(
+        [attempt for events in event_logs for attempt in _recorded(events)], lines
+    )
+    for index, attempt in enumerate(attempts):
         for run_id, step in attempt.committed_for_others:
             owner = next(
                 (
                     other
-                    for other in reversed(found[:index])
+                    for other in reversed(attempts[:index])
                     if other.run_id == run_id and step in other.saves
                 ),
                 None,
             )
             if owner is not None:
                 owner.saves[step] = replace(owner.saves[step], is_committed=True, failure="")
-    by_run = {attempt.run_id: attempt for attempt in found if attempt.run_id is not None}
-    began = [attempt.started for attempt in found]
+    by_run = {attempt.run_id: attempt for attempt in attempts if attempt.run_id is not None}
+    began = [attempt.started for attempt in attempts]
     for failure in failures:  # of its run; if the run is not recorded, of its time
         index = bisect_right(began, failure.time) - 1
         if failure.run_id in by_run:
             by_run[failure.run_id].fail(failure)
-        elif index >= 0 and (failure.run_id is None or found[index].run_id is None):
-            found[index].fail(failure)
+        elif index >= 0 and (failure.run_id is None or attempts[index].run_id is None):
+            attempts[index].fail(failure)
     for start, until in zip(
         starts, [*(later.moments["started"] for later in starts[1:]), math.inf], strict=False
     ):
         if supervised := [
-            attempt for attempt in found if start.moments["started"] <= attempt.started < until
+            attempt for attempt in attempts if start.moments["started"] <= attempt.started < until
         ]:
             supervised[0].started = start.moments["started"]
             supervised[0].moments = {**start.moments, **supervised[0].moments}
             supervised[-1].take_death(start.failure)
-    ends = [*(attempt.started for attempt in found[1:]), None]
-    return tuple(attempt.build(index + 1, ends[index]) for index, attempt in enumerate(found))
+    ends = [*(attempt.started for attempt in attempts[1:]), None]
+    return tuple(attempt.build(index + 1, ends[index]) for index, attempt in enumerate(attempts))
 
 
 def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tuple[RunAttempt, ...]:
@@ -251,40 +253,40 @@ def with_outcome(attempt: RunAttempt, leases: Mapping[str, bool | None]) -> RunA
         return attempt
     if attempt.run_id not in leases:
         return replace(attempt, outcome=FAILED, reason=phrase("reason.lease_released"))
-    known = {True: (RUNNING, ""), False: (FAILED, KILLED), None: (UNKNOWN, "")}
-    outcome, reason = known[leases[attempt.run_id]]
+    outcomes = {True: (RUNNING, ""), False: (FAILED, KILLED), None: (UNKNOWN, "")}
+    outcome, reason = outcomes[leases[attempt.run_id]]
     return replace(attempt, outcome=outcome, reason=reason)
 
 
 def _recorded(events: Iterable[RecordedEvent]) -> list[_Attempt]:
     """Returns the attempt of each training in one event file: normally one."""
-    found: list[_Attempt] = []
+    attempts: list[_Attempt] = []
     for recorded in events:
-        if not found or isinstance(recorded.event, ev.TrainingStarted) and found[-1].newest:
-            found.append(_Attempt(recorded.time, has_events=True))
-        found[-1].take(recorded)
-    return found
+        if not attempts or isinstance(recorded.event, ev.TrainingStarted) and attempts[-1].newest:
+            attempts.append(_Attempt(recorded.time, has_events=True))
+        attempts[-1].take(recorded)
+    return attempts
 
 
 def _with_lines(recorded: list[_Attempt], lines: Iterable[LogLine]) -> list[_Attempt]:
     """Adds the lines of the log to ``recorded``, and adds an attempt for each start without an
     event file."""
-    found: list[_Attempt] = []
+    attempts: list[_Attempt] = []
     for item in heapq.merge(sorted(recorded, key=_time_of), lines, key=_time_of):
         if isinstance(item, LogLine):
-            if not found or item.kind == log_parser.START and not found[-1].can_take_start():
-                found.append(
+            if not attempts or item.kind == log_parser.START and not attempts[-1].can_take_start():
+                attempts.append(
                     _Attempt(item.time, has_events=False, is_cut=item.kind != log_parser.START)
                 )
-            found[-1].take_line(item)
+            attempts[-1].take_line(item)
             continue
         if (
-            found and found[-1].is_only_start
+            attempts and attempts[-1].is_only_start
         ):  # mindformers logs its start shortly before the first event
-            item.started = min(found.pop().started, item.started)
+            item.started = min(attempts.pop().started, item.started)
             item.logged.add(log_parser.START)
-        found.append(item)
-    return found
+        attempts.append(item)
+    return attempts
 
 
 def _time_of(item: _Attempt | LogLine) -> float:
@@ -468,41 +470,35 @@ class _Attempt:
         return (UNKNOWN, "") if is_last else (FAILED, KILLED if self.has_events else "")
 
     def _origin(self, losses: Losses) -> Origin:
-        choice, progress = (
-            self.newest.get(ev.CheckpointSelected),
-            self.newest.get(ev.ProgressRestored),
-        )
-        resumed = self.newest.get(ev.Resumed)
-        origin = Origin(
+        choice = self.newest.get(ev.CheckpointSelected)
+        progress, resumed = self.newest.get(ev.ProgressRestored), self.newest.get(ev.Resumed)
+        is_fresh, is_inferred = (
             isinstance(choice, ev.FreshStart),
+            choice is None and progress is None,
+        )
+        step: int | None = None
+        if is_inferred:
+            step = max(int(losses.steps[0]) - losses.interval, 0) if len(losses) else 0
+        elif choice is None:  # the line of the selection is damaged
+            step = progress.saved_step
+        elif not is_fresh and not choice.weights_only:
+            step = choice.step
+            if step is None:
+                step = progress.step if progress else 0
+        origin = Origin(
+            is_fresh,
+            step or None if is_inferred else step,
+            is_inferred,
+            base_step=progress.step if progress else step or 0,
+            step_scale=progress.step_scale if progress else 1.0,
             load_seconds=resumed.load_seconds if resumed else None,
             refused=tuple(self.refused),
             moments=Moments(**self.moments),
         )
-        if progress is not None:
-            origin = replace(origin, base_step=progress.step, step_scale=progress.step_scale)
-        if isinstance(choice, ev.CheckpointSelected):
-            if progress is None and choice.step is not None and not choice.weights_only:
-                origin = replace(origin, base_step=choice.step)
-            text = (
-                f"weights only: {choice.description}" if choice.weights_only else choice.description
-            )
-            step = (
-                None
-                if choice.weights_only
-                else origin.base_step
-                if choice.step is None
-                else choice.step
-            )
-            return replace(
-                origin, step=step, run_id=choice.run_id, source=choice.source, checkpoint=text
-            )
-        if choice is not None:
+        if choice is None or is_fresh:
             return origin
-        if progress is not None:  # the line of the selection is damaged
-            return replace(origin, step=progress.saved_step)
-        base = max(int(losses.steps[0]) - losses.interval, 0) if len(losses) else 0
-        return replace(origin, base_step=base, step=base or None, is_inferred=True)
+        text = ("weights only: " if choice.weights_only else "") + choice.description
+        return replace(origin, run_id=choice.run_id, source=choice.source, checkpoint=text)
 
 
 def _updated(save: Save, at: float, event: Any) -> Save:
