@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.conversion_plan import model_names
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
-from mindresume.reshard.geometry import Region, elements, held, shape_of, view, whole, within
-from mindresume.reshard.range_reader import ComposedCut, OpenFiles, bits_dtype, gather
+from mindresume.reshard.geometry import Cut, Region, elements, held, shape_of, view, whole, within
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.tensor_checks import check_order, check_replicas
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.settings import allow_text
@@ -170,8 +171,7 @@ def read_regions(
     memory = new_memory(
         {name: bytes_of(weights, {name: region}) for name, region in regions.items()}
     )
-    arrays = _Reader(weights, regions, traffic or Traffic(), memory).run(workers)
-    return dict(zip(regions, arrays, strict=True))
+    return _read_all(weights, regions, workers, traffic or Traffic(), memory)
 
 
 def check_tensors(
@@ -183,7 +183,7 @@ def check_tensors(
     """Reads whole tensors and compares every slice with its recorded checksum. Keeps nothing.
     Raises the errors of ``read_regions``."""
     regions = {name: whole(weights.tensors[name].shape) for name in names}
-    _Reader(weights, regions, traffic or Traffic()).run(workers)
+    _read_all(weights, regions, workers, traffic or Traffic(), None)
 
 
 def check_source(
@@ -225,80 +225,74 @@ class _Buffers(runtime.ThreadLocal):
         self.staging, self.tile = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
 
 
-class _Reader:
+def _read_all(
+    weights: CheckpointView,
+    regions: Mapping[str, Region],
+    workers: int,
+    traffic: Traffic,
+    memory: dict[str, np.ndarray] | None,
+) -> dict[str, np.ndarray]:
     """Reads regions in several threads, and compares the slices that are read as a whole with their
-    recorded checksums.
+    recorded checksums. Returns {name: array}.
 
     Args:
         traffic: is increased by the bytes read and verified.
-        memory: {name: bytes for the region}; empty: what was compared is not kept.
+        memory: {name: bytes for the region}; None: what was compared is not kept.
     """
+    files = OpenFiles(weights.storage)
+    read = partial(_read, weights, files, _Buffers(), traffic, memory)
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            found = [*pool.map(read, regions, regions.values())]
+    finally:
+        files.close()
+    traffic.read += files.bytes_read
+    traffic.verified += sum(verified for _, verified in found)
+    return {name: array for name, (array, _) in zip(regions, found, strict=True)}
 
-    def __init__(
-        self,
-        weights: CheckpointView,
-        regions: Mapping[str, Region],
-        traffic: Traffic,
-        memory: dict[str, np.ndarray] | None = None,
-    ):
-        self.weights, self.regions, self.traffic, self.memory = weights, regions, traffic, memory
-        self.files, self._buffers = OpenFiles(weights.storage), _Buffers()
 
-    def run(self, workers: int) -> list[np.ndarray]:
-        """Returns the array of each region; empty ones if they are not kept."""
-        try:
-            with ThreadPoolExecutor(workers) as pool:
-                found = list(pool.map(self._read, self.regions))
-        finally:
-            self.files.close()
-        self.traffic.read += self.files.bytes_read
-        self.traffic.verified += sum(verified for _, verified in found)
-        return [array for array, _ in found]
+def _read(
+    weights: CheckpointView,
+    files: OpenFiles,
+    buffers: _Buffers,
+    traffic: Traffic,
+    memory: dict[str, np.ndarray] | None,
+    name: str,
+    region: Region,
+) -> tuple[np.ndarray | None, int]:
+    """Returns the array of one region, None if it is not kept, and how many bytes were compared."""
+    tensor, sources, array = weights.tensors[name], SourceChecksums(), None
+    dtype = bits_dtype(tensor.dtype)
+    if memory is not None:
+        array = memory.pop(name).view(dtype).reshape(shape_of(region))
+    if memory is not None and (taken := _kept(weights, name, region)) is not None:
+        place, array = taken
+        sources.hash(name, place, 0, memoryview(array.reshape(-1).view(np.uint8)))
+        files.count(array.nbytes)
+    else:
+        for chunk in tensor.chunks(region, max(TILE // dtype.itemsize, 1)):
+            if array is None:
+                flat = buffers.tile[: elements(chunk) * dtype.itemsize].view(dtype)
+                out = flat.reshape(shape_of(chunk))
+            else:
+                out = view(array, within(chunk, region))
+            for row in gather(weights, files, name, chunk, out, buffers.staging):
+                sources.hash(*row)
+    traffic.progress(bytes_of(weights, {name: region}))
+    return None if array is None else array.view(DTYPES[tensor.dtype]), sources.verified
 
-    def _read(self, name: str) -> tuple[np.ndarray, int]:
-        """Returns the array of one region, and how many bytes were compared."""
-        region, tensor, sources = self.regions[name], self.weights.tensors[name], SourceChecksums()
-        dtype, staging = bits_dtype(tensor.dtype), self._buffers.staging
-        most = max(TILE // dtype.itemsize, 1)
-        found = (
-            self._buffers.tile[:0]
-            if self.memory is None
-            else self.memory.pop(name).view(dtype).reshape(shape_of(region))
-        )
-        if self.memory is not None and (taken := self._kept(name)) is not None:
-            place, kept = taken
-            sources.hash(name, place, 0, memoryview(kept.reshape(-1).view(np.uint8)))
-            self.files.count(kept.nbytes)
-            found = kept
-        else:
-            for part in tensor.chunks(region, most):
-                if self.memory is not None:
-                    out = view(found, within(part, region))
-                else:
-                    out = (
-                        self._buffers.tile[: most * dtype.itemsize]
-                        .view(dtype)[: elements(part)]
-                        .reshape(shape_of(part))
-                    )
-                for row in gather(self.weights, self.files, name, part, out, staging):
-                    sources.hash(*row)
-            found = found.view(DTYPES[tensor.dtype])
-        self.traffic.progress(bytes_of(self.weights, {name: region}))
-        return found, sources.verified
 
-    def _kept(self, name: str) -> tuple[SliceLocation, np.ndarray] | None:
-        """Returns a region that is one whole slice, if its file was read and kept when it was
-        verified; else None."""
-        storage, region = self.weights.storage, self.regions[name]
-        if not isinstance(storage, ReadCache):
-            return None
-        cuts = self.weights.tensors[name].cuts(region)
-        if (
-            len(cuts) != 1
-            or isinstance(cuts[0], ComposedCut)
-            or not cuts[0].stored == cuts[0].part == region
-        ):
-            return None
-        place = self.weights.locate(name, cuts[0])
-        kept = storage.take_part(place.path, place.entry)
-        return None if kept is None else (place, kept)
+def _kept(
+    weights: CheckpointView, name: str, region: Region
+) -> tuple[SliceLocation, np.ndarray] | None:
+    """Returns a region that is one whole slice, if its file was read and kept when it was verified;
+    else None."""
+    storage = weights.storage
+    if not isinstance(storage, ReadCache):
+        return None
+    cut, *others = weights.tensors[name].cuts(region) or (None,)
+    if others or not isinstance(cut, Cut) or not cut.stored == cut.part == region:
+        return None
+    place = weights.locate(name, cut)
+    kept = storage.take_part(place.path, place.entry)
+    return None if kept is None else (place, kept)
