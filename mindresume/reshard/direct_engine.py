@@ -192,7 +192,7 @@ def transform(
     try:
         for target in targets:
             outs.append(_OutputFile(storage, target, target.plan_file(weights.tensors)))
-            outs[-1].begin()
+            outs[-1].pass_literals()
         takers: dict[str, dict[Region, list[_OutputFile]]] = {}
         for out in outs:
             for name, region in out.target.holds.items():
@@ -228,12 +228,6 @@ class _OutputFile:
         # those that have not passed yet
         self._literals = [part for part in plan.parts if part.name is None and part.data]
 
-    def begin(self) -> None:
-        """Writes all bytes that belong to no tensor."""
-        for part in self._literals:
-            self.file.write_at(part.offset, memoryview(part.data))
-        self._pass_literals()
-
     def ranges(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yields (position in the file, bytes) of a tensor from its byte ``start`` on."""
         for position, first, count in self.where[name]:
@@ -254,11 +248,13 @@ class _OutputFile:
         last, _, count = self.where[name][-1]
         if self._passed == last + count:
             self.sums.tensors[name] = self._tensor.hexdigest()
-        self._pass_literals()
+        self.pass_literals()
 
-    def _pass_literals(self) -> None:
+    def pass_literals(self) -> None:
+        """Writes and hashes the bytes that come next and belong to no tensor."""
         while self._literals and self._literals[0].offset == self._passed:
             part = self._literals.pop(0)
+            self.file.write_at(part.offset, memoryview(part.data))
             self._whole.update(part.data)
             self._passed += len(part.data)
 

@@ -238,43 +238,35 @@ def open_candidate(
         ConfigError, StrategyError: the strategy is missing, superfluous or does not fit.
     """
     try:
-        return _opened(directory, candidate, strategy)
+        if refusal := eligible(directory, candidate, _ANY_WEIGHTS):
+            raise NoUsableCheckpointError(f"{directory.root}: {refusal}", (refusal,))
+        identity, layouts = identity_of(directory, candidate), None
+        if not candidate.iteration_dir:
+            layouts = strategy_for(directory, candidate, strategy, identity)
+        elif strategy is not None:
+            raise ConfigError(
+                f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy "
+                f"{strategy}"
+            )
+        candidate = with_world_size(directory.root, candidate, layouts)
+        verifier = Verifier(directory, candidate, full=False)
+        checked = parallel(directory.storage, partial(_scalars, verifier), sorted(candidate.files))
+        for found in checked:
+            if isinstance(found, Refusal):
+                raise CorruptFileError(directory.path(found.file or ""), str(found))
+        source = checkpoint_of(directory, candidate, layouts, identity, checked[0], split=True)
+        # reads every header: each slice must be in some file
+        for tensor in source.weights.tensors.values():
+            for cut in tensor.cuts(whole(tensor.shape)):
+                source.weights.locate(tensor.name, cut)
+        check_replicas(source.weights)
+        return source
     except Exception as error:
         if candidate.commit_dir and directory.storage.status(candidate.commit_dir) is None:
             raise _Gone(
                 f"step {candidate.step} of {directory.root} was removed before it was read"
             ) from error
         raise
-
-
-def _opened(directory: CheckpointDir, candidate: Candidate, strategy: str | None) -> OpenCheckpoint:
-    if refusal := eligible(directory, candidate, _ANY_WEIGHTS):
-        raise NoUsableCheckpointError(f"{directory.root}: {refusal}", (refusal,))
-    identity = identity_of(directory, candidate)
-    layouts = None
-    if not candidate.iteration_dir:
-        layouts = strategy_for(directory, candidate, strategy, identity)
-    elif strategy is not None:
-        raise ConfigError(
-            f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy "
-            f"{strategy}"
-        )
-    candidate = with_world_size(directory.root, candidate, layouts)
-    checked = parallel(
-        directory.storage,
-        partial(_scalars, Verifier(directory, candidate, full=False)),
-        sorted(candidate.files),
-    )
-    for found in checked:
-        if isinstance(found, Refusal):
-            raise CorruptFileError(directory.path(found.file or ""), str(found))
-    source = checkpoint_of(directory, candidate, layouts, identity, checked[0], split=True)
-    # reads every header: each slice must be in some file
-    for tensor in source.weights.tensors.values():
-        for cut in tensor.cuts(whole(tensor.shape)):
-            source.weights.locate(tensor.name, cut)
-    check_replicas(source.weights)
-    return source
 
 
 def _scalars(verifier: Verifier, rank: int) -> Mapping[str, Any] | Refusal:
