@@ -21,13 +21,10 @@ from sim.scenarios import Simulation
 from sim.schedule import Schedule, random_schedule
 from sim.search import (
     SCENARIOS,
-    SHARE,
     Counts,
     KnownStates,
-    SearchRequest,
     count_operations,
     run,
-    search_seeds,
 )
 from sim.workloads import LATER_IN_PODS as LATER
 
@@ -54,51 +51,6 @@ def in_pod(work, schedule=None, bucket=None):
     return found[0]
 
 
-def test_objects_are_put_and_deleted():
-    def work(store, disk):
-        disk.make_folder("/a")
-        disk.write("/a/x", [b"bytes"])
-        store.upload("/a/x", "obs://b/c/x")
-        store.put("obs://b/c/d/y", b"more")
-        store.put("obs://b/cc", b"not below c")
-        store.download("obs://b/c/x", "/a/z")
-        with disk.open("/a/z") as file:
-            found = [
-                file.read(),
-                store.list("obs://b/c"),
-                store.size("obs://b/c/d/y"),
-                store.read("obs://b/c/x"),
-            ]
-        store.delete("obs://b/c/x")
-        store.delete("obs://b/c/x")
-        return [*found, store.list("obs://b/c"), store.size("obs://b/c/x")]
-
-    assert in_pod(work) == [b"bytes", ["d/y", "x"], 4, b"bytes", ["d/y"], None]
-
-
-def test_a_missing_object_is_an_error_and_leaves_nothing():
-    def work(store, disk):
-        with pytest.raises(RemoteError):
-            store.read("obs://b/x")
-        with pytest.raises(FileNotFoundError):
-            store.upload("/missing", "obs://b/x")
-        with pytest.raises(RemoteError):
-            store.download("obs://b/x", "/x")
-        return disk.list("/")
-
-    assert in_pod(work) == []
-
-
-@pytest.mark.parametrize("kind, there", [("EIO", False), ("EIO after", True)])
-def test_an_error_before_or_after_the_effect(kind, there):
-    def work(store, disk):
-        with pytest.raises(RemoteError):
-            store.put("obs://b/x", b"bytes")
-        return store.size("obs://b/x") is not None
-
-    assert in_pod(work, Schedule(faults=(Fault(1, kind),))) is there
-
-
 def test_a_download_that_fails_is_removed():
     bucket = Bucket()
     bucket.put("obs://b/x", b"bytes")
@@ -111,33 +63,6 @@ def test_a_download_that_fails_is_removed():
     # its beginning, the new file, the bytes, the flush
     for at in (1, 2, 3, 4):
         assert in_pod(work, Schedule(faults=(Fault(at, "EIO"),)), bucket.copy()) == []
-
-
-def test_an_outage_lasts():
-    def work(store, disk):
-        found = []
-        for _ in range(5):
-            try:
-                found.append(store.list("obs://b"))
-            except RemoteError:
-                found.append(None)
-        return found
-
-    assert in_pod(work, Schedule(faults=(Fault(1, "outage", 2),))) == [[], None, None, [], []]
-
-
-def test_an_unreadable_object_is_listed_and_cannot_be_read():
-    bucket = Bucket()
-    bucket.put("obs://b/x", b"bytes")
-    bucket.unreadable.add("obs://b/x")
-
-    def work(store, disk):
-        for read in (lambda: store.read("obs://b/x"), lambda: store.download("obs://b/x", "/x")):
-            with pytest.raises(RemoteError, match="denied"):
-                read()
-        return store.list("obs://b"), store.size("obs://b/x")
-
-    assert in_pod(work, bucket=bucket) == in_pod(work, bucket=bucket.copy()) == (["x"], 5)
 
 
 def test_listings_lag_and_urls_do_not():
@@ -257,7 +182,3 @@ def test_uploads_of_steps_that_the_nodes_do_not_keep_are_found(way, monkeypatch)
         .run()
         .findings()
     }
-
-
-def test_random_schedules(soak):
-    assert search_seeds(SearchRequest((0, 4), NAMES, share=SHARE if soak else 4 * SHARE))[1] == []

@@ -96,42 +96,6 @@ def test_a_finding_is_printed_and_can_be_replayed(call, unflushed, monkeypatch, 
     assert status == 0 and out.splitlines()[-1] == "nothing found"
 
 
-def test_a_replay_as_json(read):
-    faults = [{"at": 9, "kind": "power"}]
-    status, found = read(
-        "--replay",
-        json.dumps(
-            {"scenario": "save", "format": "ckpt", "way": "", "schedule": {"faults": faults}}
-        ),
-    )
-    assert status == 0 and found["findings"] == [] and found["faults"][0]["at"] == 9
-    assert [row[0] for row in found["operations"]] == list(range(1, 10))
-    assert {process["name"]: process["exit"] for process in found["processes"]} == {
-        "rank0": -9,
-        "rank1": -9,
-    }
-
-
-def test_power_that_fails_after_the_end(call, unflushed):
-    status, out, err = call(
-        "--replay",
-        json.dumps(
-            {
-                "scenario": "save",
-                "format": "ckpt",
-                "way": "",
-                "schedule": {"faults": [{"at": 1000, "kind": "power"}]},
-            }
-        ),
-    )
-    assert (
-        status == 1
-        and re.search(r"^ 1000 +the end   <- power$", out, re.MULTILINE)
-        and "rank1: exit status 0" in out
-    )
-    assert out.splitlines()[-1].startswith("lost: ")
-
-
 def test_all_schedules_with_few_switches(call, unflushed):
     status, out, err = call(*SMALL, "--systematic", "0")
     assert status == 1 and out.startswith("LOST: save, ckpt, foreground, power before operation")

@@ -5,7 +5,6 @@ import pytest
 from sim.cluster import Cluster, current_cluster, current_process
 from sim.communicator import LIMIT, Communicator, ExchangeError, MismatchError
 from sim.machine import use_cluster
-from sim.mount import Mount
 from sim.schedule import Schedule
 from sim.scheduler import TICK
 
@@ -40,22 +39,6 @@ def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
     assert not shared.rounds and not shared.mismatch and shared.longest_wait == 0.0
 
 
-def test_a_collective_ends_with_the_slowest_rank():
-    def work(member):
-        current_cluster().scheduler.sleep(10.0 * member.rank)
-        member.gather(b"")
-        return current_cluster().scheduler.now
-
-    _, shared, found = run_ranks(work, work, work)
-    assert found == [20.0] * 3 and shared.longest_wait == 20.0
-
-
-def test_a_job_of_one_rank():
-    assert run_ranks(lambda member: (member.gather(b"a"), member.broadcast(b"b")))[2] == [
-        ([b"a"], b"b")
-    ]
-
-
 def test_a_killed_rank_is_waited_for_until_the_limit():
     cluster, shared, found = run_ranks(
         lambda member: member.gather(b""),
@@ -67,33 +50,6 @@ def test_a_killed_rank_is_waited_for_until_the_limit():
     )
     assert cluster.scheduler.now == 30.0 and found[0] is None
     assert shared.longest_wait == 0.0  # no running rank was waited for
-
-
-def test_the_message_of_a_rank_killed_later_arrives():
-    def dies(member):
-        current_cluster().scheduler.start(
-            current_cluster().current_process,
-            lambda: (current_cluster().scheduler.sleep(1.0), current_cluster().kill(killed[0])),
-            "kills",
-        )
-        killed.append(current_cluster().current_process)
-        member.gather(b"last")
-
-    def waits(member):
-        current_cluster().scheduler.sleep(5.0)
-        return member.gather(b"mine")
-
-    killed = []
-    cluster, _, found = run_ranks(dies, waits)
-    assert found[1] == [b"last", b"mine"] and cluster.processes[0].exit == -9
-
-
-def test_a_rank_that_does_not_call_is_reported():
-    def late(member):
-        current_cluster().scheduler.sleep(100.0)
-
-    cluster, shared, _ = run_ranks(lambda member: member.gather(b""), late, limit=30.0)
-    assert isinstance(cluster.processes[0].error, ExchangeError) and shared.longest_wait == 30.0
 
 
 @pytest.mark.parametrize("further", [0, 1])
@@ -131,26 +87,6 @@ def test_a_killed_rank_sends_no_message():
     assert isinstance(cluster.processes[1].error, ExchangeError) and list(
         shared.rounds[1].messages
     ) == [1]
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_operations_of_other_jobs_do_not_count_as_waiting(own):
-    """Operations of different hosts take simulated time one after the other."""
-
-    def busy():
-        mount = Mount(current_cluster(), current_process())
-        for _ in range(20):
-            mount.status("/")
-
-    def late(member):
-        current_cluster().process(
-            current_process().host if own else current_cluster().host("user"), "other", busy
-        )
-        current_cluster().scheduler.sleep(10.0)
-        member.gather(b"")
-
-    cluster, shared, _ = run_ranks(lambda member: member.gather(b""), late, limit=600.0, tick=1.0)
-    assert shared.longest_wait == pytest.approx(20.0 if own else 0.0)
 
 
 def test_a_rank_that_never_started_is_waited_for_like_a_running_one():

@@ -17,24 +17,17 @@ from mindresume.resume.bucket_source import BucketSource
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
-from sim import commands
 from sim.bucket import BUCKET
-from sim.cluster import SHARED
-from sim.disk import Disk
 from sim.scenarios import Simulation
 from sim.schedule import (
     KILL_LAUNCHER,
-    MEMORY,
-    OWN_SIGNAL,
-    PASSING,
     QUOTA,
     QUOTA_OF_HOST,
-    UNREADABLE,
     Schedule,
     random_schedule,
 )
 from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
-from sim.workloads import MOMENTS, clone_folder
+from sim.workloads import MOMENTS
 
 NAMES = (
     "quota",
@@ -54,7 +47,6 @@ NAMES = (
     "bucket unreadable",
     "bucket health",
 )
-RARE = {QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE, OWN_SIGNAL, *PASSING}
 
 
 NOTHING = Schedule()
@@ -99,28 +91,6 @@ def test_every_process_ends_with_success_without_a_fault(name):
         assert sim.findings() == [] and not any(process.exit for process in sim.cluster.processes)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_random_schedules(name):
-    scenario = SCENARIOS[name]
-    assert found(name, 5, scenario.formats[-1], scenario.ways[-1]) == set()
-
-
-def test_faults_of_these_scenarios_occur_in_no_other():
-    assert {name for name, scenario in SCENARIOS.items() if RARE & set(scenario.kinds)} == {
-        "quota",
-        "memory",
-        "launcher",
-        "hidden",
-        "bucket unreadable",
-        "conversion",
-        "conversion of files",
-        "verify",
-        "scrub",
-        "unreadable",
-        "own signal",
-    }
-
-
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -155,11 +125,6 @@ def test_a_quota_is_of_one_rank_and_its_writer(way, kind, alone):
     assert (1, True) in failed and (0, True) not in failed
 
 
-def test_an_exhausted_quota_ends():
-    at = first(traced("quota"), "job0.1", "write")
-    assert not simulated("quota", Schedule(faults=(Fault(at, QUOTA, 20),))).history.failed
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", ["thread", "process"])
 def test_a_rank_without_memory_saves_in_the_training(seed, way):
@@ -169,12 +134,6 @@ def test_a_rank_without_memory_saves_in_the_training(seed, way):
             seed >> rank & 1
         )
     assert sim.findings() == []
-
-
-def test_memory_changes_at_an_operation():
-    at = first(traced("memory", way="thread"), "job0.1", "write")
-    sim = simulated("memory", Schedule(faults=(Fault(at, MEMORY, 0),)), way="thread")
-    assert [host.memory for host in sim.cluster.hosts[:2]] == [1 << 40, 0] and sim.findings() == []
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -187,58 +146,7 @@ def test_the_launcher_alone_is_killed(seed):
     assert sim.findings() == []
 
 
-def test_an_unreadable_object_is_listed_until_it_is_put_again():
-    sim = simulated("bucket unreadable")
-    bucket = sim.cluster.disks[BUCKET]
-    names = bucket.list("obs://bucket")
-    bucket.make_unreadable(len(names) + 1)
-    url = sorted(bucket.objects)[1]
-    assert (
-        bucket.unreadable == bucket.copy().unreadable == {url}
-        and bucket.list("obs://bucket") == names
-    )
-    assert (
-        bucket.signature() != replace_in(bucket, url).signature()
-        and not replace_in(bucket, url).unreadable
-    )
-
-
-def replace_in(bucket, url):
-    made = bucket.copy()
-    made.put(url, made.objects[url].data)
-    return made
-
-
 # ---- copies --------------------------------------------------------------------------------------
-
-
-def test_times_of_copies_differ_by_seed():
-    def times(seed):
-        sim = Simulation(SCENARIOS["copied"], "ckpt", Schedule(seed=seed))
-        SCENARIOS["copied"].workload(sim)
-        files = sorted(sim.cluster.disks[SHARED].walk())
-        return (
-            sim.variant,
-            [path for path, _ in sorted(files, key=lambda row: row[1].mtime)],
-            len({f.mtime for _, f in files}),
-        )
-
-    rows = [times(seed) for seed in range(40)]
-    assert {variant.split(" ")[0] for variant, *_ in rows} == {"at", "in", "backwards"}
-    assert {distinct == 1 for _, _, distinct in rows} == {True, False}
-
-
-def test_a_clone_is_complete_durable_and_independent():
-    disk = Disk()
-    disk.make_folder("/a")
-    disk.make_folder("/a/b")
-    file = disk.create("/a/b/x", b"bytes")
-    clone_folder(disk, "/a", "/c")
-    file.data = b"other"
-    disk.lose_power(lambda: False)
-    assert disk.find("/c/b/x").data == b"bytes"
-    clone_folder(disk, "/missing", "/d")
-    assert disk.find("/d") is None
 
 
 @pytest.mark.parametrize("seed", range(len(MOMENTS)))
@@ -315,17 +223,6 @@ def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
 
     monkeypatch.setattr(open_checkpoint, "acquire_read_lock", lambda *_, **__: Nothing())
     assert "wrong" in found(name, 30, fmt)
-
-
-def test_an_incomplete_target_is_found(monkeypatch):
-    sim = simulated("conversion of files")
-    disk = sim.cluster.disks[SHARED]
-    path = next(path for path, _ in disk.walk(commands.TARGETS) if path.endswith(".ckpt"))
-    disk.remove(path)
-    assert "wrong" in {
-        finding.kind
-        for finding in commands.check_conversions(sim.cluster.disks, sim.history, sim.training)
-    }
 
 
 def test_a_verify_that_lists_only_once_is_found(monkeypatch):

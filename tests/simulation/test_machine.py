@@ -5,22 +5,19 @@ import gc
 import inspect
 import os
 import signal
-import time
 from contextlib import suppress
 
 import pytest
 
 from mindresume import runtime
 from mindresume.coordination import host_memory, lease
-from mindresume.events import ERROR
 from mindresume.saving import staging
 from mindresume.saving.memory_tier import directory, slots
 from mindresume.storage import mounts
 from sim import machine
-from sim.cluster import EPOCH, Cluster, current_cluster, current_process
+from sim.cluster import Cluster, current_cluster, current_process
 from sim.machine import use_cluster
 from sim.schedule import Schedule
-from sim.scheduler import Deadlock
 from sim.threads import Event, Lock
 
 
@@ -268,30 +265,6 @@ def test_fakes_behave_like_the_real_primitives(scenario):
     assert simulated(scenario)[0] == scenario()
 
 
-def test_acquiring_a_lock_twice_in_one_thread_waits_forever():
-    def work():
-        one = runtime.Lock()
-        one.acquire()
-        one.acquire()
-
-    with pytest.raises(Deadlock, match="waits for a lock"):
-        simulated(work)
-
-
-def test_an_error_ends_a_thread_and_not_the_process():
-    def work():
-        def bad():
-            raise ValueError("x")
-
-        one = runtime.Thread(target=bad, name="t")
-        one.start()
-        one.join()
-        return current_process()
-
-    process, _ = simulated(work)
-    assert [event.level for _, event in process.events] == [ERROR] and process.exit == 0
-
-
 def test_a_killed_process_releases_its_locks_and_its_threads_end():
     cluster, results = Cluster(Schedule()), []
     lock, done = Lock(), Event()
@@ -321,28 +294,7 @@ def test_a_killed_process_releases_its_locks_and_its_threads_end():
     ]
 
 
-def test_time_is_that_of_the_host_and_passes_at_once():
-    def work():
-        runtime.sleep(86400.0)
-        return runtime.time(), runtime.monotonic(), current_cluster().server_time()
-
-    began = time.monotonic()
-    found, _ = simulated(work, clocks=(-7200.0,))
-    assert (
-        found == (EPOCH + 86400.0 - 7200.0, 86400.0, EPOCH + 86400.0)
-        and time.monotonic() - began < 3600.0
-    )
-
-
 # ---- names, signals, the end of a process --------------------------------------------------------
-
-
-def test_tokens_are_unique_and_depend_on_the_history_only():
-    def work():
-        return [runtime.token_hex(4) for _ in range(500)]
-
-    one, two = simulated(work)[0], simulated(work)[0]
-    assert one == two and len(set(one)) == 500 and {len(name) for name in one} == {8}
 
 
 def test_a_process_is_identified_by_its_host_and_number():
@@ -439,34 +391,7 @@ def test_exit_handlers_run_in_reverse_order():
     assert results[0] == 0 and results[1:] == [3, 2, 1] and cluster.scheduler.now == 5.0
 
 
-def test_an_unregistered_exit_handler_is_not_called():
-    results = []
-
-    def gone():
-        results.append("gone")
-
-    def work():
-        runtime.at_exit(gone)
-        runtime.not_at_exit(gone)
-
-    simulated(work)
-    assert results == []
-
-
 # ---- the answers of a cluster hold inside of it only ---------------------------------------------
-
-
-def test_a_default_and_an_imported_name_ask_the_cluster_too():
-    def elapsed(clock=runtime.monotonic):
-        return clock()
-
-    assert simulated(elapsed)[0] == 0.0 != elapsed()
-
-
-def test_the_machine_answers_again_after_an_error():
-    with pytest.raises(KeyError), use_cluster(Cluster(Schedule())):
-        raise KeyError
-    assert not machine.active_clusters and abs(runtime.time() - time.time()) < 3600.0
 
 
 def test_no_memory_and_no_file_of_a_killed_process_is_left_open():

@@ -9,7 +9,7 @@ from sim.cluster import SHARED, Cluster, current_cluster
 from sim.disk import Disk
 from sim.machine import use_cluster
 from sim.mount import Mount
-from sim.schedule import UNREADABLE_DISK, UNREADABLE_FILE, Schedule
+from sim.schedule import UNREADABLE_FILE, Schedule
 
 
 def disk_with_files():
@@ -80,41 +80,6 @@ def test_an_error_after_the_effect_is_reported_all_the_same(name):
     )
 
 
-@pytest.mark.parametrize("name", ["list", "status", "open"])
-def test_reads_have_no_errors_after_the_effect(name):
-    cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
-    assert not isinstance(found, OSError) and cluster.injected == []
-
-
-READS = ("open", "status", "list")
-
-
-@pytest.mark.parametrize("name", READS)
-def test_a_disk_that_is_unreadable_for_a_while(name):
-    def work(mount):
-        found = []
-        for _ in range(5):
-            try:
-                found.append(bool(OPERATIONS[name](mount)))
-            except OSError as error:
-                found.append(error.errno)
-        return found
-
-    cluster, found = run(work, faults=(Fault(2, UNREADABLE_DISK, 2),))
-    assert found == [[True, *[errno.ESTALE] * 3, True]] and files(cluster) == {"/c/a": b"old"}
-
-
-@pytest.mark.parametrize("name", ["write", "rename", "remove", "make_folder", "sync"])
-def test_an_unreadable_disk_takes_changes(name):
-    _, (found,) = run(OPERATIONS[name], faults=(Fault(1, UNREADABLE_DISK, 9),))
-    assert not isinstance(found, OSError)
-
-
-def test_an_unreadable_disk_is_one_host_s():
-    _, found = run(OPERATIONS["list"], OPERATIONS["list"], faults=(Fault(1, UNREADABLE_DISK, 9),))
-    assert found[0].errno == errno.ESTALE and found[1] == ["a"]
-
-
 @pytest.mark.parametrize(
     "read",
     [
@@ -152,24 +117,6 @@ def test_a_write_whose_flush_fails_removes_the_file(kind):
     assert [name for _, _, name, _ in cluster.trace.rows] == ["write", "flush", "remove"]
 
 
-def test_a_failed_write_that_cannot_be_removed_reports_the_first_error():
-    cluster, (found,) = run(OPERATIONS["write"], faults=(Fault(2, "EIO"), Fault(3, "ESTALE")))
-    assert found.errno == errno.EIO and files(cluster) == {"/c/a": b"old", "/c/b": b"12"}
-
-
-def test_an_error_of_the_source_of_pieces_removes_the_file():
-    def pieces():
-        yield b"12"
-        raise ValueError
-
-    def work(mount):
-        with pytest.raises(ValueError):
-            mount.write("/c/b", pieces())
-
-    cluster, _ = run(work)
-    assert files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == 0
-
-
 @pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_kill_before_an_operation_prevents_it(name, kind):
@@ -178,22 +125,6 @@ def test_a_kill_before_an_operation_prevents_it(name, kind):
         found == [None] and files(cluster) == {"/c/a": b"old"} and cluster.processes[0].exit == -9
     )
     assert isinstance(cluster.processes[0].main.error, Killed)
-
-
-def test_half_of_a_write_exists_between_its_two_operations():
-    seen = []
-
-    def other(mount):
-        seen.append((mount.list("/c"), mount.open("/c/b").read(), mount.status("/c/b").size))
-
-    cluster, found = run(OPERATIONS["write"], other, switches=((2, 1),))
-    assert seen == [(["a", "b"], b"12", 2)] and found[0] == 4 and files(cluster)["/c/b"] == b"1234"
-
-
-@pytest.mark.parametrize(("kind", "left"), [("kill", b"12"), ("power", None)])
-def test_a_partial_write_of_a_killed_process_remains(kind, left):
-    cluster, _ = run(OPERATIONS["write"], faults=(Fault(2, kind),))
-    assert files(cluster).get("/c/b") == left and len(cluster.trace.rows) == 2
 
 
 def test_content_is_durable_after_the_flush_and_not_before():
@@ -216,19 +147,6 @@ def test_content_is_durable_after_the_flush_and_not_before():
     left = []
     cluster, _ = run(work)
     assert left == [b"", b"abcdef"] and files(cluster)["/c/b"] == b"abcdef"
-
-
-def test_an_abandoned_file_is_removed_once():
-    def work(mount):
-        made = mount.create("/c/b", 6)
-        made.write_at(0, memoryview(b"ab"))
-        made.abandon()
-        made.abandon()
-
-    cluster, _ = run(work)
-    assert files(cluster) == {"/c/a": b"old"} and [
-        name for _, _, name, _ in cluster.trace.rows
-    ] == ["create", "remove"]
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
@@ -305,44 +223,3 @@ def test_a_name_that_was_removed_can_still_be_listed_but_not_opened():
 
     seen, own = watched(40.0, OPERATIONS["remove"], look)
     assert seen == [(["a"], True), (["a"], False), ([], False)] and own == ([], False)
-
-
-def test_an_own_change_shows_what_others_have_done_meanwhile():
-    def watcher(mount):
-        results = [mount.list("/c")]
-        current_cluster().scheduler.sleep(2.0)
-        mount.write("/c/own", [b"1"])
-        return [*results, mount.list("/c"), mount.open("/c/b").read()]
-
-    def changer(mount):
-        current_cluster().scheduler.sleep(1.0)
-        mount.write("/c/b", [b"2"])
-
-    assert run(watcher, changer, lag=30.0)[1][0] == [["a"], ["a", "b", "own"], b"2"]
-
-
-def test_without_lag_and_on_a_local_disk_everything_is_seen_at_once():
-    disk = disk_with_files()
-    disk.local = True
-
-    def watcher(mount):
-        mount.list("/c")
-        mount.status("/c/b")
-        current_cluster().scheduler.sleep(2.0)
-        return mount.list("/c"), mount.status("/c/b").size
-
-    def changer(mount):
-        current_cluster().scheduler.sleep(1.0)
-        mount.write("/c/b", [b"2"])
-
-    for schedule in ({"lag": 0.0}, {"lag": 30.0, "disk": disk}):
-        assert run(watcher, changer, **schedule)[1][0] == (["a", "b"], 1)
-
-
-def test_times_of_files_are_those_of_the_server():
-    def work(mount):
-        current_cluster().scheduler.sleep(5.0)
-        mount.write("/c/b", [b"1"])
-        return mount.status("/c/b").mtime - current_cluster().server_time()
-
-    assert run(work, clocks=(86400.0,))[1][0] == pytest.approx(0.0, abs=0.1)

@@ -177,27 +177,12 @@ def a_stray_record(disk, fmt):
     put(disk, f"{ROOT}/.mindresume/notes.json", b"{}")
 
 
-def old_temporary_file(disk, fmt):
-    path = weights(disk, fmt, 1)
-    folder, name = path.rsplit("/", 1)
-    put(disk, f"{folder}/.{name}.0001-78dde6c4.mindresume-tmp", b"x")
-
-
 def stale_pointer(disk, fmt):
     if fmt == ITERATION:
         put(disk, f"{ROOT}/latest_checkpointed_iteration.txt", b"4")
     else:
         path = f"{ROOT}/rank_0/meta.json"
         put(disk, path, disk.find(path).data.replace(b"_6.", b"_4.").replace(b":6", b":4"))
-
-
-def no_pointer(disk, fmt):
-    take(
-        disk,
-        f"{ROOT}/latest_checkpointed_iteration.txt"
-        if fmt == ITERATION
-        else f"{ROOT}/rank_0/meta.json",
-    )
 
 
 def pointer_to_nothing(disk, fmt):
@@ -279,16 +264,6 @@ def test_leftovers_after_the_next_run_are_reported(stray, formats):
             and "notes." in found.text
             and findings_of(fmt, stray, restart=False) == []
         )
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_files_that_the_next_run_removes_are_not_reported(fmt):
-    assert findings_of(fmt, old_temporary_file) == [] and findings_of(fmt, no_pointer) == []
-
-
-def test_damage_to_an_unneeded_checkpoint_is_not_reported():
-    for fmt in FORMATS:
-        assert findings_of(fmt, lambda disk, fmt: flip(disk, weights(disk, fmt, 1, step=2))) == []
 
 
 # ---- findings that the disk alone does not show --------------------------------------------------
@@ -408,16 +383,3 @@ def test_a_job_that_waits_forever_is_stuck(monkeypatch):
     )
     (found,) = findings_of("ckpt")
     assert found.kind == STUCK and "OperationLimit" in found.text  # its heartbeat never ends
-
-
-def test_an_older_one_is_one_of_an_earlier_run_or_step():
-    history = History(
-        reported={
-            ("0001-00000000", 8): {0, 1},
-            ("0002-00000000", 2): {0, 1},
-            ("0002-00000000", 4): {0},
-        },
-        sizes={"0001-00000000": 2, "0002-00000000": 2},
-    )
-    assert history.newest() == ("0002-00000000", 2) and History().newest() is None
-    assert journal.save_order(("", 9)) < journal.save_order(("0001-00000000", 1))

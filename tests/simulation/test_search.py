@@ -15,7 +15,7 @@ from sim.catalogue import SCENARIOS
 from sim.disk import Disk
 from sim.jobs import History
 from sim.scenarios import Simulation
-from sim.schedule import EXPLAINED, Schedule, random_schedule
+from sim.schedule import Schedule, random_schedule
 from sim.search import (
     SHARE,
     BranchRecorder,
@@ -33,8 +33,6 @@ from sim.search import (
     state_signature,
     systematic,
 )
-
-CONFIGURATIONS = SearchRequest((0, 0)).configurations()
 
 
 @pytest.fixture
@@ -95,16 +93,6 @@ def test_a_kill_in_the_middle_equals_the_end_of_a_schedule_with_the_same_disk(na
         assert state_signature(sim, sim.cluster.disks, sim.history) == signature, death
 
 
-def test_a_kill_strikes_while_the_disk_is_full():
-    schedule = Schedule(
-        faults=(Fault(10, "ENOSPC", 200), *(Fault(at, "kill all") for at in range(11, 60)))
-    )
-    sim = Simulation(SCENARIOS["job"], "ckpt", schedule).run()
-    assert sim.cluster.injected[-1].fault.kind == "kill all" and all(
-        process.dead for process in sim.cluster.processes
-    )
-
-
 def test_a_found_failure_replayed_gives_the_same_findings(no_folder_is_flushed):
     failures = [
         *found((0, 6)),
@@ -144,20 +132,6 @@ def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_
         )
 
 
-def test_a_failure_becomes_no_simpler_than_its_number_of_tries_allows(no_folder_is_flushed):
-    failure = max(found((0, 12)), key=lambda one: one.schedule.size)
-    assert shrink(failure, tries=0) == failure
-    assert shrink(failure, tries=3).schedule.size <= failure.schedule.size
-
-
-def test_a_failure_serializes_all_fields(no_folder_is_flushed):
-    failure = next(found((0, 6)))
-    row = json.loads(json.dumps(failure.to_json()))
-    assert (row["scenario"], row["format"], row["way"]) == ("save", "ckpt", "")
-    assert row["findings"] == [str(finding) for finding in failure.findings]
-    assert row["findings"][0].startswith(f"{failure.kind[1]}: ")
-
-
 # ---- search --------------------------------------------------------------------------------------
 
 
@@ -177,17 +151,6 @@ def traced(name, fmt, way, switches, chooser=None):
     sim.cluster.scheduler.chooser = chooser or sim.cluster.scheduler.chooser
     sim.run()
     return tuple(row[1:] for row in sim.cluster.trace.rows)
-
-
-def test_every_schedule_with_one_switch(no_folder_is_flushed):
-    counts = Counts()
-    failures = list(systematic(SCENARIOS["save"], "ckpt", switches=1, counts=counts, every=20))
-    # without a death nothing is lost
-    assert failures == [] and counts.runs > 1
-    assert (
-        next(systematic(SCENARIOS["save"], "ckpt", switches=0, deaths=True)).schedule.faults[0].kind
-        == "power"
-    )
 
 
 @pytest.mark.parametrize(("way", "switches"), [("", 1), ("thread", 1)])
@@ -226,23 +189,6 @@ def test_parts_of_the_schedules_are_all_of_them():
     assert runs((0, 3), (1, 3), (2, 3)) == runs((0, 1)) > 3
 
 
-def test_moments_before_the_last_switch_are_not_checked_again():
-    scenario, seen = replace(SCENARIOS["save"], oracle=lambda *_, **__: []), []
-    for switches in ((), ((20, 1),)):
-        counts = Counts()
-        run(
-            scenario,
-            "ckpt",
-            "",
-            Schedule(switches=switches),
-            KnownStates(),
-            counts,
-            recorder=BranchRecorder(switches),
-        )
-        seen.append(counts.schedules)
-    assert 30 < seen[1] < seen[0]
-
-
 @pytest.mark.parametrize("name", ["save", "bucket"])
 def test_an_already_checked_state_is_neither_copied_nor_checked_again(name):
     """A second equal run gives no new state, and a disk has the signature of its copy after all
@@ -264,11 +210,6 @@ def test_a_failing_state_is_not_remembered_as_good(no_folder_is_flushed):
     known, wanted = KnownStates(), (SCENARIOS["save"], "ckpt", "", Schedule())
     first, again = (run(*wanted, known, Counts()) for _ in range(2))
     assert first is not None and first == again
-
-
-def test_every_fault_that_can_be_drawn_is_explained():
-    drawn = {kind for scenario in SCENARIOS.values() for kind in scenario.kinds}
-    assert drawn == set(EXPLAINED)
 
 
 def test_equal_disks_are_restarted_once_despite_different_histories(monkeypatch):
@@ -312,19 +253,6 @@ def test_partial_unnamed_files_are_equivalent():
     assert first == second != third
     # or its remains would count as checked
     assert state_signature(sim, {"shared": one}, sim.history, power=True) != first
-
-
-def test_a_search_accepts_only_the_requested_kinds():
-    assert {
-        (scenario.name, fmt, way)
-        for scenario, fmt, way in SearchRequest(
-            (0, 1), ("save",), ("ckpt",), ("", "thread")
-        ).configurations()
-    } == {("save", "ckpt", ""), ("save", "ckpt", "thread")}
-    assert {scenario.name for scenario, _, _ in CONFIGURATIONS} == set(SCENARIOS)
-    assert all(
-        fmt in scenario.formats and way in scenario.ways for scenario, fmt, way in CONFIGURATIONS
-    )
 
 
 # ---- the same in every process -------------------------------------------------------------------
@@ -403,11 +331,6 @@ def check(share, seeds, *scenarios):
     assert not failures, "\n".join(
         f"seed {seed}: {json.dumps(failure.to_json())}" for seed, failure in failures
     )
-
-
-def test_operations_may_take_long():
-    for scenario, fmt, way in CONFIGURATIONS[::8]:
-        assert Simulation(scenario, fmt, Schedule(tick=0.25), way).run().findings() == []
 
 
 def test_nothing_is_found_in_schedules_that_are_always_the_same(share):

@@ -9,7 +9,7 @@ from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import Save, SaveTarget
 from sim.cluster import SHARED, Cluster, current_cluster, current_process
 from sim.disk import Disk
-from sim.machine import WriterProcess, use_cluster
+from sim.machine import use_cluster
 from sim.mount import Mount
 from sim.schedule import Schedule
 
@@ -107,16 +107,6 @@ def test_a_started_save_is_finished_when_the_training_is_killed(end):
     assert cluster.scheduler.now < TIMEOUT
 
 
-def test_the_writer_ends_with_its_host():
-    undisturbed, _ = run(complete)
-    number = operations(undisturbed)[3]
-    cluster, _ = run(complete, faults=(Fault(number, "kill host"),))
-    assert (
-        writer_of(cluster).exit == cluster.processes[0].exit == -9
-        and operations(cluster)[-1] == number
-    )
-
-
 def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout():
     """The second rank never writes its record."""
 
@@ -131,32 +121,6 @@ def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout
     cluster, _ = run(work, ranks=2)
     assert committed(cluster) == [] and writer_of(cluster).dead
     assert TIMEOUT <= cluster.scheduler.now <= TIMEOUT + 5.0
-
-
-def test_a_process_that_hangs_ends_after_its_timeout():
-    undisturbed, _ = run(dies)
-    number = operations(undisturbed)[-3]
-    cluster, _ = run(dies, faults=(Fault(number, "slow", 10_000),))
-    assert cluster.injected[0].process == WRITER
-    assert writer_of(cluster).exit not in (0, None) and cluster.scheduler.now < TIMEOUT + 10.0
-
-
-def test_a_live_training_is_served_without_a_time_limit():
-    def work(saver, target):
-        current_cluster().scheduler.sleep(10 * TIMEOUT)
-        save(saver, target)
-        first = saver.wait(TIMEOUT)
-        current_cluster().scheduler.sleep(10 * TIMEOUT)
-        save(saver, target, 4)
-        return [
-            outcome.saved for outcome in first + saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
-        ]
-
-    cluster, found = run(work)
-    assert (
-        found == [True, True]
-        and len([process for process in cluster.processes if process.name == WRITER]) == 1
-    )
 
 
 def test_the_training_detects_a_killed_writer_and_starts_another():
@@ -178,25 +142,3 @@ def test_the_training_detects_a_killed_writer_and_starts_another():
         (4, True),
     ] and "died (exit status -9)" in found[0][2]
     assert [process.exit for process in cluster.processes if process.name == WRITER] == [-9, 0]
-
-
-def test_the_writer_shares_no_object_with_the_training():
-    """Messages are pickled, as on a pipe, with the same errors."""
-
-    def work(saver, target):
-        writer = WriterProcess(target, KEEP_ALL, saver._staging, TIMEOUT)
-        message = ["poll", {"a": 1}]
-        with pytest.raises((AttributeError, TypeError)):
-            writer.send(("save", lambda: None))
-        writer.send(message)
-        message[1]["a"] = 2
-        taken = writer._inbox.get()
-        writer.close()
-        while writer.alive():
-            current_cluster().scheduler.sleep(1.0)
-        with pytest.raises(BrokenPipeError):
-            writer.send(None)
-        return taken, writer.end()
-
-    _, found = run(work)
-    assert found == (["poll", {"a": 1}], "exit status 0")
