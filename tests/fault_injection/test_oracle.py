@@ -100,14 +100,6 @@ def test_a_fresh_start_without_a_complete_save_passes(sandbox):
     )
 
 
-def test_an_empty_folder(sandbox):
-    assert check_resume(sandbox, []).verdict == PASS
-
-
-def test_a_newer_checkpoint_than_required_is_not_lost_work(sandbox):
-    assert check_resume(saved(sandbox, 10, 20), [OLD], tidy=False).chosen == NEW
-
-
 def test_a_step_that_all_ranks_have_finished_is_due(sandbox):
     """Counts complete saves that were not committed, too."""
     for rank in range(RANKS):
@@ -115,16 +107,6 @@ def test_a_step_that_all_ranks_have_finished_is_due(sandbox):
     assert sandbox.journal.complete() == [NEW]
     assert check_resume(saved(sandbox, 10), [OLD], tidy=False).verdict == LOST_WORK
     assert check_resume(saved(sandbox, 20, commit=False), [OLD], tidy=False).verdict == PASS
-
-
-def test_a_step_that_some_ranks_have_finished_is_not_due(sandbox):
-    sandbox.journal.report(NEW, 0)
-    assert check_resume(saved(sandbox, 10), [OLD], tidy=False).chosen == OLD
-
-
-def test_the_check_of_leftovers_is_optional(sandbox):
-    check_resume(saved(sandbox, 10), [OLD], tidy=False)
-    assert os.listdir(os.path.join(sandbox.root, FOLDER)) == [attempt_name(10, RUNS[0])]
 
 
 # ---- LOST_WORK -----------------------------------------------------------------------------------
@@ -149,13 +131,6 @@ def test_a_later_run_is_newer_than_a_higher_step(sandbox):
 
 
 # ---- HARD_FAIL -----------------------------------------------------------------------------------
-
-
-def test_no_usable_checkpoint_is_a_hard_fail(sandbox):
-    saved(sandbox, 10)
-    flip(sandbox, file_of(sandbox, 10, 0))
-    found = check_resume(sandbox, [OLD])
-    assert found.verdict == HARD_FAIL and found.reason.startswith("no resume: ")
 
 
 def test_a_fresh_start_despite_a_complete_save_is_reported(sandbox):

@@ -5,12 +5,10 @@ import threading
 
 import pytest
 
-from mindresume.errors import LoadError, SaveError
+from mindresume.errors import SaveError
 from mindresume.fault_injection import runner
-from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault, Hang, Operation, Scheduler
-from mindresume.fault_injection.journal import tensors
+from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault
 from mindresume.fault_injection.runner import (
-    QUICK,
     Setup,
     Task,
     cell,
@@ -18,10 +16,8 @@ from mindresume.fault_injection.runner import (
     prepare,
     run_cells,
     sampled,
-    sampling_interval,
 )
 from mindresume.fault_injection.scenarios import RUNS, SCENARIOS, Scenario
-from mindresume.storage.posix import PosixStorage
 
 
 @pytest.fixture
@@ -159,55 +155,12 @@ def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeyp
     assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
 
 
-def test_an_error_of_the_product_is_not_a_hard_fail(setup, monkeypatch):
-    def raises(sandbox, rank):
-        sandbox.injector.storage_of(rank).list(sandbox.root)
-        raise LoadError("said clearly")
-
-    monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
-    assert cell(setup, Task("broken", "ckpt", ()), Fault(1, "EIO")).verdict == "PASS"
-
-
-def test_ranks_that_hang_are_a_hard_fail(setup, monkeypatch):
-    def hangs(self, works):
-        raise Hang("ranks [0] hang")
-
-    monkeypatch.setattr(Scheduler, "run", hangs)
-    _, verdict = runner.run_scenario(setup, SCENARIOS["first save"], "ckpt", None)
-    assert verdict.verdict == "HARD_FAIL" and "ranks [0] hang" in verdict.reason
-
-
-def test_a_fault_that_is_never_reached(setup):
-    """A fault can make a run end before the operation."""
-    (task,) = prepare(setup, ["pointers"], ["ckpt"])
-    missed = Operation(len(task.operations) + 1, 0, "write", "never")
-    found = cell(setup, Task(task.scenario, task.format, (missed,)), Fault(missed.number, "EIO"))
-    assert (found.verdict, found.operation, found.path) == ("PASS", missed.number, "never")
-
-
 def test_no_files_are_left(setup, folder):
     hook = threading.excepthook
     (task,) = prepare(setup, ["background"], ["ckpt"])
     for kind in ("kill all", "reorder"):
         cell(setup, task, Fault(30, kind))
     assert os.listdir(folder) == [] and threading.excepthook is hook
-
-
-def test_a_custom_storage_lies_below_the_injector(folder):
-    seen = []
-
-    class Seen(PosixStorage):
-        def write(self, path, pieces, size=0):
-            seen.append(path)
-            return super().write(path, pieces, size)
-
-    (task,) = prepare(Setup(folder, storage=Seen), ["pointers"], ["ckpt"])
-    assert len(seen) == sum(operation.name == "write" for operation in task.operations) > 0
-
-
-def test_weights_differ_by_run_step_and_rank():
-    places = [(run, step, rank) for run in RUNS for step in (10, 20) for rank in (0, 1)]
-    assert len({tensors(*target)["embedding.weight"].tobytes() for target in places}) == len(places)
 
 
 def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):
@@ -231,10 +184,3 @@ def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_e
     assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [
         sampled(setup, task, "EIO", 10) for task in tasks
     ]
-
-
-def test_the_interval_of_a_sample_grows_with_the_number_of_cells():
-    assert (
-        sampling_interval(0) == sampling_interval(QUICK) == 1 and sampling_interval(QUICK + 1) == 2
-    )
-    assert sampling_interval(24_442) == 9
