@@ -11,7 +11,7 @@ import sys
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import RECORDS, STORAGE, damage, leases, save, tensors_of, write_foreign
+from rank_folders import RECORDS, STORAGE, leases, save, write_foreign
 from reshard.plans import (
     COUNTERS,
     STEP,
@@ -28,7 +28,7 @@ from storages import failing
 import mindresume
 from mindresume.api.catalog import Catalog
 from mindresume.api.checkpoint import is_strategy, opened
-from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, StrategyError
+from mindresume.errors import ConfigError, MissingCheckpointError, StrategyError
 
 MODEL = {
     "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
@@ -93,20 +93,6 @@ def test_a_region_is_what_indexing_gives(saved, region):
     checkpoint.release()
 
 
-@pytest.mark.parametrize("source", ["tp4", "dp8opt8", "dp2tp2axes10"])
-@pytest.mark.parametrize("target", ["dp1", "dp2tp2pp2opt2", "tp4pp2", "dp4opt-1"])
-def test_every_rank_of_another_plan_finds_its_part(tmp_path, source, target):
-    recorded(tmp_path, Plan.parse(source, MODEL), TENSORS)
-    plan = Plan.parse(target, MODEL)
-    with mindresume.open(tmp_path)[STEP] as checkpoint:
-        for rank in range(plan.world_size):
-            for name, region in plan.regions(rank).items():
-                assert same(
-                    checkpoint.read(name, tuple(slice(*part) for part in region)),
-                    plan.shard(TENSORS, rank)[name],
-                )
-
-
 def test_only_the_region_is_read(tmp_path, monkeypatch):
     recorded(tmp_path, PLAN, TENSORS)
     read, plain = [], os.preadv
@@ -120,19 +106,6 @@ def test_only_the_region_is_read(tmp_path, monkeypatch):
 def test_an_invalid_region_is_an_error(saved, region):
     with mindresume.open(saved)[STEP] as checkpoint, pytest.raises(ValueError, match="region"):
         checkpoint.read("layers.1.weight", region)
-
-
-def test_a_missing_tensor_is_an_error(saved):
-    with (
-        mindresume.open(saved)[STEP] as checkpoint,
-        pytest.raises(KeyError, match="layers.9.weight"),
-    ):
-        checkpoint.read("layers.9.weight")
-
-
-def test_the_state(saved):
-    state = mindresume.open(saved)[STEP].state
-    assert (state.step, state.global_batch_size) == (STEP, int(COUNTERS["global_batch_size"]))
 
 
 def test_the_state_of_iteration_folders(tmp_path):
@@ -157,16 +130,6 @@ def test_weights_alone_have_no_state(tmp_path):
         and checkpoint.state is None
         and checkpoint.read("w").dtype == np.float16
     )
-
-
-def test_a_damaged_byte_is_found_while_it_is_read(tmp_path):
-    save(tmp_path, 5, world=1)
-    path = damage(tmp_path, 5, 0, "layer.bias")
-    with mindresume.open(tmp_path)[5] as checkpoint:
-        assert same(checkpoint.read("embedding.weight"), tensors_of(0, 5)["embedding.weight"])
-        with pytest.raises(CorruptFileError) as raised:
-            checkpoint.read("layer.bias")
-    assert raised.value.path == path and raised.value.tensor == "layer.bias"
 
 
 def test_layouts_come_from_a_strategy(tmp_path):

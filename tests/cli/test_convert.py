@@ -4,7 +4,6 @@ interruption."""
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,23 +12,19 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import STORAGE, damage, folder_contents, path_of, save
+from rank_folders import STORAGE, folder_contents, path_of
 from reshard.plans import (
-    COUNTERS,
     MODEL,
     STEP,
     Plan,
     Spec,
     check_slices,
-    complete,
     foreign,
     put,
     random_tensors,
     recorded,
     shard_file,
 )
-
-import mindresume
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (
@@ -50,7 +45,6 @@ DTYPES = (
     "uint8",
 )
 TENSORS = random_tensors(MODEL)
-NBYTES = sum(array.nbytes for array in (*TENSORS.values(), *COUNTERS.values()))
 LITTLE = {
     "embedding.weight": Spec((8, 4), 0, "first"),
     "layers.0.weight": Spec((4, 8), 1, 0),
@@ -98,70 +92,6 @@ def strategy_in(folder, text, model=MODEL):
 # ---- results and output --------------------------------------------------------------------------
 
 
-def test_a_plan(source, tmp_path, read):
-    before = folder_contents(source)
-    status, found = read(source, tmp_path / "new", "--to", "dp=2,tp=2,pp=2,opt=2")
-    assert status == 0 and folder_contents(source) == before
-    plan = Plan.parse("dp2tp2pp2opt2")
-    check_slices(tmp_path / "new", plan, TENSORS)
-    written = sum(
-        array.nbytes for rank in range(8) for array in shard_file(plan, TENSORS, rank).values()
-    )
-    read_ = NBYTES + sum(array.nbytes for array in COUNTERS.values())  # of both stages
-    seconds, notes = found.pop("seconds"), found.pop("notes")
-    assert found == {
-        "source": f"{source}, step 15, 2 ranks",
-        "target": str(tmp_path / "new"),
-        "engine": "direct",
-        "files": 8,
-        "tensors": len(TENSORS) + len(COUNTERS),
-        "dtypes": found["dtypes"],
-        "model_type": None,
-        "bytes_needed": NBYTES,
-        "bytes_to_read": read_,
-        "bytes_to_write": written,
-        "over_read": round(read_ / NBYTES, 4),
-        "memory_bytes": found["memory_bytes"],
-        "dry_run": False,
-        "finished": True,
-        "bytes_read": read_,
-        "bytes_written": written,
-        "bytes_verified": read_,
-        "refused": [],
-    }
-    assert len(notes) == 1 and "step 15" in notes[0] and "8 ranks" in notes[0]
-    assert 0 <= seconds < 60 and found["memory_bytes"] > 1 << 20
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_a_strategy_folder_and_a_format(source, tmp_path, call, fmt):
-    status, out, err = call(
-        source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2tp2"), "--format", fmt
-    )
-    assert (status, err) == (0, "") and len(list((tmp_path / "new").glob(f"rank_*/*.{fmt}"))) == 4
-    check_slices(tmp_path / "new", Plan.parse("dp2tp2"), TENSORS)
-    assert f"{source}, step 15, 2 ranks\n  -> {tmp_path}/new" in out and "engine direct" in out
-    assert re.search(
-        r"\d.* read, .* written in \d+\.\d s \(.*/s\); .* compared with recorded checksums", out
-    )
-
-
-def test_the_source_strategy_is_given_or_found_beside(tmp_path, call):
-    foreign(tmp_path / "run" / "output" / "checkpoint", Plan.parse("tp2pp2"), TENSORS)
-    strategy_in(tmp_path / "given", "tp2pp2")
-    assert (
-        call(
-            tmp_path / "run", tmp_path / "a", "--to", "dp=4,opt=all", "--from", tmp_path / "given"
-        )[0]
-        == 0
-    )
-    strategy_in(tmp_path / "run" / "output" / "strategy", "tp2pp2")
-    assert call(tmp_path / "run" / "output", tmp_path / "b", "--to", "dp=4,opt=all")[0] == 0
-    for name in "ab":
-        check_slices(tmp_path / name, Plan.parse("dp4opt-1"), TENSORS)
-        assert mindresume.open(tmp_path / name).latest().state.epoch == 2
-
-
 @pytest.mark.parametrize("memory, workers", [("192KiB", 1), ("64MiB", 2), ("1.5GB", 3)])
 def test_memory_and_workers(source, tmp_path, read, memory, workers):
     status, found = read(
@@ -172,114 +102,7 @@ def test_memory_and_workers(source, tmp_path, read, memory, workers):
     check_slices(tmp_path / "new", Plan.parse("tp4"), TENSORS)
 
 
-def test_a_dry_run_writes_nothing(source, tmp_path, call, read):
-    before = folder_contents(tmp_path)
-    status, found = read(source, tmp_path / "deep" / "new", "--to", "dp=2,tp=2", "--dry-run")
-    assert (
-        status == 0
-        and (found["dry_run"], found["finished"]) == (True, False)
-        and folder_contents(tmp_path) == before
-    )
-    assert (
-        found["seconds"] is None
-        and found["bytes_read"] == found["bytes_written"] == found["bytes_verified"] == 0
-    )
-    assert (
-        found["files"] == 4
-        and found["bytes_needed"] == found["bytes_to_read"] == NBYTES
-        and found["over_read"] == 1.0
-    )
-    status, out, err = call(source, tmp_path / "deep" / "new", "--to", "dp=2,tp=2", "--dry-run")
-    assert (
-        (status, err) == (0, "")
-        and "dry run, nothing was written" in out
-        and folder_contents(tmp_path) == before
-    )
-
-
-def test_the_same_conversion_again_does_nothing(source, tmp_path, call, read):
-    command = (source, tmp_path / "new", "--to", "dp=2,tp=2")
-    assert call(*command)[0] == 0
-
-    # not of folders: what reads the source holds it, and leaves nothing
-    def times():
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-
-    before, names = times(), folder_contents(tmp_path)
-    status, found = read(*command)
-    assert status == 0 and found["finished"] is True and found["seconds"] is None
-    assert "it exists already, nothing was done" in call(*command)[1]
-    assert read(*command, "--dry-run")[1]["finished"] is True
-    assert times() == before and folder_contents(tmp_path) == names
-
-
-def test_a_newer_step_that_cannot_be_used_is_printed(tmp_path, call, read):
-    for step in (5, 10):
-        save(tmp_path / "a", step, replicas=1)
-    path = path_of(tmp_path / "a", 10, 3)
-    os.truncate(path, 100)
-    status, found = read(tmp_path / "a", tmp_path / "new", "--to", "dp=2")
-    (refusal,) = found["refused"]
-    assert (
-        status == 0
-        and "step 5" in found["source"]
-        and refusal["step"] == 10
-        and str(path) in refusal["reason"]
-    )
-    assert call(tmp_path / "a", tmp_path / "again", "--to", "dp=2")[1].startswith(
-        "not usable: step 10: "
-    )
-    assert call(tmp_path / "a", tmp_path / "third", "--to", "dp=2", "--step", 10)[0] == 2
-
-
-def test_consolidated_weights_and_a_single_file(tmp_path, call):
-    (tmp_path / "one").mkdir()
-    put(tmp_path / "one" / "net.safetensors", {**TENSORS, **COUNTERS})
-    strategy_in(tmp_path / "to", "dp2tp2")
-    for number, src in enumerate(
-        [complete(tmp_path / "a", TENSORS), tmp_path / "one" / "net.safetensors", tmp_path / "one"]
-    ):
-        assert call(src, tmp_path / str(number), "--to", tmp_path / "to")[0] == 0
-        check_slices(tmp_path / str(number), Plan.parse("dp2tp2"), TENSORS)
-
-
-def test_a_relative_target(source, tmp_path, call, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert call("run", "new/", "--to", "tp=4")[0] == 0
-    check_slices(tmp_path / "new", Plan.parse("tp4"), TENSORS)
-    assert sorted(os.listdir(tmp_path)) == ["new", "run"]
-
-
 # ---- bad input: one clear line, and nothing is left ----------------------------------------------
-
-
-def test_a_source_that_does_not_exist(tmp_path, refused):
-    assert (
-        refused(tmp_path / "missing", "--to", "tp=2")
-        == f"mindresume: {tmp_path}/missing does not exist\n"
-    )
-    (tmp_path / "empty").mkdir()
-    assert "empty has no checkpoint\n" in refused(tmp_path / "empty", "--to", "tp=2")
-
-
-def test_a_missing_step_is_an_error(source, refused):
-    assert "checkpoint has no step 7; there are: 15" in refused(source, "--to", "tp=2", "--step", 7)
-
-
-def test_a_flipped_bit_in_the_source(tmp_path, refused):
-    name = "embedding.weight"
-    root = tmp_path / "checkpoint"
-    recorded(root, Plan.parse("tp2", LITTLE), FEW)
-    path = damage(root, STEP, 0, name)
-    error = refused(root, "--to", "dp=2,pp=2", "--engine", "direct")
-    assert f"{path}: {name} of rank 0 is not what was written: checksum" in error
-
-
-@pytest.mark.parametrize(
-    "plan, message", [("tp=0", "tp is '0'"), ("tp=3", "tp=3"), ("nonsense", "nonsense")]
-)
-def test_a_bad_plan(little, refused, plan, message):
-    assert message in refused(little, "--to", plan)
 
 
 @pytest.mark.parametrize(
@@ -299,37 +122,6 @@ def test_a_bad_plan(little, refused, plan, message):
 )
 def test_bad_options(little, refused, option, value, message):
     assert message in refused(little, "--to", "tp=4", f"{option}={value}")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--to"],
-        ["--to", "tp=2", "--workers", "0"],
-        ["--to", "tp=2", "--nonsense"],
-        ["--to", "tp=2", "--step", "x"],
-    ],
-)
-def test_wrong_arguments(little, tmp_path, call, arguments):
-    assert call(little, tmp_path / "new", *arguments)[0] == 2
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_target_that_is_not_empty_is_an_error(source, tmp_path, call, refused):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "notes.txt").write_text("precious")
-    assert "new is not empty; give a folder that does not exist. Nothing was changed" in refused(
-        source, "--to", "tp=4"
-    )
-    assert "is not empty" in refused(source, "--to", "tp=4", "--dry-run")
-    (tmp_path / "file").write_text("precious")
-    assert "file is a file; give a folder that does not exist" in refused(
-        source, "--to", "tp=4", target="file"
-    )
-    assert call(source, tmp_path / "made", "--to", "tp=4")[0] == 0
-    error = refused(source, "--to", "dp=4", target="made")
-    assert f"made is not empty: it was converted from {source}, step 15, 2 ranks" in error
-    assert "lies in" in refused(source, "--to", "tp=4", target="run/checkpoint/new")
 
 
 def test_an_error_of_several_lines(tmp_path, call):
@@ -492,27 +284,6 @@ def test_the_same_command_twice_at_once(source, tmp_path, call, halted):
     running.communicate("go on", timeout=600)
     assert running.returncode == 0
     check_slices(tmp_path / "new", Plan.parse("dp2pp2"), TENSORS)
-
-
-def test_no_framework_is_imported(source, tmp_path):
-    code = (
-        "from mindresume import cli; import sys\ntry: cli.main()\nexcept SystemExit as end: "
-        "print('ENDED', end.code)\n"
-        "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & {'mindspore', "
-        "'mindformers', 'torch', "
-        "'transformers', 'safetensors', 'google'}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "convert", str(source), str(tmp_path / "new"), "--to", "tp=4"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert "ENDED 0" in done.stdout and done.stdout.rstrip().endswith("LOADED []"), (
-        done.stdout + done.stderr
-    )
-    shutil.rmtree(tmp_path / "new")
 
 
 # ---- several pipeline stages ---------------------------------------------------------------------

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_folders import save
-from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, put, random_tensors, recorded
+from reshard.plans import Plan, Spec, foreign, put, random_tensors
 
 MODEL = {
     "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
@@ -20,7 +19,6 @@ MODEL = {
 }
 TENSORS = random_tensors(MODEL)
 ONE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "step_num": np.array(7, np.int64)}
-ALL = f"{len(TENSORS) + len(COUNTERS)} tensors"
 
 
 COMMAND = "diff"
@@ -43,37 +41,6 @@ def changed(**new):
 # ---- equal ---------------------------------------------------------------------------------------
 
 
-def test_other_layouts_and_formats_are_equal(tmp_path, call, read):
-    recorded(
-        tmp_path / "a" / "output" / "checkpoint",
-        Plan.parse("dp2tp2pp2opt2", MODEL),
-        TENSORS,
-        "ckpt",
-    )
-    complete(tmp_path / "b", TENSORS)
-    # the folder of the run will do
-    status, out, err = call(tmp_path / "a", tmp_path / "b")
-    assert (
-        (status, err) == (0, "")
-        and out.startswith(f"equal: {ALL}, ")
-        and out.endswith(" KiB, bit for bit\n")
-    )
-    assert out.count("\n") == 1
-    status, found = read(tmp_path / "a", tmp_path / "b")
-    assert (
-        status == 0 and found["equal"] and found["within_tolerance"] and found["differences"] == []
-    )
-    assert found["size_bytes"] == sum(
-        array.nbytes for array in (*TENSORS.values(), *COUNTERS.values())
-    )
-    assert (
-        found["a"]["world_size"],
-        found["b"]["world_size"],
-        found["a"]["step"],
-        found["b"]["step"],
-    ) == (8, None, 15, 15)
-
-
 def test_layouts_from_strategies(tmp_path, call):
     plan = Plan.parse("tp4", MODEL)
     foreign(tmp_path / "a", plan, TENSORS)
@@ -87,43 +54,6 @@ def test_layouts_from_strategies(tmp_path, call):
 
 
 # ---- different -----------------------------------------------------------------------------------
-
-
-def test_steps_of_one_folder(tmp_path, call, read):
-    for step in (5, 10):
-        save(tmp_path, step, replicas=1)
-    status, found = read(tmp_path, tmp_path, "--step-a", 5)
-    rows = {row["name"]: row for row in found["differences"]}
-    assert (
-        status == 1 and not found["equal"] and (found["a"]["step"], found["b"]["step"]) == (5, 10)
-    )
-    assert rows["step_num"] == {
-        "name": "step_num",
-        "kind": "values",
-        "a": {"dtype": "int64", "shape": []},
-        "b": {"dtype": "int64", "shape": []},
-        "elements": 1,
-        "differing": 1,
-        "bits_only": 0,
-        "largest_absolute": 5,
-        "largest_relative": 0.5,
-        "first_index": [],
-        "first_values": [5, 10],
-    }
-    assert (
-        call(tmp_path, tmp_path, "--step-a", 10)[0]
-        == call(tmp_path, tmp_path, "--step-a", 5, "--step-b", 5)[0]
-        == 0
-    )
-    assert call(tmp_path, tmp_path, "--step-a", 5, "--tensor", "global_batch_size")[0] == 0
-    status, out, _ = call(tmp_path, tmp_path, "--step-b", 5, "--tensor", "*_num")
-    assert (
-        status == 1
-        and "step_num" in out
-        and "10 -> 5" in out
-        and "layer" not in out
-        and "of 2 tensors" in out
-    )
 
 
 def test_a_table_of_the_largest(two, call):
@@ -200,24 +130,6 @@ def test_minus_zero_is_reported_as_a_difference_of_bits(two, call, read):
     status, out, _ = call(*paths, "--tolerance", 0)
     assert status == 0 and "equal within 0: 2 tensors, 32 B; 1 of them differ in bits" in out
     assert read(*paths)[1]["differences"][0]["bits_only"] == 1
-
-
-def test_a_newer_step_that_is_refused_is_reported(tmp_path, call, read):
-    for step in (5, 10):
-        save(tmp_path / "a", step, replicas=1)
-    for path in (tmp_path / "a").glob("rank_*/*-1_10.*"):
-        path.write_bytes(b"")
-    status, out, _ = call(tmp_path / "a", tmp_path / "a", "--step-b", 5)
-    assert (
-        status == 0
-        and "A, not usable: step 10:" in out
-        and "B, not usable" not in out
-        and "\nequal: " in out
-    )
-    assert [
-        row["step"]
-        for row in read(tmp_path / "a", tmp_path / "a", "--step-b", 5)[1]["a"]["refused"]
-    ] == [10]
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from huggingface_folders import GROUPED, complete, contiguous, document, put, trained
 from rank_folders import tensors_at
@@ -40,71 +39,6 @@ def config(tmp_path):
 @pytest.fixture
 def source():
     return FIXTURES / "mf190_10_safetensors_single" / "output" / "checkpoint"
-
-
-def test_a_folder_for_transformers(read, source, config, tmp_path):
-    status, found = read(source, tmp_path / "hf", "--config", config, "--dtype", "bfloat16")
-    assert status == 0 and found["finished"] and not found["dry_run"]
-    assert (found["model_type"], found["files"], found["tensors"], found["dtypes"]) == (
-        "qwen3",
-        1,
-        25,
-        ["bfloat16"],
-    )
-    assert found["bytes_written"] == found["bytes_to_write"] and found["source"].endswith(
-        "step 15, 1 rank"
-    )
-    assert sorted(os.listdir(tmp_path / "hf")) == [
-        "config.json",
-        "conversion.json",
-        "model.safetensors",
-    ]
-    written = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
-    assert written == {**TINY, "torch_dtype": "bfloat16"}
-    header = (tmp_path / "hf" / "model.safetensors").read_bytes()
-    assert json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])["__metadata__"] == {
-        "format": "pt"
-    }
-
-
-def test_several_files_with_an_index(read, call, source, config, tmp_path):
-    status, found = read(
-        source,
-        tmp_path / "hf",
-        "--config",
-        config / "config.json",
-        "--max-shard-size",
-        "30kB",
-        "--step",
-        "5",
-    )
-    assert status == 0 and found["files"] == 5 and found["dtypes"] == ["float32"]
-    index = json.loads(
-        (tmp_path / "hf" / "model.safetensors.index.json").read_text(encoding="utf-8")
-    )
-    assert (
-        len(index["weight_map"]) == 25
-        and index["metadata"]["total_size"] == found["bytes_to_write"]
-    )
-    assert set(index["weight_map"].values()) == {
-        f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)
-    }
-    assert call(source, tmp_path / "one", "--config", config, "--step", "5")[0] == 0
-    one, several = tensors_at(tmp_path / "one"), tensors_at(tmp_path / "hf")
-    assert one.keys() == several.keys() and all((one[name] == several[name]).all() for name in one)
-
-
-def test_strategy_of_the_source(call, config, tmp_path):
-    cut = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output"
-    status, out, _ = call(
-        cut / "checkpoint", tmp_path / "hf", "--config", config, "--from", cut / "strategy"
-    )
-    assert (
-        status == 0
-        and "step 15, 4 ranks" in out
-        and "25 tensors in 1 file," in out
-        and "112.8 KiB written" in out
-    )
 
 
 def test_dry_run_and_again(call, read, source, config, tmp_path):
@@ -146,30 +80,6 @@ def test_missing_or_wrong_input_is_an_error(call, source, config, tmp_path):
         "--config", config, change={"num_key_value_heads": 2}
     )
     assert "there are:" in refused("--config", config, "--step", "7")
-
-
-def test_contiguous_orders(call, config, tmp_path):
-    given = trained(GROUPED)
-    complete(tmp_path / "source", given)
-    (config / "config.json").write_text(json.dumps(document(GROUPED)), encoding="utf-8")
-    assert (
-        call(
-            tmp_path / "source",
-            tmp_path / "hf",
-            "--config",
-            config,
-            "--contiguous-attention",
-            "--contiguous-mlp",
-        )[0]
-        == 0
-    )
-    found = tensors_at(tmp_path / "hf")
-    qkv, fc1 = (
-        given[f"decoder.layers.0.{name}.weight"]
-        for name in ("self_attention.linear_qkv", "mlp.linear_fc1")
-    )
-    np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], qkv[48:72])
-    np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], fc1[12:])
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -1,13 +1,10 @@
 """``mindresume inspect``: what a checkpoint or a strategy holds, in numbers and in words."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_folders import RUN, save
 from reshard.plans import (
     COUNTERS,
     STEP,
@@ -66,39 +63,6 @@ def listed(regions):
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def test_inspect_describes_a_checkpoint(saved, read_ok, origin):
-    found = read_ok(saved[origin])
-    whole = {**TENSORS, **COUNTERS}
-    keys = (
-        "kind",
-        "origin",
-        "run_id",
-        "step",
-        "world_size",
-        "stages",
-        "stage_size",
-        "files",
-        "size_bytes",
-    )
-    assert {key: found[key] for key in keys} == {
-        "kind": "checkpoint",
-        "origin": origin,
-        "run_id": RUN if origin == "mindresume" else None,
-        "step": STEP,
-        "world_size": 8,
-        "stages": 2,
-        "stage_size": 4,
-        "files": 8,
-        "size_bytes": sum(array.nbytes for array in whole.values()),
-    }
-    root = saved[origin] / "output" / "checkpoint"
-    assert found["path"] == str(root) and found["bytes_on_disk"] == sum(
-        path.stat().st_size for path in root.glob("rank_*/*.safetensors")
-    )
-    assert found["dtypes"]["bfloat16"] == {"tensors": 5, "size_bytes": 2 * (16 * 8 + 4 * 8 * 8)}
-    assert found["slices"] is found["rank"] is None
 
 
 def test_every_tensor_and_its_layout(saved, read_ok, origin):
@@ -183,44 +147,6 @@ def test_inspect_lists_the_ranks_that_hold_a_slice(saved, read_ok, origin, patte
         assert len(parts) == len(expected) or not TENSORS[name].size
 
 
-def test_inspect_prints_a_table_by_default(saved, call):
-    status, out, err = call(saved["mindresume"])
-    lines = out.splitlines()
-    assert (
-        (status, err) == (0, "")
-        and "step 15, 8 ranks" in lines[0]
-        and lines[1] == f"written by run {RUN}, safetensors; 8 ranks = 2 stages x 4"
-    )
-    (row,) = [line for line in lines if line.startswith("layers.*.qkv.weight  x4")]
-    assert row.split("  ")[2:] != [] and "(24, 8)" in row and "(6, 8)" in row and "0,1" in row
-    assert "dim 0 / 2 over axis 0 of [2, 2]; optimizer shard 2" in row
-    (row,) = [line for line in lines if line.startswith("step_num")]
-    assert row.split() == ["step_num", "int64", "()", "not", "cut", "all", "()", "8"]
-    assert any(
-        line.startswith("layers.3.qkv.weight ")
-        for line in call(saved["mindresume"], "--all")[1].splitlines()
-    )
-
-
-def test_slices_are_printed_as_a_table(saved, call):
-    lines = call(saved["mindresume"], "--tensor", "layers.*.qkv.weight")[1].splitlines()[-16:]
-    assert [line.split()[-1] for line in lines] == list("0213021346574657")
-    assert [line.split()[0] for line in lines[::4]] == [
-        f"layers.{layer}.qkv.weight" for layer in range(4)
-    ]
-    assert "[0:6, :]" in lines[0] and "[18:24, :]" in lines[3] and lines[1].startswith(" ")
-    (row,) = [
-        line
-        for line in call(saved["mindresume"], "--tensor", "step_num")[1].splitlines()
-        if line.startswith("step_num")
-    ]
-    assert row.split()[-2:] == ["whole", "0-7"]
-    assert "[6:12, :]" in call(saved["mindresume"], "--rank", 2, "--tensor", "*.qkv.weight")[1]
-    assert call(saved["mindresume"], "--rank", 2, "--tensor", "head.weight")[1].endswith(
-        "rank 2 holds none of 1 tensor\n"
-    )
-
-
 def test_a_lost_file(tmp_path, read_ok):
     candidate = foreign(tmp_path, Plan.parse("dp2tp2", MODEL), TENSORS)
     Plan.parse("dp2tp2", MODEL).write(tmp_path / "strategy")
@@ -230,19 +156,6 @@ def test_a_lost_file(tmp_path, read_ok):
         (part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]
     ] == [([0, 8], [0, 2], []), ([8, 16], [1], [3])]
     assert found["files"] == 3 and found["world_size"] == 4
-
-
-def test_steps_of_a_folder(tmp_path, read_ok, call):
-    for step in (5, 10):
-        save(tmp_path, step, replicas=1)
-    assert read_ok(tmp_path)["step"] == 10 and read_ok(tmp_path, "--step", 5)["step"] == 5
-    assert "no layouts: every tensor is whole on every rank" in call(tmp_path)[1]
-    for path in tmp_path.glob("rank_*/*-1_10.*"):
-        path.write_bytes(b"")
-    assert read_ok(tmp_path)["step"] == 5 and [
-        row["step"] for row in read_ok(tmp_path)["refused"]
-    ] == [10]
-    assert call(tmp_path)[1].startswith("not usable: step 10:")
 
 
 def test_consolidated_weights_and_single_files(tmp_path, read_ok, call):
@@ -379,29 +292,3 @@ def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
             and said in err
             and err.count("\n") == 1
         ), (said, err)
-
-
-def test_no_framework_is_imported(tmp_path):
-    save(tmp_path, 5, world=2, replicas=1)
-    code = (
-        "from mindresume import cli; import sys\n"
-        "for words in (['inspect', '.'], ['diff', '.', '.']):\n"
-        "    sys.argv = ['mindresume', *words]\n"
-        "    try: cli.main()\n"
-        "    except SystemExit as ended: assert not ended.code\n"
-        "print('LOADED', sorted({name.split('.')[0] for name in sys.modules} & "
-        "{'mindspore', 'mindformers', 'torch', 'transformers', 'tensorflow', 'safetensors'}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert (
-        done.returncode == 0
-        and "equal: 8 tensors" in done.stdout
-        and done.stdout.rstrip().endswith("LOADED []")
-    ), done.stdout + done.stderr

@@ -4,11 +4,10 @@ import json
 import os
 
 import pytest
-from rank_folders import RECORDS, flip_bit, folder_contents, start_of, tensors_at, tensors_in
+from rank_folders import folder_contents, tensors_at, tensors_in
 from reshard.plans import (
     COUNTERS,
     MODEL,
-    STEP,
     Plan,
     complete,
     foreign,
@@ -147,37 +146,7 @@ def test_weights_only(tmp_path, call):
     assert bits(tensors_at(tmp_path / "new")) == bits(TENSORS)
 
 
-def test_a_dry_run_writes_nothing_and_again_does_nothing(source, tmp_path, call, read):
-    before = folder_contents(tmp_path)
-    status, found = read(source, tmp_path / "new", "--dry-run")
-    assert status == 0 and found["dry_run"] and not found["finished"] and found["files"] == 2
-    assert folder_contents(tmp_path) == before
-    assert call(source, tmp_path / "new")[0] == 0
-
-    # the source is held for a moment
-    def times():
-        return {
-            path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != RECORDS
-        }
-
-    before = times()
-    status, found = read(source, tmp_path / "new")
-    assert status == 0 and found["finished"] and found["seconds"] is None
-    assert times() == before
-
-
 # ---- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", ["0", "much", "-1", "3 apples", "1KiBs", ""])
-def test_bad_sizes_of_parts(source, refused, size):
-    assert f"--part-size is {size!r}; expected a size such as 512MiB or 4GiB" in refused(
-        source, f"--part-size={size}"
-    )
-
-
-def test_less_than_a_byte(source, refused):
-    assert "--part-size is '0.5'" in refused(source, "--part-size=0.5")
 
 
 def test_other_sources(tmp_path, refused):
@@ -193,60 +162,3 @@ def test_other_sources(tmp_path, refused):
     assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(
         tmp_path / "consolidated"
     )
-
-
-def test_a_flipped_bit_in_merged_weights_is_found_when_they_are_read_again(source, tmp_path, call):
-    assert call(source, tmp_path / "merged")[0] == 0
-    path = next((tmp_path / "merged").glob("part0.safetensors"))
-    flip_bit(path)
-    status, _, err = call(tmp_path / "merged", tmp_path / "new", "--to", "dp=2", command="convert")
-    assert (
-        status == 2
-        and f"{path}: " in err
-        and "is not what was written: checksum" in err
-        and not (tmp_path / "new").exists()
-    )
-    (tmp_path / "merged" / CONVERSION).unlink()  # whoever changed it on purpose
-    assert call(tmp_path / "merged", tmp_path / "new", "--to", "dp=2", command="convert")[0] == 0
-
-
-# ---- and then ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options, step",
-    [([], STEP), (["--hf-index", "--drop", "adam_*", "--drop", "accu_grads.*"], None)],
-)
-def test_merged_weights_are_listed_verified_and_selected(source, tmp_path, call, options, step):
-    folder = tmp_path / "merged"
-    assert call(source, folder, *options)[0] == 0
-
-    def ask(command):
-        status, out, _ = call(folder, "--json", command=command)
-        return status, json.loads(out)
-
-    status, found = ask("ls")
-    (row,) = found["checkpoints"]
-    assert (status, row["step"], row["origin"], row["usable"]) == (0, step, "merged", True)
-    assert sorted(row["files"]) == sorted(map(str, folder.glob("*.safetensors")))
-    status, found = ask("verify")
-    assert (status, found["damaged"], found["checkpoints"][0]["state"]) == (0, False, "verified")
-    assert found["bytes_read"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    status, found = ask("which")
-    assert (status, found["chosen"] and found["chosen"]["step"]) == (
-        (0, step) if step else (3, None)
-    )
-    path = next(iter(sorted(folder.glob("*.safetensors"))))
-    name = next(name for name, array in tensors_in(path).items() if array.nbytes)
-    flip_bit(path, start_of(path, name))
-    status, found = ask("verify")
-    (problem,) = found["checkpoints"][0]["problems"]
-    assert (status, found["damaged"], problem["file"]) == (
-        1,
-        True,
-        str(path),
-    ) and f"damaged: {name} " in problem["reason"]
-    assert ask("which")[0] == 3
-    for command in ("ls", "verify", "which"):
-        assert "without records" not in call(folder, command=command)[1]
-    assert all(name in call(folder, command=command)[1] for command in ("verify", "which"))

@@ -2,7 +2,6 @@
 errors."""
 
 import os
-import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +13,10 @@ from rank_folders import (
     STORAGE,
     counters,
     dir_at,
-    flip_bit,
     name_of,
     path_of,
     save,
     state_of,
-    write_foreign,
     write_rank,
 )
 from reshard.plans import (
@@ -85,77 +82,15 @@ def check(source, tensors=TENSORS):
 # ---- the selected step ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("write", [save, write_foreign])
-def test_the_newest_checkpoint_is_opened(tmp_path, write):
-    for step in (5, 10, 15):
-        write(tmp_path / "checkpoint", step, replicas=1) if write is save else write(
-            tmp_path / "checkpoint", step, 1
-        )
-    source = opened(tmp_path / "checkpoint")
-    assert source.state.step == 15 and source.refused == () and source.candidate.step == 15
-    assert source.name == name_of(0, 15) and "step 15" in source.what
-    assert opened(tmp_path / "checkpoint", step=5).state.step == 5
-    assert opened(tmp_path / "checkpoint" / "rank_0").state.step == 15
-    assert opened(path_of(tmp_path / "checkpoint", 10, 0)).state.step == 10
-
-
 def cut_short(root, step):
     path = path_of(root, step, 2)
     os.truncate(path, path.stat().st_size - 1)
     return r"the file of rank 2 has \d+ bytes, \d+ were written .*net_rank_2-"
 
 
-def altered_header(root, step):
-    flip_bit(path_of(root, step, 2), 3)
-    return r"net_rank_2-.*truncated, or not a safetensors file"
-
-
 def empty(root, step):
     os.truncate(path_of(root, step, 2), 0)
     return r"the file of rank 2 is empty \(0 bytes\) .*net_rank_2-"
-
-
-def damaged_record(root, step):
-    (path,) = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
-    flip_bit(path, 40)
-    return r"rank 2: not a record: it is empty, truncated or altered"
-
-
-def missing_record(root, step):
-    (path,) = root.glob(f"{FOLDER}/step-{step:010d}*/rank_00002.json")
-    path.unlink()
-    return r"the record of rank 2 is missing: .*rank_00002.json"
-
-
-@pytest.mark.parametrize(
-    "spoil", [cut_short, altered_header, empty, damaged_record, missing_record]
-)
-def test_the_next_older_checkpoint_is_opened_and_the_reason_is_reported(tmp_path, spoil):
-    for step in (5, 10, 15):
-        save(tmp_path, step, replicas=1)
-    reason = spoil(tmp_path, 15)
-    write_rank(tmp_path, 20, 0, 4)  # never completed
-    source = opened(tmp_path)
-    newest, refusal = source.refused
-    assert (
-        source.state == state_of(10)
-        and [newest.step, refusal.step] == [20, 15]
-        and re.search(reason, refusal.reason)
-    )
-    assert "the save never completed: 1 of 4 ranks" in newest.reason
-    with pytest.raises((CorruptFileError, NoUsableCheckpointError), match=reason):
-        opened(tmp_path, step=15)
-
-
-def test_no_complete_checkpoint_is_an_error(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step, replicas=1)
-        cut_short(tmp_path, step)
-    with pytest.raises(
-        NoUsableCheckpointError, match="but none can be used:\n  step 10: .*\n  step 5: "
-    ) as found:
-        opened(tmp_path)
-    assert [refusal.step for refusal in found.value.refused] == [10, 5]
 
 
 def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
@@ -245,17 +180,6 @@ def test_a_given_strategy_precedes_the_one_beside(tmp_path):
     check(opened(tmp_path / "checkpoint", strategy=str(tmp_path / "given") + "/"))
 
 
-def test_a_missing_strategy_is_an_error_that_asks_for_it(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    with pytest.raises(
-        StrategyError,
-        match=r"step 15: 2 tensors have no layout: embedding.weight .* no strategy .*--from",
-    ):
-        opened(tmp_path / "checkpoint")
-    with pytest.raises(StrategyError, match="there is no such strategy file or folder"):
-        opened(tmp_path / "checkpoint", strategy=str(tmp_path / "missing"))
-
-
 @pytest.mark.parametrize("left", [0, 1])
 @pytest.mark.parametrize("folders", ["gone", "empty"])
 def test_the_only_file_that_is_left_of_two_ranks(tmp_path, left, folders):
@@ -268,14 +192,6 @@ def test_the_only_file_that_is_left_of_two_ranks(tmp_path, left, folders):
         (LoadError, StrategyError, CorruptFileError), match=f"rank {1 - left}|ranks from {1 - left}"
     ):
         opened(tmp_path / "checkpoint")
-
-
-def test_records_need_none(tmp_path):
-    recorded(tmp_path / "checkpoint", PLAN, TENSORS)
-    strategy_in(tmp_path / "strategy", Plan.parse("tp4", MODEL))  # not looked at
-    source = opened(tmp_path / "checkpoint")
-    check(source)
-    assert source.state == state_of(STEP)
 
 
 WRONG = {
@@ -365,24 +281,6 @@ def test_a_rank_is_missing_whose_copy_is_there(tmp_path, write, lost):
 
 
 @pytest.mark.parametrize("write", [foreign, recorded])
-def test_lost_slices_are_named_with_their_ranks(tmp_path, write):
-    plan = Plan.parse("dp2tp2", MODEL)
-    write(tmp_path / "checkpoint", plan, TENSORS)
-    for rank in (1, 3):
-        path_of(tmp_path / "checkpoint", STEP, rank).unlink()
-    expected = (
-        r"embedding.weight \(\(4, 8\), \(0, 4\)\) of \(8, 4\) is nowhere: it should be in the file "
-        r"of rank 1, 3, which "
-        r"have no such tensor or no file"
-        if write is foreign
-        else r"the file of rank 1 is missing, and \d of its tensors are on no other rank, for "
-        r"example \S+.*net_rank_1-2_5"
-    )
-    with pytest.raises((LoadError, CorruptFileError), match=expected):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy", plan))
-
-
-@pytest.mark.parametrize("write", [foreign, recorded])
 def test_a_stage_is_missing(tmp_path, write):
     write(tmp_path / "checkpoint", PLAN, TENSORS)
     for rank in (2, 3):
@@ -403,20 +301,6 @@ def test_one_of_two_formats_of_a_step_is_opened(tmp_path):
     source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
     check(source)
     assert len({header.format for header in source.weights.headers.values()}) == 1
-
-
-def test_ranks_of_different_formats(tmp_path):
-    """Rank 0 and 1 wrote ckpt, 2 and 3 safetensors: neither is a checkpoint."""
-    for rank in range(4):
-        put(
-            path_of(tmp_path / "checkpoint", STEP, rank, 0, "ckpt" if rank < 2 else "safetensors"),
-            shard_file(PLAN, TENSORS, rank),
-        )
-    with pytest.raises(
-        NoUsableCheckpointError, match=r"ranks from . to ., a whole pipeline stage, are missing"
-    ) as found:
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
-    assert len(found.value.refused) == 2
 
 
 def test_consolidated_weights_of_both_formats(tmp_path):
@@ -579,10 +463,6 @@ def test_the_epoch_without_a_name(step, epoch):
 def held(root):
     with ReadHold() as hold:
         yield open_checkpoint(STORAGE, str(root), hold=hold)
-
-
-def names_of(root):
-    return sorted(os.listdir(root / FOLDER))
 
 
 def test_a_refused_checkpoint_is_not_locked(tmp_path):
