@@ -18,7 +18,6 @@ from iteration_folders import (
     track,
     unname,
     write_all,
-    write_rank,
 )
 from rank_folders import RUN, STORAGE, dir_at
 
@@ -45,7 +44,6 @@ from mindresume.formats.iterations import (
     parse_tracker,
     parse_weight_file,
     state_from_common,
-    tracked,
 )
 from mindresume.formats.metadata import is_file_name, parse_slice_key, slice_key
 from mindresume.formats.scan import ITERATION, WEIGHT_FOLDER, kind_of, scan
@@ -375,16 +373,6 @@ def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["iteration_0000010", "iteration_00000010", "iteration_10", "iteration_000000000010"]
-)
-def test_any_number_of_digits(tmp_path, name):
-    save(tmp_path, 10)
-    os.rename(folder_of(tmp_path, 10), tmp_path / name)
-    assert found(tmp_path) == [(10, RUN)]
-    assert scan(dir_at(tmp_path)).candidates[0].problem is None
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "iteration_",
@@ -410,38 +398,6 @@ def test_the_later_run_comes_first_without_a_tracker(tmp_path):
     save(tmp_path, 20, run=NEXT)
     os.remove(tmp_path / TRACKER)
     assert found(tmp_path) == [(20, NEXT), (30, RUN), (10, RUN)]
-
-
-def test_steps_descend_from_the_tracker_and_newer_ones_come_last(tmp_path):
-    save(tmp_path, 10, 30, 40)
-    save(tmp_path, 20, run=NEXT)
-    assert found(tmp_path) == [(20, NEXT), (10, RUN), (40, RUN), (30, RUN)]
-    track(tmp_path, 30)
-    assert found(tmp_path) == [(30, RUN), (20, NEXT), (10, RUN), (40, RUN)]
-
-
-def test_the_later_run_of_one_step_comes_first(tmp_path):
-    save(tmp_path, 10)
-    unname(tmp_path, 10)
-    save(tmp_path, 10, run=NEXT)
-    assert found(tmp_path) == [(10, NEXT), (10, RUN)]
-
-
-def test_finished_steps_precede_the_step_of_the_tracker(tmp_path):
-    save(tmp_path, 10)
-    write_all(tmp_path, 20)
-    write_all(tmp_path, 30)
-    write_rank(tmp_path, 40, 0)
-    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN), (40, RUN)]
-
-
-def test_finished_steps_and_intended_steps_are_combined(tmp_path):
-    save(tmp_path, 10, 20)
-    unname(tmp_path, 20)
-    track(tmp_path, 10)
-    intend(tmp_path, 20)
-    write_all(tmp_path, 30)
-    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
 
 
 @pytest.mark.parametrize(
@@ -484,30 +440,6 @@ def test_foreign_folders_are_ordered_between_our_runs_by_step_not_by_time(tmp_pa
 
 
 # ---- tracker and intents -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "content, step",
-    [
-        (b"20", 20),
-        (b" 20\n", 20),
-        (b"0", 0),
-        (b"", None),
-        (b"-1", None),
-        (b"\xff", None),
-        (b"9" * 2000, None),
-        (b"0" * 1000 + b"7", 7),
-    ],
-)
-def test_the_step_of_the_tracker(tmp_path, content, step):
-    track(tmp_path, content)
-    assert tracked(dir_at(tmp_path)) == step
-
-
-def test_no_step_is_named_without_a_tracker(tmp_path):
-    assert tracked(dir_at(tmp_path)) is None
-    (tmp_path / TRACKER).mkdir()
-    assert tracked(dir_at(tmp_path)) is None
 
 
 def test_intents_are_distinguished_from_other_names():

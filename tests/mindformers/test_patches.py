@@ -43,7 +43,6 @@ from mindresume.errors import (  # noqa: E402
     CollectiveError,
     ConfigError,
     LoadError,
-    MissingCheckpointError,
     NoUsableCheckpointError,
     ProgressError,
     TrainingCompleteError,
@@ -226,38 +225,6 @@ def test_the_selection_sets_the_configuration(tmp_path, current):
     assert place(upstream.TRAINER, "get_resume_checkpoint")("anything") == "net_rank_0-1_5.ckpt"
 
 
-def test_a_name_selects_its_checkpoint(tmp_path, current):
-    for step in (5, 10):
-        save(tmp_path, step, world=1)
-    config = config_of(tmp_path, resume_training="net_rank_0-1_5.safetensors")
-    job_start.select_checkpoint(config, current)
-    assert current.plan.choice.chosen.step == 5 and config.resume_training is True
-
-
-@pytest.mark.parametrize("monitored, step", [(True, 5), (False, 10)])
-def test_an_unhealthy_one_is_refused_where_health_is_monitored(tmp_path, current, monitored, step):
-    for saved in (5, 10):
-        save(tmp_path / "checkpoint", saved, world=1)
-    listed = [{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]
-    (tmp_path / "health_ckpts.json").write_text(json.dumps(listed), encoding="utf-8")
-    config = config_of(
-        tmp_path / "checkpoint", output_dir=str(tmp_path), use_checkpoint_health_monitor=monitored
-    )
-    job_start.select_checkpoint(config, current)
-    assert current.plan.choice.chosen.step == step
-    current.resources.release()
-
-
-def test_an_empty_folder_is_a_fresh_start(tmp_path, current):
-    config = config_of(tmp_path)
-    job_start.select_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint, current.plan.resumes) == (
-        False,
-        "",
-        False,
-    )
-
-
 @pytest.mark.parametrize(
     "task, found", [(load_request.TRAIN, "/output/checkpoint"), (load_request.EVALUATE, "a file")]
 )
@@ -317,27 +284,6 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(
     assert asked == [bool(keys)]
 
 
-@pytest.mark.parametrize("place", ["checkpoint", "transformed_checkpoint/net"])
-def test_the_folder_above_is_accepted(tmp_path, current, place):
-    save(tmp_path / place, 15, world=1)
-    config = config_of(tmp_path)
-    job_start.select_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint) == (True, str(tmp_path / place))
-    assert current.plan.choice.chosen.step == 15
-
-
-def test_a_folder_without_checkpoints_is_an_error(tmp_path, current):
-    (tmp_path / "data.bin").write_bytes(b"x")
-    with pytest.raises(
-        MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"
-    ):
-        job_start.select_checkpoint(config_of(tmp_path), current)
-    save(tmp_path / "a", 5, world=1)
-    save(tmp_path / "b", 5, world=1)
-    with pytest.raises(MissingCheckpointError, match="several folders below do"):
-        job_start.select_checkpoint(config_of(tmp_path), current)
-
-
 def test_the_output_folder_of_a_killed_first_start_is_a_fresh_start(tmp_path, current):
     for name in ("checkpoint/rank_0", "strategy", "log/rank_0"):
         (tmp_path / name).mkdir(parents=True)
@@ -363,14 +309,6 @@ def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(
     else:
         with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
             job_start.select_checkpoint(config_of(tmp_path), current)
-
-
-def test_only_damaged_ones_are_an_error(tmp_path, current):
-    save(tmp_path, 5, world=1)
-    flip_bit(path_of(tmp_path, 5, 0))
-    with pytest.raises(NoUsableCheckpointError):
-        job_start.select_checkpoint(config_of(tmp_path), current)
-    assert not current.plan.resumes
 
 
 @pytest.mark.parametrize(
@@ -496,17 +434,6 @@ def test_an_exit_of_the_program_is_recorded_by_its_status(
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
     last = recorded(output)[-1]
     assert (last["outcome"], last["reason"], last["step"]) == (outcome, reason, 7)
-
-
-def test_wrong_settings_are_in_the_event_file_too(output):
-    class Trainer:
-        config = MindFormerConfig(mindresume={"on_save": "raise"})
-
-    with pytest.raises(ConfigError):
-        patches.WRAPPERS["Trainer.train"](lambda self: None)(Trainer())
-    assert (
-        recorded(output)[-1]["outcome"] == "failed" and "on_save" in recorded(output)[-1]["reason"]
-    )
 
 
 def test_only_a_rank_that_fails_writes_a_file_besides_rank_0(output, monkeypatch):
@@ -657,21 +584,6 @@ def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     with pytest.raises(ConfigError, match="2 processes, but they do not communicate"):
         patches.WRAPPERS["Trainer.train"](lambda self: pytest.fail("it trains"))(FakeTrainer())
-
-
-def test_settings_come_from_the_yaml_section():
-    class Trainer:
-        config = MindFormerConfig(mindresume={"on_save_error": "raise"})
-
-    assert (
-        patches.WRAPPERS["Trainer.train"](
-            lambda self: training_context.current().settings.on_save_error
-        )(Trainer())
-        == "raise"
-    )
-    Trainer.config = MindFormerConfig(mindresume={"on_save": "raise"})
-    with pytest.raises(ConfigError, match="unknown key 'on_save'"):
-        patches.WRAPPERS["Trainer.train"](lambda self: None)(Trainer())
 
 
 def test_files_are_not_hf_checkpoints(tmp_path):

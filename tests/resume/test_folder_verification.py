@@ -5,7 +5,7 @@ import shutil
 
 import iteration_folders
 import pytest
-from rank_folders import RUN, STORAGE, dir_at, flip_bit, path_of, save, write_rank
+from rank_folders import RUN, STORAGE, dir_at, path_of, save, write_rank
 
 from mindresume.formats import weight_files
 from mindresume.model.manifest import FOLDER, attempt_name
@@ -28,25 +28,6 @@ def verdicts(root, rows, again=None):
             dir_at(root), rows, again or (lambda: looked(root))
         )
     ]
-
-
-def test_a_complete_checkpoint_is_verified_once(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step)
-    assert verdicts(tmp_path, looked(tmp_path), lambda: pytest.fail("there was no need")) == [
-        (10, False),
-        (5, False),
-    ]
-
-
-def test_a_damaged_checkpoint_is_reported(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step)
-    flip_bit(path_of(tmp_path, 10, 2))
-    assert verdicts(tmp_path, looked(tmp_path)) == [(10, True), (5, False)]
-    path_of(tmp_path, 5, 1).unlink()
-    path_of(tmp_path, 5, 3).unlink()
-    assert verdicts(tmp_path, looked(tmp_path)) == [(10, True), (5, True)]
 
 
 def test_a_checkpoint_removed_meanwhile_is_not_damaged(tmp_path):

@@ -134,23 +134,6 @@ def test_a_preview_reports_why_none_can_be_used(tmp_path):
     assert found.choice.chosen is None and found.choice.root == str(tmp_path)
 
 
-def test_files_of_refusals_are_relative_to_the_root_that_a_preview_returns(tmp_path):
-    """The root was the given path, so ``which`` printed paths of files that do not exist."""
-    save(tmp_path / "checkpoint", 5, world=2)
-    flip_bit(path_of(tmp_path / "checkpoint", 5, 1))
-    for path in (tmp_path, tmp_path / "checkpoint", path_of(tmp_path / "checkpoint", 5, 0)):
-        found = preview(path)
-        (refusal,) = found.choice.refused
-        assert (tmp_path / "checkpoint" / refusal.file).exists() and found.choice.root == str(
-            tmp_path / "checkpoint"
-        )
-
-
-def test_a_preview_of_no_folder_is_a_fresh_start(tmp_path):
-    found = preview(tmp_path / "none")
-    assert found.choice.is_fresh_start and found.error == ""
-
-
 # ---- node-local storage --------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import job_choices
 import pytest
 from rank_folders import (
     LATER_RUN,
-    MANIFEST,
     RECORDS,
     RUN,
     Ranks,
@@ -91,11 +90,6 @@ def test_a_file_cut_at_a_tensor_boundary(tmp_path, fmt):
     assert refusals(choice) == [(10, f"the file of rank 3 has {end} bytes, {written} were written")]
 
 
-def test_a_file_of_zero_bytes(saved):
-    path_of(saved, 15, 2).write_bytes(b"")
-    assert refusals(choose(saved)) == [(15, "the file of rank 2 is empty (0 bytes)")]
-
-
 def test_garbage_of_the_right_size_is_refused(saved):
     path = path_of(saved, 15, 2)
     path.write_bytes(b"\xff" * path.stat().st_size)
@@ -138,16 +132,6 @@ def test_a_damaged_replica_does_not_count(saved):
     assert choice.refused[0].rank in (1, 3) and "damaged" in choice.refused[0].reason
 
 
-def test_a_deleted_record(saved):
-    (records_of(saved, 15) / "rank_00002.json").unlink()
-    choice = choose(saved)
-    assert choice.chosen.step == 10
-    assert (
-        choice.refused[0].rank == 2
-        and "the record of rank 2 is missing" in choice.refused[0].reason
-    )
-
-
 @pytest.mark.parametrize("content", [b"", b"torn", None])
 def test_a_torn_or_altered_record(saved, content):
     path = records_of(saved, 15) / "rank_00001.json"
@@ -155,17 +139,6 @@ def test_a_torn_or_altered_record(saved, content):
     path.write_bytes(whole[:-40] if content is None else content)
     choice = choose(saved)
     assert choice.chosen.step == 10 and choice.refused[0].rank == 1
-
-
-def test_a_torn_manifest_is_made_up_for_by_the_records(saved):
-    (records_of(saved, 15) / MANIFEST).write_bytes(b"{")
-    choice = choose(saved)
-    assert choice.chosen.step == 15 and any("using the records" in note for note in choice.notes)
-
-
-def test_records_of_all_ranks_without_manifest_are_complete(saved):
-    (records_of(saved, 15) / MANIFEST).unlink()
-    assert choose(saved).chosen.step == 15
 
 
 def test_a_save_cut_short_is_refused_with_the_missing_ranks(saved):
@@ -252,11 +225,6 @@ def test_leftovers_of_a_first_save_are_a_fresh_start(tmp_path):
     assert choice.is_fresh_start and choice.chosen is None and refusals(choice)[0][0] == 5
 
 
-def test_empty_rank_folders_are_a_fresh_start(tmp_path):
-    (tmp_path / "rank_0").mkdir()
-    assert choose(tmp_path).is_fresh_start
-
-
 def test_never_a_silent_fresh_start_when_something_was_complete(tmp_path):
     save(tmp_path, 5)
     flip_bit(path_of(tmp_path, 5, 0))
@@ -302,10 +270,6 @@ def test_a_named_checkpoint_that_is_damaged_is_an_error_not_a_fall_back(saved):
 # ---- files and rank folders ----------------------------------------------------------------------
 
 
-def test_a_rank_folder_is_accepted_for_its_root(saved):
-    assert choose(saved / "rank_0").chosen.step == 15
-
-
 def test_a_file_in_a_rank_folder(saved):
     choice = choose(path_of(saved, 10, 0))
     assert choice.chosen.step == 10 and len(choice.shards) == WORLD
@@ -333,12 +297,6 @@ def test_mindformers_folder_by_content_not_by_name(tmp_path):
     assert "no file of rank" in choice.refused[0].reason
 
 
-def test_mindformers_folder_without_meta_json_and_with_wrong_times(tmp_path):
-    write_foreign(tmp_path, 10, meta=False, time=100)
-    write_foreign(tmp_path, 5, meta=False, time=200)
-    assert choose(tmp_path).chosen.step == 10
-
-
 @pytest.mark.parametrize(
     "meta", ["", "{", '{"last_ckpt_file": "net_rank_0-7_7.safetensors"}', "[]"]
 )
@@ -348,16 +306,6 @@ def test_a_bad_meta_json_is_only_a_note(tmp_path, meta):
     (tmp_path / "rank_0" / "meta.json").write_text(meta)
     choice = choose(tmp_path)
     assert choice.chosen.step == 10 and any("meta.json" in note for note in choice.notes)
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_a_truncated_mindformers_file(tmp_path, fmt):
-    for step in (5, 10):
-        write_foreign(tmp_path, step, fmt=fmt)
-    path = path_of(tmp_path, 10, 1, fmt=fmt)
-    os.truncate(path, path.stat().st_size - 10)
-    choice = choose(tmp_path)
-    assert choice.chosen.step == 5 and choice.refused[0].rank == 1
 
 
 def test_ranks_of_mindformers_at_different_steps(tmp_path):

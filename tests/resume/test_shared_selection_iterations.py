@@ -240,15 +240,6 @@ def test_a_save_without_one_rank_is_not_selected(saved):
     assert taken(choice) == (15, RUN) and choice.refused == ()
 
 
-def test_a_first_save_that_never_completed_is_a_fresh_start(tmp_path):
-    write_rank(tmp_path, 10, 0)
-    choice = choose(tmp_path)
-    assert choice.chosen is None and choice.is_fresh_start
-    assert refused(choice) == [
-        (10, "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 1")
-    ]
-
-
 def test_a_first_save_with_a_damaged_record_is_not_a_fresh_start(tmp_path):
     write_all(tmp_path, 10)
     (records_of(making(tmp_path, 10), 10) / "rank_00001.json").write_bytes(b"torn")
@@ -314,28 +305,10 @@ def test_a_newer_one_is_the_last_resort(saved):
     assert taken(choice) == (15, RUN) and [step for step, _ in refused(choice)] == [10, 5]
 
 
-def test_when_all_are_damaged_it_is_an_error_that_names_each(saved):
-    for step in (5, 10, 15):
-        cut(weights_of(saved, step))
-    with pytest.raises(NoUsableCheckpointError) as error:
-        choose(saved)
-    assert [refusal.step for refusal in error.value.refused] == [15, 10, 5]
-    assert all(
-        f"iteration_{step:08d}/net-model-0000000-0000002.safetensors" in str(error.value)
-        for step in (5, 10, 15)
-    )
-
-
 @pytest.mark.parametrize("name", [COMMON, METADATA])
 def test_metadata_files_are_not_needed_beside_records(saved, name):
     os.remove(folder_of(saved, 15) / name)
     assert taken(choose(saved)) == (15, RUN)
-
-
-def test_a_damaged_manifest_is_made_up_for_by_the_records(saved):
-    (records_of(folder_of(saved, 15), 15) / MANIFEST).write_bytes(b"torn")
-    choice = choose(saved)
-    assert taken(choice) == (15, RUN) and "using the records of the ranks instead" in notes(choice)
 
 
 def test_a_folder_that_was_renamed_to_another_step_is_refused(saved):
@@ -646,15 +619,6 @@ def test_damaged_mindformers_folders(tmp_path, kind):
         choose(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "row", [{}, {"ckpt_status": 0}, {"ckpt_status": None, "a_key_of_2_1": {"x": 1}}]
-)
-def test_common_of_other_versions(tmp_path, row):
-    foreign(tmp_path, "mf180_20_tp2")
-    common(**row)(folder_of(tmp_path, 15))
-    assert taken(choose(tmp_path, unhealthy=())) == (15, None)
-
-
 def test_unhealthy_mindformers_folders_are_refused(tmp_path):
     foreign(tmp_path, "mf190_20_single")
     common(ckpt_status=1)(folder_of(tmp_path, 15))
@@ -678,17 +642,6 @@ def test_with_a_tracker_missing_files_are_an_error(tmp_path):
     without("*-model-0000001-*")(folder_of(tmp_path, 10))
     with pytest.raises(NoUsableCheckpointError, match="missing: 1"):
         choose(tmp_path)
-
-
-def test_the_newest_complete_folder_is_selected_without_a_tracker(tmp_path):
-    foreign(tmp_path, tracked=False)
-    assert taken(choose(tmp_path)) == (15, None)
-
-
-def test_an_empty_iteration_folder_is_a_killed_first_save(tmp_path):
-    folder_of(tmp_path, 10).mkdir()
-    choice = choose(tmp_path)
-    assert choice.chosen is None and choice.is_fresh_start
 
 
 def test_a_file_named_like_an_iteration_is_ignored(saved):

@@ -20,7 +20,6 @@ from rank_folders import (
     name_of,
     path_of,
     save,
-    write_foreign,
     write_rank,
 )
 
@@ -49,7 +48,6 @@ from mindresume.saving.retention import (
     NEWEST_WHOLE,
     NOTHING_WHOLE,
     KeepAny,
-    KeepBest,
     KeepEverySteps,
     KeepLast,
     Plan,
@@ -160,16 +158,6 @@ def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
     plan(CheckpointDir(Watched(), str(saved)), KEEP_ALL, ended=Asked())
     # the folder of records and those of five attempts
     assert seen and min(seen) >= 6
-
-
-def test_checkpoints_of_mindformers_are_neither_counted_nor_removed(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step, world=2)
-    write_foreign(tmp_path, 50, world=2, suffix=7)
-    made = planned(tmp_path, KeepLast(1), ended=EVERY_RUN)
-    assert (steps(made.kept), steps(made.to_delete)) == ([10], [5])
-    carry_out(dir_at(tmp_path), made)
-    assert path_of(tmp_path, 50, 0, 7).exists() and path_of(tmp_path, 50, 1, 7).exists()
 
 
 def cut_short(root, step):
@@ -305,39 +293,6 @@ def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_he
     assert steps(made.kept) == [25, 10] and why(made)[attempt_name(10, RUN)] == NEWEST_HEALTHY
 
 
-def test_the_best_are_kept_by_the_metric_in_the_records(tmp_path, monkeypatch):
-    losses, plain = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, rank_folders.state_of
-    monkeypatch.setattr(
-        rank_folders,
-        "state_of",
-        lambda step, batch=8: rank_folders.TrainingState(
-            *[
-                getattr(plain(step), name)
-                for name in (
-                    "step",
-                    "steps_per_epoch",
-                    "global_step",
-                    "global_batch_size",
-                    "loss_scale",
-                    "sink_size",
-                    "dataset_size",
-                )
-            ],
-            metrics={"loss": losses[step]},
-        ),
-    )
-    for step in losses:
-        save(tmp_path, step, world=1)
-    assert [dict(c.metrics) for c in scan(dir_at(tmp_path)).candidates] == [
-        {"loss": losses[s]} for s in (20, 15, 10, 5)
-    ]
-    made = planned(tmp_path, KeepAny((KeepLast(1), KeepBest("loss", 1))))
-    assert (
-        steps(made.kept) == [20, 10]
-        and why(made)[attempt_name(10, RUN)] == "the best one by loss (smallest)"
-    )
-
-
 # ---- carrying out --------------------------------------------------------------------------------
 
 
@@ -437,21 +392,6 @@ def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt
         assert chosen is not None and chosen.step == 15, limit
         carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
         assert tree(root) == tree(finished), limit
-
-
-def test_a_removal_killed_twice_is_finished_by_the_third(saved, tmp_path):
-    for first, second in ((3, 5), (8, 8), (12, 2), (20, 15)):
-        root = tmp_path / f"{first}-{second}"
-        shutil.copytree(saved, root)
-        for limit in (first, second):
-            with pytest.raises(Died):
-                carry_out(
-                    CheckpointDir(Counting(limit), str(root)),
-                    planned(root, KeepLast(1), ended=EVERY_RUN),
-                )
-        carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
-        assert os.listdir(root / FOLDER) == [attempt_name(20, RUN)] and committed(root) == [20]
-        assert sorted(os.listdir(root / "rank_0")) == ["meta.json", path_of(root, 20, 0).name]
 
 
 def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):

@@ -32,9 +32,9 @@ from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
+from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
 from mindresume.errors import LeaseHeldError
-from mindresume.events import CommitDelayed, Notice, RemovalPostponed, ignore
+from mindresume.events import CommitDelayed, Notice, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import COMMON, METADATA, TRACKER, parse_common
 from mindresume.formats.metadata import read_metadata
@@ -181,16 +181,6 @@ def test_the_manifest_names_the_metadata_files_with_their_checksums(tmp_path):
     assert all(len(file.checksum) == 32 for file in small)
 
 
-def test_nothing_is_visible_before_the_last_rank_has_recorded(tmp_path):
-    committer = Committer(target_of(tmp_path))
-    write_rank(tmp_path, 10, 0)
-    committer.poll(10)
-    assert committer.pending == [10] and listing(tmp_path) == [] and chosen(tmp_path) is None
-    write_rank(tmp_path, 10, 1)
-    assert chosen(tmp_path) == (10, RUN)  # all have finished it
-    assert committer.poll() == [] and listing(tmp_path) == [VISIBLE, TRACKER]
-
-
 def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     events = []
     for rank in range(2):
@@ -242,33 +232,6 @@ def test_a_kill_at_every_operation_of_a_save(tmp_path):
 
 
 # ---- the next run --------------------------------------------------------------------------------
-
-
-def test_records_without_a_manifest_are_committed(tmp_path):
-    write_all(tmp_path, 10)
-    assert adopting(tmp_path) == [10]
-    assert (
-        listing(tmp_path) == [VISIBLE, TRACKER]
-        and hidden(tmp_path) == []
-        and tracker(tmp_path) == "10"
-    )
-    assert committed(tmp_path) == [(10, RUN)] and adopting(tmp_path) == []
-
-
-def test_an_unpublished_save_with_a_manifest_is_published(tmp_path):
-    save(tmp_path, 5, 10)
-    unname(tmp_path, 10)
-    track(tmp_path, 5)
-    assert chosen(tmp_path) == (10, RUN)
-    assert adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and hidden(tmp_path) == []
-
-
-def test_a_published_save_gets_its_tracker_if_that_was_intended(tmp_path):
-    save(tmp_path, 5, 10)
-    track(tmp_path, 5)
-    intend(tmp_path, 10)
-    assert chosen(tmp_path) == (10, RUN)
-    assert adopting(tmp_path) == [] and tracker(tmp_path) == "10" and hidden(tmp_path) == []
 
 
 def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
@@ -343,13 +306,6 @@ def test_a_file_that_is_not_as_recorded_is_not_adopted(tmp_path):
         10,
         RUN,
     ) and "net-opt-0000001" in delayed.reason
-
-
-def test_several_saves_of_a_dead_run_are_adopted_oldest_first(tmp_path):
-    write_all(tmp_path, 10)
-    write_all(tmp_path, 20)
-    assert adopting(tmp_path) == [20, 10] and tracker(tmp_path) == "20"
-    assert listing(tmp_path) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(tmp_path) == []
 
 
 def test_a_kill_at_every_operation_of_an_adoption_of_several(tmp_path):
@@ -612,12 +568,6 @@ def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
     }
 
 
-def test_folders_of_mindformers_are_never_removed(tmp_path):
-    foreign(tmp_path, steps=(10, 15))
-    save(tmp_path, 20, 25, run=NEXT, policy=KeepLast(1))
-    assert listing(tmp_path) == [VISIBLE, "iteration_00000015", "iteration_00000025", TRACKER]
-
-
 def test_an_iteration_that_the_tracker_names_by_hand_is_never_removed(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
@@ -841,27 +791,6 @@ def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tm
 
 def candidate_of(root, step):
     return next(c for c in scan(dir_at(root)).candidates if c.step == step)
-
-
-def test_a_locked_iteration_is_not_removed(tmp_path):
-    save(tmp_path, 10, 20)
-    found = candidate_of(tmp_path, 10)
-    lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
-    events, made = [], plan(dir_at(tmp_path), KeepLast(1), read_locks(dir_at(tmp_path)))
-    assert (
-        made.to_delete == ()
-        and [c.step for c in made.read_locked] == [10]
-        and "held: loading" in made.reasons[found.commit_dir]
-    )
-    # ... also by who decided before the hold was there
-    made = plan(dir_at(tmp_path), KeepLast(1))
-    assert carry_out(dir_at(tmp_path), made, emit=events.append) == []
-    assert folder_of(tmp_path, 10).is_dir()
-    assert [(type(event), event.step, event.path) for event in events] == [
-        (RemovalPostponed, 10, found.commit_dir)
-    ]
-    lease.release()
-    assert Committer(target_of(tmp_path), KeepLast(1)).prune() == [10] and hidden(tmp_path) == []
 
 
 def test_a_read_lock_that_comes_too_late_is_not_acquired(tmp_path):
