@@ -1,7 +1,5 @@
 """st/cpu_cluster/launch.py and run.py with trivial commands: no MindSpore, no training."""
 
-import argparse
-import json
 import os
 import socket
 import subprocess
@@ -14,7 +12,7 @@ from st.cpu_cluster import launch
 from st.cpu_cluster import run as runner
 from st.cpu_cluster.launch import Job, Kill, free_port
 
-LAUNCH, RUN = os.path.abspath(launch.__file__), os.path.abspath(runner.__file__)
+LAUNCH = os.path.abspath(launch.__file__)
 SLEEP = "import time; time.sleep(3600)"
 IDLE = (sys.executable, "-S", "-c", SLEEP)
 
@@ -69,23 +67,6 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path):
     assert j.codes() == [-9, 7, -9]
 
 
-def test_keep_lets_the_others_finish(tmp_path):
-    code = (
-        "import os, sys, time\nif os.environ['RANK_ID'] == '1': sys.exit(7)\ntime.sleep(.3); "
-        "print('done')"
-    )
-    with job(tmp_path, 2, code) as j:
-        assert j.wait(timeout=300, keep=True) == 7
-        assert j.log(0) == "done\n"
-    assert j.codes() == [0, 7]
-
-
-def test_timeout(tmp_path):
-    with job(tmp_path, 2, SLEEP) as j:
-        assert j.wait(timeout=0.2) == 124
-    assert j.codes() == [-9, -9]
-
-
 def test_kill_one_rank_once_its_log_matches(tmp_path):
     code = f"import os; print('step', os.environ['RANK_ID'], flush=True); {SLEEP}"
     with job(tmp_path, 2, code) as j:
@@ -93,25 +74,11 @@ def test_kill_one_rank_once_its_log_matches(tmp_path):
     assert j.codes() == [-9, -9]
 
 
-def test_kill_leaves_the_others_alone(tmp_path):
-    with job(tmp_path, 2, f"import os\nif os.environ['RANK_ID'] == '1': {SLEEP}") as j:
-        j.kill(1)
-        assert j.wait(timeout=300, keep=True) == 137
-    assert j.codes() == [0, -9]
-
-
 def test_kill_all_once_a_file_exists(tmp_path):
     code = f"import os; open('saved_' + os.environ['RANK_ID'], 'w').close(); {SLEEP}"
     with job(tmp_path, 2, code) as j:
         assert j.wait(timeout=300, kills=[Kill(f"all@file:{tmp_path}/saved_?")]) == 137
     assert j.codes() == [-9, -9]
-
-
-def test_leaving_the_job_ends_everything(tmp_path):
-    with pytest.raises(RuntimeError, match="test is over"), job(tmp_path, 2, SLEEP) as j:
-        raise RuntimeError("test is over")
-    assert j.codes() == [-9, -9]
-    assert not is_running(j.scheduler.pid)
 
 
 def test_a_command_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
@@ -131,22 +98,6 @@ def test_a_command_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
     assert not exchange.exists()
 
 
-def test_logs_of_an_earlier_job_are_removed(tmp_path):
-    (tmp_path / "msrun_log").mkdir()
-    (tmp_path / "msrun_log" / "worker_9.log").write_text("old")
-    with job(tmp_path, 1, "pass") as j:
-        assert j.wait(timeout=300) == 0
-    assert sorted(os.listdir(tmp_path / "msrun_log")) == ["scheduler.log", "worker_0.log"]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1", "x@t:1", "1@t:", "1@when:3", "@t:3", "-1@t:3", "1@t:soon", "1@log:("]
-)
-def test_a_kill_option_without_a_value_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected RANK"):
-        Kill(text)
-
-
 def test_when_a_kill_is_due(tmp_path):
     assert not Kill("0@t:2.5").due(2.4, "")
     assert Kill("0@t:2.5").due(2.5, "")
@@ -161,16 +112,6 @@ def test_when_a_kill_is_due(tmp_path):
     assert Kill(f"1@file:{tmp_path}/**/*.safetensors").due(9.0, str(tmp_path))
 
 
-def test_exchange_folders_of_dead_launchers_are_removed(tmp_path):
-    dead = subprocess.Popen(python("pass"))
-    dead.wait()
-    kept = {f"cpu_cluster-{os.getpid()}-b2", "cpu_cluster-x-1", f"other-{dead.pid}-c"}
-    for name in (f"cpu_cluster-{dead.pid}-a1", *kept):
-        (tmp_path / name).mkdir()
-    launch.remove_abandoned(str(tmp_path))
-    assert set(os.listdir(tmp_path)) == kept
-
-
 def test_a_port_is_assigned_once_and_only_if_free():
     """Two jobs that start at the same time have both not bound their port yet."""
     first = free_port()
@@ -178,23 +119,6 @@ def test_a_port_is_assigned_once_and_only_if_free():
         s.bind(("127.0.0.1", first + 1))
         given = [free_port() for _ in range(5)]
     assert len({first, first + 1, *given}) == 7
-
-
-def test_command_line(tmp_path):
-    code = "import os, sys; sys.exit(3 if os.environ['RANK_ID'] == '1' else 0)"
-    done = subprocess.run(
-        [sys.executable, LAUNCH, "--timeout", "60", "2", "--", *python(code)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 3, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["rc"] == 3
-    assert report["codes"][1] == 3
-    assert set(report) == {"rc", "codes", "pids", "wall_s", "cpu_s", "peak_mb"}
-    assert (tmp_path / "msrun_log" / "worker_1.log").exists()
 
 
 def test_the_workers_end_with_a_launcher_that_is_killed(tmp_path):
@@ -213,27 +137,6 @@ def test_the_workers_end_with_a_launcher_that_is_killed(tmp_path):
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(is_running, pids))
-
-
-@pytest.mark.parametrize("arguments", [[], ["-m"]])
-def test_run_without_a_program_explains_itself(arguments):
-    done = subprocess.run(
-        [sys.executable, RUN, *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1
-    assert "st/cpu_cluster/run.py program.py args..." in done.stderr
-
-
-def test_run_with_a_missing_program_names_it(tmp_path):
-    done = subprocess.run(
-        [sys.executable, RUN, "absent.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    assert f"no program 'absent.py' in {tmp_path}" in done.stderr
 
 
 def worker_of(port, code):

@@ -7,13 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
-from st.cpu_cluster import hyper_parallel_standin
 from st.cpu_cluster.pynative.faults import Place, SaveKill
-from st.pynative_run import PynativeRun
 from st.releases import why_not
 from st.training_run import ROOT
 
@@ -26,12 +21,6 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess:
         text=True,
         check=False,
     )
-
-
-@pytest.mark.parametrize("text", ["", "0", "@3", "one@3", "0@", "0@x", "0:3"])
-def test_a_place_that_cannot_be_read_is_refused(text):
-    with pytest.raises(ValueError):
-        Place(text)
 
 
 def test_a_place_is_due_on_its_rank_once_its_step_is_trained(monkeypatch):
@@ -87,51 +76,6 @@ def test_every_name_below_hyper_parallel_can_be_imported():
     )
     done = python(code)
     assert done.returncode == 0, done.stderr
-
-
-def test_an_installed_hyper_parallel_is_used(tmp_path):
-    (tmp_path / "hyper_parallel").mkdir()
-    (tmp_path / "hyper_parallel" / "__init__.py").write_text("real = True\n", encoding="utf-8")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from st.cpu_cluster import hyper_parallel_standin as standin\n"
-        "assert standin.install() is False\n"
-        "import hyper_parallel; assert hyper_parallel.real\n"
-    )
-    done = python(code, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "requirements, required",
-    [
-        ([], False),
-        (["numpy"], False),
-        (["hyper-parallel~=1.0.0"], True),
-        (["hyper_parallel"], True),
-        (["hyper-parallel-tools"], False),
-        (["Hyper-Parallel (>=1) ; python_version >= '3'"], True),
-    ],
-)
-def test_a_release_declares_whether_it_needs_hyper_parallel(requirements, required):
-    assert hyper_parallel_standin.is_required(requirements) is required
-
-
-def test_an_attempt_has_a_configuration_of_its_own(tmp_path):
-    run = PynativeRun(
-        tmp_path, data=Path("/data"), release="2.0.0", workers=2, changes={"training.steps": 30}
-    )
-    config = run.configuration({"checkpoint.save_max": 1, "mindresume.keep": 2})
-    assert config["training"]["steps"] == 30 and config["training"]["local_batch_size"] == 4
-    assert config["checkpoint"]["save_max"] == 1 and config["mindresume"] == {"keep": 2}
-    assert config["train_dataset"]["dataloader"]["dataset_files"] == "/data/mcore.mindrecord"
-    assert run.configuration({})["checkpoint"]["save_max"] == 3
-    run.config = "c.yaml"
-    assert (
-        run.command()[0]
-        == str(ROOT / ".venv-2.0.0" / "bin" / "python")
-        == run.command()[run.command().index("--") + 1]
-    )
 
 
 def test_a_release_that_is_not_there_has_a_reason():

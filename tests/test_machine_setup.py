@@ -4,7 +4,6 @@ is installed."""
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -75,18 +74,6 @@ def test_a_user_without_root_rights_gets_the_packages_to_install(shell, tmp_path
         and "some-rpm" in done.stderr
         and len(done.stderr.splitlines()) == 1
     )
-
-
-def test_a_library_is_looked_for_as_the_loader_does(shell):
-    assert shell(f"has_library {sys.executable} libc.so.6").returncode == 0
-    assert shell(f"has_library {sys.executable} libnone.so.99").returncode != 0
-
-
-def test_output_is_shown_only_of_what_fails(shell):
-    done = shell(
-        "quietly bash -c 'echo a warning'; quietly bash -c 'echo a reason; exit 3' || echo failed"
-    )
-    assert done.stdout == "failed\n" and done.stderr == "a reason\n"
 
 
 def test_an_environment_is_made_without_ensurepip(shell, tmp_path):

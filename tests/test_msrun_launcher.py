@@ -7,7 +7,6 @@ words about a failed worker and its exit status 1.
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -198,22 +197,6 @@ def test_command_is_split_but_not_expanded(job, command):
     assert job.seen()["args"] == ["--config", "X.yaml", "--options", "a=[1,2]", "(b)", "*"]
 
 
-def test_quotes_inside_the_command(job):
-    assert (
-        job.run(
-            """job --predict_data 'I love Beijing, because' "it's $HOME; exit 9" a\\ b ''""", "2"
-        ).returncode
-        == 0
-    )
-    assert job.seen()["args"] == [
-        "--predict_data",
-        "I love Beijing, because",
-        "it's $HOME; exit 9",
-        "a b",
-        "",
-    ]
-
-
 def test_environment(job):
     job.run("x", "2", MF_LOG_SUFFIX="night", PLOG_REDIRECT_TO_OUTPUT="True", PYTHONPATH="/mine")
     seen = job.seen()
@@ -227,13 +210,6 @@ def test_environment(job):
     assert "ASCEND_PROCESS_LOG_PATH" not in seen["env"]
     # no empty entry, which would be the working directory
     assert seen["env"]["PYTHONPATH"] == str(LAUNCHER.parents[1])
-
-
-def test_python_of_the_user_comes_first(job, tmp_path):
-    mine = tmp_path / "venv" / "bin"
-    shutil.copytree(tmp_path / "bin", mine, symlinks=True)
-    job.run("x", "2", PYTHON=str(mine / "python"))
-    assert job.seen()["env"]["PATH"].split(":")[0] == str(mine)
 
 
 @pytest.mark.parametrize(
@@ -261,22 +237,6 @@ def test_wrong_arguments(job, args, words):
     assert ("usage:" in done.stderr) == ("expected 1, 2" in words)
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help(job, flag):
-    done = job.run(flag)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(
-        word in done.stdout
-        for word in ("usage:", "MSRUN_DETACH", "CLUSTER_TIME_OUT", "exit status")
-    )
-
-
-def test_missing_msrun_is_an_error(job):
-    (job.folder / "bin" / "msrun").unlink()
-    done = job.run("x", "2")
-    assert done.returncode == 2 and "no msrun on PATH" in done.stderr
-
-
 # --------------------------------------------------------------------------------------------------
 
 
@@ -292,11 +252,6 @@ def test_one_worker_runs_and_is_logged(job):
         log = (job.folder / "output/msrun_log/worker_0.log").read_text()
         assert log.splitlines() == ["trained ['--a', 'b c'] None", "oh"]
     assert not (job.folder / "msrun.json").exists()
-
-
-def test_one_worker_exit_status(job):
-    job.program("sys.exit(7)")
-    assert job.run("train.py", "1").returncode == 7
 
 
 def test_one_worker_may_end_gracefully_on_sigterm(job):
@@ -331,10 +286,6 @@ def test_status_of_the_failed_worker(job, join):
 def test_status_of_a_killed_worker(job):
     job.program("rank == '1' and os.kill(os.getpid(), signal.SIGKILL)")
     assert job.run("train.py", "2").returncode == 128 + signal.SIGKILL
-
-
-def test_status_without_a_report_is_that_of_msrun(job):
-    assert job.run("x", "2", FAKE_STATUS="9").returncode == 9
 
 
 def test_scheduler_that_waits_for_dead_workers_is_ended(job):

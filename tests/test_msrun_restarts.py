@@ -40,13 +40,6 @@ def test_the_status_of_a_job_that_is_given_up(tmp_path):
     assert done.returncode == 137 and (tmp_path / "starts").read_text() == "xx", done.stderr
 
 
-def test_wrong_values_are_refused_once(tmp_path):
-    assert launch(tmp_path, "", MSRUN_RESTARTS="many").returncode == 2
-    # six arguments are needed
-    done = launch(tmp_path, "open('starts', 'a')", "1", "2", "3", MSRUN_RESTARTS="2")
-    assert done.returncode == 2 and not (tmp_path / "starts").exists()
-
-
 # Fails once the supervisor has seen it: it then has a descriptor of this process, and reads the
 # table at least once more.
 FAILS_WHEN_SEEN = """

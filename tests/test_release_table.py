@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from st.release_table import BEGIN, CHINESE, END, ENGLISH, PAGES, RESULTS, merged, page
+from st.release_table import BEGIN, END, PAGES, RESULTS, merged, page
 
 
 def record(
@@ -46,13 +46,6 @@ def test_a_run_replaces_the_results_that_it_has(runs, expected):
     assert rows[0]["day"] == f"day {runs.index(expected)}"
 
 
-def test_the_tests_of_a_cell_all_count():
-    """Several tests have one cell: a later one that passes does not hide a failure of the same
-    run."""
-    other = record("passed").replace("test_y", "test_z")
-    assert [row["outcome"] for row in merged([], [record("failed"), other], "day")] == ["failed"]
-
-
 def test_a_cell_that_is_not_green_says_why_once():
     rows = merged(
         [],
@@ -69,41 +62,6 @@ def test_a_cell_that_is_not_green_says_why_once():
     assert "1. failed: step 7: loss \\| other (`test_y[failed]`)" in text
     assert "| async | not run |  |" in text
     assert "| 1.8.0 | passed |" in text and "| written by | read by 1.9.0 |" in text
-
-
-def test_what_a_release_lacks_comes_from_its_profile():
-    text = page([])
-    assert (
-        "- mindformers 1.8.0, tested with mindspore 2.7.2: the section checkpoint: (since 1.9.0)"
-        in text
-    )
-    assert "- mindformers 1.9.0, tested with mindspore 2.9.0: nothing" in text
-
-
-def test_the_chinese_page_has_the_same_results():
-    cells = [
-        ("features", "kill", "1.8.0"),
-        ("2.0, written with mindresume", "1.8.0", "1.9.0"),
-        ("changes", "1.8.0, 1.9.0", "2.0"),
-    ]
-    rows = merged(
-        [],
-        [
-            *(record("passed", cell) for cell in cells),
-            record("failed", ("features", "kill", "1.9.0"), "step 7:\nloss | other"),
-        ],
-        "2026-11-23",
-    )
-    english, chinese = page(rows, ENGLISH).splitlines(), page(rows, CHINESE).splitlines()
-    assert [line[:2] for line in chinese] == ["共 ", *(line[:2] for line in english[1:])]
-    assert "| kill | 通过 | **失败**（1） |" in chinese
-    assert "1. 失败：step 7: loss \\| other (`test_y[failed]`)" in chinese
-    assert "### 2.0，由 mindresume 写入" in chinese and "| 写入的版本 | 由 1.9.0 读取 |" in chinese
-
-
-def test_each_sentence_of_the_chinese_page_has_the_values_of_the_english_one():
-    for english, chinese in CHINESE.items():
-        assert chinese and english.count("{") == chinese.count("{")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
