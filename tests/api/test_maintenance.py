@@ -16,7 +16,6 @@ from rank_folders import (
     flip_bit,
     folder_contents,
     path_of,
-    records_of,
     save,
     start_of,
     tensors_in,
@@ -80,16 +79,6 @@ def test_all_damaged_files_of_a_rank_are_found(tmp_path):
     assert row.problem.file.startswith(str(iteration_folders.folder_of(tmp_path, 5)))
 
 
-def test_a_damaged_record_is_found(tmp_path):
-    save(tmp_path, 5)
-    path = records_of(tmp_path, 5) / "rank_00002.json"
-    flip_bit(path)
-    (found,) = scrubbed(tmp_path).values()
-    assert [(row.rank, row.file) for row in found.damaged] == [(2, str(path))]
-    (row,) = mindresume.open(tmp_path).list()
-    assert row.problem.rank == 2
-
-
 def test_incomplete_saves_and_those_of_mindformers_are_left_out(tmp_path):
     iteration_folders.save(tmp_path, 5)
     iteration_folders.write_rank(tmp_path, 10, 0)  # rank 1 is still writing
@@ -139,23 +128,6 @@ def test_damage_in_different_tensors_of_both_copies_is_repaired(tmp_path):
     assert states(tmp_path, repair=True) == {5: "repaired"} and without_results(tmp_path) == before
 
 
-def test_what_has_no_copy_is_refused_and_stays(tmp_path):
-    save(tmp_path, 5)
-    for rank in (0, 2):
-        damage(tmp_path, 5, rank, "layer.bias")  # of both replicas
-    before = folder_contents(tmp_path)
-    found = scrubbed(tmp_path, repair=True)[5]
-    assert (
-        found.state == "damaged"
-        and [row.rank for row in found.damaged] == [0, 2]
-        and found.repaired == ()
-    )
-    assert without_results(tmp_path) == before and any(
-        "no other rank" in note for note in found.notes
-    )
-    assert mindresume.open(tmp_path).list().checkpoints[0].state == "unusable"
-
-
 def test_a_replica_with_another_content_is_never_taken(tmp_path):
     """Names and shapes are those of a copy; only the recorded checksums tell that it is none."""
     save(tmp_path, 5, replicas=4)
@@ -165,15 +137,6 @@ def test_a_replica_with_another_content_is_never_taken(tmp_path):
         states(tmp_path, repair=True) == {5: "damaged"}
         and path_of(tmp_path, 5, 1).read_bytes() == content
     )
-
-
-def test_retention_does_not_count_on_a_damaged_checkpoint(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step)
-    flip_bit(path_of(tmp_path, 15, 0))
-    scrubbed(tmp_path)
-    made = mindresume.prune(tmp_path, policy=mindresume.KeepLast(1), dry_run=True)
-    assert {row.step for row in made.kept} == {15, 10} and [row.step for row in made.removed] == [5]
 
 
 # ---- flush ---------------------------------------------------------------------------------------
