@@ -20,7 +20,8 @@ import numpy as np
 from mindresume import runtime
 from mindresume.coordination import host_memory
 from mindresume.saving.shard_writer import ExtraWeights, Save
-from mindresume.tensor_files.header import DTYPES, tensor_bytes
+from mindresume.tensor_files import tensor_bytes
+from mindresume.tensor_files.header import DTYPES
 
 _ALIGN = 64  # bytes: a cache line, and enough for every dtype
 

@@ -28,8 +28,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from xxhash import xxh3_128
@@ -40,16 +41,11 @@ from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
     CHUNK,
     DTYPES,
-    FilePart,
-    FilePlan,
     Header,
     TensorEntry,
     TensorSpec,
-    chunks,
     file_name,
     read_ranges,
-    tensor_bytes,
-    tensor_spec,
 )
 from mindresume.typed import MAX_TENSORS
 
@@ -63,6 +59,7 @@ __all__ = [
     "TensorSpec",
     "array_checksum",
     "checksummed",
+    "chunks",
     "damaged_tensors",
     "encode",
     "encode_plan",
@@ -76,6 +73,7 @@ __all__ = [
     "read_scalar",
     "read_tensor",
     "read_whole",
+    "tensor_bytes",
     "tensor_checksum",
     "tensor_spec",
 ]
@@ -153,6 +151,75 @@ def read_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str 
             tensor=name,
         )
     return read_tensor(file, entry).item()
+
+
+class FilePart(NamedTuple):
+    """The content of a new file at ``offset``: the literal bytes ``data`` if ``name`` is None, else
+    ``count`` bytes of that tensor from its byte ``start``."""
+
+    offset: int
+    name: str | None
+    data: bytes
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The layout of a new file of ``size`` bytes: its parts in order, without gaps."""
+
+    format: str
+    size: int
+    parts: tuple[FilePart, ...]
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """Returns {name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order
+        of the file."""
+        found: dict[str, list[tuple[int, int, int]]] = {}
+        for part in self.parts:
+            if part.name is not None:
+                found.setdefault(part.name, []).append((part.offset, part.start, part.count))
+        return {name: tuple(rows) for name, rows in found.items()}
+
+
+def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
+    """Describes an array. Raises ValueError for a big-endian array, whose bytes are not those of a
+    file."""
+    if array.dtype.kind == "U" and array.shape == ():
+        text = array.item()
+        # a lone surrogate is an error now, not when the file is read
+        text.encode()
+        return TensorSpec("str", (), 4 * max(len(text), 1))
+    if array.dtype.str.startswith(">"):
+        raise ValueError(
+            f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
+            f"array.astype(array.dtype.newbyteorder('<'))"
+        )
+    return TensorSpec(_dtype_name(array.dtype), tuple(array.shape), array.nbytes)
+
+
+@cache
+def _dtype_name(dtype: np.dtype) -> str:
+    # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same
+    # bytes
+    return dtype.name if dtype.name in DTYPES else str(dtype)
+
+
+def tensor_bytes(array: np.ndarray) -> memoryview:
+    """Returns the bytes in C order: a view if the array is contiguous, else of a copy."""
+    if array.dtype.kind == "U":
+        array = np.array(array.item(), "<U")  # the dtype may be longer than the text
+    # not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes do not support the
+    # buffer protocol
+    return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
+
+
+def chunks(data: memoryview) -> Iterator[memoryview]:
+    """Yields pieces of at most CHUNK bytes; one empty piece of no data, so that a checksum is
+    computed for every tensor."""
+    for start in range(0, max(len(data), 1), CHUNK):
+        yield data[start : start + CHUNK]
 
 
 def encode(
@@ -292,23 +359,13 @@ def file_checksum(file: BinaryIO, progress: Progress | None = None) -> tuple[str
 def tensor_checksum(file: BinaryIO, entry: TensorEntry, buffer: memoryview | None = None) -> str:
     """Returns the checksum of one tensor; ``buffer`` is overwritten. Raises CorruptFileError if the
     file ends before the tensor does."""
-    tensor, buffer = (
-        xxh3_128(),
-        memoryview(bytearray(min(CHUNK, entry.nbytes))) if buffer is None else buffer,
-    )
+    tensor = xxh3_128()
+    buffer = memoryview(bytearray(min(CHUNK, entry.nbytes))) if buffer is None else buffer
     for start, count in entry.ranges:
-        file.seek(start)
-        left = count
-        while left:
-            found = file.readinto(buffer[:left])
-            if not found:
-                raise CorruptFileError(
-                    file_name(file),
-                    f"the file ends {left} bytes before the end of a tensor, byte "
-                    f"{start + count}: truncated since its header was read",
-                )
-            tensor.update(buffer[:found])
-            left -= found
+        for position in range(start, start + count, CHUNK):
+            piece = buffer[: min(CHUNK, start + count - position)]
+            read_ranges(file, [(position, len(piece))], piece)
+            tensor.update(piece)
     return tensor.hexdigest()
 
 

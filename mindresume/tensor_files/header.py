@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -66,36 +65,6 @@ class TensorSpec(NamedTuple):
     nbytes: int
 
 
-class FilePart(NamedTuple):
-    """The content of a new file at ``offset``: the literal bytes ``data`` if ``name`` is None, else
-    ``count`` bytes of that tensor from its byte ``start``."""
-
-    offset: int
-    name: str | None
-    data: bytes
-    start: int
-    count: int
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """The layout of a new file of ``size`` bytes: its parts in order, without gaps."""
-
-    format: str
-    size: int
-    parts: tuple[FilePart, ...]
-
-    @property
-    def tensors(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """Returns {name: ((offset in the file, first byte of the tensor, bytes), ...)} in the order
-        of the file."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
-        for part in self.parts:
-            if part.name is not None:
-                found.setdefault(part.name, []).append((part.offset, part.start, part.count))
-        return {name: tuple(rows) for name, rows in found.items()}
-
-
 @dataclass(frozen=True)
 class Header:
     """The content of a file header. ``size``: bytes of the whole file; ``tensors``: in the order of
@@ -129,29 +98,6 @@ def checked_entry(
     return entry
 
 
-def tensor_spec(name: str, array: np.ndarray) -> TensorSpec:
-    """Describes an array. Raises ValueError for a big-endian array, whose bytes are not those of a
-    file."""
-    if array.dtype.kind == "U" and array.shape == ():
-        text = array.item()
-        # a lone surrogate is an error now, not when the file is read
-        text.encode()
-        return TensorSpec("str", (), 4 * max(len(text), 1))
-    if array.dtype.str.startswith(">"):
-        raise ValueError(
-            f"tensor {name} is big-endian ({array.dtype.str}); convert it with "
-            f"array.astype(array.dtype.newbyteorder('<'))"
-        )
-    return TensorSpec(_dtype_name(array.dtype), tuple(array.shape), array.nbytes)
-
-
-@cache
-def _dtype_name(dtype: np.dtype) -> str:
-    # compares names: MindSpore's own bfloat16 is another type than that of ml_dtypes, with the same
-    # bytes
-    return dtype.name if dtype.name in DTYPES else str(dtype)
-
-
 def parse_object(
     data: bytes, path: str, what: str, values: int = MAX_VALUES, keys: int = MAX_KEYS
 ) -> dict[str, Any]:
@@ -167,22 +113,6 @@ def parse_object(
     if not isinstance(value, dict):
         raise CorruptFileError(path, f"{what} is {type(value).__name__}, expected a JSON object")
     return value
-
-
-def tensor_bytes(array: np.ndarray) -> memoryview:
-    """Returns the bytes in C order: a view if the array is contiguous, else of a copy."""
-    if array.dtype.kind == "U":
-        array = np.array(array.item(), "<U")  # the dtype may be longer than the text
-    # not ascontiguousarray, which makes a 0-d array 1-d; uint8, as ml_dtypes do not support the
-    # buffer protocol
-    return memoryview(np.asarray(array, order="C").reshape(-1).view(np.uint8))
-
-
-def chunks(data: memoryview) -> Iterator[memoryview]:
-    """Yields pieces of at most CHUNK bytes; one empty piece of no data, so that a checksum is
-    computed for every tensor."""
-    for start in range(0, max(len(data), 1), CHUNK):
-        yield data[start : start + CHUNK]
 
 
 def read_ranges(file: BinaryIO, ranges: Sequence[tuple[int, int]], out: memoryview) -> None:

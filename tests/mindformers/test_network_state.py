@@ -22,8 +22,7 @@ from mindresume.mindformers.network_state import (  # noqa: E402
     to_numpy,
 )
 from mindresume.model.layout import TensorLayout  # noqa: E402
-from mindresume.tensor_files import encode, read_header, read_tensor  # noqa: E402
-from mindresume.tensor_files.header import tensor_bytes  # noqa: E402
+from mindresume.tensor_files import encode, read_header, read_tensor, tensor_bytes  # noqa: E402
 
 # infinities, a denormal
 BITS = np.array([0x0000, 0x8000, 0x3F80, 0x7F80, 0xFF80, 0x0001, 0x4049, 0xC2F7], np.uint16)

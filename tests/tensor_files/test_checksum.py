@@ -88,7 +88,7 @@ def test_a_truncated_file_is_an_error():
     data, sums = written("safetensors")
     with pytest.raises(CorruptFileError, match="truncated"):
         damaged_tensors(io.BytesIO(data[:-1]), "x.safetensors", sums.tensors)
-    with pytest.raises(CorruptFileError, match="ends 3 bytes before the end of a tensor"):
+    with pytest.raises(CorruptFileError, match="truncated while it was read"):
         tensor_checksum(io.BytesIO(bytes(9)), TensorEntry("uint8", (4,), ((8, 4),)))
 
 

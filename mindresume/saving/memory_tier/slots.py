@@ -68,13 +68,15 @@ from mindresume.settings import MemoryTierSettings
 from mindresume.storage.operations import TEMPORARY, publish
 from mindresume.tensor_files import (
     Checksums,
+    FilePlan,
     TensorSpec,
     checksummed,
+    chunks,
     encode_plan,
     plan_file,
     tensor_spec,
 )
-from mindresume.tensor_files.header import DTYPES, FilePlan, chunks
+from mindresume.tensor_files.header import DTYPES
 
 # ---- the rule ------------------------------------------------------------------------------------
 
