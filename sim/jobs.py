@@ -27,6 +27,7 @@ from mindresume.fault_injection.journal import (
     save_order,
     wrong_content,
 )
+from mindresume.model.manifest import Manifest
 from mindresume.resume.eligible import Choice
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
@@ -35,7 +36,7 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.save_policy import SaveOptions
-from mindresume.saving.shard_writer import Outcome, Save, SaveTarget, Shard, StepState
+from mindresume.saving.shard_writer import Outcome, Save, Shard, StepState
 from mindresume.settings import Settings
 from sim.bit_rot import rotted_saves, saves_on
 from sim.bucket import PodStore
@@ -204,9 +205,9 @@ class _RemoteCheckpoints(RemoteCheckpoints):
 
     history: History
 
-    def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
-        super().commit(target, step, data_dir)
-        self.history.uploaded.add((target.run, step))
+    def committed(self, attempt: str, manifest: Manifest) -> None:
+        super().committed(attempt, manifest)
+        self.history.uploaded.add((manifest.run, manifest.state.step))
 
 
 class _Manager(CheckpointManager):

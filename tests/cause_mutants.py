@@ -15,7 +15,7 @@ from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import process_identity
 from mindresume.mindformers import adapter, network_state
-from mindresume.saving import replication
+from mindresume.saving import upload
 
 # test -> (the cause, what puts it back)
 MUTANTS = {
@@ -33,14 +33,14 @@ MUTANTS = {
         Edit(
             process_identity,
             "is_running",
-            "except (OSError, IndexError, ValueError):\n        return _without_entry(pid)",
-            "except (OSError, IndexError, ValueError):\n        return False",
+            "except OSError:\n        return _without_entry(pid)",
+            "except OSError:\n        return False",
         ),
     ),
     "saving/test_remote_checkpoints.py::test_a_disk_that_takes_no_lock_prevents_no_upload[2.0-30-True]": (  # noqa: E501
         "what cannot be locked is not uploaded",
         Edit(
-            replication.Uploader,
+            upload.Uploader,
             "_protect",
             "if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):",
             "if True:",

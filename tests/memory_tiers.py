@@ -4,6 +4,7 @@ save into it."""
 import os
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def make_owned_tier(memory, root, run=RUN, processes=None):
     tier = Path(tier_path(mark))
     make_tier(str(tier))
     owner = owner_of(dir_at(root), mark, run, DEAD if processes is None else processes)
-    publish_json(STORAGE, str(tier / OWNER), owner.to_json(), run)
+    publish_json(STORAGE, str(tier / OWNER), asdict(owner), run)
     return tier
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,18 +26,14 @@ from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
-from mindresume.coordination.process_identity import (
-    boot_id,
-    is_running,
-    process_namespace,
-    start_ticks,
-)
+from mindresume.coordination.process_identity import is_running, machine, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import parse_iteration
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import (
     FOLDER,
+    Run,
     attempts,
     encode_head,
     is_run,
@@ -88,7 +84,7 @@ class LeaseHolder:
     """
 
     purpose: _Text
-    run: _Text
+    run: Run
     host: _Text
     machine: _Text
     pid: Count
@@ -124,9 +120,7 @@ class LeaseHolder:
         version; FileNotFoundError if it is gone, OSError if it cannot be read."""
         with storage.open(path) as file:
             head, _ = read_head(file, "claim")
-        holder = decode(cls, {**head, "is_copy": False}, "lease")
-        run_sequence(holder.run)
-        return holder
+        return decode(cls, {**head, "is_copy": False}, "lease")
 
 
 @runtime.asks_machine
@@ -139,20 +133,13 @@ def holder_of_this_process(
         purpose,
         "",
         runtime.gethostname(),
-        _machine(),
+        machine(),
         os.getpid(),
-        start_ticks(os.getpid()) or 0,
+        start_ticks(os.getpid()),
         runtime.time(),
         world_size,
         tuple(holds),
     )
-
-
-def _machine() -> str:
-    """Returns the identity of this machine; empty if it cannot be read, and then every other
-    process counts as remote."""
-    boot, namespace = boot_id(), process_namespace()
-    return f"{boot}/{namespace}" if boot and namespace else ""
 
 
 @runtime.asks_machine
@@ -160,7 +147,7 @@ def is_alive(holder: LeaseHolder) -> bool | None:
     """Returns whether the process of a holder runs and holds this lease. None: only its heartbeats
     can tell, because the process is on another machine, cannot be looked at
     (``process_identity.is_running``), or has published the lease in another folder."""
-    if not holder.machine or holder.machine != _machine():
+    if not holder.machine or holder.machine != machine():
         return None
     runs = is_running(holder.pid, holder.started)
     return None if runs and holder.is_copy else runs
@@ -169,12 +156,8 @@ def is_alive(holder: LeaseHolder) -> bool | None:
 # ---- the folder ----------------------------------------------------------------------------------
 
 
-def lease_name(run: str) -> str:
-    return f"{PREFIX}{run}{SUFFIX}"
-
-
-def lease_path(root: str, run: str) -> str:
-    return os.path.join(root, FOLDER, lease_name(run))
+def lease_path(directory: CheckpointDir, run: str) -> str:
+    return directory.path(FOLDER, f"{PREFIX}{run}{SUFFIX}")
 
 
 def run_order(run: str) -> tuple[int, str]:
@@ -203,29 +186,28 @@ def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-def lease_holders(directory: CheckpointDir, names: list[str] | None = None) -> list[LeaseHolder]:
+def lease_holders(directory: CheckpointDir) -> list[LeaseHolder]:
     """Returns the holder of every lease that can be read, for people."""
-    return read_leases(directory, names)[0]
+    return read_leases(directory)[0]
 
 
 def read_leases(
-    directory: CheckpointDir, names: list[str] | None = None
+    directory: CheckpointDir, runs: Collection[str] | None = None
 ) -> tuple[list[LeaseHolder], dict[str, str]]:
     """Returns the holder of every lease that can be read, and {run: reason} of the unreadable ones.
     Another host has just replaced such a file (ESTALE), a later version wrote it, or it is damaged:
-    its holder counts as alive."""
-    runs = leased_runs(directory.storage.list(directory.path(FOLDER)) if names is None else names)
+    its holder counts as alive. ``runs``: only their leases."""
+    if runs is None:
+        runs = leased_runs(directory.storage.list(directory.path(FOLDER)))
     here = _identity(directory) if runs else ""
-    rows = dict(
-        zip(
-            runs,
-            parallel(directory.storage, partial(_read_lease, directory, here), runs),
-            strict=True,
-        )
-    )
+    rows = parallel(directory.storage, partial(_read_lease, directory, here), runs)
     return (
-        [row for row in rows.values() if isinstance(row, LeaseHolder)],
-        {run: row for run, row in sorted(rows.items()) if row and isinstance(row, str)},
+        [row for row in rows if isinstance(row, LeaseHolder)],
+        {
+            run: row
+            for run, row in sorted(zip(runs, rows, strict=True))
+            if row and isinstance(row, str)
+        },
     )
 
 
@@ -233,7 +215,7 @@ def _read_lease(directory: CheckpointDir, here: str, run: str) -> LeaseHolder | 
     """Returns the holder of a lease, why it cannot be read, or an empty text: it has just ended.
     ``here``: the identity of the folder."""
     try:
-        holder = LeaseHolder.read(directory.storage, lease_path(directory.root, run))
+        holder = LeaseHolder.read(directory.storage, lease_path(directory, run))
     except FileNotFoundError:
         return ""
     except (RecordError, OSError) as error:
@@ -303,16 +285,13 @@ def fence(directory: CheckpointDir, run: str) -> None:
     one was taken for dead. A run that has published its lease and not sent a heartbeat yet may
     still give way, and does not count."""
     names, own = directory.storage.list(directory.path(FOLDER)), (run_sequence(run), run)
-    over = (*leased_runs(names, ENDED), *(other for _, _, other in attempts(names)))
-    later = [other for other in over if (run_sequence(other), other) > own]
-    if not later and all((run_sequence(other), other) <= own for other in leased_runs(names)):
+    leased = leased_runs(names)
+    seen = [*leased_runs(names, ENDED), *(other for _, _, other in attempts(names))]
+    if all((run_sequence(other), other) <= own for other in (*seen, *leased)):
         return
-    holders, unreadable = read_leases(directory, names)
-    later += [
-        other
-        for other in (*unreadable, *(holder.run for holder in holders if holder.beat))
-        if run_order(other) > own
-    ]
+    holders, unreadable = read_leases(directory, leased)
+    seen += [*unreadable, *(holder.run for holder in holders if holder.beat)]
+    later = [other for other in seen if run_order(other) > own]
     if later:
         known = {holder.run: str(holder) for holder in holders}
         newest = max(later, key=run_order)
@@ -359,21 +338,13 @@ class Lease:
         self, directory: CheckpointDir, holder: LeaseHolder, keep_run_marker: bool = False
     ):
         self.directory, self.holder, self.keep_run_marker = directory, holder, keep_run_marker
-        # reached by the training; published with the next heartbeat
-        self.step = 0
+        self.run, self.path = holder.run, lease_path(directory, holder.run)
+        self.step = 0  # reached by the training; published with the next heartbeat
         self._stop = runtime.Event()
         self._lock = runtime.Lock()
         self._process = os.getpid()
         self._beating: HeartbeatProcess | None = None
         self._tries = _TRIES
-
-    @property
-    def run(self) -> str:
-        return self.holder.run
-
-    @property
-    def path(self) -> str:
-        return lease_path(self.directory.root, self.run)
 
     def publish(self) -> None:
         if not self.holder.folder:

@@ -31,7 +31,6 @@ from mindresume.coordination.lease import (
     is_job_lease,
     iteration_record_names,
     lease_holders,
-    lease_name,
     lease_path,
     leased_runs,
     next_run,
@@ -111,13 +110,13 @@ def _remove_left_over(lease: Lease, dead: Sequence[LeaseHolder], names: Sequence
     """Removes the leases of ``dead`` jobs, and what else earlier jobs have left among ``names``."""
     directory = lease.directory
     half = half_written(names)
-    over = [lease_name(other.run) for other in dead]
+    over = [lease_path(directory, other.run) for other in dead]
     # our lease has the largest number now
-    over += [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]
-    over += [name for name, run in half if READER < run_sequence(run) < run_sequence(lease.run)]
-    for name in over:
+    ended = [f"{ENDED}{run}{SUFFIX}" for run in leased_runs(names, ENDED)]
+    ended += [name for name, run in half if READER < run_sequence(run) < run_sequence(lease.run)]
+    for path in over + [directory.path(FOLDER, name) for name in ended]:
         with suppress(OSError):  # it blocks no job; the next job tries again
-            directory.storage.remove(directory.path(FOLDER, name))
+            directory.storage.remove(path)
     # Run numbers of readers are not ordered: these are removed by age.
     remove_stale(
         directory.storage,
@@ -230,7 +229,7 @@ class _Others:
                 run, host = (
                     (alive[0].run, alive[0].host) if alive else (next(iter(unreadable)), None)
                 )
-                self.emit(LeaseWatched(lease_path(self.directory.root, run), run, host, left))
+                self.emit(LeaseWatched(lease_path(self.directory, run), run, host, left))
                 said = True
             self.time.sleep(min(1.0, max(0.01, left)))
         self._refuse(alive, states, unreadable)
@@ -255,7 +254,7 @@ class _Others:
                     f"(mindresume.heartbeat) there are {rare}",
                 )
         for run, problem in unreadable.items():
-            path = lease_path(self.directory.root, run)
+            path = lease_path(self.directory, run)
             raise self._unknown(
                 run,
                 f"{path}, by which run {run} says that it saves there, cannot be read ({problem})",
@@ -273,7 +272,7 @@ class _Others:
             f"{self.directory.root} may be in use: {why}, so it is not known whether that job "
             "still saves "
             f"there. {self._refused()}. If it has certainly ended, remove "
-            f"{lease_path(self.directory.root, run)} and start again; or set another output_dir"
+            f"{lease_path(self.directory, run)} and start again; or set another output_dir"
         )
 
     def _refused(self) -> str:

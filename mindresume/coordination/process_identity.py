@@ -6,39 +6,68 @@ is_running(*holder)                                 # True, False, or None: that
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 
 from mindresume import runtime
 
-# fields of /proc/PID/stat after the name of the program (proc(5): 3 and 22)
-_STATE, _START = 0, 19
-_STOPPED = (b"T", b"t")  # by a signal, by a debugger
-_ENDED = (b"Z", b"X")  # states of a process that runs no code any more
+_STOPPED = "Tt"  # by a signal, by a debugger
+_ENDED = "ZX"  # states of a process that runs no code any more
 
 
-def stat_fields(pid: int) -> list[bytes] | None:
-    """Returns the fields of /proc/PID/stat after the name of the program; None if there is no such
-    process."""
+@dataclass(frozen=True)
+class Process:
+    """Describes a process.
+
+    Attributes:
+        pid: its number.
+        parent: number of its parent.
+        session: number of its session.
+        state: letter of the kernel, such as R, S, D (waits in the kernel), T (stopped), Z (ended,
+            not reaped).
+        ticks: when it was started, in clock ticks since boot; with ``pid`` unique.
+        wait_status: as of ``os.wait``, of a process that has ended; else 0.
+    """
+
+    pid: int
+    parent: int
+    session: int
+    state: str
+    ticks: int
+    wait_status: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+
+def read_process(pid: int) -> Process | None:
+    """Returns a process, or None if there is none with this number."""
     with suppress(OSError):
-        return _read_stat(pid)
+        return _read_process(pid)
     return None
 
 
-def _read_stat(pid: int) -> list[bytes]:
+def _read_process(pid: int) -> Process:
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
-
-
-def start_ticks(pid: int) -> int | None:
-    """Returns when a process was started, in clock ticks since boot; None if it does not exist or
-    has ended (a zombie)."""
+        fields = file.read().rpartition(b")")[2].split()  # after the name of the program (proc(5))
     try:
-        fields = _read_stat(pid)
-    except OSError:
-        return None
-    return None if not fields or fields[_STATE] in _ENDED else int(fields[_START])
+        parent, session, ticks, wait_status = (int(fields[index]) for index in (1, 3, 19, 49))
+    except (ValueError, IndexError) as error:
+        raise OSError(errno.EIO, str(error), file.name) from error
+    return Process(pid, parent, session, fields[0].decode(), ticks, wait_status)
+
+
+def start_ticks(pid: int) -> int:
+    """Returns when a process was started, in clock ticks since boot; 0 if it does not exist or has
+    ended (a zombie)."""
+    with suppress(OSError):
+        process = _read_process(pid)
+        return 0 if process.state in _ENDED else process.ticks
+    return 0
 
 
 def is_running(pid: int, ticks: int) -> bool | None:
@@ -58,13 +87,13 @@ def is_running(pid: int, ticks: int) -> bool | None:
     if not ticks:
         return _without_entry(pid)
     try:
-        fields = _read_stat(pid)
-        if fields[_STATE] in _ENDED or int(fields[_START]) != ticks:
+        process = _read_process(pid)
+        if process.has_ended or process.ticks != ticks:
             return False
         return None if _is_being_killed(pid) else True
     except ProcessLookupError:  # it ended while it was read
         return False
-    except (OSError, IndexError, ValueError):
+    except OSError:
         return _without_entry(pid)
 
 
@@ -84,10 +113,10 @@ def _without_entry(pid: int) -> bool | None:
 def can_go_on(pid: int) -> bool:
     """Returns whether a process runs its program: False if it is stopped, has ended, or SIGKILL is
     pending for it. True if that cannot be found out."""
-    fields = stat_fields(pid)
+    process = read_process(pid)
     with suppress(OSError):
-        return (
-            not fields or fields[_STATE] not in (*_ENDED, *_STOPPED) and not _is_being_killed(pid)
+        return process is None or (
+            process.state not in _ENDED + _STOPPED and not _is_being_killed(pid)
         )
     return True
 
@@ -112,22 +141,20 @@ def start_time(ticks: int) -> float | None:
     return runtime.time() - max(up - ticks / os.sysconf("SC_CLK_TCK"), 0.0) if ticks else None
 
 
-def process_namespace() -> int:
-    """Returns the namespace in which the numbers of processes hold that this process sees; 0: not
-    known."""
-    return _namespace("pid")
-
-
-def mount_namespace() -> int:
-    """Returns the namespace in which paths hold that this process sees; 0: not known."""
-    return _namespace("mnt")
-
-
-def _namespace(kind: str) -> int:
+def namespace(kind: str) -> int:
+    """Returns the namespace of this process in which numbers of processes hold ("pid"), or paths
+    ("mnt"); 0: not known."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
+
+
+def machine() -> str:
+    """Returns the identity of this machine, in which numbers of processes hold; empty if it cannot
+    be read."""
+    boot, processes = boot_id(), namespace("pid")
+    return f"{boot}/{processes}" if boot and processes else ""
 
 
 def host_identity() -> str:

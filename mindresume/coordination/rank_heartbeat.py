@@ -15,14 +15,16 @@ number. Times of the monotonic clock are comparable, because both processes run 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import process_namespace, start_ticks
+from mindresume.coordination.process_identity import namespace, start_ticks
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 
 # environment: the folder for heartbeats; absent: there is no supervisor
@@ -63,9 +65,8 @@ NONE = -1  # a number that is not known yet
 )
 OUTCOMES = ("", FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED)
 
-_SIZE, _TEXT = 4096, 1024  # bytes of the file; where the text begins
 _VERSION = 0x6D72_6862_0001  # the first field; 0 while the file is being made
-_COUNTS = (
+_NUMBERS = [
     "version",
     "pid",
     "ticks",
@@ -82,9 +83,25 @@ _COUNTS = (
     "namespace",
     "writing",
     "unasked",
-)
-_AT = {name: index for index, name in enumerate(_COUNTS)}
-_PROGRESSED, _CHANGED, _SECONDS, _ENTERED = 32, 33, 40, 60
+]
+
+
+class _Page(ctypes.Structure):
+    """The content of the file. ``seconds``, ``entered``: by phase, as in ``PhaseTimes``."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("_free", ctypes.c_int64 * 16),
+        ("progressed", ctypes.c_double),
+        ("changed", ctypes.c_double),
+        ("_free_too", ctypes.c_double * 6),
+        ("seconds", ctypes.c_double * 20),
+        ("entered", ctypes.c_double * 68),
+        ("output", ctypes.c_char * 3072),
+    ]
+
+
+_SIZE = ctypes.sizeof(_Page)
 
 
 @dataclass(frozen=True)
@@ -167,26 +184,23 @@ class RankHeartbeat:
     """Writes the heartbeat of this process. ``path``: the file. Use ``create``."""
 
     def __init__(self, path: str):
-        self.path, self._phase = path, 0
+        self.path = path
         with open(path, "xb+") as file:
             # a write to a page that a full tmpfs cannot provide would kill the process (SIGBUS)
             try:
                 os.posix_fallocate(file.fileno(), 0, _SIZE)
-                self._map = mmap.mmap(file.fileno(), _SIZE)
+                self._page = _Page.from_buffer(mmap.mmap(file.fileno(), _SIZE))
             except OSError:
                 os.remove(path)
                 raise
-        self._counts, self._times = memoryview(self._map).cast("q"), memoryview(self._map).cast("d")
-        for name in _COUNTS[1:]:
-            self._counts[_AT[name]] = (
-                0 if name in ("phase", "outcome", "signal", "writing", "unasked") else NONE
-            )
-        self.set(
-            pid=os.getpid(), ticks=start_ticks(os.getpid()) or 0, namespace=process_namespace()
-        )
-        self._times[_PROGRESSED] = self._times[_CHANGED] = runtime.monotonic()
-        self._times[_ENTERED] = runtime.time()
-        self._counts[0] = _VERSION
+        page = self._page
+        page.rank = page.world_size = page.step = page.resumed = NONE
+        page.begun = page.written = page.committed = NONE
+        page.pid, page.ticks = os.getpid(), start_ticks(os.getpid())
+        page.namespace = namespace("pid")
+        page.progressed = page.changed = runtime.monotonic()
+        page.entered[0] = runtime.time()
+        page.version = _VERSION
 
     @classmethod
     def create(cls, folder: str, rank: int = NONE) -> RankHeartbeat:
@@ -198,63 +212,67 @@ class RankHeartbeat:
     def set(self, **values: int) -> None:
         """Sets numbers by the names of their fields; ``outcome`` is an index of OUTCOMES."""
         for name, value in values.items():
-            self._counts[_AT[name]] = value
+            setattr(self._page, name, value)
 
     @property
     def phase(self) -> str:
-        return PHASES[self._phase]
+        return PHASES[self._page.phase]
 
     def enter(self, phase: str) -> None:
         """Begins a phase. Does nothing if it is the current one, or the training has ended."""
-        index = PHASES.index(phase)
-        if index == self._phase or self._phase == len(PHASES) - 1:
+        page, index = self._page, PHASES.index(phase)
+        if self.phase in (phase, ENDED):
             return
         now = runtime.monotonic()
-        self._times[_SECONDS + self._phase] += now - self._times[_CHANGED]
-        if not self._times[_ENTERED + index]:
-            self._times[_ENTERED + index] = runtime.time()
-        self._phase = self._counts[_AT["phase"]] = index
-        self._times[_CHANGED] = self._times[_PROGRESSED] = now
+        page.seconds[page.phase] += now - page.changed
+        page.entered[index] = page.entered[index] or runtime.time()
+        page.phase = index
+        page.changed = page.progressed = now
 
     def reach(self, step: int) -> None:
         """Records that ``step`` is finished."""
-        self._counts[_AT["step"]] = step
-        self._times[_PROGRESSED] = runtime.monotonic()
+        self._page.step = step
+        self._page.progressed = runtime.monotonic()
         self.enter(TRAINING)
 
     def set_output(self, folder: str) -> None:
         """Records the output folder of the training; one that is too long is not recorded."""
-        text = os.fsencode(os.path.abspath(folder))
-        if len(text) < _SIZE - _TEXT:
-            self._map[_TEXT : _TEXT + len(text) + 1] = text + b"\0"
+        with suppress(ValueError):
+            self._page.output = os.fsencode(os.path.abspath(folder))
 
 
 def read_heartbeat(path: str) -> Heartbeat | None:
     """Returns the heartbeat in a file; None if it is being made, is not of this version, or cannot
     be read."""
     try:
-        data = Path(path).read_bytes()
-    except OSError:
+        page = _Page.from_buffer_copy(Path(path).read_bytes())
+    except (OSError, ValueError):
         return None
-    if len(data) != _SIZE:
+    if (
+        page.version != _VERSION
+        or not 0 <= page.phase < len(PHASES)
+        or not 0 <= page.outcome < len(OUTCOMES)
+    ):
         return None
-    counts, times = memoryview(data).cast("q"), memoryview(data).cast("d")
-    phase, outcome = counts[_AT["phase"]], counts[_AT["outcome"]]
-    if counts[0] != _VERSION or not 0 <= phase < len(PHASES) or not 0 <= outcome < len(OUTCOMES):
-        return None
-    numbers = {name: counts[_AT[name]] for name in _COUNTS[1:] if name not in ("phase", "outcome")}
-    saves = Saves(*(numbers.pop(name) for name in ("begun", "written", "committed", "writing")))
     spent, entered = (
-        {each: times[start + index] for index, each in enumerate(PHASES) if times[start + index]}
-        for start in (_SECONDS, _ENTERED)
+        {phase: seconds for phase, seconds in zip(PHASES, times, strict=False) if seconds}
+        for times in (page.seconds, page.entered)
     )
     return Heartbeat(
-        **numbers,
-        phase=PHASES[phase],
-        outcome=OUTCOMES[outcome],
-        saves=saves,
-        times=PhaseTimes(times[_PROGRESSED], times[_CHANGED], spent, entered),
-        output=os.fsdecode(data[_TEXT:].partition(b"\0")[0]),
+        page.pid,
+        page.ticks,
+        page.rank,
+        page.world_size,
+        PHASES[page.phase],
+        page.step,
+        page.resumed,
+        OUTCOMES[page.outcome],
+        page.signal,
+        page.namespace,
+        page.unasked,
+        os.fsdecode(page.output),
+        Saves(page.begun, page.written, page.committed, page.writing),
+        PhaseTimes(page.progressed, page.changed, spent, entered),
     )
 
 

@@ -10,7 +10,6 @@ Both are leases whose run has the number 0: ``mindresume.coordination.lease``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -28,11 +27,12 @@ from mindresume.coordination.lease import (
     is_alive,
     iteration_record_names,
     lease_path,
+    leased_runs,
     read_leases,
 )
 from mindresume.coordination.shared_folder import Watch
 from mindresume.formats import CheckpointDir
-from mindresume.model.manifest import FOLDER, attempts, run_name, strip_trash
+from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
 
 # prefix of the names of the leases of readers and removals
 WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"
@@ -115,9 +115,7 @@ def _lease_without_number(
 def _announced_removals(directory: CheckpointDir, attempt: str, own: Lease) -> set[str]:
     """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease
     may be one, and counts. Leases of jobs and the ``own`` one, which are none, are not read."""
-    others = [
-        name for name in _leases_without_number(directory) if name != os.path.basename(own.path)
-    ]
+    others = [run for run in _reader_runs(directory) if run != own.run]
     found, unreadable = read_leases(directory, others)
     return {
         holder.run
@@ -126,13 +124,10 @@ def _announced_removals(directory: CheckpointDir, attempt: str, own: Lease) -> s
     } | unreadable.keys()
 
 
-def _leases_without_number(directory: CheckpointDir) -> list[str]:
-    """Returns the names of the leases of readers and removals."""
-    return [
-        name
-        for name in directory.storage.list(directory.path(FOLDER))
-        if name.startswith(WITHOUT_NUMBER)
-    ]
+def _reader_runs(directory: CheckpointDir) -> list[str]:
+    """Returns the runs of the leases of readers and removals."""
+    names = directory.storage.list(directory.path(FOLDER))
+    return [run for run in leased_runs(names) if run_sequence(run) == READER]
 
 
 class ReadLocks:
@@ -145,12 +140,12 @@ class ReadLocks:
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}
-        found, unreadable = read_leases(self.directory, _leases_without_number(self.directory))
+        found, unreadable = read_leases(self.directory, _reader_runs(self.directory))
         for run, why in unreadable.items():
             if not self._silent(run, None, BEAT):
                 held.update(
                     {
-                        name: f"perhaps, by a reader: {lease_path(self.directory.root, run)} "
+                        name: f"perhaps, by a reader: {lease_path(self.directory, run)} "
                         f"cannot be read ({why})"
                         for name in self._all_attempts()
                     }
@@ -166,13 +161,11 @@ class ReadLocks:
         return held
 
     def _is_active(self, holder: LeaseHolder) -> bool:
-        silent, state = (
-            self._silent(holder.run, holder.beat, max(holder.every, BEAT)),
-            is_alive(holder),
-        )
+        silent = self._silent(holder.run, holder.beat, max(holder.every, BEAT))
+        state = is_alive(holder)
         if state is False or (state is None and silent):
             with suppress(OSError):
-                self.directory.storage.remove(lease_path(self.directory.root, holder.run))
+                self.directory.storage.remove(lease_path(self.directory, holder.run))
             return False
         return True
 

@@ -12,7 +12,7 @@
 Each group commits what its own ranks recorded. The ranks exchange their checkpoints now and then,
 and each node records the newest common one. Retention keeps it: a node that is ahead must not
 remove the last checkpoint that the others have too. If no upload is in progress, that checkpoint is
-uploaded next; each node locks it now (``mindresume.saving.replication``).
+uploaded next; each node locks it now (``mindresume.saving.upload``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
-from mindresume.coordination.process_identity import mount_namespace
+from mindresume.coordination.process_identity import namespace
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import (
@@ -94,7 +94,7 @@ def find_shared_groups(
     if group.size == 1:
         return single_group(1)
     holder, path = holder_of_this_process(""), os.path.realpath(directory.root)
-    container = f"{holder.machine}/{mount_namespace()}"
+    container = f"{holder.machine}/{namespace('mnt')}"
     mounts = gather_results(
         group, lambda: [holder.host, container, path, is_local(path), runtime.token_hex(4)]
     )

@@ -119,7 +119,7 @@ class FromEvents:
 def process_started() -> float | None:
     """Returns when the kernel started this process, in seconds since 1970, to about a hundredth of
     a second; None where it does not tell."""
-    return start_time(start_ticks(os.getpid()) or 0)
+    return start_time(start_ticks(os.getpid()))
 
 
 def mark_imported() -> None:

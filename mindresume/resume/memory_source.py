@@ -106,11 +106,7 @@ class MemorySource:
         rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
         for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
-        notes = [
-            note
-            for row in rows
-            if row["note"] and (note := DiskNote.from_json(row["note"])) is not None
-        ]
+        notes = [DiskNote(**row["note"]) for row in rows if row["note"]]
         self.note = max(notes, key=attrgetter("order"), default=None)
         seen = {name for row in rows for name in row["offers"]}
         if not seen:

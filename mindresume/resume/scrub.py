@@ -183,13 +183,16 @@ class Scrubber:
     def _remove_temporary_files(self, candidate: Candidate) -> None:
         """Removes what repairs left that were killed, files as large as a shard: those without a
         lease."""
-        storage, root = self.directory.storage, self.directory.root
+        storage = self.directory.storage
         folders = {os.path.dirname(self.directory.path(file.path)) for file in candidate.all_files}
         for folder in sorted({*folders, candidate.records_dir or ""}):
             # on a full or read-only disk the reading goes on
             with suppress(OSError):
                 for name, run in half_written(storage.list(folder)):
-                    if not is_job_lease(run) and storage.status(lease_path(root, run)) is None:
+                    if (
+                        not is_job_lease(run)
+                        and storage.status(lease_path(self.directory, run)) is None
+                    ):
                         storage.remove(os.path.join(folder, name))
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
@@ -312,7 +315,7 @@ class Scrubber:
             gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
         for holder in gone:
             with suppress(OSError):
-                self.directory.storage.remove(lease_path(self.directory.root, holder.run))
+                self.directory.storage.remove(lease_path(self.directory, holder.run))
         runs = {holder.run for holder in gone}
         for holder in found:
             if holder.run not in runs and (holder.beat > 0 or holder.run < own.run):

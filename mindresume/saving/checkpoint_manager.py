@@ -72,7 +72,6 @@ from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import newest_run, open_tier
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.replication import Uploader, UploadQueue, Uploads
 from mindresume.saving.save_policy import SaveOptions, SavePolicy
 from mindresume.saving.save_session import Resumed, SaveSession, open_save_session
 from mindresume.saving.shard_writer import (
@@ -86,6 +85,7 @@ from mindresume.saving.shard_writer import (
     write_shard,
 )
 from mindresume.saving.staging import StagingLimits
+from mindresume.saving.upload import Uploader, UploadQueue, Uploads
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import call_within

@@ -18,10 +18,10 @@ from mindresume.errors import CollectiveError, MindResumeError, RemoteError
 from mindresume.events import Emit, Notice, UploadFailed, UploadFinished, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.iterations import tracked
-from mindresume.model.manifest import FOLDER, attempt_name
+from mindresume.model.manifest import FOLDER
 from mindresume.saving.committer import SyncSaver, is_in_meta
-from mindresume.saving.remote_checkpoints import RemoteCheckpoints, committed_dir
-from mindresume.saving.replication import upload_part
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.replication import save_of
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_session import Resumed, open_save_session
 from mindresume.saving.shard_writer import SaveTarget
@@ -132,21 +132,21 @@ def upload_completed(
 
 
 def _is_upload_due(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> bool:
-    if committed_dir(target, step) is None or remote.has(attempt_name(step, target.run)):
+    save = save_of(remote, target, step)
+    if not save.is_committed or remote.has(save.attempt):
         return False
     remote.check_not_superseded(target.run)
     return True
 
 
 def _upload(remote: RemoteCheckpoints, target: SaveTarget, step: int, ranks: Iterable[int]) -> int:
-    data_dir = committed_dir(target, step) or target.root
-    return sum(upload_part(remote, replace(target, rank=rank), step, data_dir) for rank in ranks)
+    return sum(save_of(remote, replace(target, rank=rank), step).upload() for rank in ranks)
 
 
 def _commit_upload(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> None:
-    data_dir = committed_dir(target, step) or target.root
-    if missing := remote.missing(target, step, data_dir):
+    save = save_of(remote, target, step)
+    if missing := save.missing():
         raise RemoteError(
             f"{len(missing)} objects are missing in {remote.url}, the first is {missing[0]}"
         )
-    remote.commit(target, step, data_dir)
+    save.commit()

@@ -36,9 +36,9 @@ from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate, CheckpointDir
-from mindresume.model.manifest import FOLDER, LOAD_ATTEMPTS, record_name, run_sequence
+from mindresume.model.manifest import FOLDER, LOAD_ATTEMPTS, Run, record_name
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import publish_json, read_json
+from mindresume.storage.operations import publish_json, read_document
 from mindresume.typed import MAX_COUNT, Count, Limits, decode, parse_json
 
 _FAILURE, _SIGNALS = "death-", "signals"
@@ -56,7 +56,7 @@ class FailedLoad:
     ``host``, ``rank``: where the error without another cause was raised; empty and None if no rank
     reported one."""
 
-    run: str
+    run: Run
     cause: Cause = NO_ERROR
     host: Cause = ""
     rank: Count | None = None
@@ -83,15 +83,7 @@ class _LoadHistory:
     def read(cls, storage: Storage, path: str) -> _LoadHistory | None:
         """Returns the content of a file, None if it has another form. Files of earlier versions ("2
         /output") counted jobs that died for any reason, and are not used."""
-        with suppress(OSError, ValueError, RecordError):
-            history = decode(cls, read_json(storage, path, _MAX_BYTES), "load attempts")
-            for failed_load in (
-                *history.failed_loads,
-                *([history.last_attempt] if history.last_attempt else []),
-            ):
-                run_sequence(failed_load.run)
-            return history
-        return None
+        return read_document(storage, path, cls)
 
     def encode(self) -> dict[str, Any]:
         """Returns the JSON object of the file; its keys are those of its first version."""

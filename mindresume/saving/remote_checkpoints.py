@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -33,8 +32,6 @@ from mindresume.coordination.lease import next_run, record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats import CheckpointDir
-from mindresume.formats.iterations import iteration_name
-from mindresume.formatting import listed
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
@@ -43,21 +40,16 @@ from mindresume.model.manifest import (
     attempt_name,
     attempts,
     parse_attempt,
-    read_record,
     record_name,
-    record_rank,
     run_sequence,
 )
 from mindresume.saving.retention import Policy, surplus
-from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import ObjectStore
-from mindresume.storage.operations import parallel, read_bytes
 from mindresume.tensor_files import file_checksum
-from mindresume.typed import is_count, parse_json
+from mindresume.typed import Count, decode, parse_json
 
 _STATUS, _SUFFIX = "run-", ".json"
-_LOST = "lost-"  # prefix of the object that says that a record will never come
 
 
 @dataclass(frozen=True)
@@ -88,8 +80,8 @@ class RunStatus:
     """Tells all ranks of a run what to do. ``step``: they upload it now. ``ended``: no upload
     follows. ``reason``: why; empty: the training has ended."""
 
-    step: int | None = None
-    ended: bool = False
+    step: Count | None
+    ended: bool
     reason: str = ""
 
 
@@ -109,14 +101,6 @@ def record_path(attempt: str, name: str) -> str:
     return f"{FOLDER}/{attempt}/{name}"
 
 
-def committed_dir(target: SaveTarget, step: int) -> str | None:
-    """Returns the folder to which the paths in the records of a step are relative. Returns None
-    unless this run has committed the step and the folder has its final name."""
-    data_dir = os.path.join(target.root, iteration_name(step)) if target.iterations else target.root
-    manifest = os.path.join(data_dir, record_path(attempt_name(step, target.run), MANIFEST))
-    return data_dir if target.storage.status(manifest) is not None else None
-
-
 @dataclass
 class RemoteCheckpoints:
     """Reads, puts and deletes the checkpoints below ``url``. Every method raises RemoteError if the
@@ -125,7 +109,7 @@ class RemoteCheckpoints:
     store: ObjectStore
     url: str
     # read already; a manifest never changes
-    _manifests: dict[str, Manifest] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
     _unreadable: set[str] = field(default_factory=set)
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -151,7 +135,7 @@ class RemoteCheckpoints:
     def manifest(self, attempt: str) -> tuple[Manifest, bytes]:
         """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged or
         of another attempt."""
-        data = self.store.read(self._url(attempt, record_path(attempt, MANIFEST)))
+        data = self.store.read(self.place(attempt, record_path(attempt, MANIFEST)))
         manifest = Manifest.read(io.BytesIO(data))
         if attempt_name(manifest.state.step, manifest.run) != attempt:
             raise RecordError(f"the manifest is of run {manifest.run}, step {manifest.state.step}")
@@ -159,17 +143,18 @@ class RemoteCheckpoints:
 
     def has(self, attempt: str) -> bool:
         """Returns whether an attempt is committed in the store."""
-        return self.store.size(self._url(attempt, record_path(attempt, MANIFEST))) is not None
+        return self.store.size(self.place(attempt, record_path(attempt, MANIFEST))) is not None
 
     def record(self, attempt: str, rank: int) -> bytes:
         """Returns the bytes of the record of one rank."""
-        return self.store.read(self._url(attempt, record_path(attempt, record_name(rank))))
+        return self.store.read(self.place(attempt, record_path(attempt, record_name(rank))))
 
     def download(self, attempt: str, path: str, target: str) -> None:
         """Downloads a file to ``target``. ``path``: as the manifest names it."""
-        self.store.download(self._url(attempt, path), target)
+        self.store.download(self.place(attempt, path), target)
 
-    def _url(self, attempt: str, path: str) -> str:
+    def place(self, attempt: str, path: str) -> str:
+        """Returns the URL of an object of an attempt."""
         return f"{self.url}/{attempt}/{path}"
 
     # ---- runs ------------------------------------------------------------------------------------
@@ -184,18 +169,12 @@ class RemoteCheckpoints:
         if self.store.size(url := self._status_url(run)) is None:
             return None
         try:
-            value = parse_json(self.store.read(url))
-            step, ended, reason = value["step"], value["ended"], value.get("reason", "")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return decode(RunStatus, parse_json(self.store.read(url)), "status")
+        except (ValueError, RecordError) as error:
             raise RemoteError(
                 f"{url} is no run status that mindresume wrote: {error}; the next upload replaces "
                 "it"
             ) from error
-        return RunStatus(
-            step if is_count(step) else None,
-            ended is True,
-            reason if isinstance(reason, str) else "",
-        )
 
     def _status_url(self, run: str) -> str:
         return f"{self.url}/{_STATUS}{run}{_SUFFIX}"
@@ -213,15 +192,9 @@ class RemoteCheckpoints:
 
     # ---- putting ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def has_shard(target: SaveTarget, step: int, data_dir: str) -> bool:
-        """Returns whether this rank sees its own record on its disk."""
-        path = record_path(attempt_name(step, target.run), record_name(target.rank))
-        return target.storage.status(os.path.join(data_dir, path)) is not None
-
     def has_file(self, attempt: str, file: FileRecord) -> bool:
         """See ``mindresume.saving.replication.Place``."""
-        return self.store.size(self._url(attempt, file.path)) == file.size
+        return self.store.size(self.place(attempt, file.path)) == file.size
 
     def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
         """See ``Place``. Raises CorruptFileError if the file has another checksum than recorded in
@@ -235,78 +208,15 @@ class RemoteCheckpoints:
                 raise CorruptFileError(
                     path, f"it is not what was saved: checksum {checksum}, recorded {file.checksum}"
                 )
-        self.store.upload(path, self._url(attempt, file.path))
+        self.store.upload(path, self.place(attempt, file.path))
 
     def put_record(self, attempt: str, rank: int, record: bytes) -> None:
         """See ``Place``."""
-        self.store.put(self._url(attempt, record_path(attempt, record_name(rank))), record)
+        self.store.put(self.place(attempt, record_path(attempt, record_name(rank))), record)
 
-    def report_lost_shard(self, target: SaveTarget, step: int, reason: str) -> None:
-        """Puts an object that tells rank 0 that the shard of this rank will never come."""
-        attempt = attempt_name(step, target.run)
-        self.store.put(
-            self._url(attempt, record_path(attempt, f"{_LOST}{record_name(target.rank)}")),
-            reason.encode(),
-        )
-
-    def missing(self, target: SaveTarget, step: int, data_dir: str) -> list[str]:
-        """Returns the names of missing objects that rank 0 needs before it puts the manifest. A
-        rank puts its record after all files in it, so their sizes are not compared again. Raises
-        LostShardError if a rank has reported that its shard is lost."""
-        attempt = attempt_name(step, target.run)
-        there = set(self.store.list(f"{self.url}/{attempt}"))
-        for rank in range(target.world_size):
-            if (path := record_path(attempt, f"{_LOST}{record_name(rank)}")) in there:
-                reason = self.store.read(self._url(attempt, path)).decode(errors="replace")
-                raise LostShardError(step, f"the part of rank {rank} {reason}")
-        records = [record_path(attempt, record_name(rank)) for rank in range(target.world_size)]
-        absent = [path for path in records if path not in there]
-        if absent:
-            return absent
-        manifest, _ = self._whole(target, attempt, data_dir)
-        files = [*(file for files in manifest.files for file in files), *manifest.metadata_files]
-        return [file.path for file in files if file.path not in there]
-
-    def commit(self, target: SaveTarget, step: int, data_dir: str) -> None:
-        """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is
-        gone by then: a later run took this one for dead, and removed its incomplete attempt."""
-        attempt = attempt_name(step, target.run)
-        manifest, data = self._whole(target, attempt, data_dir)
-        path = record_path(attempt, MANIFEST)
-        self.store.put(self._url(attempt, path), data)
-        # A later run that removes the attempt looks for the manifest before, and deletes it once
-        # more after all other objects. This run puts the manifest and then looks for the other
-        # objects. So one of the two runs sees what the other has done.
-        gone = self.missing(target, step, data_dir)
-        if gone:
-            self.store.delete(self._url(attempt, path))
-            raise RemoteError(
-                f"{len(gone)} objects were removed during the upload, the first is {gone[0]}"
-            )
-        self._manifests[attempt] = manifest
-
-    def _whole(self, target: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
-        """Returns the manifest of all ranks, and its bytes. If nodes share no disk, the manifest on
-        the disk of rank 0 names only the ranks of its node. Then the manifest is made from the
-        records of all ranks, which only the store has."""
-        manifest, data = self.local_manifest(target, attempt, data_dir)
-        if not manifest.local_ranks:
-            return manifest, data
-        if attempt not in self._manifests:
-            self._manifests[attempt] = Manifest.from_records(
-                parallel(
-                    target.storage,
-                    lambda rank: read_record(io.BytesIO(self.record(attempt, rank))),
-                    range(manifest.world_size),
-                )
-            )
-        return self._manifests[attempt], self._manifests[attempt].encode()
-
-    @staticmethod
-    def local_manifest(target: SaveTarget, attempt: str, data_dir: str) -> tuple[Manifest, bytes]:
-        """Returns the manifest on the disk of this rank, and its bytes."""
-        data = read_bytes(target.storage, os.path.join(data_dir, record_path(attempt, MANIFEST)))
-        return Manifest.read(io.BytesIO(data)), data
+    def committed(self, attempt: str, manifest: Manifest) -> None:
+        """Notes the manifest of a save that is complete in the store now."""
+        self.manifests[attempt] = manifest
 
     # ---- deleting --------------------------------------------------------------------------------
 
@@ -370,9 +280,9 @@ class RemoteCheckpoints:
     def _known(self, attempt: str, emit: Emit) -> Manifest | None:
         """Returns the manifest of an attempt; reads it once. Returns None if it cannot be read
         (damaged, archived, access denied): then the attempt stays and does not count."""
-        if attempt not in self._manifests and attempt not in self._unreadable:
+        if attempt not in self.manifests and attempt not in self._unreadable:
             try:
-                self._manifests[attempt] = self.manifest(attempt)[0]
+                self.manifests[attempt] = self.manifest(attempt)[0]
             except (RecordError, RemoteError) as error:
                 self._unreadable.add(attempt)
                 emit(
@@ -381,7 +291,7 @@ class RemoteCheckpoints:
                         f"cannot be read: {error}"
                     )
                 )
-        return self._manifests.get(attempt)
+        return self.manifests.get(attempt)
 
     def _delete(self, attempt: str, seen: BucketListing, failures: list[RemoteError]) -> bool:
         """Deletes the objects of an attempt. Returns whether all are gone. The manifest of a
@@ -392,14 +302,14 @@ class RemoteCheckpoints:
         others = sorted(seen.objects[attempt] - {manifest})
         if manifest not in seen.objects[attempt]:
             try:
-                if self.store.size(self._url(attempt, manifest)) is not None:
+                if self.store.size(self.place(attempt, manifest)) is not None:
                     return False  # the listing was out of date
             except RemoteError as error:
                 failures.append(error)
                 return False
         order = [manifest, *others] if manifest in seen.objects[attempt] else [*others, manifest]
-        self._manifests.pop(attempt, None)
-        return self._try(failures, *(self._url(attempt, name) for name in order))
+        self.manifests.pop(attempt, None)
+        return self._try(failures, *(self.place(attempt, name) for name in order))
 
     def _try(self, failures: list[RemoteError], *urls: str) -> bool:
         """Deletes objects in this order. Stops at the first one that cannot be deleted, and returns
@@ -413,23 +323,8 @@ class RemoteCheckpoints:
         return True
 
 
-class LostShardError(RemoteError):
-    """A shard of this step will never be uploaded."""
-
-    def __init__(self, step: int, reason: str):
-        super().__init__(f"step {step} is given up: {reason}")
-        self.step = step
-
-
 class SupersededError(RemoteError):
     """A later run uses this URL."""
-
-
-def ranks_of(paths: Iterable[str], manifest: Manifest) -> str:
-    """Returns the ranks that put these objects, for people: "rank 1, 3"."""
-    owners = {file.path: rank for rank, files in enumerate(manifest.files) for file in files}
-    ranks = {owners.get(path, record_rank(os.path.basename(path))) for path in paths} - {None}
-    return f"rank {listed(sorted(ranks))}" if ranks else "rank 0"
 
 
 def number_runs(

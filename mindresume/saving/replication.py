@@ -1,78 +1,41 @@
-"""Copies saves to other places: from disk to an object store while the training goes on, from
-memory to disk after it.
+"""Copies saves to other places: from disk to an object store, from memory to disk.
 
-    uploader = Uploader(Uploads(remote, target, policy)).start()    # policy: on rank 0
-    queue = uploader.queue
-    queue.enqueue(20)                               # this rank has written its shard of step 20
-    for error in queue.poll(): ...                  # every step
-    for error in queue.finish(600): ...             # the end of the training
+    copy_files(place, attempt, storage, files)      # to any ``Place``
+    place.put_record(attempt, rank, record)
 
-    each rank    weights ─▶ its record, to any ``Place``
-    rank 0       newest committed step ─▶ publishes "step 20 now" ─▶ own part ─▶ parts of all there?
-        ─▶ manifest ─▶ retention
-    others       read the step that rank 0 published ─▶ own part of it, or a report that this part
-        is lost
+    save = save_of(remote, target, 20)              # a step of this run, to the object store
+    save.upload()                                   # each rank: its part
+    save.missing(); save.commit()                   # rank 0
 
-One step is uploaded at a time. Rank 0 selects it: if each rank did, ranks of unequal speed would
-skip different steps, and no step would ever be complete. Rank 0 publishes the step as an object,
-because the store is the one place that all ranks see, also if their nodes share no disk. While rank
-0 uploads a step, its read lock keeps retention from removing the files.
-
-If nodes share no disk, each node removes checkpoints by itself. So the exchange in which the nodes
-learn which checkpoints all of them have (``mindresume.coordination.storage_topology``) also
-schedules the next upload: at that moment each node has the checkpoint, and locks it from then on.
+``mindresume.saving.upload`` says when which step is uploaded.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mindresume import runtime
-from mindresume.coordination.lease import Lease
-from mindresume.coordination.read_locks import acquire_read_lock
-from mindresume.errors import CorruptFileError, RemoteError
-from mindresume.events import (
-    Emit,
-    Notice,
-    UploadFailed,
-    UploadFinished,
-    UploadsSkipped,
-    ignore,
-    warning,
-)
+from mindresume.errors import RemoteError
+from mindresume.formats.iterations import iteration_name
+from mindresume.formatting import listed
 from mindresume.model.manifest import (
+    MANIFEST,
     FileRecord,
+    Manifest,
     attempt_name,
-    parse_attempt,
     read_record,
     record_name,
+    record_rank,
 )
-from mindresume.saving.remote_checkpoints import (
-    LostShardError,
-    RemoteCheckpoints,
-    RunStatus,
-    SupersededError,
-    committed_dir,
-    ranks_of,
-    record_path,
-)
-from mindresume.saving.retention import KEEP_ALL, Policy
+from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_bytes
+from mindresume.storage.operations import parallel, read_bytes
 
-# seconds between two polls of the store; longer if many ranks poll one object
-PAUSE = 2.0
-AGAIN = 30.0  # seconds until a failed upload is tried again
-# seconds for which this host may not list a file of a shared disk yet; then the file is gone
-LATE = 60.0
-_PER_SECOND = 32  # polls per second of all ranks together
+_LOST = "lost-"  # prefix of the object that says that a record will never come
 
 
 class Place(Protocol):
@@ -110,494 +73,135 @@ def copy_files(
     return size
 
 
-def upload_part(remote: RemoteCheckpoints, target: SaveTarget, step: int, data_dir: str) -> int:
-    """Uploads what one rank saved (rank 0: the metadata files too). Returns the bytes sent. Raises
-    OSError or RecordError if a file cannot be read from the disk (any more), CorruptFileError if it
-    is not what was saved."""
-    attempt = attempt_name(step, target.run)
-    path = os.path.join(data_dir, record_path(attempt, record_name(target.rank)))
-    files = [*read_record(io.BytesIO(read_bytes(target.storage, path))).files]
-    if target.rank == 0:
-        files += remote.local_manifest(target, attempt, data_dir)[0].metadata_files
-    size = copy_files(
-        remote,
-        attempt,
-        target.storage,
-        [(os.path.join(data_dir, file.path), file) for file in files],
-    )
-    # again: the save must still be there
-    remote.put_record(attempt, target.rank, read_bytes(target.storage, path))
-    return size
+class LostShardError(RemoteError):
+    """A shard of this step will never be uploaded."""
+
+    def __init__(self, step: int, reason: str):
+        super().__init__(f"step {step} is given up: {reason}")
+        self.step = step
 
 
 @dataclass(frozen=True)
-class Uploads:
-    """How one rank uploads.
+class RemoteSave:
+    """One step of a run, as its ranks upload it.
 
     Attributes:
         remote: the checkpoints in the object store.
         target: the run, the rank and the checkpoint directory.
-        policy: which checkpoints the store keeps; on rank 0.
-        stall_timeout: seconds without progress after which rank 0 gives up a step while objects of
-            other ranks are missing.
-        emit: receives an event for each upload that finished, failed or was skipped, from any
-            thread.
-        clock, sleep: of the worker thread, in seconds.
-        only_scheduled: nodes share no disk, so rank 0 uploads only the steps that
-            ``UploadQueue.schedule`` names.
+        data_dir: the folder to which the paths in the records of the step are relative.
+        is_committed: this run has committed the step, and the folder has its final name.
     """
 
     remote: RemoteCheckpoints
     target: SaveTarget
-    policy: Policy | None = None
-    stall_timeout: float = 600.0
-    emit: Emit = ignore
-    clock: Callable[[], float] = runtime.monotonic
-    sleep: Callable[[float], None] = runtime.sleep
-    only_scheduled: bool = False
+    step: int
+    data_dir: str
+    is_committed: bool
 
+    @property
+    def attempt(self) -> str:
+        return attempt_name(self.step, self.target.run)
 
-class UploadQueue:
-    """The saves of one rank that are to be uploaded: what the training adds and asks, in any
-    thread. Its ``Uploader`` takes them.
+    def path(self, name: str) -> str:
+        """Returns the path of a record or the manifest on the disk of this rank."""
+        return os.path.join(self.data_dir, record_path(self.attempt, name))
 
-    Attributes:
-        uploaded: the newest step whose shard this rank has uploaded.
-        pending: steps saved by this rank that are not uploaded yet.
-        settled: steps whose shard of this rank is uploaded or lost.
-        scheduled: the step that is scheduled, on rank 0; 0: none.
-        current: the step that is being uploaded, and since when.
-        last: the newest step saved.
-        retry_at: when the uploader works again after a failure.
-        stopped: why uploads have ended; empty: rank 0 has ended; None: they have not.
-        closing: no save follows. ``finished``: the uploader has nothing more to do.
-        changed: guards all of these.
-    """
+    def place(self, name: str) -> str:
+        """Returns the URL of a record or the manifest."""
+        return self.remote.place(self.attempt, record_path(self.attempt, name))
 
-    def __init__(self, uploads: Uploads):
-        self.uploads = uploads
-        self.uploaded = self.last = self.scheduled = 0
-        self.pending: list[int] = []
-        self.settled: set[int] = set()
-        self.current: tuple[int, float] | None = None
-        self.errors: list[RemoteError] = []
-        self.retry_at = 0.0
-        self.closing = self.finished = False
-        self.stopped: str | None = None
-        self.changed = runtime.Condition()
-        # on the scheduled checkpoint, on the first rank of each node
-        self._lock: Lease | None = None
-        self._warned = 0  # the newest step whose upload takes long
-
-    def enqueue(self, step: int) -> None:
-        """Adds a step that this rank has saved."""
-        with self.changed:
-            # also after the worker stopped: ``finish`` reports what the store lacks
-            self.pending.append(step)
-            self.last = max(self.last, step)
-            self.changed.notify_all()
-
-    def ready(self) -> bool:
-        """Returns whether rank 0 can begin with another step."""
-        with self.changed:
-            return not (self.scheduled or self.closing or self.stopped is not None)
-
-    def schedule(self, name: str) -> None:
-        """Schedules ``name``, the newest checkpoint that all nodes have, as the next upload of rank
-        0. The first rank of each node locks the checkpoint until the next call. All these ranks
-        call it after the same exchange; rank 0 was ``ready`` before that exchange."""
-        target = self.uploads.target
-        step, run = parse_attempt(name) or (0, "")
-        if run != target.run or target.rank == 0 and step in self.settled:
-            return
-        if self._lock is None or self._lock.holder.holds != (name,):
-            before, self._lock = self._lock, None
-            try:
-                self._lock = acquire_read_lock(target, name, target.attempt(step))
-            except OSError as error:
-                # without a lock the checkpoint may still stay long enough
-                self.warn(
-                    f"step {step} cannot be locked on the disk of rank {target.rank} while it is "
-                    f"uploaded: {error}"
-                )
-            if before is not None:
-                before.release()
-        with self.changed:
-            self.scheduled = step if target.rank == 0 else 0
-            self.changed.notify_all()
-
-    def poll(self) -> list[RemoteError]:
-        """Returns the errors since the last call, and once for each step an error if its upload
-        takes unusually long. Does not wait. There was an event for each of these errors."""
-        timeout = self.uploads.stall_timeout
-        with self.changed:
-            step, since = self.current or (0, 0.0)
-            is_slow = step not in (0, self._warned) and self.uploads.clock() - since > timeout
-        if is_slow:
-            self._warned = step
-            self.warn(
-                f"the upload of step {step} to {self.uploads.remote.url} has taken more than "
-                f"{timeout:.0f} s; "
-                f"steps saved since then are on this machine only"
-            )
-        with self.changed:
-            errors, self.errors = self.errors, []
-            return errors
-
-    def finish(self, timeout: float) -> list[RemoteError]:
-        """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns
-        errors like ``poll``. No save may follow."""
-        target, clock = self.uploads.target, self.uploads.clock
-        until = clock() + timeout
-        with self.changed:
-            # a step that is not committed by now never will be
-            if target.rank == 0:
-                with suppress(OSError):
-                    self.pending = [
-                        step for step in self.pending if committed_dir(target, step) is not None
-                    ]
-                self.last = max(self.pending, default=self.uploaded)
-            self.closing = True
-            self.retry_at = 0.0
-            self.changed.notify_all()
-            while not self.finished and (seconds := until - clock()) > 0:
-                self.changed.wait(seconds)
-        if self._lock is not None:
-            self._lock.release()
-        current = self.current  # the uploader may end it now
-        if self.uploaded < self.last:
-            late = "" if self.finished or self.stopped else f" after {timeout:.0f} s"
-            state = (
-                f"is still uploading step {current[0]}"
-                if current is not None
-                else "has not uploaded its part"
-                if target.rank
-                else "has not put the manifest"
-            )
-            self.warn(
-                f"step {self.last} is not complete in {self.uploads.remote.url}{late}: rank "
-                f"{target.rank} {state}. "
-                f"A job on an empty disk would resume from an older step"
-            )
-        return self.poll()
-
-    def finish_at_exit(self, timeout: float) -> None:
-        """Uploads committed steps when a process ends without ``finish``. A rank other than 0 that
-        uploads nothing at the moment does not wait long, because rank 0 may be gone."""
-        if not self.closing:
-            waits = self.uploads.target.rank == 0 or self.current is not None
-            self.finish(timeout if waits else min(timeout, AGAIN))
-
-    def warn(self, text: str) -> None:
-        """Adds an error to those that ``poll`` returns, with an event."""
-        with self.changed:
-            self.errors.append(RemoteError(text))
-        self.uploads.emit(warning(text))
-
-    # ---- of the uploader -------------------------------------------------------------------------
-
-    def begin(self, step: int) -> None:
-        """Records that ``step`` is being uploaded."""
-        with self.changed:
-            self.current = step, self.uploads.clock()
-
-    def end(self) -> None:
-        """Records that nothing is being uploaded."""
-        with self.changed:
-            self.current = None
-            self.changed.notify_all()
-
-    def done(self, step: int, over: int) -> None:
-        """Records that the shard of ``step`` is uploaded. Saved steps up to ``over`` are not
-        uploaded any more."""
-        with self.changed:
-            self.uploaded = max(step, self.uploaded)
-            self.current = None
-            self.settled.add(step)
-            self.pending = [other for other in self.pending if other > over and other != step]
-
-
-class Uploader:
-    """Uploads the shards that one rank saves, in a thread. On rank 0 it also commits uploads and
-    prunes the store. ``failed`` and ``skipped`` count uploads."""
-
-    def __init__(self, uploads: Uploads):
-        self.uploads, self.queue = uploads, UploadQueue(uploads)
-        self.pause = max(PAUSE, uploads.target.world_size / _PER_SECOND)
-        self.failed = self.skipped = 0
-        # rank 0 has published the status of the run; the others: have read it
-        self._has_status = False
-        self._next_check = 0.0
-        # (step whose shard this rank does not see, since when)
-        self._absent: tuple[int, float] = (0, 0.0)
-
-    def start(self) -> Uploader:
-        """Starts the worker thread. Returns this uploader."""
-        runtime.Thread(target=self._run, name="mindresume-uploader", daemon=True).start()
-        return self
-
-    def _run(self) -> None:
-        queue = self.queue
-        while (worked := self.run_once()) is not None:
-            with queue.changed:
-                if not worked and not (queue.closing and self._is_idle()):
-                    queue.changed.wait(None if self._is_idle() else self.pause)
-
-    def run_once(self) -> bool | None:
-        """Does the work that is due. Returns True if there was some, so that the next call can
-        follow at once; False if there was none; None if this was the last call."""
-        queue = self.queue
-        if queue.stopped is None:
-            worked = self.work()
-            with queue.changed:
-                if queue.stopped is None and not (queue.closing and not worked and self._is_idle()):
-                    return worked
-        return self._end()
-
-    def _is_idle(self) -> bool:
-        """Returns whether there is no work until the training calls a method."""
-        queue = self.queue
-        return (
-            queue.stopped is None
-            and not queue.pending
-            and (self._has_status or self.uploads.target.rank != 0)
-        )
-
-    def _end(self) -> bool | None:
-        """Publishes, on rank 0, that no upload follows, and why. If that fails, it is tried again
-        until the training ends. Returns like ``run_once``."""
-        queue, target = self.queue, self.uploads.target
+    def upload(self) -> int:
+        """Uploads what this rank saved (rank 0: the metadata files too). Returns the bytes sent.
+        Raises OSError or RecordError if a file cannot be read from the disk (any more),
+        CorruptFileError if it is not what was saved."""
+        target, path = self.target, self.path(record_name(self.target.rank))
+        files = [*read_record(io.BytesIO(read_bytes(target.storage, path))).files]
         if target.rank == 0:
-            if self.uploads.clock() < queue.retry_at:
-                return False
-            is_published = False
-            with self._reporting():
-                self.uploads.remote.publish_status(
-                    target.run, RunStatus(None, ended=True, reason=queue.stopped or "")
-                )
-                is_published = True
-            if not is_published and not queue.closing:
-                return False
-        with queue.changed:
-            queue.finished = True
-            queue.changed.notify_all()
-        return None
+            files += self.local_manifest()[0].metadata_files
+        rows = [(os.path.join(self.data_dir, file.path), file) for file in files]
+        size = copy_files(self.remote, self.attempt, target.storage, rows)
+        # read again: the save must still be there
+        self.remote.put_record(self.attempt, target.rank, read_bytes(target.storage, path))
+        return size
 
-    def work(self) -> bool:
-        """Does the work that is due, unless uploads have ended or pause after a failure. Returns
-        whether there was some."""
-        worked = False
-        if self.queue.stopped is None and self.uploads.clock() >= self.queue.retry_at:
-            with self._reporting():
-                worked = self._lead() if self.uploads.target.rank == 0 else self._follow()
-        return worked
+    def report_lost(self, reason: str) -> None:
+        """Puts an object that tells rank 0 that the shard of this rank will never come."""
+        url = self.place(f"{_LOST}{record_name(self.target.rank)}")
+        self.remote.store.put(url, reason.encode())
 
-    @contextmanager
-    def _reporting(self, pause: float = AGAIN) -> Iterator[None]:
-        """Keeps an error of the block for the training. The uploader then pauses for ``pause``
-        seconds, unless uploads have ended or the shard is lost."""
-        queue = self.queue
-        try:
-            yield
-        except Exception as error:  # any error goes to the training; the worker continues
-            step = (
-                error.step
-                if isinstance(error, LostShardError)
-                else queue.current[0]
-                if queue.current is not None
-                else None
-            )
-            text = (
-                str(error)
-                if step is None or isinstance(error, LostShardError)
-                else f"step {step} is not uploaded: {error}"
-            )
-            with queue.changed:
-                self.failed += 1
-                if isinstance(error, SupersededError):
-                    queue.stopped = str(error)
-                elif isinstance(error, LostShardError):  # no pause: a retry would not help
-                    queue.settled.add(error.step)
-                    queue.pending = [other for other in queue.pending if other != error.step]
-                else:
-                    queue.retry_at = self.uploads.clock() + pause
-                queue.errors.append(RemoteError(text))
-            self.uploads.emit(UploadFailed(step, text, self.failed))
-        finally:
-            queue.end()
-
-    # ---- rank 0 ----------------------------------------------------------------------------------
-
-    def _lead(self) -> bool:
-        """Uploads the next step on rank 0, and prunes the store. Returns whether there was one."""
-        uploads, queue = self.uploads, self.queue
-        remote, target = uploads.remote, uploads.target
-        if not self._has_status:
-            remote.check_not_superseded(target.run)
-            remote.publish_status(target.run, RunStatus())
-            self._has_status = True
-        with queue.changed:
-            scheduled = queue.scheduled
-            steps = (
-                [scheduled]
-                if uploads.only_scheduled and not queue.closing
-                else sorted(queue.pending, reverse=True)
-            )
-        step, data_dir = next(
-            (
-                (step, data_dir)
-                for step in steps
-                if step and (data_dir := committed_dir(target, step))
-            ),
-            (0, None),
+    def missing(self) -> list[str]:
+        """Returns the names of missing objects that rank 0 needs before it puts the manifest. A
+        rank puts its record after all files in it, so their sizes are not compared again. Raises
+        LostShardError if a rank has reported that its shard is lost."""
+        store, records = (
+            self.remote.store,
+            [record_name(rank) for rank in range(self.target.world_size)],
         )
-        if data_dir is not None:
-            queue.begin(step)
-            with self._reporting():
-                self._upload_whole(step, data_dir)
-        with queue.changed:
-            queue.scheduled = queue.scheduled if queue.scheduled != scheduled else 0
-        return data_dir is not None
+        there = set(store.list(f"{self.remote.url}/{self.attempt}"))
+        for rank, name in enumerate(records):
+            if record_path(self.attempt, f"{_LOST}{name}") in there:
+                reason = store.read(self.place(f"{_LOST}{name}")).decode(errors="replace")
+                raise LostShardError(self.step, f"the part of rank {rank} {reason}")
+        paths = [record_path(self.attempt, name) for name in records]
+        if there.issuperset(paths):
+            manifest, _ = self._whole()
+            files = [
+                *(file for files in manifest.files for file in files),
+                *manifest.metadata_files,
+            ]
+            paths = [file.path for file in files]
+        return [path for path in paths if path not in there]
 
-    def _upload_whole(self, step: int, data_dir: str) -> None:
-        """Uploads this rank's part of ``step``, waits for those of the others, commits, and prunes
-        the store."""
-        uploads, queue = self.uploads, self.queue
-        remote, target, started = uploads.remote, uploads.target, uploads.clock()
-        lock = self._protect(step, data_dir if target.iterations else target.attempt(step))
-        try:
-            remote.check_not_superseded(target.run)
-            remote.publish_status(target.run, RunStatus(step))
-            try:
-                sent = upload_part(remote, target, step, data_dir)
-            except FileNotFoundError as error:
-                raise LostShardError(
-                    step, f"the part of rank 0 is not on its disk any more: {error.filename}"
-                ) from error
-            except CorruptFileError as error:
-                raise LostShardError(step, f"the part of rank 0 is damaged: {error}") from error
-            self._wait_for_others(step, data_dir)
-            remote.check_not_superseded(target.run)
-            remote.commit(target, step, data_dir)
-        finally:
-            if lock is not None:
-                lock.release()
-        # ``step`` is uploaded, they will not be
-        skipped = tuple(sorted(other for other in queue.pending if other < step))
-        if skipped:
-            self.skipped += len(skipped)
-            uploads.emit(UploadsSkipped(skipped, self.skipped))
-        queue.done(step, over=step)
-        uploads.emit(UploadFinished(step, remote.url, sent, uploads.clock() - started))
-        with self._reporting(pause=0):
-            remote.prune(uploads.policy or KEEP_ALL, target.run, step, uploads.emit)
+    def commit(self) -> None:
+        """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is
+        gone by then: a later run took this one for dead, and removed its incomplete attempt."""
+        manifest, data = self._whole()
+        self.remote.store.put(self.place(MANIFEST), data)
+        # A later run that removes the attempt looks for the manifest before, and deletes it once
+        # more after all other objects. This run puts the manifest and then looks for the other
+        # objects. So one of the two runs sees what the other has done.
+        gone = self.missing()
+        if gone:
+            self.remote.store.delete(self.place(MANIFEST))
+            raise RemoteError(
+                f"{len(gone)} objects were removed during the upload, the first is {gone[0]}"
+            )
+        self.remote.committed(self.attempt, manifest)
 
-    def _protect(self, step: int, commit_dir: str) -> Lease | None:
-        """Locks a step against removal. None: the disk takes no lock now (it is full, or
-        read-only). It is uploaded all the same: what is removed meanwhile is noticed, because each
-        file is looked for until the manifest is put."""
-        target = self.uploads.target
-        try:
-            lock = acquire_read_lock(target, attempt_name(step, target.run), commit_dir)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-                raise  # it may pass, and the upload is tried again
-            self.uploads.emit(
-                Notice(
-                    f"step {step} is uploaded without a lock against its removal, because the disk "
-                    "takes none: "
-                    f"{error}"
+    def _whole(self) -> tuple[Manifest, bytes]:
+        """Returns the manifest of all ranks, and its bytes. If nodes share no disk, the manifest on
+        the disk of rank 0 names only the ranks of its node. Then the manifest is made from the
+        records of all ranks, which only the store has."""
+        local, remote = self.local_manifest(), self.remote
+        if not local[0].local_ranks:
+            return local
+        if self.attempt not in remote.manifests:
+            remote.manifests[self.attempt] = Manifest.from_records(
+                parallel(
+                    self.target.storage,
+                    lambda rank: read_record(io.BytesIO(remote.record(self.attempt, rank))),
+                    range(local[0].world_size),
                 )
             )
-            return None
-        if lock is None:
-            raise LostShardError(step, "it was removed from the disk of rank 0 before its upload")
-        return lock
+        return remote.manifests[self.attempt], remote.manifests[self.attempt].encode()
 
-    def _wait_for_others(self, step: int, data_dir: str) -> None:
-        """Waits for the objects of the other ranks. Raises RemoteError that names the late ranks,
-        LostShardError if an object will never come."""
-        uploads = self.uploads
-        until, before = uploads.clock() + uploads.stall_timeout, None
-        while missing := uploads.remote.missing(uploads.target, step, data_dir):
-            if before is not None and len(missing) < before:
-                until = uploads.clock() + uploads.stall_timeout
-            if uploads.clock() >= until:
-                manifest = uploads.remote.local_manifest(
-                    uploads.target, attempt_name(step, uploads.target.run), data_dir
-                )[0]
-                raise RemoteError(
-                    f"{len(missing)} objects of {ranks_of(missing, manifest)} did not come within "
-                    f"{uploads.stall_timeout:.0f} s, the first is {missing[0]}"
-                )
-            before = len(missing)
-            uploads.sleep(self.pause)
+    def local_manifest(self) -> tuple[Manifest, bytes]:
+        """Returns the manifest on the disk of this rank, and its bytes."""
+        data = read_bytes(self.target.storage, self.path(MANIFEST))
+        return Manifest.read(io.BytesIO(data)), data
 
-    # ---- the other ranks -------------------------------------------------------------------------
+    def owners(self, paths: Iterable[str]) -> str:
+        """Returns the ranks that put these objects, for people: "rank 1, 3"."""
+        files = self.local_manifest()[0].files
+        owners = {file.path: rank for rank, files in enumerate(files) for file in files}
+        ranks = {owners.get(path, record_rank(os.path.basename(path))) for path in paths} - {None}
+        return f"rank {listed(sorted(ranks))}" if ranks else "rank 0"
 
-    def _follow(self) -> bool:
-        """Uploads the shard of the step that rank 0 has published. Returns whether there was
-        one."""
-        uploads, queue = self.uploads, self.queue
-        remote, target = uploads.remote, uploads.target
-        if not queue.pending:
-            return False
-        status = remote.read_status(target.run)
-        # not published yet, or removed by a later run
-        if status is None:
-            if (self._has_status or queue.closing) and uploads.clock() >= self._next_check:
-                self._next_check = uploads.clock() + AGAIN
-                remote.check_not_superseded(target.run)
-            return False
-        self._has_status = True
-        if status.ended:
-            with queue.changed:
-                queue.stopped = status.reason
-            if status.reason:
-                queue.warn(status.reason)
-            return True
-        step = status.step
-        if step is None or step in queue.settled:
-            return False
-        data_dir = committed_dir(target, step) or target.data_dir(step)
-        if not remote.has_shard(target, step, data_dir):
-            return self._report_missing(step)
-        queue.begin(step)
-        started = uploads.clock()
-        try:
-            sent = upload_part(remote, target, step, data_dir)
-        except FileNotFoundError:
-            # rank 0 gave the step up or renamed its folder, or the shard is gone
-            queue.end()
-            return remote.read_status(target.run) == status and self._report_missing(step)
-        except CorruptFileError as error:
-            remote.report_lost_shard(target, step, f"is damaged: {error}")
-            raise LostShardError(
-                step, f"the part of rank {target.rank} is damaged: {error}"
-            ) from error
-        uploads.emit(
-            UploadFinished(step, remote.url, sent, uploads.clock() - started, is_whole=False)
-        )
-        # If another node has lost this step, rank 0 may next upload an older one, but none before a
-        # step that is complete.
-        queue.done(step, over=queue.uploaded if target.local_ranks else step)
-        return True
 
-    def _report_missing(self, step: int) -> bool:
-        """Reports to rank 0 that the shard of this rank will never come. A rank sees its files on
-        the disk of its own node at once. On a shared disk it can see late that a folder was
-        renamed, so it waits first. Returns False while it waits; raises LostShardError after the
-        report."""
-        uploads, queue = self.uploads, self.queue
-        unsaved = step > queue.last
-        if unsaved and not queue.closing:
-            return False
-        if self._absent[0] != step:
-            self._absent = (step, uploads.clock())
-        if uploads.clock() - self._absent[1] < (
-            0 if unsaved or uploads.target.local_ranks else LATE
-        ):
-            return False
-        reason = "was not saved" if unsaved else "is not on its disk any more"
-        uploads.remote.report_lost_shard(uploads.target, step, reason)
-        raise LostShardError(step, f"the part of rank {uploads.target.rank} {reason}")
+def save_of(remote: RemoteCheckpoints, target: SaveTarget, step: int) -> RemoteSave:
+    """Returns a step of the run of ``target``."""
+    data_dir = os.path.join(target.root, iteration_name(step)) if target.iterations else target.root
+    save = RemoteSave(remote, target, step, data_dir, True)
+    if target.storage.status(save.path(MANIFEST)) is not None:
+        return save
+    return RemoteSave(remote, target, step, target.data_dir(step), False)

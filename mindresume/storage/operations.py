@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from mindresume import runtime
+from mindresume.errors import RecordError
 from mindresume.storage.interface import Storage
-from mindresume.typed import parse_json
+from mindresume.typed import decode, parse_json
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -137,6 +138,14 @@ def read_json(storage: Storage, path: str, limit: int = 1 << 20) -> Any:
     """Returns the JSON document in a small file. Raises OSError like ``read_bytes`` and ValueError
     like ``parse_json``."""
     return parse_json(read_bytes(storage, path, limit))
+
+
+def read_document(storage: Storage, path: str, kind: type[Result]) -> Result | None:
+    """Returns the JSON document in a small file as a dataclass; None if it cannot be read, or has
+    another form."""
+    with suppress(OSError, ValueError, RecordError):
+        return decode(kind, read_json(storage, path), os.path.basename(path))
+    return None
 
 
 # ---- published files: a reader sees the final name with all its bytes, or does not see it --------

@@ -49,11 +49,14 @@ class BackgroundHandler:
     kept, and tried with the next one. A handler that failed gets no more events.
 
     Args:
+        handler: None: it is set later, and events are kept until then.
         emit: receives a warning if the handler fails.
         patience: seconds for which ``close`` waits until the events that are left are handled.
     """
 
-    def __init__(self, handler: Handler, emit: Emitter | None = None, patience: float = PATIENCE):
+    def __init__(
+        self, handler: Handler | None, emit: Emitter | None = None, patience: float = PATIENCE
+    ):
         self._handler, self._patience, self._emit = handler, patience, emit
         self._waiting: deque[tuple[Event, float]] = deque(maxlen=KEPT)
         self._changed = runtime.Condition()
@@ -68,7 +71,7 @@ class BackgroundHandler:
 
     def _start(self) -> None:
         """Starts the thread, or wakes it."""
-        if self._thread is None:
+        if self._thread is None and self._handler is not None:
             thread = runtime.Thread(target=self._work, name="mindresume-events", daemon=True)
             # the limit of threads: the next event tries again
             with suppress(RuntimeError):
@@ -108,33 +111,27 @@ class BackgroundHandler:
             self._thread.join(self._patience)
 
 
-class EventRecorder:
+class EventRecorder(BackgroundHandler):
     """Writes events into the event file. ``emit``: receives a warning if that fails. ``node``:
     number of this node."""
 
     def __init__(self, emit: Emitter, node: int = 0):
-        self.emit, self.node = emit, node
-        self._file: BackgroundHandler | None = None
-        self._folder = ""
-        self._kept: deque[tuple[Event, float]] = deque(maxlen=KEPT)
+        super().__init__(None, emit, _PATIENCE)
+        self.node, self._folder = node, ""
 
     def open(self, folder: str) -> None:
         """Sets the output folder. Only the first call has an effect, so that one file has all
         events."""
-        if self._file is None:
-            # paths in events are read in other folders
-            self._folder = os.path.abspath(folder)
-            self._file = BackgroundHandler(
-                SupervisorEventFile(self._folder, self.node, emit=self.emit), self.emit, _PATIENCE
-            )
-            for event, time_s in self._kept:
-                self._file.handle(event, time_s)
-            self._kept.clear()
+        with self._changed:
+            if self._handler is None:
+                self._folder = os.path.abspath(folder)  # paths in events are read in other folders
+                self._handler = SupervisorEventFile(self._folder, self.node, emit=self._emit)
+                self._start()
 
     def evidence(self) -> str | None:
         """Returns the prefix of the paths of files beside the event file; None: the folder is not
         known, or cannot be made. Its disk can hang."""
-        if self._file is None:
+        if not self._folder:
             return None
         folder = os.path.join(self._folder, FOLDER)
         try:
@@ -142,16 +139,6 @@ class EventRecorder:
         except OSError:
             return None
         return os.path.join(folder, f"stacks-{os.getpid()}")
-
-    def handle(self, event: Event, time_s: float) -> None:
-        if self._file is None:
-            self._kept.append((event, time_s))
-        else:
-            self._file.handle(event, time_s)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 # ---- logs ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import process_namespace, start_time, stat_fields
+from mindresume.coordination.process_identity import namespace, read_process, start_time
 from mindresume.coordination.rank_heartbeat import (
     BUILDING,
     COMPILING,
@@ -59,8 +59,7 @@ class Heartbeats:
         self.folder = folder
         self.known: dict[int, Heartbeat] = {}
         self.readable: set[int] = set()
-        # in another one a process has another number
-        self._namespace = process_namespace()
+        self._namespace = namespace("pid")  # in another one a process has another number
 
     def refresh(self) -> None:
         beats = {
@@ -228,20 +227,21 @@ def without_stacks(heartbeats: Sequence[Heartbeat], paths: Sequence[str]) -> str
     """Returns the ranks of which ``write_stacks`` has no file, each with the reason as far as it is
     known; empty: none."""
     states = {
-        b"T": "it is stopped",
-        b"t": "a debugger has stopped it",
-        b"D": "it waits in the kernel",
+        "T": "it is stopped",
+        "t": "a debugger has stopped it",
+        "D": "it waits in the kernel",
     }
     found = []
     for heartbeat in heartbeats:
         if not any(path.endswith(f"-rank_{heartbeat.rank}-{heartbeat.pid}.txt") for path in paths):
-            fields = stat_fields(heartbeat.pid)
+            process = read_process(heartbeat.pid)
             why = (
-                states.get(
-                    fields[0], "it did not answer, and py-spy is not installed or may not trace it"
+                "it cannot be looked at"
+                if process is None
+                else states.get(
+                    process.state,
+                    "it did not answer, and py-spy is not installed or may not trace it",
                 )
-                if fields
-                else "it cannot be looked at"
             )
             found.append(f"rank {max(heartbeat.rank, 0)} (process {heartbeat.pid}): {why}")
     return "; ".join(found)

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import is_running, process_namespace, start_ticks
+from mindresume.coordination.process_identity import is_running, namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
 from mindresume.storage.operations import Hurry
 from mindresume.supervisor.members import (
@@ -222,14 +222,14 @@ def job_key(command: Sequence[str]) -> str:
 def marks(command: Sequence[str]) -> dict[str, str]:
     """Returns the variables for the environment of the command."""
     me = f"{os.getpid()}.{start_ticks(os.getpid())}"
-    return {MARK: f"{me}.{process_namespace()}.{job_key(command)}", JOB_MARK: me}
+    return {MARK: f"{me}.{namespace('pid')}.{job_key(command)}", JOB_MARK: me}
 
 
 def find_orphans(command: Sequence[str]) -> list[Process]:
     """Returns the processes of this command whose supervisor is gone. A host sees the processes of
     its containers, but their supervisors have other numbers there, so that those are never orphans
     of the host."""
-    suffix, found, table = f".{process_namespace()}.{job_key(command)}", [], all_processes()
+    suffix, found, table = f".{namespace('pid')}.{job_key(command)}", [], all_processes()
     # started by what that supervisor had started
     mine = {os.getpid(), *ancestors([os.getpid()], table, 0)}
     for process in table.values():

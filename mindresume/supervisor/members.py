@@ -24,55 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import stat_fields
+from mindresume.coordination.process_identity import Process, read_process
 from mindresume.coordination.rank_heartbeat import Heartbeat
 
 PROC = Path("/proc")
 _SET_PDEATHSIG, _SET_SUBREAPER = 1, 36  # of prctl
 RANK, SCHEDULER, WRITER, OTHER = "rank", "scheduler", "writer", "other"
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True)
-class Process:
-    """Describes a process.
-
-    Attributes:
-        pid: its number.
-        parent: number of its parent.
-        session: number of its session.
-        state: letter of the kernel, such as R, S, D (waits in the kernel), T (stopped), Z (ended,
-            not reaped).
-        ticks: when it was started, in clock ticks since boot; with ``pid`` unique.
-        wait_status: as of ``os.wait``, of a process that has ended; else 0.
-    """
-
-    pid: int
-    parent: int
-    session: int
-    state: str
-    ticks: int
-    wait_status: int = 0
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in "ZX"
-
-
-def read_process(pid: int) -> Process | None:
-    """Returns a process, or None if there is none with this number."""
-    fields = stat_fields(pid) or ()
-    try:
-        return Process(
-            pid,
-            int(fields[1]),
-            int(fields[3]),
-            fields[0].decode(),
-            int(fields[19]),
-            int(fields[49]),
-        )
-    except (ValueError, IndexError):
-        return None
 
 
 def all_processes() -> dict[int, Process]:

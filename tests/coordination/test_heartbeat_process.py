@@ -216,5 +216,5 @@ def test_a_lease_path_that_is_not_utf8(tmp_path):
     root = tmp_path / "checkpoint\udcff"
     lease = acquire(dir_at(root), ME, beat=EVERY).start()
     wait_for(lambda: holder_of(root).beat > 2)
-    assert lease_path(str(root), lease.run).endswith(os.listdir(root / FOLDER)[0])
+    assert lease_path(dir_at(root), lease.run).endswith(os.listdir(root / FOLDER)[0])
     lease.release()

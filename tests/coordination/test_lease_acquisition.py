@@ -142,7 +142,7 @@ def test_a_silent_holder_on_another_host_is_watched_then_considered_dead(tmp_pat
     assert BEAT * PATIENCE <= time.now < BEAT * (PATIENCE + 1)
     assert run_sequence(lease.run) == 2
     assert events == [
-        LeaseWatched(lease_path(str(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
+        LeaseWatched(lease_path(dir_at(tmp_path), dead.run), dead.run, "node7", BEAT * PATIENCE),
         StaleLeaseRemoved(dead.run, "node7", ELSEWHERE.pid),
     ]
 

@@ -16,11 +16,10 @@ from mindresume.coordination.process_identity import (
     boot_id,
     host_identity,
     is_running,
-    mount_namespace,
-    process_namespace,
+    namespace,
+    read_process,
     start_ticks,
     start_time,
-    stat_fields,
 )
 
 
@@ -29,14 +28,14 @@ def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_
     assert start_ticks(process.pid) >= start_ticks(os.getpid()) > 0
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    assert stat_fields(process.pid)[0] == b"Z" and start_ticks(process.pid) is None
+    assert read_process(process.pid).state == "Z" and start_ticks(process.pid) == 0
     process.communicate()
-    assert stat_fields(process.pid) is None and start_ticks(process.pid) is None
+    assert read_process(process.pid) is None and start_ticks(process.pid) == 0
 
 
 def test_the_namespace_is_that_of_the_kernel():
-    assert f"pid:[{process_namespace()}]" == os.readlink("/proc/self/ns/pid")
-    assert f"mnt:[{mount_namespace()}]" == os.readlink("/proc/self/ns/mnt")
+    assert f"pid:[{namespace('pid')}]" == os.readlink("/proc/self/ns/pid")
+    assert f"mnt:[{namespace('mnt')}]" == os.readlink("/proc/self/ns/mnt")
 
 
 def test_ticks_since_boot_as_a_time():
@@ -117,7 +116,7 @@ def test_a_process_with_sigkill_pending_is_neither_alive_nor_dead(
     monkeypatch, field, pending, expected
 ):
     """It waits in the kernel (state D) and will run no code: its heartbeats have to tell."""
-    stat = b"4711 (python) D " + b" ".join(b"%d" % number for number in range(4, 30))
+    stat = b"4711 (python) D " + b" ".join(b"%d" % number for number in range(4, 53))
     status = f"Name:\tpython\n{field}:\t{pending}\n".encode()
     monkeypatch.setattr(
         "builtins.open", lambda path, mode: io.BytesIO(stat if path.endswith("/stat") else status)

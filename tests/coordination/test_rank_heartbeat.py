@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
-from mindresume.coordination.process_identity import process_namespace, start_ticks
+from mindresume.coordination.process_identity import namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import RankHeartbeat, read_heartbeat, read_heartbeats
 
 
@@ -37,7 +37,7 @@ def heartbeat(tmp_path, clock, monkeypatch):
 
 def test_a_new_heartbeat_names_this_process_and_nothing_else(heartbeat):
     found = read_heartbeat(heartbeat.path)
-    assert found.namespace == process_namespace() > 0
+    assert found.namespace == namespace("pid") > 0
     assert (found.pid, found.ticks, found.phase) == (
         os.getpid(),
         start_ticks(os.getpid()),

@@ -85,7 +85,7 @@ def test_a_process_waits_once_for_all_announcements_that_do_not_go_away(tmp_path
             every=0.0,
             run=run_name(0, f"{number:08x}"),
         )
-        path = lease_path(tmp_path, announced.run)
+        path = lease_path(dir_at(tmp_path), announced.run)
         with open(path, "wb") as file:
             file.write(announced.encode() if foreign == "announcements" else b"garbage")
     for name in names:

@@ -481,7 +481,7 @@ def other_lock(root, step, **fields):
     holder = replace(holder, run="0000-00000000", **fields)
     lock = leases.Lease(dir_at(root), holder)
     lock.publish()
-    return Path(leases.lease_path(str(root), holder.run))
+    return Path(leases.lease_path(dir_at(root), holder.run))
 
 
 def test_a_second_scrub_leaves_the_folder_to_the_first(tmp_path):

@@ -183,7 +183,7 @@ def test_an_upload_that_fails_is_an_error_and_the_next_start_uploads(
 
 def test_a_store_of_a_later_run_is_left_alone(tmp_path, remote):
     rank_folders.save(tmp_path / "disk", 20, world=2)
-    remote.publish_status("0002-0000bbbb", RunStatus())
+    remote.publish_status("0002-0000bbbb", RunStatus(None, False))
     assert all(
         "has been taken over by run 0002-0000bbbb" in text
         for text in upload(tmp_path / "disk", remote)

@@ -39,7 +39,7 @@ from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
-from mindresume.saving import garbage_collector, replication
+from mindresume.saving import garbage_collector, upload
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import (
@@ -48,8 +48,9 @@ from mindresume.saving.remote_checkpoints import (
     number_runs,
     record_path,
 )
-from mindresume.saving.replication import AGAIN, Uploader, Uploads, upload_part
+from mindresume.saving.replication import save_of
 from mindresume.saving.retention import KEEP_ALL, KeepLast
+from mindresume.saving.upload import AGAIN, Uploader, Uploads
 from sim.cluster import current_cluster
 
 URL = "obs://bucket/job/checkpoint"
@@ -679,7 +680,7 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
 
 
 def test_a_run_that_uploaded_nothing_counts_too(world):
-    world.remote.publish_status(run_name(3, "00000003"), RunStatus())
+    world.remote.publish_status(run_name(3, "00000003"), RunStatus(None, False))
     number_runs(dir_at(world.disk), world.remote)
     assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
@@ -687,7 +688,7 @@ def test_a_run_that_uploaded_nothing_counts_too(world):
 def test_a_run_considered_dead_uploads_nothing_more(world):
     old = world.upload(5)
     world.save(10)
-    world.remote.publish_status(LATER, RunStatus())
+    world.remote.publish_status(LATER, RunStatus(None, False))
     for one in old:
         one.queue.enqueue(10)
     old[0].work()
@@ -995,7 +996,7 @@ def test_the_end_waits_for_a_limited_time(world):
 def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
     uploaders = world.upload(5)
     saved(world, uploaders, 10)
-    world.remote.publish_status(LATER, RunStatus())
+    world.remote.publish_status(LATER, RunStatus(None, False))
     for one in uploaders:
         assert f"taken over by run {LATER}" in str(one.queue.finish(600)[0])
     assert world.now < 10 and world.committed() == [5]
@@ -1003,7 +1004,7 @@ def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
 
 def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(world):
     uploaders = world.upload(5)
-    world.remote.publish_status(LATER, RunStatus())
+    world.remote.publish_status(LATER, RunStatus(None, False))
     saved(world, uploaders, 10)
     for one in uploaders * 2:
         one.run_once()
@@ -1016,7 +1017,7 @@ def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(worl
 
 def test_a_run_may_be_superseded_before_its_first_status(world):
     uploaders = world.uploaders()
-    world.remote.publish_status(LATER, RunStatus())
+    world.remote.publish_status(LATER, RunStatus(None, False))
     saved(world, uploaders, 5)
     assert (
         all(f"taken over by run {LATER}" in str(one.queue.finish(600)[0]) for one in uploaders)
@@ -1039,7 +1040,7 @@ def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
 def test_the_status_is_retried(world, monkeypatch):
     uploaders = world.upload(5)
     saved(world, uploaders, 10)
-    world.remote.publish_status(LATER, RunStatus())
+    world.remote.publish_status(LATER, RunStatus(None, False))
     write = moxing.file.write
     monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
     assert (
@@ -1069,13 +1070,7 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     world.others = first[1:]
     saved(world, first, 5)
     url = f"{URL}/{attempt_name(5, RUN)}"
-    target = first[0].uploads.target
-    upload_part(
-        first[0].uploads.remote,
-        target,
-        5,
-        target.root if world.fmt == "1.0" else os.path.join(target.root, "iteration_00000005"),
-    )
+    save_of(first[0].uploads.remote, first[0].uploads.target, 5).upload()
     before = world.remote.store.list(url)
     if world.fmt == "1.0":
         rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
@@ -1273,6 +1268,6 @@ def test_a_disk_that_takes_no_lock_prevents_no_upload(world, monkeypatch, error,
     def fail(*given, **named):
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(replication, "acquire_read_lock", fail)
+    monkeypatch.setattr(upload, "acquire_read_lock", fail)
     world.upload(5)
     assert world.committed() == ([5] if uploaded else [])

@@ -23,11 +23,11 @@ from mindresume.resume import bucket_source
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
-from mindresume.saving import replication
+from mindresume.saving import upload
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
-from mindresume.saving.replication import Uploader, Uploads
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
+from mindresume.saving.upload import Uploader, Uploads
 from mindresume.storage.read_cache import ReadCache
 from sim import machine
 from sim.cluster import current_process
@@ -307,8 +307,9 @@ def test_only_a_step_that_all_nodes_have_is_announced(tmp_path):
     job.save()
     job.save("a")
     job.turns(0)
-    # no common step is announced
-    assert in_bucket() == [] and remote().read_status(RUN) == RunStatus()
+    assert in_bucket() == [] and remote().read_status(RUN) == RunStatus(
+        None, False
+    )  # no common step is announced
     job.peer_state()
     job.stop()
     job.turns(0)
@@ -373,7 +374,7 @@ def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, monkeyp
         broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
         job.turns(0)
     assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].queue.ready()
-    job.now += replication.AGAIN
+    job.now += upload.AGAIN
     job.peer_state()
     job.stop()
     job.turns(0)
@@ -387,7 +388,7 @@ def test_a_disk_without_read_locks_is_reported(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(replication, "acquire_read_lock", refuse)
+    monkeypatch.setattr(upload, "acquire_read_lock", refuse)
     job.uploaders[2].queue.schedule(attempt_name(5, RUN))
     assert "step 5 cannot be locked on the disk of rank 2" in job.errors()[0]
 

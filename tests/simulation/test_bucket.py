@@ -10,7 +10,7 @@ from mindresume.errors import RemoteError
 from mindresume.fault_injection.faults import Fault
 from mindresume.saving import save_session
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.saving.replication import Uploader, UploadQueue
+from mindresume.saving.upload import Uploader, UploadQueue
 from sim.bucket import BUCKET, Bucket, PodStore
 from sim.bucket_oracle import check_bucket
 from sim.cluster import Cluster, current_cluster

@@ -55,7 +55,7 @@ def test_a_file_that_fails_is_reported(recorder, tmp_path, monkeypatch):
         def handle(self, event, time_s):
             seen.append(event)
 
-    recorder.emit.add(Seen())
+    recorder._emit.add(Seen())
     monkeypatch.setattr(SupervisorEventFile, "handle", lambda *given: 1 / 0)
     recorder.open(str(tmp_path))
     recorder.handle(JobStarted(1, 7), 0.0)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mindresume.coordination.process_identity import process_namespace
+from mindresume.coordination.process_identity import namespace
 from mindresume.supervisor import job_end
 
 COMMAND = ["msrun", "train.py"]
@@ -33,11 +33,14 @@ def process_with(mark):
 @pytest.mark.parametrize(
     ("supervisor", "namespace", "is_orphan"),
     [
-        (GONE, process_namespace(), True),
-        # of a container: its supervisor has another number here
-        (GONE, process_namespace() + 1, False),
-        ("own", process_namespace(), False),
-        ("x.y", process_namespace(), False),
+        (GONE, namespace("pid"), True),
+        (
+            GONE,
+            namespace("pid") + 1,
+            False,
+        ),  # of a container: its supervisor has another number here
+        ("own", namespace("pid"), False),
+        ("x.y", namespace("pid"), False),
     ],
 )
 def test_a_process_is_an_orphan_if_its_supervisor_of_the_same_namespace_is_gone(
@@ -92,7 +95,7 @@ def test_a_supervisor_that_was_started_by_what_a_dead_one_had_started_does_not_e
         "from mindresume.supervisor import job_end; import os, sys; "
         "print([p.pid for p in job_end.find_orphans(sys.argv[1:])], os.getpid(), os.getppid())"
     )
-    mark = f"{GONE}.{process_namespace()}.{job_end.job_key(COMMAND)}"
+    mark = f"{GONE}.{namespace('pid')}.{job_end.job_key(COMMAND)}"
     # the shell has inherited the mark, too
     shell = f"{sys.executable} -c '{program}' {' '.join(COMMAND)}; true"
     out = subprocess.run(

@@ -29,27 +29,24 @@ import os
 import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
-from mindresume.coordination.process_identity import boot_id, mount_namespace
-from mindresume.errors import RecordError
+from mindresume.coordination.process_identity import boot_id, namespace
 from mindresume.formats import CheckpointDir
-from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
+from mindresume.model.manifest import FOLDER, Run, attempt_name, run_sequence
 from mindresume.storage.interface import Storage
 from mindresume.storage.mounts import filesystem_type
-from mindresume.storage.operations import publish_json, read_json
-from mindresume.typed import Count, Limits, Number, decode
+from mindresume.storage.operations import publish_json, read_document
+from mindresume.typed import Count, Limits, Number
 
 MARK = "memory-tier"
 OWNER = "owner.json"
 SLOTS = "slots"
 _VERSION = 2
 NOTE = "on-disk.json"
-_LIMIT = 1 << 20  # bytes of an owner file, and of a note
-# seconds: some file systems forget fractions of the time of a change
-_PRECISION = 2.0
+_PRECISION = 2.0  # seconds: some file systems forget fractions of the time of a change
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,13 @@ class TierOwner:
         processes: (pid, start in ticks) of the ranks on this node.
     """
 
+    version: Annotated[int, Limits(_VERSION, _VERSION)]
     directory: str
     token: str
     identity: str
     mount: str
     namespace: Count
-    run: str
+    run: Run
     machine: str
     processes: tuple[tuple[Count, Count], ...]
     marked: Number = 0.0
@@ -90,16 +88,7 @@ class TierOwner:
     @classmethod
     def read(cls, storage: Storage, tier: str) -> TierOwner | None:
         """Returns the owner of a tier; None if the file is missing or has another form."""
-        try:
-            value = read_json(storage, os.path.join(tier, OWNER), _LIMIT)
-            owner = decode(cls, value, OWNER)
-            run_sequence(owner.run)
-        except (OSError, ValueError, RecordError):
-            return None
-        return owner if value.get("version") == _VERSION else None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"version": _VERSION, **asdict(self)}
+        return read_document(storage, os.path.join(tier, OWNER), cls)
 
     @property
     def is_alive(self) -> bool | None:
@@ -115,7 +104,7 @@ class TierOwner:
     def sees_directory(self) -> bool:
         """Whether this process finds the checkpoint directory under its path. In another container
         it can be another folder."""
-        return self.namespace != 0 and self.namespace == mount_namespace()
+        return self.namespace != 0 and self.namespace == namespace("mnt")
 
     @property
     def directory_is_gone(self) -> bool:
@@ -132,12 +121,7 @@ class TierOwner:
 
 def read_mark(directory: CheckpointDir) -> TierMark | None:
     """Returns the mark of a checkpoint directory; None if it has none that can be read."""
-    try:
-        return decode(
-            TierMark, read_json(directory.storage, directory.path(FOLDER, MARK), _LIMIT), MARK
-        )
-    except (OSError, ValueError, RecordError):
-        return None
+    return read_document(directory.storage, directory.path(FOLDER, MARK), TierMark)
 
 
 def make_mark(directory: CheckpointDir, folder: str, tag: str, keep: bool) -> TierMark:
@@ -188,11 +172,12 @@ def owner_of(
         mount = os.path.dirname(mount)
     identity, marked = identity_of(directory)
     return TierOwner(
+        _VERSION,
         real,
         mark.token,
         identity,
         mount,
-        mount_namespace(),
+        namespace("mnt"),
         run,
         holder_of_this_process("").machine,
         tuple((pid, started) for pid, started in processes),
@@ -284,7 +269,7 @@ class DiskNote:
     """
 
     key: Annotated[str, Limits(1)]
-    run: str
+    run: Run
     step: Count = 0
 
     @property
@@ -295,19 +280,7 @@ class DiskNote:
     @classmethod
     def read(cls, storage: Storage, tier: str) -> DiskNote | None:
         """Returns the note in a tier; None if there is none that can be read."""
-        try:
-            return cls.from_json(read_json(storage, os.path.join(tier, NOTE), _LIMIT))
-        except (OSError, ValueError):
-            return None
-
-    @classmethod
-    def from_json(cls, value: Any) -> DiskNote | None:
-        """Returns the note of a JSON value; None if it is none."""
-        with suppress(RecordError):
-            note = decode(cls, value, NOTE)
-            run_sequence(note.run)
-            return note
-        return None
+        return read_document(storage, os.path.join(tier, NOTE), cls)
 
     def write(self, storage: Storage, tier: str) -> None:
         """Publishes the note. Raises OSError."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume import runtime
@@ -198,7 +198,7 @@ class _Node:
             publish_json(
                 target.storage,
                 os.path.join(tier_path(self.mark), OWNER),
-                owner.to_json(),
+                asdict(owner),
                 target.run,
             )
 

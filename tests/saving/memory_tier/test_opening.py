@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from manager_jobs import Job, committed, end_jobs, spoil
@@ -261,11 +261,8 @@ def test_a_directory_that_is_restored_in_its_place_has_no_tier(tmp_path, memory)
     """It often gets the same inode. Some file systems forget fractions of seconds."""
     tier, found = str(make_owned_tier(memory, tmp_path)), []
     owner = TierOwner.read(STORAGE, tier)
-    # 0: not known
-    for marked in (owner.marked, int(owner.marked), owner.marked - 10, 0.0):
-        publish_json(
-            STORAGE, os.path.join(tier, OWNER), replace(owner, marked=marked).to_json(), RUN
-        )
+    for marked in (owner.marked, int(owner.marked), owner.marked - 10, 0.0):  # 0: not known
+        publish_json(STORAGE, os.path.join(tier, OWNER), asdict(replace(owner, marked=marked)), RUN)
         found.append(find_tier(dir_at(tmp_path)))
     assert (
         owner.marked > 1e9
@@ -364,7 +361,7 @@ def test_a_superseded_tier_is_removed(tmp_path, memory):
 def test_a_tier_without_its_directory_is_removed_unless_the_disk_is_not_mounted(tmp_path, memory):
     gone, unmounted = leftover(memory, tmp_path / "a"), leftover(memory, tmp_path / "b")
     owner = replace(TierOwner.read(STORAGE, unmounted), mount=str(tmp_path))
-    publish_json(STORAGE, os.path.join(unmounted, OWNER), owner.to_json(), RUN)
+    publish_json(STORAGE, os.path.join(unmounted, OWNER), asdict(owner), RUN)
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
     assert remaining(memory) == [unmounted] and not os.path.exists(gone)
@@ -392,7 +389,7 @@ def test_a_path_of_another_container_says_nothing_about_a_directory(
     make_mark(dir_at(tmp_path / "b"), memory, RUN, keep=False)
     save(tmp_path / "c", 20, world=1)
     if not seen:
-        monkeypatch.setattr(directory, "mount_namespace", lambda: 1)
+        monkeypatch.setattr(directory, "namespace", lambda kind: 1)
     assert sorted(remaining(memory)) == ([] if seen else sorted([gone, replaced, newer]))
 
 
