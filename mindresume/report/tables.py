@@ -40,7 +40,7 @@ def summary(report: Report) -> Phrase:
         lost=report.steps_lost,
         steps=counted("step", report.steps_done),
         span=span_text(report.seconds.total),
-        goodput=_goodput(report),
+        goodput=goodput_text(report),
     )
 
 
@@ -80,72 +80,33 @@ def recovery_summary(report: Report) -> str:
     )
 
 
-def tiles(report: Report) -> list[tuple[str, str, str]]:
-    """Returns (name, value, explanation) of the key figures."""
-    attempts, seconds = report.attempts, report.seconds
-    unrecorded = sum(not attempt.has_events for attempt in attempts)
-    saves, copies = (
-        sum(map(staged_saves, attempts)),
-        sum(len(attempt.saves.memory) for attempt in attempts),
-    )
-    outcome = attempts[-1].outcome
-    last = f"tile.last.{outcome}" if outcome in (RUNNING, UNKNOWN) else "tile.last"
-    saving = [
+def last_outcome(report: Report) -> Phrase:
+    """Returns how the last attempt ended, in words."""
+    outcome = report.attempts[-1].outcome
+    key = f"tile.last.{outcome}" if outcome in (RUNNING, UNKNOWN) else "tile.last"
+    return phrase(key, outcome=outcome_text(outcome))
+
+
+def number_of_saves(report: Report) -> str:
+    """Returns the number of saves to disk; that it is not known if no attempt has events."""
+    if not any(attempt.has_events for attempt in report.attempts):
+        return phrase("not_known")
+    return str(sum(map(staged_saves, report.attempts)))
+
+
+def saving_text(report: Report) -> str:
+    """Returns how many saves went to memory, what all saves cost, and of how many attempts they are
+    not known."""
+    seconds, copies = report.seconds, sum(len(attempt.saves.memory) for attempt in report.attempts)
+    span, share = span_text(seconds.saving), percent(seconds.saving, seconds.total)
+    unrecorded = sum(not attempt.has_events for attempt in report.attempts)
+    parts = [
         phrase("tile.saves.memory", copies=copies) if copies else "",
-        phrase(
-            "tile.saves.more",
-            span=span_text(seconds.saving),
-            share=percent(seconds.saving, seconds.total),
-        ),
+        phrase("tile.saves.more", span=span, share=share),
         phrase("tile.saves.unknown", attempts=counted("attempt", unrecorded)) if unrecorded else "",
     ]
-    rows: list[tuple[str, str, str]] = [
-        (
-            "restarts",
-            str(len(attempts) - 1),
-            phrase(
-                "tile.restarts.more",
-                failures=counted("failure", report.failures),
-                last=phrase(last, outcome=outcome_text(outcome)),
-            ),
-        ),
-        (
-            "reached",
-            number_text(report.reached),
-            phrase("tile.reached.more", steps=counted("step", report.steps_done)),
-        ),
-        (
-            "lost",
-            str(report.steps_lost),
-            phrase(
-                "tile.lost.risk" if report.steps_at_risk else "tile.lost.more",
-                steps=report.steps_at_risk,
-                share=percent(report.steps_lost, report.steps_done),
-            ),
-        ),
-        (
-            "goodput",
-            _goodput(report),
-            phrase(
-                "tile.goodput.more",
-                productive=span_text(seconds.productive),
-                total=span_text(seconds.total),
-            ),
-        ),
-        (
-            "cost",
-            span_text(seconds.lost + seconds.downtime),
-            phrase(
-                "tile.cost.more", lost=span_text(seconds.lost), downtime=span_text(seconds.downtime)
-            ),
-        ),
-        (
-            "saves",
-            phrase("not_known") if unrecorded == len(attempts) else str(saves),
-            joined(saving, "semicolon"),
-        ),
-    ]
-    return [(phrase(f"tile.{name}"), value, more) for name, value, more in rows]
+    text: str = joined(parts, "semicolon")
+    return text
 
 
 def staged_saves(attempt: RunAttempt) -> int:
@@ -298,7 +259,8 @@ def number_text(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
-def _goodput(report: Report) -> str:
+def goodput_text(report: Report) -> str:
+    """Returns the goodput as a share; that it is not known if some of the time is not."""
     seconds = report.seconds
     return (
         phrase("not_known")
