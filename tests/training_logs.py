@@ -4,12 +4,20 @@ handler."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from mindresume import events as ev
 from mindresume.events import Event
 from mindresume.events.event_file import EventFile
-from mindresume.report.event_log import RecordedEvent, find_event_logs, read_events
+from mindresume.report.event_log import (
+    RecordedEvent,
+    SupervisedStart,
+    find_event_logs,
+    read_events,
+)
+from mindresume.report.log_parser import LogLine, parse
+from mindresume.report.runs import RunAttempt, attempts_of
 
 ZERO = time.mktime((2026, 11, 21, 20, 0, 0, 0, 0, -1))  # when all of them begin
 RUNS = [f"{number:04d}-0000aaaa" for number in range(1, 30)]
@@ -78,6 +86,10 @@ class Log:
     def text(self) -> str:
         return "".join(line + "\n" for line in self.lines)
 
+    @property
+    def parsed(self) -> list[LogLine]:
+        return [row for line in self.lines for row in parse(line)]
+
     def write(self, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.text, encoding="utf-8")
@@ -144,6 +156,10 @@ class Training(Log):
             at, ev.SaveWritten(step, 13_000_000, seconds, seconds)
         )
         return self.event(at, ev.SaveCommitted(step, 1, 13_000_000))
+
+    def attempts(self, starts: Sequence[SupervisedStart] = ()) -> tuple[RunAttempt, ...]:
+        """Returns the run attempts. ``starts``: what a supervisor recorded."""
+        return attempts_of(self.recorded, self.parsed, (), starts)
 
     def write_all(self, output: Path) -> Training:
         """Writes the log and the event files of rank 0."""

@@ -11,7 +11,6 @@ from training_logs import RUNS, ZERO, history, two_attempts
 
 from mindresume.events import FAILED, FINISHED, PREEMPTED
 from mindresume.report.accounting import Seconds, accounts_of, total_of
-from mindresume.report.log_parser import parse
 from mindresume.report.runs import UNKNOWN, Losses, Origin, RunAttempt, Save, Saves, attempts_of
 
 
@@ -45,14 +44,8 @@ def lost(*attempts):
     return [account.steps_lost for account in accounts_of(attempts)]
 
 
-def built(training):
-    return attempts_of(
-        training.recorded, [found for line in training.lines for found in parse(line)]
-    )
-
-
 def test_two_attempts_second_by_second():
-    first, second = accounts_of(built(two_attempts()))
+    first, second = accounts_of(two_attempts().attempts())
     assert (first.steps, first.steps_lost, first.kept) == (8, 3, 5)
     # step 1 took 10 s, of which one is an ordinary step; then 4 steps and a save of 0.5 s; then 3
     # steps that are lost
@@ -233,7 +226,7 @@ def test_every_second_is_counted_once_and_every_step_is_kept_or_lost(attempts):
 
 
 def test_stops_for_saves_in_memory_are_not_productive():
-    rows = accounts_of(built(history(attempts=3, memory=3, sources="md", every=50)))
+    rows = accounts_of(history(attempts=3, memory=3, sources="md", every=50).attempts())
     assert [(row.steps_lost, len(row.attempt.saves.memory)) for row in rows] == [
         (2, 36),
         (18, 36),

@@ -7,14 +7,10 @@ from mindresume import events as ev
 from mindresume.events.recovery_phases import Moments
 from mindresume.report.accounting import accounts_of, recoveries_of, totals_of
 from mindresume.report.event_log import RecordedEvent, SupervisedStart
-from mindresume.report.log_parser import parse
-from mindresume.report.runs import attempts_of
 
 
-def accounts(training):
-    return accounts_of(
-        attempts_of(training.recorded, [found for line in training.lines for found in parse(line)])
-    )
+def accounts(training, starts=()):
+    return accounts_of(training.attempts(starts))
 
 
 def shown(phases):
@@ -40,10 +36,7 @@ def test_phases_without_a_moment_between_them_are_one():
 
 def test_moments_of_a_supervisor_divide_it():
     moments = {"noticed": ZERO + 21.5, "ended": ZERO + 22.5, "started": ZERO + 25}
-    training = two_attempts()
-    lines = [found for line in training.lines for found in parse(line)]
-    rows = accounts_of(attempts_of(training.recorded, lines, (), [SupervisedStart(moments)]))
-    (found,) = recoveries_of(rows)
+    (found,) = recoveries_of(accounts(two_attempts(), [SupervisedStart(moments)]))
     assert shown(found.phases)[:3] == [
         ("notice", 19.5, 21.5),
         ("end", 21.5, 22.5),

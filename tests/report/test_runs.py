@@ -11,7 +11,7 @@ from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
-from mindresume.report.log_parser import LogLine, parse
+from mindresume.report.log_parser import LogLine
 from mindresume.report.runs import (
     RUNNING,
     UNKNOWN,
@@ -23,14 +23,10 @@ from mindresume.report.runs import (
 )
 
 
-def lines(*written):
-    return [found for log in written for line in log.lines for found in parse(line)]
-
-
 def attempts(*written, failures=()):
     return attempts_of(
         [recorded for log in written if isinstance(log, Training) for recorded in log.recorded],
-        lines(*written),
+        [line for log in written for line in log.parsed],
         failures,
     )
 
@@ -93,7 +89,7 @@ def test_events_without_a_log_give_attempts_without_losses():
 
 
 def test_a_log_without_events_gives_attempts_with_unknown_fields():
-    first, second = attempts_of([], lines(two_attempts()))
+    first, second = attempts_of([], two_attempts().parsed)
     assert (first.has_events, first.run_id, first.saves.disk, first.outcome, first.reason) == (
         False,
         None,
@@ -151,7 +147,7 @@ def test_the_line_of_the_start_may_be_before_or_after_the_first_event(start_line
 
 def test_two_trainings_of_one_process_in_one_file():
     training = two_attempts()
-    found = attempts_of([[*training.recorded[0], *training.recorded[1]]], lines(training))
+    found = attempts_of([[*training.recorded[0], *training.recorded[1]]], training.parsed)
     assert [attempt.run_id for attempt in found] == RUNS[:2] and [
         attempt.last_step for attempt in found
     ] == [8, 10]
@@ -359,7 +355,7 @@ def test_a_resume_whose_selection_is_lost():
         for found in training.recorded[0]
         if not isinstance(found.event, ev.CheckpointSelected)
     ]
-    (attempt,) = attempts_of([kept], lines(training))
+    (attempt,) = attempts_of([kept], training.parsed)
     origin = attempt.origin
     assert (origin.step, origin.base_step, origin.run_id, origin.is_inferred) == (
         35,
@@ -437,7 +433,7 @@ def test_clocks_that_step_back():
         ],
         [RecordedEvent(at - 35, event) for at, event in training.recorded[1]],
     ]
-    found = attempts_of(late, lines(training))
+    found = attempts_of(late, training.parsed)
     assert {attempt.run_id for attempt in found} >= set(RUNS[:2])
     for before, after in zip(found, found[1:], strict=False):
         assert before.started <= before.ended <= after.started
@@ -447,7 +443,7 @@ def test_events_in_any_order_are_no_error():
     training, draw = two_attempts(), random.Random(3)
     for _ in range(200):
         recorded = [found for events in training.recorded for found in events]
-        spoken = lines(training)
+        spoken = training.parsed
         draw.shuffle(recorded)
         draw.shuffle(spoken)
         cut = draw.randrange(len(recorded))

@@ -10,7 +10,6 @@ from mindresume.events.event_file import SupervisorEventFile
 from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import build_report, to_json
 from mindresume.report.event_log import RecordedEvent, find_supervisor_logs, supervised_starts
-from mindresume.report.log_parser import parse
 from mindresume.report.page import html
 from mindresume.report.runs import attempts_of
 
@@ -83,9 +82,7 @@ def attempts(*events, end=None):
     training.start(60).resume(61, 5, RUNS[0]).run(62, RUNS[1]).steps(70, 6, 9)
     rows = [(0.0, ev.JobStarted(1, 2)), *events, (50.0, ev.JobStarted(2, 9))]
     starts = supervised_starts([RecordedEvent(ZERO + at, event) for at, event in rows])
-    return attempts_of(
-        training.recorded, [found for line in training.lines for found in parse(line)], (), starts
-    )
+    return training.attempts(starts)
 
 
 KILLED = (29.0, ev.RankDied(1, "node-0", 5, 3, -9, "training", 8))
