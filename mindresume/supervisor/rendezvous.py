@@ -503,37 +503,42 @@ class Rendezvous:
             seen = self.states.newest(node) if node != self.node else None
             if seen is None:
                 continue
-            state = seen.content
+            state, cause = seen.content, ""
             if state.session != session:
-                return JobEnd(PEER, NODE_LOST, f"the supervisor of node {node} was started anew")
-            # also before it had seen that this generation begins
-            if state.state == LEFT:
+                cause = f"the supervisor of node {node} was started anew"
+            elif self._says_why(state):
                 return JobEnd(
                     state.kind or PEER,
                     state.status,
                     _from_node(state),
                     state.kind == STOPPED,
-                    is_last=True,
+                    is_last=state.state == LEFT,
                 )
-            if (
-                state.state in (FAILED, READY)
-                and state.generation == self.generation
-                and state.kind
-            ):
-                return JobEnd(state.kind, state.status, _from_node(state), state.kind == STOPPED)
-            if (
-                state.state == READY
-                and state.generation >= self.generation
-                or state.generation > self.generation
-            ):
-                return JobEnd(PEER, NODE_LOST, f"node {node} has ended its part")
-            if not self._is_fresh(seen) and state.state != FINISHED:
-                return JobEnd(
-                    PEER,
-                    NODE_LOST,
-                    f"node {node} was not heard of for {self.timeout:.0f} s (--node-timeout)",
-                )
+            elif self._has_ended(state):
+                cause = f"node {node} has ended its part"
+            elif self._is_silent(seen):
+                cause = f"node {node} was not heard of for {self.timeout:.0f} s (--node-timeout)"
+            if cause:
+                return JobEnd(PEER, NODE_LOST, cause)
         return None
+
+    def _says_why(self, state: NodeState) -> bool:
+        """Returns whether a state says why the part of its node ends. One that has left says so
+        also before it had seen that this generation begins."""
+        return state.state == LEFT or (
+            state.state in (FAILED, READY)
+            and state.generation == self.generation
+            and state.kind != ""
+        )
+
+    def _has_ended(self, state: NodeState) -> bool:
+        """Returns whether a node has ended its part, whatever its state says of the end."""
+        return state.generation > self.generation or (
+            state.state == READY and state.generation == self.generation
+        )
+
+    def _is_silent(self, seen: Sighting) -> bool:
+        return not self._is_fresh(seen) and seen.content.state != FINISHED
 
     def fail(self, status: int, reason: str, kind: str) -> None:
         """Tells the others that this node's part has ended badly. Called before the part is

@@ -799,12 +799,7 @@ MUTANTS = [
     mutant(
         "a node that is not heard of is not missed",
         [
-            Edit(
-                rendezvous.Rendezvous,
-                "_check",
-                "if not self._is_fresh(seen) and state.state != FINISHED:",
-                "if False:",
-            )
+            Instead(rendezvous.Rendezvous, "_is_silent", lambda right: lambda self, seen: False),
         ],
         ("fewer nodes", "safetensors", ""),
         STUCK,
@@ -825,18 +820,13 @@ MUTANTS = [
     mutant(
         "another node's end is noticed only while its last state says so",
         [
-            Edit(
+            Instead(rendezvous.Rendezvous, "_has_ended", lambda right: lambda self, state: False),
+            Instead(
                 rendezvous.Rendezvous,
-                "_check",
-                "state.state == READY\n                and state.generation >= self.generation\n"
-                "                or state.generation > self.generation",
-                "False",
-            ),
-            Edit(
-                rendezvous.Rendezvous,
-                "_check",
-                "if state.state in (FAILED, READY) and",
-                "if state.state == FAILED and",
+                "_says_why",
+                lambda right: (
+                    lambda self, state: state.state != rendezvous.READY and right(self, state)
+                ),
             ),
         ],
         ("supervisors", "safetensors", ""),
