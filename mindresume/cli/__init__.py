@@ -83,14 +83,13 @@ def main() -> None:
     """Runs the console script. Errors of mindresume and of the system print one line and exit with
     status 2, as wrong arguments do."""
     from mindresume.cli import (  # noqa: F401  each module registers its commands
+        catalog,
         conversions,
         drill,
         inspect,
-        ls,
-        prune,
+        maintenance,
         report,
         run,
-        verify,
     )
 
     run_app(app, "mindresume")

@@ -31,7 +31,7 @@ def test_the_help_is_light():
         "cli.main()\nexcept SystemExit: pass"
     )
     found = loaded(code)
-    assert "mindresume.cli.ls" in found and not found & {
+    assert "mindresume.cli.catalog" in found and not found & {
         *FRAMEWORKS,
         "numpy",
         "ml_dtypes",

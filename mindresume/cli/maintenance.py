@@ -1,5 +1,6 @@
-"""Implements ``mindresume prune`` and ``mindresume flush``: what is removed from a disk, and what
-memory brings to it."""
+"""Implements ``mindresume prune``, ``scrub`` and ``flush``: what is removed from a disk, what
+rotted there, and what memory brings to it.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,16 @@ from mindresume.cli.common import (
     print_table,
     progress_bar,
     say,
+    say_checkpoint,
+    say_read,
+    stopped_by_signals,
     time_text,
 )
 from mindresume.errors import ConfigError
 from mindresume.formatting import size_text
 
 if TYPE_CHECKING:
-    from mindresume.api.maintenance import PruneResult
+    from mindresume.api.maintenance import PruneResult, ScrubbedCheckpoint
     from mindresume.saving.retention import Policy
 
 Root = Annotated[
@@ -212,3 +216,108 @@ def flush(folder: Folder, json: AsJson = False) -> None:
             )
         )
     sys.exit(NOTHING if result.step is None and not result.up_to_date else 0)
+
+
+# ---- scrub ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def scrub(
+    folder: Folder,
+    json: AsJson = False,
+    rate: Annotated[
+        float,
+        typer.Option(
+            "--rate",
+            min=0,
+            metavar="MB/s",
+            help="Read at most so many megabytes (10^6 bytes) a second. Default: no limit.",
+        ),
+    ] = 0.0,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Replace damaged files by intact copies: of the same tensors on "
+            "other ranks, or from --remote.",
+        ),
+    ] = False,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            "--remote",
+            metavar="URL",
+            help="remote_save_url of the training: repair from there, too.",
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
+    older_than: Annotated[
+        float,
+        typer.Option(
+            "--older-than",
+            min=0,
+            metavar="HOURS",
+            help="Leave out what was saved, or read by a scrub, in the last HOURS.",
+        ),
+    ] = 0.0,
+) -> None:
+    """Re-reads every kept checkpoint from the disk, names what rotted by file and tensor, and can
+    repair it.
+
+    What stays damaged is recorded beside the checkpoint: resumes, `which`, `ls` and the report
+    refuse it from then on without a new reading, until its files are replaced. `verify` reads the
+    same and writes nothing. A running job is not disturbed: what it is writing is left out, and it
+    removes nothing that is being read. docs/scrub.md has the details.
+    Exit status: 0 all is as written or repaired, 1 damage is left or files cannot be read, 3 there
+        is no checkpoint.
+    """
+    from mindresume.api.maintenance import scrub as scrub_folder
+
+    with stopped_by_signals(), progress_bar("scrubbing", json) as progress:
+        report = scrub_folder(
+            folder,
+            rate_mb=rate,
+            repair=repair,
+            remote=remote,
+            step=step,
+            older_than_hours=older_than,
+            progress=progress,
+        )
+    if json:
+        print_json(report.to_json())
+    else:
+        for found in report.checkpoints:
+            _say_scrubbed(found)
+        say_read(report)
+        cached = sum(found.cached_bytes for found in report.checkpoints)
+        if cached > report.bytes_read // 2:
+            say(
+                f"the kernel kept about {size_text(cached)} in its cache although it was asked to "
+                "drop them: these bytes may not "
+                f"have come from the disk"
+            )
+    sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
+
+
+def _say_scrubbed(found: ScrubbedCheckpoint) -> None:
+    text = {
+        "intact": "every byte is as it was written",
+        "repaired": "was damaged, and is as it was written again",
+        "damaged": "DAMAGED, and refused from now on",
+        "removed": "was removed while it was read",
+        "unreadable": "some files CANNOT BE READ; nothing is recorded of them, the next scrub "
+        "reads them again",
+        "skipped": f"skipped: {found.reason}",
+    }[found.state]
+    left = "unreadable" if found.state == "unreadable" else "damaged"
+    rows = [
+        (f"{name}: {problem.reason}", str(problem.file))
+        for name, problems in ((left, found.damaged), ("repaired", found.repaired))
+        for problem in problems
+    ]
+    say_checkpoint(
+        found.step,
+        "mindformers" if found.run_id is None else f"run {found.run_id}",
+        text,
+        [*rows, *((note, None) for note in found.notes)],
+    )
