@@ -13,7 +13,7 @@ import time
 import pytest
 
 from mindresume.formats.iterations import TRACKER
-from mindresume.mindformers.modelarts import VARIABLES
+from mindresume.mindformers.configuration import VARIABLES
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.object_store import FsspecStore, RetryingStore
 from st.checkpoint_files import tracker

@@ -16,7 +16,7 @@ from typing import Any
 
 from mindresume.events import warning
 from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
-from mindresume.mindformers.modelarts import require_moxing
+from mindresume.mindformers.configuration import require_moxing
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Profile, Symbol
 from mindresume.mindformers.upstream_check import Hooks
 

@@ -23,10 +23,11 @@ from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.formats.iterations import COMMON
 from mindresume.formats.scan import CONSOLIDATED, ROOT, kind_of
-from mindresume.mindformers import adapter, modelarts, upstream, upstream_check
+from mindresume.mindformers import adapter, upstream, upstream_check
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED, prepare
-from mindresume.mindformers.load_request import (
+from mindresume.mindformers.configuration import (
     TRAIN,
+    checkpoint_roots,
     request_of_iterations,
     request_of_resume,
     request_of_weights,
@@ -330,7 +331,7 @@ def select_plan(
     sources = CheckpointSources(
         StrategyLookup(storage, config.get("src_strategy_path_or_dir") or None),
         consolidated,
-        saved_to=modelarts.checkpoint_roots(config) if resume else (),
+        saved_to=checkpoint_roots(config) if resume else (),
         remote=resources.remote,
     )
     found = CheckpointSelector(

@@ -34,11 +34,11 @@ from mindresume.formats.rank_folders import name_for_rank
 from mindresume.formatting import counted
 from mindresume.mindformers import (
     adapter,
+    configuration,
     counters,
     graph_load,
     heartbeat,
     job_start,
-    load_request,
     training_context,
 )
 from mindresume.mindformers.pynative import checkpoint_load
@@ -121,13 +121,13 @@ def _train(call: Call) -> Any:
 
 @wrapper
 def _evaluate(call: Call) -> Any:
-    with training_context.inference(load_request.EVALUATE, call.holder.config):
+    with training_context.inference(configuration.EVALUATE, call.holder.config):
         return call()
 
 
 @wrapper
 def _predict(call: Call) -> Any:
-    with training_context.inference(load_request.PREDICT, call.holder.config):
+    with training_context.inference(configuration.PREDICT, call.holder.config):
         return call()
 
 
@@ -139,7 +139,7 @@ def _check_config_rules(call: Call) -> Any:
     trainer, context = call.holder, training_context.current()
     for note in lift_data_skip(trainer.config):
         context.emit(Notice(note))
-    if context.task == load_request.TRAIN:
+    if context.task == configuration.TRAIN:
         check_callbacks(trainer.config.get("callbacks") or ())
         context.progress.dataset_identity = job_start.fingerprint(trainer.config, context)
         with context.progress.timed_load():
@@ -156,7 +156,7 @@ def _get_last_checkpoint(call: Call) -> Any:
     """Returns the checkpoint folder in a training with ``resume_from_checkpoint=True``. mindformers
     takes the newest file of its rank by modification time, which after a crash is one of a save
     that never completed."""
-    if training_context.current().task != load_request.TRAIN:
+    if training_context.current().task != configuration.TRAIN:
         return call()
     return os.path.join(call.holder.config.output_dir, adapter.CHECKPOINTS)
 
@@ -299,7 +299,7 @@ def _model_train(call: Call, callbacks: Any = None) -> Any:
     # here: its base class is MindSpore's
     from mindresume.mindformers.checkpoint_monitor import FirstStep
 
-    if training_context.current().task != load_request.TRAIN:
+    if training_context.current().task != configuration.TRAIN:
         return call()
     others = (
         callbacks if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]

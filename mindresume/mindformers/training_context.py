@@ -43,9 +43,9 @@ from mindresume.events import (
 )
 from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
-from mindresume.mindformers import adapter, heartbeat, modelarts
+from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
-from mindresume.mindformers.load_request import TRAIN, LoadRequest
+from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_roots, remote_of
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.model.training_state import DataPosition
@@ -325,14 +325,14 @@ def training(config: Any) -> Iterator[TrainingContext]:
             )
             check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
-            context.resources.remote = modelarts.remote_of(config, emit)
+            context.resources.remote = remote_of(config, emit)
             context.requests = preemption.requests(config)
             try:
                 yield context
                 ended = _ended(context.progress)
             except TrainingCompleteError as error:
                 heartbeat.enter(ENDING)
-                _keep_last_step(context, modelarts.checkpoint_roots(config))
+                _keep_last_step(context, checkpoint_roots(config))
                 ended = TrainingEnded(NOTHING_TO_TRAIN, str(error))
         except BaseException as error:
             heartbeat.enter(ENDING)

@@ -28,8 +28,8 @@ import mindresume  # noqa: E402
 from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import (
     adapter,
+    configuration,
     job_start,
-    load_request,
     loading,
     network_state,
     training_context,
@@ -113,7 +113,7 @@ def job(group, path, output, plan, settings=None, **values):
         **values,
     )
     current = training_context.TrainingContext(
-        settings or Settings(), load_request.TRAIN, training_context.Resources(group)
+        settings or Settings(), configuration.TRAIN, training_context.Resources(group)
     )
     CONTEXTS.append(current)
     job_start.select_checkpoint(config, current)

@@ -7,7 +7,7 @@ import pytest
 from rank_folders import Ranks
 
 from mindresume.mindformers import loading
-from mindresume.mindformers.load_request import LoadRequest
+from mindresume.mindformers.configuration import LoadRequest
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.geometry import held, slices_of
 from sim.threads import Condition

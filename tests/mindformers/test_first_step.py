@@ -15,7 +15,7 @@ from mindspore import nn  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
 from mindresume.events import NetworkCompiled  # noqa: E402
-from mindresume.mindformers import checkpoint_monitor, load_request, training_context  # noqa: E402
+from mindresume.mindformers import checkpoint_monitor, configuration, training_context  # noqa: E402
 from mindresume.mindformers.network_state import LoadedWeights  # noqa: E402
 from mindresume.mindformers.patches import WRAPPERS  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
@@ -62,7 +62,7 @@ def train(request, monkeypatch):
     monkeypatch.setattr(ms.Model, "train", WRAPPERS["Model.train"](ms.Model.train))
     ms.set_context(mode=request.param)
 
-    def run(callbacks, task=load_request.TRAIN):
+    def run(callbacks, task=configuration.TRAIN):
         emitted = []
         context = training_context.set_current(TrainingContext(task=task))
         context.resources.emit, context.plan = emitted.append, SimpleNamespace(resumes=True)
@@ -114,7 +114,7 @@ def test_the_load_attempt_begins_when_the_network_is_compiled(monkeypatch):
     )
     before, context = (
         training_context.current(),
-        training_context.set_current(TrainingContext(task=load_request.TRAIN)),
+        training_context.set_current(TrainingContext(task=configuration.TRAIN)),
     )
     try:
         attempt = context.resources.pending_load.attempt = SimpleNamespace(begun=False)

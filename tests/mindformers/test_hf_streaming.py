@@ -13,7 +13,7 @@ from mindformers.dataset.dataloader.hf_dataloader import (
 )  # noqa: E402
 
 from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
-from mindresume.mindformers import counters, load_request, patches, training_context  # noqa: E402
+from mindresume.mindformers import configuration, counters, patches, training_context  # noqa: E402
 from mindresume.model.training_state import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
@@ -63,7 +63,7 @@ def at(skip, begins=False):
 @pytest.fixture
 def current():
     before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext(task=load_request.TRAIN))
+    yield training_context.set_current(training_context.TrainingContext(task=configuration.TRAIN))
     training_context.set_current(before)
 
 

@@ -13,7 +13,7 @@ from mindformers.tools.utils import check_in_modelarts  # noqa: E402
 from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.errors import ConfigError, RemoteError  # noqa: E402
 from mindresume.events import WARNING, warning  # noqa: E402
-from mindresume.mindformers import adapter, modelarts  # noqa: E402
+from mindresume.mindformers import adapter, configuration  # noqa: E402
 from mindresume.resume import selection  # noqa: E402
 from mindresume.resume.eligible import SelectionPolicy  # noqa: E402
 from mindresume.saving import remote_checkpoints  # noqa: E402
@@ -24,22 +24,22 @@ from mindresume.storage.posix import PosixStorage  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch):
-    for name in modelarts.VARIABLES:
+    for name in configuration.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(__import__("sys").modules, "moxing", moxing)
 
 
-@pytest.mark.parametrize("name", modelarts.VARIABLES)
+@pytest.mark.parametrize("name", configuration.VARIABLES)
 def test_modelarts_is_detected_as_by_mindformers(monkeypatch, name):
-    assert not modelarts.modelarts_variable() and not check_in_modelarts()
+    assert not configuration.modelarts_variable() and not check_in_modelarts()
     monkeypatch.setenv(name, "x")
-    assert modelarts.modelarts_variable() == name and check_in_modelarts()
+    assert configuration.modelarts_variable() == name and check_in_modelarts()
 
 
 def test_the_url_is_ignored_outside_modelarts_with_one_warning():
     events = []
     assert (
-        modelarts.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append)
+        configuration.remote_of(MindFormerConfig(remote_save_url="obs://bucket/job"), events.append)
         is None
     )
     assert [event.level for event in events] == [WARNING] and "obs://bucket/job" in events[0].text
@@ -49,7 +49,7 @@ def test_the_url_is_ignored_outside_modelarts_with_one_warning():
 def test_any_fsspec_store_is_used_outside_modelarts(url):
     pytest.importorskip("s3fs")
     events = []
-    remote = modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append)
+    remote = configuration.remote_of(MindFormerConfig(remote_save_url=url), events.append)
     assert (
         isinstance(remote.store.driver, FsspecStore)
         and remote.url == url.rstrip("/") + "/checkpoint"
@@ -60,7 +60,7 @@ def test_any_fsspec_store_is_used_outside_modelarts(url):
 @pytest.mark.parametrize("url", [5, "bucket/job"])
 def test_an_invalid_url_outside_modelarts_is_an_error(url):
     with pytest.raises(ConfigError, match=f"{url}.*expected .*s3://"):
-        modelarts.remote_of(MindFormerConfig(remote_save_url=url))
+        configuration.remote_of(MindFormerConfig(remote_save_url=url))
 
 
 @pytest.mark.parametrize("url", [None, ""])
@@ -68,7 +68,7 @@ def test_nothing_is_logged_without_a_url(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
     events = []
     assert (
-        modelarts.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None
+        configuration.remote_of(MindFormerConfig(remote_save_url=url), events.append) is None
         and events == []
     )
 
@@ -77,7 +77,7 @@ def test_nothing_is_logged_without_a_url(monkeypatch, url):
 def test_below_the_url(monkeypatch, url):
     monkeypatch.setenv("MA_JOB_DIR", "x")
     assert (
-        modelarts.remote_of(MindFormerConfig(remote_save_url=url)).url
+        configuration.remote_of(MindFormerConfig(remote_save_url=url)).url
         == url.rstrip("/") + "/checkpoint"
     )
 
@@ -88,15 +88,15 @@ def test_an_invalid_url_is_an_error_that_names_the_expected_form(monkeypatch, ur
     with pytest.raises(
         ConfigError, match=f"remote_save_url is {url!r}; expected .* obs:// or s3://"
     ):
-        modelarts.remote_of(MindFormerConfig(remote_save_url=url))
+        configuration.remote_of(MindFormerConfig(remote_save_url=url))
 
 
 def test_modelarts_without_moxing(monkeypatch):
-    monkeypatch.setattr(modelarts, "find_spec", lambda name: None)
-    modelarts.require_moxing()
+    monkeypatch.setattr(configuration, "find_spec", lambda name: None)
+    configuration.require_moxing()
     monkeypatch.setenv("BATCH_GROUP_NAME", "x")
     with pytest.raises(ConfigError, match="BATCH_GROUP_NAME is set.*moxing"):
-        modelarts.require_moxing()
+        configuration.require_moxing()
 
 
 @pytest.mark.parametrize("section", [False, True])
@@ -130,7 +130,7 @@ def test_downloads_go_only_to_the_folder_in_which_the_job_saves(
         checkpoint={"save_path": directory} if section and directory else {},
     )
     sources = selection.CheckpointSources(
-        saved_to=modelarts.checkpoint_roots(config), remote=RemoteCheckpoints(None, "obs://b/c")
+        saved_to=configuration.checkpoint_roots(config), remote=RemoteCheckpoints(None, "obs://b/c")
     )
     choice = selection.select_checkpoint(
         PosixStorage(), path, SingleProcess(), SelectionPolicy(1), sources, events.append

@@ -52,10 +52,10 @@ from mindresume.formats.rank_folders import FileName
 from mindresume.formats.records import scan_records
 from mindresume.mindformers import (  # noqa: E402
     adapter,
+    configuration,
     counters,
     graph_load,
     job_start,
-    load_request,
     loading,
     patches,
     training_context,
@@ -226,7 +226,7 @@ def test_the_selection_sets_the_configuration(tmp_path, current):
 
 
 @pytest.mark.parametrize(
-    "task, found", [(load_request.TRAIN, "/output/checkpoint"), (load_request.EVALUATE, "a file")]
+    "task, found", [(configuration.TRAIN, "/output/checkpoint"), (configuration.EVALUATE, "a file")]
 )
 def test_resume_from_checkpoint_true_means_the_folder(current, monkeypatch, task, found):
     """The newest file of a rank can be of a save that never completed, and as a file it would be
@@ -274,7 +274,7 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(
     )
     trainer, asked = object.__new__(Trainer), []
     trainer.config = config
-    monkeypatch.setattr(training_context, "_current", [replace(current, task=load_request.TRAIN)])
+    monkeypatch.setattr(training_context, "_current", [replace(current, task=configuration.TRAIN)])
     monkeypatch.setattr(
         job_start,
         "select_plan",
@@ -469,7 +469,7 @@ def test_all_resources_are_closed_once_although_one_fails(output):
 def test_an_evaluation_within_a_training_leaves_its_context_alone():
     def train(self):
         current = training_context.current()
-        patches.WRAPPERS[f"Trainer.{load_request.EVALUATE}"](
+        patches.WRAPPERS[f"Trainer.{configuration.EVALUATE}"](
             lambda self: training_context.current().task
         )(FakeTrainer())
         return training_context.current() is current
@@ -482,7 +482,7 @@ def test_a_context_exists_during_its_training(tmp_path):
 
     def train(self):
         current = training_context.current()
-        assert current.task == load_request.TRAIN
+        assert current.task == configuration.TRAIN
         job_start.select_checkpoint(config_of(tmp_path), current)
         return current.plan.resumes
 

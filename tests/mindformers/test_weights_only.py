@@ -27,7 +27,7 @@ from mindresume.mindformers import (
     training_context,
     upstream,
 )  # noqa: E402
-from mindresume.mindformers.load_request import (
+from mindresume.mindformers.configuration import (
     EVALUATE,
     PREDICT,
     TRAIN,

@@ -25,9 +25,9 @@ from mindresume.coordination.rank_heartbeat import LOADING
 from mindresume.errors import ConfigError, TrainingCompleteError
 from mindresume.events import Notice
 from mindresume.mindformers import adapter, heartbeat, loading
+from mindresume.mindformers.configuration import request_of_pynative
 from mindresume.mindformers.counters import begin_fresh, continue_after, selected_state
 from mindresume.mindformers.job_start import is_pretrained, select_plan
-from mindresume.mindformers.load_request import request_of_pynative
 from mindresume.mindformers.loading import COUNTER
 from mindresume.mindformers.pynative.training_run import (
     MASTER,

@@ -20,7 +20,7 @@ from senders import from_outside  # noqa: E402
 from mindresume.coordination.lease import leased_runs  # noqa: E402
 from mindresume.errors import AlteredWeightsError, ConfigError  # noqa: E402
 from mindresume.formats.iterations import TRACKER  # noqa: E402
-from mindresume.mindformers import adapter, modelarts, training_context  # noqa: E402
+from mindresume.mindformers import adapter, configuration, training_context  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name  # noqa: E402
 from mindresume.storage.object_store import MoxingStore  # noqa: E402
@@ -141,7 +141,7 @@ def test_the_last_step_of_a_complete_training_is_published_and_uploaded(
 ):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     monkeypatch.setenv("MA_JOB_DIR", "/home/ma-user/modelarts")
-    monkeypatch.setattr(modelarts, "MoxingStore", lambda: MoxingStore(moxing.file))
+    monkeypatch.setattr(configuration, "MoxingStore", lambda: MoxingStore(moxing.file))
     root, uploads = tmp_path / "run", {"remote_save_url": "obs://bucket/job"}
     trainer = Trainer(8, save_path=str(root), micro_batches=2, sections=uploads)
     trainer.callback_handler.callbacks.append(Grows(trainer))

@@ -14,14 +14,14 @@ from rank_folders import STORAGE, flip_bit, save, state_of, write_rank  # noqa: 
 
 from mindresume.errors import ConfigError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import adapter, job_start, training_context  # noqa: E402
-from mindresume.mindformers.counters import common_info  # noqa: E402
-from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
-from mindresume.mindformers.load_request import (
+from mindresume.mindformers.configuration import (
     TRAIN,
     LoadRequest,
     request_of_iterations,
     request_of_pynative,
 )  # noqa: E402
+from mindresume.mindformers.counters import common_info  # noqa: E402
+from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
 from mindresume.model.training_state import TrainingState  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard  # noqa: E402
