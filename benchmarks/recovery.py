@@ -36,7 +36,7 @@ import _measure as measure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindresume.events.recovery_phases import PHASES  # noqa: E402
+from mindresume.events import PHASES  # noqa: E402
 from mindresume.report.accounting import Recovery  # noqa: E402
 from mindresume.report.builder import build_report  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from mindresume.events import Event
-from mindresume.events.emitter import Emitter
+from mindresume.events import Emitter, Event
 from mindresume.supervisor.evidence import BackgroundHandler
 from mindresume.supervisor.hang import Heartbeats
 from mindresume.supervisor.job import Observer

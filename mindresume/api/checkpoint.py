@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mindresume.api.results import CheckpointInfo, Problem, problem_of
 from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.errors import ConfigError, CorruptFileError
-from mindresume.events.emitter import texts_into
+from mindresume.events import texts_into
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
 from mindresume.formats.scan import ROOT, kind_of, locate

@@ -20,7 +20,7 @@ from mindresume import runtime
 from mindresume.api.checkpoint import CheckpointLike, opened, refused_of
 from mindresume.api.results import Problem, Result
 from mindresume.errors import ConfigError
-from mindresume.events.emitter import texts_into
+from mindresume.events import texts_into
 from mindresume.events.progress import SILENT, Progress
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import model_from_config

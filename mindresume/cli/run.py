@@ -15,8 +15,7 @@ from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
-from mindresume.events import Event, Notice, warning
-from mindresume.events.emitter import PREFIX, Emitter
+from mindresume.events import PREFIX, Emitter, Event, Notice, warning
 from mindresume.storage.operations import Hurry
 
 _HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"

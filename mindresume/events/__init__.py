@@ -12,7 +12,88 @@ Sizes are in bytes, durations in seconds. Every field is a JSON value or a tuple
 event can be sent to another process and written to a file.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from mindresume import runtime
 from mindresume.events.base import *  # noqa: F403
+from mindresume.events.base import Emit, Event
 from mindresume.events.run import *  # noqa: F403
+from mindresume.events.run import warning
 from mindresume.events.saves import *  # noqa: F403
 from mindresume.events.supervision import *  # noqa: F403
+
+PREFIX = "mindresume: "
+
+
+class Handler(Protocol):
+    """Processes events. Any thread may call it."""
+
+    def handle(self, event: Event, time_s: float) -> None:
+        """Processes one event. ``time_s``: seconds since 1970."""
+
+    def close(self) -> None:
+        """Ends the handler; the last call, made once at the end of the training."""
+
+
+class Emitter:
+    """Passes each event on to all handlers: ``emit = Emitter(LogLines(logger), event_file)``; then
+    ``emit(event)`` from any thread.
+
+    No error of a handler reaches the caller: a training must not end because a log line cannot be
+    written. A handler that fails is removed, and the others receive one Notice about it.
+    """
+
+    def __init__(self, *handlers: Handler, clock: Callable[[], float] = runtime.time):
+        self._handlers, self._clock = list(handlers), clock
+
+    def add(self, handler: Handler) -> None:
+        self._handlers.append(handler)
+
+    def __call__(self, event: Event) -> None:
+        now = self._clock()
+        for handler in tuple(self._handlers):
+            try:
+                handler.handle(event, now)
+            except Exception as error:
+                try:
+                    self._handlers.remove(handler)
+                except ValueError:  # another thread removed it first
+                    continue
+                self(warning(f"{type(handler).__name__} failed and is off from now on: {error}"))
+
+    def close(self) -> None:
+        """Closes all handlers. Idempotent."""
+        handlers, self._handlers = self._handlers, []
+        for handler in handlers:
+            with suppress(Exception):
+                handler.close()
+
+
+class LogLines:
+    """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with
+    its methods."""
+
+    def __init__(self, logger: Any):
+        self.logger = logger
+
+    def handle(self, event: Event, time_s: float) -> None:
+        if text := event.line():
+            getattr(self.logger, event.log_level)("%s%s", PREFIX, text)
+
+    def close(self) -> None:
+        pass
+
+
+def texts_into(texts: list[str]) -> Emit:
+    """Returns an emitter that appends the log line of each event to ``texts``, unless the event has
+    none."""
+
+    def emit(event: Event) -> None:
+        if text := event.line():
+            texts.append(text)
+
+    return emit

@@ -11,8 +11,7 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group
 from mindresume.errors import SaveError
-from mindresume.events import Event, Resumed, SaveWritten
-from mindresume.events.emitter import LogLines
+from mindresume.events import Event, LogLines, Resumed, SaveWritten
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel

@@ -36,12 +36,12 @@ from mindresume.events import (
     FINISHED,
     NOTHING_TO_TRAIN,
     PREEMPTED,
+    Emitter,
     Notice,
     TrainingEnded,
     TrainingStarted,
     warning,
 )
-from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import EventFile
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard

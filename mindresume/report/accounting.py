@@ -10,7 +10,7 @@ training does not contain it. *Goodput* is the productive share of all seconds b
 start and the last end.
 
 A *recovery* is what passed between the end of an attempt that failed and the first new step, in
-phases (``events.recovery_phases``). After these come the *redone* steps: those that the failed
+phases (``events.supervision``). After these come the *redone* steps: those that the failed
 attempt had done after the checkpoint, until the training is where it was.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from mindresume.events.recovery_phases import Phase, phases_of
+from mindresume.events import Phase, phases_of
 from mindresume.report.runs import NORMAL, RunAttempt
 
 

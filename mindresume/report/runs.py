@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from mindresume import events as ev
-from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
-from mindresume.events.recovery_phases import Moments
+from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Moments
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent, SupervisedStart
 from mindresume.report.log_parser import LogLine

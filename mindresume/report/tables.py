@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mindresume import runtime
-from mindresume.events import DISK, FAILED, MEMORY
-from mindresume.events.recovery_phases import PHASES
+from mindresume.events import DISK, FAILED, MEMORY, PHASES
 from mindresume.formatting import span_text
 from mindresume.report.accounting import REDONE, totals_of
 from mindresume.report.builder import Report

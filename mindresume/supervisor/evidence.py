@@ -32,8 +32,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from mindresume import runtime
-from mindresume.events import Event, warning
-from mindresume.events.emitter import Emitter, Handler
+from mindresume.events import Emitter, Event, Handler, warning
 from mindresume.events.event_file import FOLDER, SupervisorEventFile
 
 # events that wait for a handler, or for the folder; while more do, the oldest are dropped

@@ -38,8 +38,15 @@ from mindresume.coordination.rank_heartbeat import (
     read_heartbeats,
 )
 from mindresume.coordination.shared_folder import AwakeClock
-from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
-from mindresume.events.recovery_phases import Moments, Phase, phases_of
+from mindresume.events import (
+    FAILED,
+    FINISHED,
+    NOTHING_TO_TRAIN,
+    PREEMPTED,
+    Moments,
+    Phase,
+    phases_of,
+)
 from mindresume.supervisor.members import send
 
 _TIMEOUT = 10.0  # seconds for py-spy and one rank

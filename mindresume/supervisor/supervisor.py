@@ -20,6 +20,7 @@ import mindresume
 from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
 from mindresume.events import (
+    Emitter,
     Event,
     GaveUp,
     JobRestarted,
@@ -31,7 +32,6 @@ from mindresume.events import (
     SupervisorStarted,
     warning,
 )
-from mindresume.events.emitter import Emitter
 from mindresume.storage.operations import Hurry, call_within
 from mindresume.supervisor import job_end
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, keep_logs

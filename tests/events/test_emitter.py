@@ -2,8 +2,7 @@
 
 import pytest
 
-from mindresume.events import Notice, SaveBegun
-from mindresume.events.emitter import Emitter, LogLines
+from mindresume.events import Emitter, LogLines, Notice, SaveBegun
 
 
 class Recorder:

@@ -11,6 +11,7 @@ from training_logs import events_in
 from mindresume.events import (
     FAILED,
     FINISHED,
+    Emitter,
     Notice,
     SaveBegun,
     SaveFailed,
@@ -18,7 +19,6 @@ from mindresume.events import (
     WorkProgress,
     event_file,
 )
-from mindresume.events.emitter import Emitter
 from mindresume.events.event_file import FOLDER, EventFile
 
 

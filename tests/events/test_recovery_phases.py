@@ -1,6 +1,6 @@
-"""events/recovery_phases.py: phases between moments, with whatever moments are known."""
+"""events/supervision.py: phases between moments, with whatever moments are known."""
 
-from mindresume.events.recovery_phases import Moments, phases_of
+from mindresume.events import Moments, phases_of
 
 
 def test_phases_have_no_gaps_and_leave_out_what_is_out_of_order():

@@ -8,8 +8,7 @@ import pytest
 from rank_folders import STORAGE
 from training_logs import RUNS, Log, Training, history, two_attempts
 
-from mindresume.events import FAILED, TrainingEnded
-from mindresume.events.recovery_phases import PHASES
+from mindresume.events import FAILED, PHASES, TrainingEnded
 from mindresume.report import page
 from mindresume.report.accounting import REDONE, Seconds, accounts_of
 from mindresume.report.builder import Report, build_report

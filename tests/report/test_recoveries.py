@@ -4,7 +4,7 @@ import pytest
 from training_logs import RUNS, ZERO, Training, history, two_attempts
 
 from mindresume import events as ev
-from mindresume.events.recovery_phases import Moments
+from mindresume.events import Moments
 from mindresume.report.accounting import accounts_of, recoveries_of, totals_of
 from mindresume.report.event_log import RecordedEvent, SupervisedStart
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume import runtime
-from mindresume.events import Notice
-from mindresume.events.emitter import Emitter
+from mindresume.events import Emitter, Notice
 from mindresume.storage.operations import call_within
 from mindresume.supervisor.evidence import KEPT, BackgroundHandler
 

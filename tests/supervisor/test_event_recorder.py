@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from mindresume.events import JobStarted
-from mindresume.events.emitter import Emitter
+from mindresume.events import Emitter, JobStarted
 from mindresume.events.event_file import FOLDER, SupervisorEventFile
 from mindresume.supervisor.evidence import EventRecorder
 

@@ -20,8 +20,7 @@ from mindresume.coordination.rank_heartbeat import (
     RankHeartbeat,
     read_heartbeats,
 )
-from mindresume.events import HangDetected, Notice, ignore
-from mindresume.events.emitter import Emitter
+from mindresume.events import Emitter, HangDetected, Notice, ignore
 from mindresume.supervisor import job as job_module
 from mindresume.supervisor import job_end
 from mindresume.supervisor.hang import HangLimits

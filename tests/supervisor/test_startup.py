@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
-from mindresume.events.recovery_phases import PHASES
+from mindresume.events import PHASES
 from mindresume.supervisor.hang import startup_phases
 
 ZERO = 1795324920.0
