@@ -22,10 +22,12 @@ from st.pynative_cases import (
     OURS,
     STEPS,
     assert_same,
+    build,  # noqa: F401
     dies,
     each,
     same_losses,
     steps_of,
+    whole,  # noqa: F401
 )  # noqa: F401
 from st.pynative_run import PynativeRun
 from st.run_attempts import FIXTURES, LIMIT, PROGRAMS, assert_event, contains

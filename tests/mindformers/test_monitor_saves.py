@@ -16,9 +16,11 @@ from monitor_jobs import (
     Job,
     Writer,
     build,
+    calls,  # noqa: F401
     committed,
     emergency,
     files,
+    own_context,  # noqa: F401
     resume,
     spoil,
 )
