@@ -38,8 +38,7 @@ from mindresume.formatting import listed
 from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
-from mindresume.tensor_files import Header
-from mindresume.tensor_files.header import MAX_HEADER, parse_object
+from mindresume.tensor_files.header import MAX_HEADER, Header, parse_object
 
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"
 MINDSPORE, HUGGINGFACE, FILES, FILE = "mindspore", "huggingface", "files", "file"

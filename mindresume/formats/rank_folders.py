@@ -45,7 +45,7 @@ from mindresume.model.manifest import (
     strip_trash,
 )
 from mindresume.storage.operations import parallel, read_json
-from mindresume.tensor_files import Header
+from mindresume.tensor_files.header import Header
 from mindresume.typed import is_count
 
 META = "meta.json"

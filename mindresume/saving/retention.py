@@ -45,14 +45,9 @@ class Saved(Protocol):
     """The properties of a checkpoint that policies use. ``saved_at``: seconds since 1970.
     ``metrics``: {name: value} at the save."""
 
-    @property
-    def step(self) -> int | None: ...
-
-    @property
-    def saved_at(self) -> float | None: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
+    step: int | None
+    saved_at: float | None
+    metrics: Mapping[str, float]
 
 
 class Policy(Protocol):

@@ -50,14 +50,9 @@ class Resumed(Protocol):
     folder that it lies in, and the checkpoint directory of its training, which differ for a tier in
     memory."""
 
-    @property
-    def chosen(self) -> Candidate | None: ...
-
-    @property
-    def root(self) -> str: ...
-
-    @property
-    def checkpoint_dir(self) -> str: ...
+    chosen: Candidate | None
+    root: str
+    checkpoint_dir: str
 
 
 @dataclass

@@ -49,35 +49,6 @@ from mindresume.tensor_files.header import (
 )
 from mindresume.typed import MAX_TENSORS
 
-__all__ = [
-    "CHUNK",
-    "Checksums",
-    "FilePart",
-    "FilePlan",
-    "Header",
-    "TensorEntry",
-    "TensorSpec",
-    "array_checksum",
-    "checksummed",
-    "chunks",
-    "damaged_tensors",
-    "encode",
-    "encode_plan",
-    "file_checksum",
-    "format_of",
-    "new_memory",
-    "plan_arrays",
-    "plan_file",
-    "read_header",
-    "read_into",
-    "read_scalar",
-    "read_tensor",
-    "read_whole",
-    "tensor_bytes",
-    "tensor_checksum",
-    "tensor_spec",
-]
-
 Progress = Callable[[int], None]  # receives the number of bytes read since its last call
 _FORMATS: Mapping[str, ModuleType] = {"safetensors": safetensors, "ckpt": ckpt}
 # threads: a copy out of a tmpfs is slower than a copy within memory, because its pages are small
