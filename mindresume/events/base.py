@@ -6,10 +6,10 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from mindresume.errors import ConfigError, RecordError
-from mindresume.typed import decode, json_value
+from mindresume.typed import Limits, decode, json_value
 
 INFO, WARNING, ERROR = "info", "warning", "error"
 DISK, MEMORY = "disk", "memory"
@@ -19,6 +19,8 @@ FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED = (
     "nothing_to_train",
     "failed",
 )
+
+Measure = Annotated[float, Limits(0, 1e18)]  # of time, or a scale
 
 _KINDS: dict[str, type[Event]] = {}
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from mindresume.errors import ConfigError
 from mindresume.events.base import (
@@ -13,8 +14,10 @@ from mindresume.events.base import (
     PREEMPTED,
     WARNING,
     Event,
+    Measure,
 )
 from mindresume.formatting import counted, size_text
+from mindresume.typed import Count, Limits
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class TrainingStarted(Event):
     """
 
     host: str
-    process_id: int
-    world_size: int
+    process_id: Count
+    world_size: Count
     version: str
-    utc_offset_seconds: int | None = None
-    process_started: float | None = None
-    imported: float | None = None
+    utc_offset_seconds: Annotated[int, Limits(-86400, 86400)] | None = None
+    process_started: Measure | None = None
+    imported: Measure | None = None
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class RunOpened(Event):
     run_id: str
     checkpoint_dir: str
     file_prefix: str
-    world_size: int
-    save_steps: int | None = None
-    memory_steps: int | None = None
+    world_size: Count
+    save_steps: Count | None = None
+    memory_steps: Count | None = None
 
     template = "run {run_id} saves to {checkpoint_dir} as {file_prefix}-..."
 
@@ -73,7 +76,7 @@ class LeaseWatched(Event):
     path: str
     run_id: str
     host: str | None
-    seconds: float
+    seconds: Measure
 
     def line(self) -> str:
         whose = (
@@ -91,7 +94,7 @@ class StaleLeaseRemoved(Event):
 
     run_id: str
     host: str
-    process_id: int
+    process_id: Count
 
     template = (
         "removed the stale lease of run {run_id}: process {process_id} on host {host} does not "
@@ -104,7 +107,7 @@ class StaleLeaseRemoved(Event):
 class PreemptionRequested(Event):
     """All ranks save ``step`` and stop. ``reason``: SIGTERM or graceful exit."""
 
-    step: int
+    step: Count
     reason: str
 
     log_level = WARNING
@@ -123,7 +126,7 @@ class TrainingEnded(Event):
 
     outcome: str
     reason: str = ""
-    step: int | None = None
+    step: Count | None = None
 
     def line(self) -> str:
         if self.outcome == PREEMPTED:
@@ -141,7 +144,7 @@ class CandidateRefused(Event):
     """A checkpoint is refused. ``file``: the damaged or missing file, if there is one.
     ``weights_only``: only weights were to be loaded."""
 
-    step: int | None
+    step: Count | None
     reason: str
     file: str | None = None
     weights_only: bool = False
@@ -172,8 +175,8 @@ class CheckpointSelected(Event):
             of one node.
     """
 
-    step: int | None
-    epoch: int | None
+    step: Count | None
+    epoch: Count | None
     run_id: str | None
     checkpoint_dir: str
     description: str
@@ -193,7 +196,7 @@ class VisibilityWaited(Event):
     (NFS). ``missing``: descriptions of those that it still does not list; the selection continues
     without them."""
 
-    wait_seconds: float
+    wait_seconds: Measure
     missing: tuple[str, ...] = ()
 
     @property
@@ -217,9 +220,9 @@ class VerifiedBytesKept(Event):
     """This rank keeps ``kept_bytes`` of verified files in memory until they are loaded. It will
     read ``reread_bytes`` a second time, as its memory ``budget_bytes`` is exhausted."""
 
-    kept_bytes: int
-    reread_bytes: int
-    budget_bytes: int
+    kept_bytes: Count
+    reread_bytes: Count
+    budget_bytes: Count
 
     def line(self) -> str:
         texts = []
@@ -261,12 +264,12 @@ class WeightsLoaded(Event):
     tensors; ``source``: for people; ``seconds``: since the network was built, or since the load
     began."""
 
-    rank: int
-    tensors: int
-    size_bytes: int
-    read_bytes: int | None = None
+    rank: Count
+    tensors: Count
+    size_bytes: Count
+    read_bytes: Count | None = None
     source: str = ""
-    seconds: float | None = None
+    seconds: Measure | None = None
 
     def line(self) -> str:
         source = f", of {self.source}" if self.source else ""
@@ -291,12 +294,12 @@ class ProgressRestored(Event):
         loss_scale: None if loss scaling is off.
     """
 
-    step: int
-    epochs_done: int
-    saved_step: int
-    step_scale: float = 1.0
-    global_batch_size: int | None = None
-    loss_scale: float | None = None
+    step: Count
+    epochs_done: Count
+    saved_step: Count
+    step_scale: Measure = 1.0
+    global_batch_size: Count | None = None
+    loss_scale: Measure | None = None
 
     def line(self) -> str:
         scaled = (
@@ -324,11 +327,11 @@ class Resumed(Event):
         lost_seconds: from the save of the checkpoint to this resume.
     """
 
-    step: int
+    step: Count
     summary: tuple[tuple[str, str, str], ...] = ()
-    load_seconds: float | None = None
-    lost_steps: int | None = None
-    lost_seconds: float | None = None
+    load_seconds: Measure | None = None
+    lost_steps: Count | None = None
+    lost_seconds: Measure | None = None
 
     def line(self) -> str:
         lines = [f"resumed after step {self.step}{self._lost()}"]
@@ -363,7 +366,7 @@ class NetworkCompiled(Event):
 class FirstStepDone(Event):
     """The first step of this process is done; in sink mode the first sink. ``step``: its number."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -372,9 +375,9 @@ class WorkProgress(Event):
     name of what is counted."""
 
     what: str
-    done: int
-    total: int
-    seconds: float
+    done: Count
+    total: Count
+    seconds: Measure
     unit: str = "bytes"
 
     def line(self) -> str:

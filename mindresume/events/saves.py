@@ -8,16 +8,18 @@ from mindresume.events.base import (
     ERROR,
     WARNING,
     Event,
+    Measure,
     numbers_text,
 )
 from mindresume.formatting import counted, size_text
+from mindresume.typed import Count
 
 
 @dataclass(frozen=True)
 class SaveBegun(Event):
     """This rank starts to collect the tensors of a step."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,9 @@ class SaveStaged(Event):
     """The step is handed to the background writer, and the training continues. ``name``: of the
     file, or of the iteration folder."""
 
-    step: int
+    step: Count
     name: str
-    stall_seconds: float
+    stall_seconds: Measure
 
     template = "step {step} is being saved as {name}; training stopped for {stall_seconds:.3f} s"
 
@@ -37,7 +39,7 @@ class SaveNotStaged(Event):
     """The training waits while the step is written, although a background save was configured:
     there is no memory for a copy."""
 
-    step: int
+    step: Count
     reason: str
 
     template = "step {step} is saved in the training thread: {reason}"
@@ -48,10 +50,10 @@ class SaveWritten(Event):
     """This rank's part is durable and recorded. ``stall_seconds``: time that the training waited
     for it; None if unknown."""
 
-    step: int
-    size_bytes: int
-    write_seconds: float
-    stall_seconds: float | None = None
+    step: Count
+    size_bytes: Count
+    write_seconds: Measure
+    stall_seconds: Measure | None = None
 
     def line(self) -> str:
         return f"saved step {self.step}, {size_text(self.size_bytes)} in {self.write_seconds:.2f} s"
@@ -62,9 +64,9 @@ class SaveCommitted(Event):
     """All ranks are complete: a resume can use this step. ``run_id``: the earlier run that had
     saved it; None: this run."""
 
-    step: int
-    ranks: int
-    size_bytes: int
+    step: Count
+    ranks: Count
+    size_bytes: Count
     run_id: str | None = None
 
     def line(self) -> str:
@@ -82,7 +84,7 @@ class CommitDelayed(Event):
     """All ranks have recorded the step, but the commit failed; it is retried after each later step.
     ``run_id``: the earlier run that had saved it; None: this run."""
 
-    step: int
+    step: Count
     reason: str
     run_id: str | None = None
 
@@ -102,7 +104,7 @@ class WriterDied(Event):
 
     writer: str
     reason: str
-    step: int
+    step: Count
 
     log_level = WARNING
     template = "the background {writer} died ({reason}); another one takes over step {step}"
@@ -113,9 +115,9 @@ class SaveFailed(Event):
     """This rank failed to save. ``step``: None if unknown or more than one. ``failures_in_a_row``:
     consecutive failures, including this one."""
 
-    step: int | None
+    step: Count | None
     reason: str
-    failures_in_a_row: int = 1
+    failures_in_a_row: Count = 1
 
     log_level = ERROR
     template = "{reason} ({failures_in_a_row} failed in a row)"
@@ -126,9 +128,9 @@ class SaveSkipped(Event):
     """The step was due and is skipped on all ranks. ``skipped_in_total``: since the training
     began."""
 
-    step: int
+    step: Count
     reason: str
-    skipped_in_total: int
+    skipped_in_total: Count
 
     log_level = WARNING
     template = "step {step} is not saved: {reason} ({skipped_in_total} skipped so far)"
@@ -139,9 +141,9 @@ class SaveAbandoned(Event):
     """The step was not complete on all ranks at the last check; a resume cannot use it.
     ``missing_ranks``: those without a record, if that is the reason."""
 
-    step: int
+    step: Count
     reason: str
-    missing_ranks: tuple[int, ...] = ()
+    missing_ranks: tuple[Count, ...] = ()
 
     log_level = WARNING
     template = "step {step} is not committed: {reason}"
@@ -152,10 +154,10 @@ class TierSaved(Event):
     """This rank's part of the step lies in memory of its node, recorded. ``stall_seconds``: time
     that the training waited for the copy. ``background_seconds``: of the checksums."""
 
-    step: int
-    size_bytes: int
-    stall_seconds: float
-    background_seconds: float
+    step: Count
+    size_bytes: Count
+    stall_seconds: Measure
+    background_seconds: Measure
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,9 @@ class TierRefused(Event):
     """The tier in memory is not used: this save failed, or ``step`` is None and there is no tier in
     this run. The training goes on. ``failures_in_total``: saves of this rank that failed."""
 
-    step: int | None
+    step: Count | None
     reason: str
-    failures_in_total: int = 0
+    failures_in_total: Count = 0
 
     log_level = WARNING
 
@@ -191,7 +193,7 @@ class CheckpointsRemoved(Event):
             checkpoints.
     """
 
-    steps: tuple[int, ...]
+    steps: tuple[Count, ...]
     where: str
     kept: str = ""
     is_incomplete: bool = False
@@ -214,7 +216,7 @@ class RemovalPostponed(Event):
 
     path: str
     reason: str
-    step: int | None = None
+    step: Count | None = None
 
     template = "{path} is not removed now: {reason}"
 
@@ -224,10 +226,10 @@ class UploadFinished(Event):
     """An upload is complete. ``is_whole``: all ranks' parts are there, so the checkpoint can be
     fetched; else only this rank's part. ``size_bytes``: uploaded by this rank."""
 
-    step: int
+    step: Count
     url: str
-    size_bytes: int
-    seconds: float | None = None
+    size_bytes: Count
+    seconds: Measure | None = None
     is_whole: bool = True
 
     def line(self) -> str:
@@ -243,9 +245,9 @@ class UploadFailed(Event):
     """An upload, or a removal from the object store, failed; it is retried unless ``reason`` says
     otherwise. ``step``: None for a removal."""
 
-    step: int | None
+    step: Count | None
     reason: str
-    failed_in_total: int = 1
+    failed_in_total: Count = 1
 
     log_level = WARNING
     template = "{reason} ({failed_in_total} failed so far)"
@@ -255,8 +257,8 @@ class UploadFailed(Event):
 class UploadsSkipped(Event):
     """Uploads are slower than saves: these steps are not uploaded."""
 
-    steps: tuple[int, ...]
-    skipped_in_total: int
+    steps: tuple[Count, ...]
+    skipped_in_total: Count
 
     log_level = WARNING
 
@@ -272,11 +274,11 @@ class CheckpointFetched(Event):
     """This rank's part of a checkpoint was downloaded. ``total_bytes``: of the parts of all
     ranks."""
 
-    step: int
+    step: Count
     url: str
-    size_bytes: int
-    total_bytes: int | None = None
-    seconds: float | None = None
+    size_bytes: Count
+    total_bytes: Count | None = None
+    seconds: Measure | None = None
 
     def line(self) -> str:
         total = "" if self.total_bytes is None else f", {size_text(self.total_bytes)} in total"

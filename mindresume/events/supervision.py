@@ -9,10 +9,12 @@ from mindresume.events.base import (
     INFO,
     WARNING,
     Event,
+    Measure,
     end_text,
     numbers_text,
 )
 from mindresume.formatting import counted
+from mindresume.typed import Count
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,11 @@ class SupervisorStarted(Event):
     and of all nodes of the job."""
 
     host: str
-    process_id: int
+    process_id: Count
     version: str
     command: tuple[str, ...]
-    node: int = 0
-    nodes: int = 1
+    node: Count = 0
+    nodes: Count = 1
 
     def line(self) -> str:
         where = f" (node {self.node} of {self.nodes})" if self.nodes > 1 else ""
@@ -37,10 +39,10 @@ class NodesJoined(Event):
     """The supervisors of all nodes that take part have agreed on a start. ``missing``: nodes that
     it goes on without. ``wait_seconds``: how long this node waited for the others."""
 
-    generation: int
-    nodes: tuple[int, ...]
-    wait_seconds: float
-    missing: tuple[int, ...] = ()
+    generation: Count
+    nodes: tuple[Count, ...]
+    wait_seconds: Measure
+    missing: tuple[Count, ...] = ()
 
     @property
     def log_level(self) -> str:
@@ -59,8 +61,8 @@ class NodesJoined(Event):
 class JobStarted(Event):
     """The command was started. ``start``: from 1. ``process_id``: of the command."""
 
-    start: int
-    process_id: int
+    start: Count
+    process_id: Count
 
     template = "start {start}: process {process_id}"
 
@@ -69,7 +71,7 @@ class JobStarted(Event):
 class OrphansEnded(Event):
     """Processes of the same command were ended, whose supervisor was killed."""
 
-    process_ids: tuple[int, ...]
+    process_ids: tuple[Count, ...]
 
     log_level = WARNING
 
@@ -92,11 +94,11 @@ class StartupMeasured(Event):
         resumed_step: the step that it continues after; None: from the beginning.
     """
 
-    start: int
-    rank: int
+    start: Count
+    rank: Count
     phases: tuple[str, ...]
-    seconds: tuple[float, ...]
-    resumed_step: int | None = None
+    seconds: tuple[Measure, ...]
+    resumed_step: Count | None = None
 
     def line(self) -> str:
         after = "" if self.resumed_step is None else f" after step {self.resumed_step}"
@@ -122,13 +124,13 @@ class RankDied(Event):
         log: the last lines of its log that look like an error.
     """
 
-    start: int
+    start: Count
     host: str
-    process_id: int
-    rank: int | None = None
+    process_id: Count
+    rank: Count | None = None
     status: int | None = None
     phase: str = ""
-    step: int | None = None
+    step: Count | None = None
     log: tuple[str, ...] = ()
 
     log_level = ERROR
@@ -149,12 +151,12 @@ class HangDetected(Event):
     """Ranks made no progress. ``ranks``: those, the one that is behind first. ``stacks``: files
     with the stacks of all ranks."""
 
-    start: int
+    start: Count
     host: str
-    ranks: tuple[int, ...]
-    seconds: float
+    ranks: tuple[Count, ...]
+    seconds: Measure
     phase: str
-    step: int | None = None
+    step: Count | None = None
     stacks: tuple[str, ...] = ()
 
     log_level = ERROR
@@ -185,15 +187,15 @@ class JobEnded(Event):
         left_behind: processes that do not end even after SIGKILL.
     """
 
-    start: int
+    start: Count
     status: int
     reason: str
-    seconds: float
-    end_seconds: float
-    resumed_step: int | None = None
-    last_step: int | None = None
-    committed_step: int | None = None
-    left_behind: tuple[int, ...] = ()
+    seconds: Measure
+    end_seconds: Measure
+    resumed_step: Count | None = None
+    last_step: Count | None = None
+    committed_step: Count | None = None
+    left_behind: tuple[Count, ...] = ()
 
     def line(self) -> str:
         left = (
@@ -217,10 +219,10 @@ class JobRestarted(Event):
     """The command is about to be started again. ``start``: the next one. ``delay_seconds``: waited
     before. ``fruitless_starts``: starts in a row that left no later checkpoint."""
 
-    start: int
-    delay_seconds: float
+    start: Count
+    delay_seconds: Measure
     reason: str
-    fruitless_starts: int = 0
+    fruitless_starts: Count = 0
 
     def line(self) -> str:
         when = "now" if not self.delay_seconds else f"in {self.delay_seconds:.0f} s"
@@ -238,7 +240,7 @@ class LogsKept(Event):
     """The logs of a start were moved, because the next one overwrites them. ``folders``: in which
     they are now."""
 
-    start: int
+    start: Count
     folders: tuple[str, ...]
 
     def line(self) -> str:
@@ -251,7 +253,7 @@ class SupervisorEnded(Event):
 
     status: int
     reason: str
-    starts: int
+    starts: Count
 
     def line(self) -> str:
         return (
@@ -267,7 +269,7 @@ class GaveUp(Event):
 
     status: int
     reason: str
-    starts: int
+    starts: Count
     page: tuple[str, ...] = ()
 
     log_level = ERROR

@@ -144,20 +144,7 @@ def _parse(line: bytes) -> RecordedEvent | None:
         for name, inner in value.items()
     }
     event = event_from_json(short)
-    return RecordedEvent(float(at), event) if event is not None and _is_plausible(event) else None
-
-
-def _is_plausible(event: Event) -> bool:
-    """Returns whether no number is negative that counts or measures something."""
-    offset = getattr(event, "utc_offset_seconds", None)
-    numbers = [
-        number
-        for name, value in vars(event).items()
-        if name not in ("status", "utc_offset_seconds")
-        for number in (value if isinstance(value, tuple) else (value,))
-        if isinstance(number, (int, float))
-    ]
-    return min(numbers, default=0) >= 0 and (offset is None or abs(offset) <= 86400)
+    return None if event is None else RecordedEvent(float(at), event)
 
 
 @dataclass(frozen=True)

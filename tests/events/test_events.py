@@ -35,12 +35,14 @@ def test_event_kinds_are_frozen_and_have_only_json_types(kind):
     assert kind.__dataclass_params__.frozen
     assert {field.type.removesuffix(" | None") for field in dataclasses.fields(kind)} <= {
         "int",
-        "float",
+        "Annotated[int, Limits(-86400, 86400)]",
+        "Count",
+        "Measure",
         "str",
         "bool",
-        "tuple[int, ...]",
+        "tuple[Count, ...]",
         "tuple[str, ...]",
-        "tuple[float, ...]",
+        "tuple[Measure, ...]",
         "tuple[tuple[str, str, str], ...]",
     }
 
