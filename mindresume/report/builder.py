@@ -155,11 +155,8 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
         more: other folders with logs or event files.
     """
     folders = (output, *more)
-    logs, event_logs, supervisors = (
-        find_logs(folders),
-        find_event_logs(folders),
-        find_supervisor_logs(folders),
-    )
+    event_logs, supervisors = find_event_logs(folders), find_supervisor_logs(folders)
+    logs = find_logs(folders)
     scan, statuses = list_checkpoints(storage, root, StrategyLookup(storage))
     checkpoints = tuple(info_of(scan.directory, status) for status in statuses)
     rank = min((log.rank for log in logs), default=None)
