@@ -13,25 +13,25 @@ from collections.abc import Iterator
 import pytest
 from simulation.test_teeth import Edit, mutate
 
-from mindresume.coordination import process_identity
+from mindresume.coordination import liveness
 from mindresume.mindformers import adapter, network_state
 from mindresume.saving import upload
 
 # test -> (the cause, what puts it back)
 MUTANTS = {
-    "coordination/test_process_identity.py::test_a_hidden_process_is_not_dead[None-None]": (
+    "coordination/test_liveness.py::test_a_hidden_process_is_not_dead[None-None]": (
         "a process that cannot be looked at counts as dead",
         Edit(
-            process_identity,
+            liveness,
             "_without_entry",
             "return None\n    return None",
             "return None\n    return False",
         ),
     ),
-    "coordination/test_process_identity.py::test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_it": (  # noqa: E501
+    "coordination/test_liveness.py::test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_it": (  # noqa: E501
         "an entry of /proc that cannot be read counts as none",
         Edit(
-            process_identity,
+            liveness,
             "is_running",
             "except OSError:\n        return _without_entry(pid)",
             "except OSError:\n        return False",

@@ -245,7 +245,7 @@ def run(
 
     Exit status: the job's, 128 + N if signal N ended it, 124 after a hang.
     """
-    from mindresume.coordination.shared_folder import AwakeClock
+    from mindresume.coordination.liveness import AwakeClock
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.evidence import BackgroundHandler
     from mindresume.supervisor.hang import HangLimits

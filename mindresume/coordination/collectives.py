@@ -70,7 +70,7 @@ class Watchdog:
         progress: counts the work of this rank while it goes on; None: it does not say.
         stall_timeout: seconds, by the clock of rank 0, without a changed number or another rank
             done, after which all ranks raise CollectiveError that names the ranks that are not
-            done.
+            done; infinite: the work has a timeout of its own.
     """
 
     what: str = "long work"
@@ -80,16 +80,6 @@ class Watchdog:
 
 # seconds between two exchanges; doubled each time
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-
-
-class _Always:
-    @property
-    def done(self) -> float:
-        return runtime.monotonic()
-
-
-# progress of work that has a timeout of its own: it never stalls
-ALWAYS_ADVANCING = _Always()
 
 
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:

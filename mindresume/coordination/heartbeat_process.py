@@ -30,7 +30,7 @@ from pathlib import Path
 import xxhash
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import can_go_on
+from mindresume.coordination.liveness import can_go_on
 from mindresume.model.manifest import encode_head, read_head
 from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage

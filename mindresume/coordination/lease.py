@@ -26,7 +26,7 @@ from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
-from mindresume.coordination.process_identity import is_running, machine, start_ticks
+from mindresume.coordination.liveness import is_running, machine, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import parse_iteration
@@ -146,7 +146,7 @@ def holder_of_this_process(
 def is_alive(holder: LeaseHolder) -> bool | None:
     """Returns whether the process of a holder runs and holds this lease. None: only its heartbeats
     can tell, because the process is on another machine, cannot be looked at
-    (``process_identity.is_running``), or has published the lease in another folder."""
+    (``liveness.is_running``), or has published the lease in another folder."""
     if not holder.machine or holder.machine != machine():
         return None
     runs = is_running(holder.pid, holder.started)

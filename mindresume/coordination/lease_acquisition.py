@@ -38,7 +38,7 @@ from mindresume.coordination.lease import (
     read_leases,
     run_order,
 )
-from mindresume.coordination.shared_folder import AwakeClock, Watch
+from mindresume.coordination.liveness import AwakeClock, Watch
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.formats import CheckpointDir

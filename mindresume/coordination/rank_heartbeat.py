@@ -24,7 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import namespace, start_ticks
+from mindresume.coordination.liveness import namespace, start_ticks
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
 
 # environment: the folder for heartbeats; absent: there is no supervisor

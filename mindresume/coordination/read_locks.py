@@ -30,7 +30,7 @@ from mindresume.coordination.lease import (
     leased_runs,
     read_leases,
 )
-from mindresume.coordination.shared_folder import Watch
+from mindresume.coordination.liveness import Watch
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempts, run_name, run_sequence, strip_trash
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
-from mindresume.coordination.process_identity import namespace
+from mindresume.coordination.liveness import namespace
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import (

@@ -18,6 +18,7 @@ reused.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +27,6 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import (
-    ALWAYS_ADVANCING,
     Watchdog,
     gather_results,
     run_on_rank0,
@@ -60,7 +60,7 @@ from mindresume.storage.interface import Storage
 UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"
 OPENING = Watchdog("opening the checkpoint")
 _PATIENCE = 120.0  # seconds until every host sees a folder that another one has made
-_TRANSFORMING = Watchdog("transforming by MindSpore's engine", ALWAYS_ADVANCING)
+_TRANSFORMING = Watchdog("transforming by MindSpore's engine", stall_timeout=math.inf)
 
 
 # ---- at the selection ----------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from contextlib import suppress
 from mindresume import events as ev
 from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.liveness import start_ticks, start_time
 from mindresume.coordination.preemption import BY_UNKNOWN
-from mindresume.coordination.process_identity import start_ticks, start_time
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
 from mindresume.events import Event
 

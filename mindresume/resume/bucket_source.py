@@ -25,7 +25,7 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_rank0
-from mindresume.coordination.process_identity import host_identity
+from mindresume.coordination.liveness import host_identity
 from mindresume.coordination.storage_topology import order_of
 from mindresume.errors import CorruptFileError, NoUsableCheckpointError, RecordError, RemoteError
 from mindresume.events import CandidateRefused, CheckpointFetched, warning

@@ -22,6 +22,7 @@ each part of the end keeps its errors, and they are raised when all parts are do
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,6 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import (
-    ALWAYS_ADVANCING,
     Group,
     SingleProcess,
     Watchdog,
@@ -459,7 +459,7 @@ class CheckpointManager:
         rows = gather_results(
             self.group,
             partial(self._written, step),
-            Watchdog(f"writing what was begun before step {step}", ALWAYS_ADVANCING),
+            Watchdog(f"writing what was begun before step {step}", stall_timeout=math.inf),
         )
         if self._end_errors:
             raise self._end_errors[0]

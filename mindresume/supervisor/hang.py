@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import namespace, read_process, start_time
+from mindresume.coordination.liveness import AwakeClock, namespace, read_process, start_time
 from mindresume.coordination.rank_heartbeat import (
     BUILDING,
     COMPILING,
@@ -37,7 +37,6 @@ from mindresume.coordination.rank_heartbeat import (
     read_heartbeat,
     read_heartbeats,
 )
-from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.events import (
     FAILED,
     FINISHED,

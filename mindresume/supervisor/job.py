@@ -23,8 +23,8 @@ from typing import Protocol
 
 from mindresume import runtime
 from mindresume.coordination import rank_heartbeat
+from mindresume.coordination.liveness import AwakeClock
 from mindresume.coordination.rank_heartbeat import ENDED, ENDING, NONE
-from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.events import (
     FAILED,
     PREEMPTED,

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import is_running, namespace, start_ticks
+from mindresume.coordination.liveness import is_running, namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
 from mindresume.storage.operations import Hurry
 from mindresume.supervisor.members import (

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindresume import runtime
-from mindresume.coordination.process_identity import Process, read_process
+from mindresume.coordination.liveness import Process, read_process
 from mindresume.coordination.rank_heartbeat import Heartbeat
 
 PROC = Path("/proc")

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
 from mindresume import runtime
-from mindresume.coordination.shared_folder import AwakeClock, Sighting, Watch
+from mindresume.coordination.liveness import AwakeClock, Sighting, Watch
 from mindresume.errors import ConfigError, RecordError
 from mindresume.model.manifest import encode_head, read_head
 from mindresume.storage.interface import Storage

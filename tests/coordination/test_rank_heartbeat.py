@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
-from mindresume.coordination.process_identity import namespace, start_ticks
+from mindresume.coordination.liveness import namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import RankHeartbeat, read_heartbeat, read_heartbeats
 
 

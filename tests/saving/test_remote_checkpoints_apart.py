@@ -14,7 +14,7 @@ from resume.test_node_local_selection import NODES, PARTS
 from storages import moxing_store
 
 from mindresume import runtime
-from mindresume.coordination import process_identity
+from mindresume.coordination import liveness
 from mindresume.coordination.storage_topology import PeerState, SharedGroups, newest_committed
 from mindresume.errors import NoUsableCheckpointError
 from mindresume.formats import CheckpointDir
@@ -108,7 +108,7 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
         shutil.rmtree(tmp_path / node)
     monkeypatch.setattr(bucket_source, "_SPARE", 0)
     monkeypatch.setitem(machine.ANSWERS, runtime.gethostname, lambda: "localhost")
-    monkeypatch.setattr(process_identity, "boot_id", lambda: current_process().host.name)
+    monkeypatch.setattr(liveness, "boot_id", lambda: current_process().host.name)
     for room, fits in (
         (max(sum(parts[:2]), sum(parts[2:])), True),
         (min(sum(parts[:2]), sum(parts[2:])) - 1, False),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
+from mindresume.coordination.liveness import AwakeClock
 from mindresume.coordination.rank_heartbeat import Heartbeat, PhaseTimes
-from mindresume.coordination.shared_folder import AwakeClock
 from mindresume.supervisor.hang import HangLimits, find_hang
 
 LIMITS = HangLimits(step=100, start=1000)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.coordination import rank_heartbeat
-from mindresume.coordination.process_identity import start_ticks
+from mindresume.coordination.liveness import start_ticks
 from mindresume.coordination.rank_heartbeat import (
     COMPILING,
     ENDED,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mindresume.coordination.process_identity import start_ticks
+from mindresume.coordination.liveness import start_ticks
 from mindresume.coordination.rank_heartbeat import Heartbeat
 from mindresume.supervisor import members as members_module
 from mindresume.supervisor.members import Members

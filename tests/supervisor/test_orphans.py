@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mindresume.coordination.process_identity import namespace
+from mindresume.coordination.liveness import namespace
 from mindresume.supervisor import job_end
 
 COMMAND = ["msrun", "train.py"]

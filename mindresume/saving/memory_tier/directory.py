@@ -33,7 +33,7 @@ from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, is_alive
-from mindresume.coordination.process_identity import boot_id, namespace
+from mindresume.coordination.liveness import boot_id, namespace
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, Run, attempt_name, run_sequence
 from mindresume.storage.interface import Storage

@@ -1,4 +1,5 @@
-"""The identity of a process: its number and its start."""
+"""coordination/liveness.py: the identity of a process, and a clock that stands still while nobody
+reads it."""
 
 import errno
 import io
@@ -7,12 +8,14 @@ import resource
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from mindresume import runtime
-from mindresume.coordination import process_identity
-from mindresume.coordination.process_identity import (
+from mindresume.coordination import liveness
+from mindresume.coordination.liveness import (
+    AwakeClock,
     boot_id,
     host_identity,
     is_running,
@@ -70,7 +73,7 @@ def test_a_process_that_has_ended_is_dead_also_without_a_descriptor_to_look_at_i
 
 def test_nodes_with_one_name_are_told_apart(monkeypatch):
     def boots(boot):
-        monkeypatch.setattr(process_identity, "boot_id", lambda: boot)
+        monkeypatch.setattr(liveness, "boot_id", lambda: boot)
         return host_identity()
 
     monkeypatch.setattr(runtime, "gethostname", lambda: "localhost")
@@ -122,3 +125,22 @@ def test_a_process_with_sigkill_pending_is_neither_alive_nor_dead(
         "builtins.open", lambda path, mode: io.BytesIO(stat if path.endswith("/stat") else status)
     )
     assert is_running(4711, 22) is expected
+
+
+def test_of_a_gap_between_two_readings_ten_seconds_count():
+    now = [0.0]
+    clock = AwakeClock(SimpleNamespace(monotonic=lambda: now[0]))
+    readings = []
+    for moment in (1.0, 9.0, 5009.0, 5010.0):
+        now[0] = moment
+        readings.append(clock())
+    assert readings == [1.0, 9.0, 19.0, 20.0] and clock.at(8.0) == 8.0 and clock.at(5009.5) == 19.5
+
+
+def test_who_reads_it_rarely_waits_longer_and_not_for_ever():
+    now = [0.0]
+    clock = AwakeClock(SimpleNamespace(monotonic=lambda: now[0]))
+    for _ in range(5):
+        now[0] += 60.0
+        clock()
+    assert clock() == 50.0
