@@ -94,15 +94,15 @@ def main(argv: list[str]) -> int:
     try:
         (run_pynative if launch.pynative else run_graph)(launch)
     except TrainingCompleteError as done:
-        say(str(done))
+        say(f"[{done.code}] {done}")
     except ConfigError as error:
-        say(f"error{where}: {error}")
+        say(f"error{where}: [{error.code}] {error}")
         return 2
     except AlteredWeightsError as error:
-        say(f"failed{where}: {error}")
+        say(f"failed{where}: [{error.code}] {error}")
         return 65
     except MindResumeError as error:  # the message is complete; a traceback would hide it
-        say(f"failed{where}: {type(error).__name__}: {error}")
+        say(f"failed{where}: [{error.code}] {type(error).__name__}: {error}")
         return 1
     except Exception as error:
         traceback.print_exc()

@@ -65,6 +65,8 @@ CHINESE = Language(
         "{}, written with {}": "{}，由 {} 写入",
         "written by": "写入的版本",
         "read by {}": "由 {} 读取",
+        "**{}**: passed, {} read by each of {}.": "**{}**：通过，{} 由以下各版本读取：{}。",
+        "Passed in each of {}: {}.": "在以下各项中全部通过（{}）：{}。",
         "One training that changes the release": "一次训练先后使用多个版本",
         "releases, one attempt each": "依次使用的版本，每个启动一次",
         "Not available, because the release does not have it": "因该版本没有而不可用的功能",
@@ -129,7 +131,8 @@ def page(results: list[Row], language: Language = ENGLISH) -> str:
 
 
 def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> str:
-    """Returns one table; appends to ``notes`` why a cell is not green."""
+    """Returns one table; appends to ``notes`` why a cell is not green. Rows of passed cells alone
+    are a sentence."""
     checkpoint, across, writer = name.partition(", written with ")
     title = (
         language["{}, written with {}"].format(checkpoint, writer)
@@ -139,17 +142,28 @@ def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> 
     columns = sorted({row["cell"][2] for row in rows})
     cells = {(row["cell"][1], row["cell"][2]): row for row in rows}
     heads = [language["read by {}"].format(column) for column in columns] if across else columns
-    first = language[FIRST.get(name, "written by" if across else "with mindresume")]
-    lines = [
-        f"### {title}",
-        "",
-        f"| {first} | {' | '.join(heads)} |",
-        "|---" * (len(columns) + 1) + "|",
+    names = list(dict.fromkeys(row["cell"][1] for row in rows))
+    whole = [
+        name
+        for name in names
+        if all(cells.get((name, each), {}).get("outcome") == "passed" for each in columns)
     ]
-    for row in dict.fromkeys(row["cell"][1] for row in rows):
-        found = [_cell(cells.get((row, column)), notes, language) for column in columns]
-        lines.append(f"| {row} | {' | '.join(found)} |")
-    return "\n".join([*lines, ""])
+    if across and whole == names:
+        sentence = language["**{}**: passed, {} read by each of {}."]
+        return sentence.format(title, ", ".join(names), ", ".join(columns)) + "\n"
+    lines = [f"### {title}", ""]
+    if whole:
+        sentence = language["Passed in each of {}: {}."]
+        lines += [sentence.format(", ".join(columns), language["; "].join(whole)), ""]
+    if whole != names:
+        first = language[FIRST.get(name, "written by" if across else "with mindresume")]
+        lines += [f"| {first} | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
+        for row in names:
+            if row not in whole:
+                found = [_cell(cells.get((row, column)), notes, language) for column in columns]
+                lines.append(f"| {row} | {' | '.join(found)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _cell(row: Row | None, notes: list[str], language: Language) -> str:

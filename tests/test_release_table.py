@@ -61,7 +61,7 @@ def test_a_cell_that_is_not_green_says_why_once():
     assert "| kill | passed | **failed** (1) |" in text
     assert "1. failed: step 7: loss \\| other (`test_y[failed]`)" in text
     assert "| async | not run |  |" in text
-    assert "| 1.8.0 | passed |" in text and "| written by | read by 1.9.0 |" in text
+    assert "**2.0, written with mindresume**: passed, 1.8.0 read by each of 1.9.0." in text
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -749,7 +749,7 @@ def test_wrong_setting_ends_with_its_text_alone(script, capsys):
     assert script("--callbacks.7.prefix", "x") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(
-        "run_mindformer.py: error: --callbacks.7.prefix: callbacks is a list"
+        "run_mindformer.py: error: [MR-101] --callbacks.7.prefix: callbacks is a list"
     )
     assert ("train",) not in script.events
 

@@ -91,6 +91,7 @@ class Selection(Result):
         error: Why a resume would stop with an error, as sentences; empty if it would not.
         source: Where the chosen one lies: "disk", or "memory": a job whose setting ``memory_tier``
             is on takes it from memory of this node.
+        code: The code of that error, as in docs/messages.md; empty without one.
     """
 
     root: str
@@ -103,6 +104,7 @@ class Selection(Result):
     local: CheckpointInfo | None = None
     error: str = ""
     source: str = DISK
+    code: str = ""
 
 
 def open(
@@ -306,6 +308,7 @@ class Catalog:
             local,
             preview.error,
             MEMORY if choice.in_memory else DISK,
+            preview.code,
         )
 
     # ---- verification ----------------------------------------------------------------------------

@@ -109,5 +109,6 @@ def run_app(commands: typer.Typer, program: str) -> None:
         say(f"{program}: {stopped}", error=True)
         sys.exit(128 + stopped.signal)
     except (MindResumeError, OSError) as error:
-        say(f"{program}: {error_text(error)}", error=True)
+        code = f"[{error.code}] " if isinstance(error, MindResumeError) else ""
+        say(f"{program}: {code}{error_text(error)}", error=True)
         sys.exit(2)

@@ -193,11 +193,8 @@ def _say_selection(found: Selection, on_disk: Sequence[CheckpointInfo]) -> None:
             f"newest step that all of them have"
         )
     else:
-        say(
-            f"chosen   none: a resume stops with an error\n{found.error}"
-            if not found.refused
-            else "chosen   none: a resume stops with an error that lists these reasons"
-        )
+        end = f"chosen   none: [{found.code}] a resume stops with an error"
+        say(f"{end} that lists these reasons" if found.refused else f"{end}\n{found.error}")
 
 
 # ---- verify --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindresume.errors import RemoteError, SaveError
 from mindresume.events.base import (
     ERROR,
     WARNING,
@@ -120,7 +121,7 @@ class SaveFailed(Event):
     failures_in_a_row: Count = 1
 
     log_level = ERROR
-    template = "{reason} ({failures_in_a_row} failed in a row)"
+    template = f"[{SaveError.code}] {{reason}} ({{failures_in_a_row}} failed in a row)"
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class UploadFailed(Event):
     failed_in_total: Count = 1
 
     log_level = WARNING
-    template = "{reason} ({failed_in_total} failed so far)"
+    template = f"[{RemoteError.code}] {{reason}} ({{failed_in_total}} failed so far)"
 
 
 @dataclass(frozen=True)

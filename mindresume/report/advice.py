@@ -39,6 +39,8 @@ KEYS = {DISK: "save_checkpoint_steps", MEMORY: "every_steps"}
 class TooLittleMeasuredError(MindResumeError):
     """The event files and logs of a training do not tell what an advice needs."""
 
+    code = "MR-901"
+
 
 @dataclass(frozen=True)
 class TierAdvice(Result):

@@ -42,7 +42,8 @@ from mindresume.storage.read_cache import uncached
 class SelectionPreview:
     """What a resume would do with the checkpoints in ``place``.
 
-    ``choice.chosen`` None: it starts afresh (``choice.is_fresh_start``), or stops with ``error``.
+    ``choice.chosen`` None: it starts afresh (``choice.is_fresh_start``), or stops with ``error``
+    (``code``: of its class).
     ``node_local``: where nodes share no storage, the newest step whose files of this node are
     intact; the job selects together with the other nodes."""
 
@@ -50,6 +51,7 @@ class SelectionPreview:
     place: str
     error: str = ""
     node_local: Candidate | None = None
+    code: str = ""
 
 
 def select_checkpoint(
@@ -185,7 +187,11 @@ def preview_selection(
     if failure.refused and policy.requested is None:
         local = newest_node_local(storage, path, policy, sources.strategy_of)
     return SelectionPreview(
-        Choice(None, tuple(failure.refused), (), False, (), root), place, str(failure), local
+        Choice(None, tuple(failure.refused), (), False, (), root),
+        place,
+        str(failure),
+        local,
+        failure.code,
     )
 
 

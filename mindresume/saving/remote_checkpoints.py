@@ -326,6 +326,8 @@ class RemoteCheckpoints:
 class SupersededError(RemoteError):
     """A later run uses this URL."""
 
+    code = "MR-503"
+
 
 def number_runs(
     directory: CheckpointDir,

@@ -76,6 +76,8 @@ def copy_files(
 class LostShardError(RemoteError):
     """A shard of this step will never be uploaded."""
 
+    code = "MR-502"
+
     def __init__(self, step: int, reason: str):
         super().__init__(f"step {step} is given up: {reason}")
         self.step = step

@@ -6,7 +6,6 @@ compares it with its source:
     settings             the dataclasses in mindresume/settings.py, and settings.zh.json for their
                          Chinese meanings
     command_reference    the commands and their help (mindresume/cli)
-    messages             the errors and the texts with which they are raised
 
 The tables of two other pages have commands of their own: docs/events.md (tests/events/examples.py)
 and docs/releases.md (st/release_table.py).

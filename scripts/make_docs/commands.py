@@ -1,8 +1,8 @@
-"""Makes the part of docs/command_reference.md: each command with its usage, help, arguments and
-options.
+"""Makes the part of docs/command_reference.md: each command with its help, arguments and options.
 
 The text comes from the functions that implement the commands: their docstrings, and the
-``typer.Argument`` or ``typer.Option`` of each parameter.
+``typer.Argument`` or ``typer.Option`` of each parameter. What several commands have in common
+stands once, above them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any, get_args, get_origin
@@ -21,12 +23,13 @@ from typer.models import ArgumentInfo, OptionInfo
 from mindresume import cli
 
 SOURCE = "mindresume/cli"
+WIDTH = 140
 _CODE = re.compile(
     r"""`[^`]*`                                             # code already
-                   | (?<![\w/])--[a-z][a-z-]*                              # an option
-                   | [a-z]+(?:_[a-z]+)+:\ (?:True|False|[A-Z]+\b)          # a line of YAML
-                   | [\w./{}*=@~-]*[_*{}=](?:[\w./{}*=@~,-]*[\w{}*=])?    # a name, a pattern, key=value
-                   """,  # noqa: E501
+        | (?<![\w/])--[a-z][a-z-]*                              # an option
+        | [a-z]+(?:_[a-z]+)+:\ (?:True|False|[A-Z]+\b)          # a line of YAML
+        | [\w./{}*=@~-]*[_*{}=](?:[\w./{}*=@~,-]*[\w{}*=])?     # a name, a pattern, key=value
+        """,
     re.VERBOSE,
 )
 _PAGE = re.compile(r"docs/(\w+\.md)")
@@ -45,13 +48,27 @@ class Parameter:
 
 
 def part() -> str:
-    """Returns the part: a table of all commands, and a section for each."""
-    found = sorted(commands())
-    rows = ["| command | what it does |", "|---|---|"]
-    for name, function in found:
-        summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
-        rows.append(f"| [`mindresume {name}`](#mindresume-{name}) | {_cell(summary)} |")
-    return "\n\n".join(["\n".join(rows), *(_section(name, function) for name, function in found)])
+    """Returns the part: what several commands have in common, and a section for each."""
+    found = {name: parameters(function) for name, function in sorted(commands())}
+    counts = Counter(parameter for each in found.values() for parameter in each)
+    common: dict[str, Parameter] = {}
+    for parameter, count in counts.most_common():
+        if count > 1:
+            common.setdefault(parameter.names, parameter)  # the meaning that most commands give it
+    blocks = [
+        "## Of several commands",
+        "These mean the same in each command that names them:",
+        _table(sorted(common.values(), key=lambda each: (each.is_option, each.names))),
+    ]
+    for name, function in sorted(commands()):
+        blocks += [f"## `mindresume {name}`", *_help(inspect.getdoc(function) or "")]
+        own = [each for each in found[name] if each != common.get(each.names)]
+        if own:
+            blocks.append(_table(own))
+        also = ", ".join(_name(each.names) for each in found[name] if each not in own)
+        if also:
+            blocks.append(f"{'Also' if own else 'It has'} {also}.")
+    return "\n\n".join(blocks)
 
 
 def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -73,20 +90,21 @@ def parameters(function: Callable[..., Any]) -> list[Parameter]:
             continue  # typer itself passes it
         if get_origin(hint) is not Annotated:
             raise TypeError(
-                f"{function.__name__}: {name} is {hint}, expected Annotated[..., typer.Argument or "
-                "typer.Option]"
+                f"{function.__name__}: {name} is {hint}, expected Annotated[..., typer.Argument "
+                f"or typer.Option]"
             )
         kind, info = get_args(hint)[:2]
         if not info.hidden:
             found.append(_parameter(name, kind, info, parameter.default))
-    return found
+    return sorted(found, key=lambda each: each.is_option)
 
 
 def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: Any) -> Parameter:
     metavar = info.metavar or ("" if kind is bool else name.upper())
     if isinstance(info, ArgumentInfo):
         many = "..." if get_origin(kind) is list else ""
-        names = f"{metavar}{many}" if default is inspect.Parameter.empty else f"[{metavar}{many}]"
+        is_needed = default is inspect.Parameter.empty
+        names = f"{metavar}{many}" if is_needed else f"[{metavar}{many}]"
     else:
         declared = [
             text
@@ -103,48 +121,20 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: A
         or default is inspect.Parameter.empty
     )
     shown = "" if is_told else f"{default:g}" if isinstance(default, float) else str(default)
-    return Parameter(
-        names,
-        shown,
-        text,
-        getattr(info, "rich_help_panel", None) or "",
-        isinstance(info, OptionInfo),
-    )
+    panel = getattr(info, "rich_help_panel", None) or ""
+    return Parameter(names, shown, text, panel, isinstance(info, OptionInfo))
 
 
-def _section(name: str, function: Callable[..., Any]) -> str:
-    found = parameters(function)
-    arguments = [parameter for parameter in found if not parameter.is_option]
-    usage = " ".join(
-        ["mindresume", name, "[OPTIONS]", *(parameter.names for parameter in arguments)]
-    )
-    blocks = [
-        f"## `mindresume {name}`",
-        f"```text\n{usage}\n```",
-        *_help(inspect.getdoc(function) or ""),
-    ]
-    if arguments:
-        blocks.append(
-            "\n".join(
-                [
-                    "| argument | meaning |",
-                    "|---|---|",
-                    *(
-                        f"| {_name(parameter.names)} | {_cell(parameter.help)} |"
-                        for parameter in arguments
-                    ),
-                ]
-            )
-        )
-    options = [parameter for parameter in found if parameter.is_option]
-    for panel in dict.fromkeys(parameter.panel for parameter in options):
-        rows = [f"| {_cell(panel) or 'option'} | default | meaning |", "|---|---|---|"]
-        for parameter in options:
-            if parameter.panel == panel:
-                default = f"`{parameter.default}`" if parameter.default else ""
-                rows.append(f"| {_name(parameter.names)} | {default} | {_cell(parameter.help)} |")
-        blocks.append("\n".join(rows))
-    return "\n\n".join(blocks)
+def _table(rows: Sequence[Parameter]) -> str:
+    lines = ["| argument or option | default | meaning |", "|---|---|---|"]
+    panel = ""
+    for row in rows:
+        if row.panel != panel:
+            panel = row.panel
+            lines.append(f"| **{panel}** | | |")
+        default = f"`{row.default}`" if row.default else ""
+        lines.append(f"| {_name(row.names)} | {default} | {_cell(row.help)} |")
+    return "\n".join(lines)
 
 
 def _help(text: str) -> Iterator[str]:
@@ -162,11 +152,16 @@ def _help(text: str) -> Iterator[str]:
             examples = []
         before, status, after = paragraph.partition("Exit status: ")
         if before.strip():
-            yield _markdown(before.strip())
+            yield _filled(_markdown(before.strip()))
         if status:
-            yield f"**Exit status:** {_markdown(after)}"
+            yield _filled(f"**Exit status:** {_markdown(after)}")
     if examples:
         yield "\n".join(["```shell", *examples, "```"])
+
+
+def _filled(text: str) -> str:
+    """Returns a paragraph in lines as wide as those of the pages written by hand."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _markdown(text: str) -> str:

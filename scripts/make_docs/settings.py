@@ -1,5 +1,4 @@
-"""Makes the part of docs/settings.md: a YAML block with all defaults, and one table for each
-section."""
+"""Makes the part of docs/settings.md: one table for each section."""
 
 from __future__ import annotations
 
@@ -17,13 +16,11 @@ TEXTS = {
     "en": {
         "heads": ("setting", "default", "unit or choices", "meaning", "environment variable"),
         "section": "section, below",
-        "defaults": "All settings with their defaults:",
         "title": "The section",
     },
     "zh": {
         "heads": ("配置项", "默认值", "单位或可选值", "含义", "环境变量"),
         "section": "一段配置，见下",
-        "defaults": "全部配置项及其默认值：",
         "title": "配置段",
     },
 }
@@ -32,7 +29,7 @@ TEXTS = {
 def part(language: str) -> str:
     """Returns the part of the page in "en" or "zh"."""
     texts = TEXTS[language]
-    blocks = [texts["defaults"], "\n".join(["```yaml", "mindresume:", *_yaml(Settings, 1), "```"])]
+    blocks = []
     for name, kind in sections():
         if name != "mindresume":
             blocks.append(f"### {texts['title']} `{name.partition('.')[2]}`")
@@ -56,15 +53,6 @@ def meaning(name: str, field: Field[Any], language: str) -> str:
         if language == "en"
         else CHINESE["meanings"][name.partition(".")[2]]
     )
-
-
-def _yaml(kind: type, depth: int) -> Iterator[str]:
-    for field in settings_of(kind):
-        if is_dataclass(field.default):
-            yield f"{'  ' * depth}{field.name}:"
-            yield from _yaml(type(field.default), depth + 1)
-        else:
-            yield f"{'  ' * depth}{field.name}: {_default(field)}"
 
 
 def _default(field: Field[Any]) -> str:
