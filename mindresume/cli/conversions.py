@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -155,21 +155,12 @@ class conversion_command:  # noqa: N801  a decorator
             if share.prints:
                 show(result, shared.json)
 
-        hints = get_type_hints(Shared, include_extras=True)
-        common = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=hints[field.name],
-                default=field.default if field.name in Shared.__dict__ else inspect.Parameter.empty,
-            )
-            for field in fields(Shared)
-        ]
-        own = [
+        common = [*inspect.signature(Shared, eval_str=True).parameters.values()]
+        own = [*inspect.signature(convert, eval_str=True).parameters.values()][1:]
+        parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in [*inspect.signature(convert, eval_str=True).parameters.values()][1:]
+            for parameter in (*common[:2], *own, *common[2:])
         ]
-        parameters = [*common[:2], *own, *common[2:]]
         run.__doc__, run.__signature__ = convert.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(self._name)(run)
