@@ -70,7 +70,7 @@ def device_axes(layout: TensorLayout) -> tuple[list[int], list[int | list[int]]]
     do not fall on whole axes or parts of one."""
     matrix, needed, free = (
         list(layout.device_matrix),
-        layout.optimizer_pieces,
+        layout.optimizer_slices,
         list(layout.unused_axes),
     )
     cuts, shard = layout.axes, []
@@ -83,7 +83,7 @@ def device_axes(layout: TensorLayout) -> tuple[list[int], list[int | list[int]]]
         part = math.gcd(matrix[position], needed)
         if part < min(matrix[position], needed):
             raise ValueError(
-                f"{layout.optimizer_pieces} optimizer shards are no whole axes: {layout}"
+                f"{layout.optimizer_slices} optimizer shards are no whole axes: {layout}"
             )
         # one axis becomes two: all above move up by one
         if part < matrix[position]:

@@ -56,7 +56,7 @@ def cuts(draw, ranks=None, least=1):
         maps.append(-1 if not taken else taken[0] if count == 1 else taken)
     layout = TensorLayout(matrix, maps)
     return layout, tuple(
-        draw(st.integers(1, 3)) * count for count in layout.pieces([0] * len(maps))
+        draw(st.integers(1, 3)) * count for count in layout.counts([0] * len(maps))
     )
 
 
@@ -311,7 +311,7 @@ def test_mindformers_reads_our_metadata_and_loads_from_the_same_files(
 def sharded(layout: TensorLayout, shape, shards: int) -> tuple[TensorLayout, tuple[int, ...]]:
     """Draws a layout with an optimizer shard, and a shape that it divides."""
     found = TensorLayout(layout.device_matrix, layout.tensor_map, shards)
-    return found, (shape[0] * found.optimizer_pieces, *shape[1:]) if shape else ()
+    return found, (shape[0] * found.optimizer_slices, *shape[1:]) if shape else ()
 
 
 def check_load(name: str, tensor: TensorMetadata, files, found, storage, target, rank: int) -> None:
@@ -323,7 +323,7 @@ def check_load(name: str, tensor: TensorMetadata, files, found, storage, target,
         target[0].device_matrix, (target[0].tensor_map + (-1, -1, -1))[: len(tensor.shape)]
     )
     try:
-        layout.pieces(tensor.shape)
+        layout.counts(tensor.shape)
     except ValueError:
         layout = TensorLayout((4,), (-1,) * len(tensor.shape))
     wanted = SimpleNamespace(layout=theirs(layout), global_shape=tensor.shape)

@@ -50,7 +50,7 @@ from mindresume.reshard.huggingface import KEEP, orders_in, read_config, to_hugg
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.reshard.tensor_checks import pieces_of
+from mindresume.reshard.tensor_checks import computed_slices
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.posix import PosixStorage
 
@@ -354,7 +354,7 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
     if (
         plan.tp > 1
         and not source.weights.split
-        and any(pieces_of(layout) > 1 for _, layout, _ in tensors.values())
+        and any(computed_slices(layout) > 1 for _, layout, _ in tensors.values())
     ):
         raise ConfigError(
             f"{source.what}: its layouts do not tell shards over data parallelism from tensor "

@@ -121,7 +121,7 @@ def cut_text(layout: TensorLayout | None) -> str:
                 f"dim {dim} / {lengths} over {'axis' if len(axes) == 1 else 'axes'} "
                 f"{', '.join(map(str, axes))}"
             )
-    shards = f"optimizer shard {layout.optimizer_pieces}" if layout.optimizer_pieces > 1 else ""
+    shards = f"optimizer shard {layout.optimizer_slices}" if layout.optimizer_slices > 1 else ""
     if not words:
         return f"{shards} of {list(matrix)}" if shards else "not cut"
     return f"{', '.join(words)} of {list(matrix)}" + (f"; {shards}" if shards else "")
@@ -169,7 +169,7 @@ def slices_of(
     shape = (
         tensor.shape
         if tensor.shape is not None
-        else layout.pieces((0,) * len(layout.tensor_map))
+        else layout.counts((0,) * len(layout.tensor_map))
         if layout
         else ()
     )

@@ -388,7 +388,7 @@ def _layout(matrix: list[Any], cuts: list[Any], step: Any, size: Any, uneven: bo
             "optimizer_shards": size if step else 0,
         }
     )
-    if layout.optimizer_pieces > 1 and step != layout.optimizer_stride:
+    if layout.optimizer_slices > 1 and step != layout.optimizer_stride:
         raise ValueError(
             f"opt_weight_shard_step is {step}, expected {layout.optimizer_stride} ranks: {layout}"
         )

@@ -338,7 +338,7 @@ def _check_not_of_one_rank(network: Network, target: LoadTarget, context: Traini
     if group.size == 1 or len(files) > 1:
         return
     for name, (layout, full) in network.layouts(target).items():
-        if max(layout.pieces(full), default=1) > 1:
+        if max(layout.counts(full), default=1) > 1:
             path = os.path.join(context.plan.choice.root, files.pop().path)
             raise LoadError(
                 f"{path} is one file, which each of the {group.size} ranks would load, and it "

@@ -61,7 +61,7 @@ class TensorLayout:
             lie along them.
         stage_size: number of ranks in the stage.
         replicas: number of ranks that hold the same data before the optimizer shards.
-        optimizer_pieces: ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded
+        optimizer_slices: ``optimizer_shards`` with 0 and -1 resolved; 1: dimension 0 is not sharded
             further.
 
     Raises:
@@ -76,7 +76,7 @@ class TensorLayout:
     unused_axes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     stage_size: int = field(init=False, repr=False, compare=False)
     replicas: int = field(init=False, repr=False, compare=False)
-    optimizer_pieces: int = field(init=False, repr=False, compare=False)
+    optimizer_slices: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         matrix = tuple(map(int, self.device_matrix))
@@ -105,15 +105,15 @@ class TensorLayout:
             if axis not in used and matrix[-1 - axis] > 1
         )
         replicas = math.prod(matrix[-1 - axis] for axis in unused)
-        pieces = (
+        slices = (
             1
             if not cuts
             else replicas
             if self.optimizer_shards == -1
             else max(self.optimizer_shards, 1)
         )
-        vars(self).update(unused_axes=unused, replicas=replicas, optimizer_pieces=pieces)
-        if self.optimizer_shards < -1 or replicas % pieces:
+        vars(self).update(unused_axes=unused, replicas=replicas, optimizer_slices=slices)
+        if self.optimizer_shards < -1 or replicas % slices:
             raise ValueError(
                 f"{self.optimizer_shards} optimizer shards do not divide {replicas} replicas: "
                 f"{self}"
@@ -122,7 +122,7 @@ class TensorLayout:
     def normalized(self) -> TensorLayout:
         """Returns the canonical form of this layout: a tuple in ``tensor_map`` has at least two
         axes, and a layout without optimizer shards has ``optimizer_shards`` 0."""
-        shards = self.optimizer_shards if self.optimizer_pieces > 1 else 0
+        shards = self.optimizer_shards if self.optimizer_slices > 1 else 0
         if shards == self.optimizer_shards and all(isinstance(cut, int) for cut in self.tensor_map):
             return self
         cuts = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in self.axes]
@@ -131,16 +131,16 @@ class TensorLayout:
     @property
     def copies(self) -> int:
         """Returns the number of ranks that hold each element."""
-        return self.replicas // self.optimizer_pieces
+        return self.replicas // self.optimizer_slices
 
     @property
     def optimizer_stride(self) -> int:
         """Returns the distance in ranks within the optimizer group (``opt_weight_shard_step``); 0
         without optimizer shards."""
-        return self._axis(self.unused_axes[-1])[1] if self.optimizer_pieces > 1 else 0
+        return self._axis(self.unused_axes[-1])[1] if self.optimizer_slices > 1 else 0
 
-    def pieces(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the number of pieces of each dimension. Raises ValueError if a dimension of
+    def counts(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the number of slices of each dimension. Raises ValueError if a dimension of
         ``shape`` is not divisible."""
         if len(shape) != len(self.tensor_map):
             raise ValueError(
@@ -149,7 +149,7 @@ class TensorLayout:
             )
         counts = [math.prod(self.device_matrix[-1 - axis] for axis in axes) for axes in self.axes]
         if counts:
-            counts[0] *= self.optimizer_pieces
+            counts[0] *= self.optimizer_slices
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if size < 0 or size % count:
                 raise ValueError(
@@ -160,14 +160,14 @@ class TensorLayout:
         return tuple(counts)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the part that each rank holds. Raises ValueError like ``pieces``."""
-        return tuple(size // count for size, count in zip(shape, self.pieces(shape), strict=True))
+        """Returns the shape of the part that each rank holds. Raises ValueError like ``counts``."""
+        return tuple(size // count for size, count in zip(shape, self.counts(shape), strict=True))
 
     def global_shape(self, held: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the whole tensor if each rank holds a part of shape ``held``. Raises
         ValueError for another number of dimensions."""
         return tuple(
-            size * count for size, count in zip(held, self.pieces([0] * len(held)), strict=True)
+            size * count for size, count in zip(held, self.counts([0] * len(held)), strict=True)
         )
 
     def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -182,8 +182,8 @@ class TensorLayout:
             index = self._index(rank, axes)
             if dim == 0:
                 index = (
-                    index * self.optimizer_pieces
-                    + self._index(rank, self.unused_axes) % self.optimizer_pieces
+                    index * self.optimizer_slices
+                    + self._index(rank, self.unused_axes) % self.optimizer_slices
                 )
             held.append(slice(index * length, (index + 1) * length))
         return tuple(held)
@@ -192,12 +192,12 @@ class TensorLayout:
         """Returns the local ranks, ascending, for which ``slices(rank, shape)`` equals ``slices``;
         empty if there are none. Raises ValueError if the shape does not fit. The cost grows with
         the number of holders, not of ranks."""
-        pieces, lengths = self.pieces(shape), self.local_shape(shape)
+        counts, lengths = self.counts(shape), self.local_shape(shape)
         if len(slices) != len(shape):
             raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}")
-        # per dimension the piece, or all if an empty tensor leaves it open
+        # per dimension the slice, or all if an empty tensor leaves it open
         indices: list[Sequence[int]] = []
-        for part, length, count in zip(slices, lengths, pieces, strict=True):
+        for part, length, count in zip(slices, lengths, counts, strict=True):
             found = (
                 range(count)
                 if not length
@@ -284,21 +284,21 @@ class TensorLayout:
         return rank
 
     def _ranks(self, indices: Sequence[int]) -> Iterator[int]:
-        """Yields all ranks that hold the piece with these indices, one per dimension."""
+        """Yields all ranks that hold the slice with these indices, one per dimension."""
         indices, replica = list(indices), 0
         if indices:
-            indices[0], replica = divmod(indices[0], self.optimizer_pieces)
+            indices[0], replica = divmod(indices[0], self.optimizer_slices)
         base = sum(
             self._offset(index, axes) for index, axes in zip(indices, self.axes, strict=True)
         )
-        for index in range(replica, self.replicas, self.optimizer_pieces):
+        for index in range(replica, self.replicas, self.optimizer_slices):
             yield base + self._offset(index, self.unused_axes)
 
 
 # ---- slices by number ----------------------------------------------------------------------------
 
 # mindformers numbers the slices of a tensor in ``metadata.json`` of Checkpoint 2.0: the *ordinal*
-# of a slice is its row-major position among the pieces of all dimensions (mindformers
+# of a slice is its row-major position among the slices of all dimensions (mindformers
 # checkpoint/sharded_tensor.py, _get_global_offset_and_replica_id_from_layout). There, the optimizer
 # shard is part of the layout: see ``fold_optimizer_shards``.
 
@@ -307,7 +307,7 @@ class TensorLayout:
 def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not
     divisible."""
-    pieces, matrix = layout.pieces(shape), layout.device_matrix
+    counts, matrix = layout.counts(shape), layout.device_matrix
     import numpy as np  # here: the help of a command imports this module
 
     ranks = np.arange(layout.stage_size)
@@ -322,27 +322,27 @@ def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
     indices = [index(axes) for axes in layout.axes]
     if indices:
         indices[0] = (
-            indices[0] * layout.optimizer_pieces
-            + index(layout.unused_axes) % layout.optimizer_pieces
+            indices[0] * layout.optimizer_slices
+            + index(layout.unused_axes) % layout.optimizer_slices
         )
-    return tuple((_row_major(indices, pieces) + 0 * ranks).tolist())
+    return tuple((_row_major(indices, counts) + 0 * ranks).tolist())
 
 
 def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
     """Returns the ordinal of the slice that equals ``region``. Raises ValueError if there is none,
     or several in an empty tensor."""
-    pieces, lengths = _pieces(layout, shape)
-    if math.prod(shape) == 0 and math.prod(pieces) > 1:
+    counts, lengths = _counts(layout, shape)
+    if math.prod(shape) == 0 and math.prod(counts) > 1:
         raise ValueError(
-            f"shape {tuple(shape)} is empty: its {math.prod(pieces)} slices cannot be distinguished"
+            f"shape {tuple(shape)} is empty: its {math.prod(counts)} slices cannot be distinguished"
         )
     found: int = _row_major(
         ((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)),
-        pieces,
+        counts,
     )
-    if not 0 <= found < math.prod(pieces) or region_of(layout, shape, found) != tuple(region):
+    if not 0 <= found < math.prod(counts) or region_of(layout, shape, found) != tuple(region):
         raise ValueError(
-            f"{tuple(region)} is not a slice of shape {tuple(shape)} with {pieces} pieces"
+            f"{tuple(region)} is not a slice of shape {tuple(shape)} with {counts} pieces"
         )
     return found
 
@@ -350,27 +350,27 @@ def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[
 def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
     """Returns the part of the global tensor that slice ``ordinal`` covers. Raises ValueError if
     there is no such slice."""
-    pieces, lengths = _pieces(layout, shape)
-    if not 0 <= ordinal < math.prod(pieces):
+    counts, lengths = _counts(layout, shape)
+    if not 0 <= ordinal < math.prod(counts):
         raise ValueError(
-            f"slice {ordinal} of shape {tuple(shape)} with {pieces} pieces: expected 0 to "
-            f"{math.prod(pieces) - 1}"
+            f"slice {ordinal} of shape {tuple(shape)} with {counts} pieces: expected 0 to "
+            f"{math.prod(counts) - 1}"
         )
     region = []
-    for count, length in zip(reversed(pieces), reversed(lengths), strict=True):
+    for count, length in zip(reversed(counts), reversed(lengths), strict=True):
         ordinal, index = divmod(ordinal, count)
         region.append(slice(index * length, (index + 1) * length))
     return tuple(reversed(region))
 
 
-def _pieces(
+def _counts(
     layout: TensorLayout | None, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns number and size of the pieces in each dimension."""
+    """Returns number and size of the slices in each dimension."""
     return (
         ((1,) * len(shape), tuple(shape))
         if layout is None
-        else (layout.pieces(shape), layout.local_shape(shape))
+        else (layout.counts(shape), layout.local_shape(shape))
     )
 
 
@@ -400,7 +400,7 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
             left //= 1 if axis in used else size
         elif size % left:
             raise ValueError(
-                f"{layout.optimizer_pieces} optimizer shards end within an axis that they do not "
+                f"{layout.optimizer_slices} optimizer shards end within an axis that they do not "
                 f"divide: {layout}"
             )
         else:
@@ -417,7 +417,7 @@ class Slices:
 
     def __init__(self, layout: TensorLayout | None, shape: tuple[int, ...]):
         self.layout = layout
-        self.counts, self.lengths = _pieces(layout, shape)
+        self.counts, self.lengths = _counts(layout, shape)
         self.slices = math.prod(self.counts)
         self.ordinals = () if layout is None else ordinals(layout, shape)
 
@@ -442,7 +442,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
     the order of the tensors.
 
     Pieces with the fewest holders are assigned first, then the largest, then by name, each to the
-    holder with the fewest bytes so far: pieces with many holders balance the loads.
+    holder with the fewest bytes so far: slices with many holders balance the loads.
 
     Args:
         tensors: {name: (layout, global shape, bytes of one element)}; layout None: replicated on
@@ -479,13 +479,13 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
 def _holders(
     layout: TensorLayout, shape: tuple[int, ...], ranks: int, name: str
 ) -> tuple[list[list[int]], int]:
-    """Returns (local ranks that hold each piece, ascending; elements of a piece)."""
+    """Returns (local ranks that hold each slice, ascending; elements of a slice)."""
     if layout.stage_size != ranks:
         raise ValueError(
             f"tensor {name}: its layout is of {layout.stage_size} ranks, the stage has {ranks}: "
             f"{layout}"
         )
-    holders: list[list[int]] = [[] for _ in range(math.prod(layout.pieces(shape)))]
+    holders: list[list[int]] = [[] for _ in range(math.prod(layout.counts(shape)))]
     for rank, number in enumerate(ordinals(layout, shape)):
         holders[number].append(rank)
     return holders, math.prod(layout.local_shape(shape))

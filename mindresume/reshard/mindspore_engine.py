@@ -267,7 +267,7 @@ def _is_misread(layout: TensorLayout) -> bool:
         if isinstance(cut, int) and cut >= 0 and layout.device_matrix[axes - 1 - cut] > 1
     ]
     return (
-        layout.optimizer_pieces > 1
+        layout.optimizer_slices > 1
         and not _is_nested(layout)
         and layout.unused_axes == (axes - 1,)
         and used != sorted(used, reverse=True)

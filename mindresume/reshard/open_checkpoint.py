@@ -40,7 +40,7 @@ from mindresume.reshard.conversion_manifest import ConversionManifest, read_weig
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.step_view import view_of_iteration, view_of_rank_folders
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
-from mindresume.reshard.tensor_checks import check_replicas, depends_on_pieces
+from mindresume.reshard.tensor_checks import check_replicas, depends_on_slices
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.eligible import SelectionPolicy, eligible
 from mindresume.resume.verifier import Verifier
@@ -296,7 +296,7 @@ def checkpoint_of(
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state or state_of(scalars, name)
     if candidate.iteration_dir:
-        split = split or state is not None and depends_on_pieces(state.arrangement)
+        split = split or state is not None and depends_on_slices(state.arrangement)
         weights = view_of_iteration(directory, candidate, split)
     else:
         weights = view_of_rank_folders(directory, candidate, strategy)

@@ -2,14 +2,14 @@
 order of their elements does not depend on how they are cut, and copies in several pipeline stages
 are alike.
 
-    # refuses another number of pieces if the meaning of the elements depends on it
+    # refuses another number of slices if the meaning of the elements depends on it
     check_order(weights, {name: layout})
     check_replicas(weights)  # by the recorded checksums; tensors without are not compared
     check_replicas(weights, read=True)      # tensors without a recorded checksum are read
 
-The order: with ``use_contiguous_weight_layout_attention: True`` each rank splits its own piece of
-linear_qkv into [q, k, v], and with ``use_interleaved_weight_layout_mlp: False`` its own piece of
-linear_fc1 into [gate, up]. With another number of pieces, shapes and bytes would fit, and the
+The order: with ``use_contiguous_weight_layout_attention: True`` each rank splits its own slice of
+linear_qkv into [q, k, v], and with ``use_interleaved_weight_layout_mlp: False`` its own slice of
+linear_fc1 into [gate, up]. With another number of slices, shapes and bytes would fit, and the
 network would compute another function.
 
 A ``metadata.json``, and a record of Checkpoint 2.0 by mindresume 0.1.0, does not tell the optimizer
@@ -64,14 +64,14 @@ def prefix_splits(name: str) -> list[tuple[str, str]]:
 _CONTIGUOUS = ((QKV, ATTENTION_KEY, True, "linear_proj"), (FC1, MLP_KEY, False, "linear_fc2"))
 
 
-def depends_on_pieces(arrangement: Mapping[str, bool]) -> bool:
+def depends_on_slices(arrangement: Mapping[str, bool]) -> bool:
     """Returns whether some tensor of a checkpoint with this ``arrangement`` must not be cut in
     another way."""
     return any(arrangement.get(key) is contiguous for _, key, contiguous, _ in _CONTIGUOUS)
 
 
-def pieces_of(layout: TensorLayout | None) -> int:
-    """Returns into how many pieces computations cut dimension 0. An optimizer shard does not count:
+def computed_slices(layout: TensorLayout | None) -> int:
+    """Returns into how many slices computations cut dimension 0. An optimizer shard does not count:
     it is gathered first."""
     return (
         math.prod(layout.device_matrix[-1 - axis] for axis in layout.axes[0])
@@ -88,46 +88,44 @@ def check_order(weights: CheckpointView, wanted: Mapping[str, TensorLayout | Non
             refused.
         wanted: {name: layout there}; names of optimizer states contain that of their parameter.
     Raises:
-        ConfigError: The numbers of pieces differ, or are unknown, and the order of the elements
+        ConfigError: The numbers of slices differ, or are unknown, and the order of the elements
             depends on them.
     """
     for name, (part, key, contiguous, behind) in itertools.product(wanted, _CONTIGUOUS):
         if weights.arrangement.get(key) is not contiguous or f".{part}." not in name:
             continue
-        stored, pieces = _pieces_by(weights, name, part, behind), pieces_of(wanted[name])
-        if stored == pieces:
+        stored = _computed_by(weights, name, part, behind)
+        slices = computed_slices(wanted[name])
+        if stored == slices:
             continue
         reason = (
             f"{weights.name}: {name} was trained with {key}: {contiguous}, so the order of its "
-            "elements depends on "
-            f"tensor parallelism. "
+            f"elements depends on tensor parallelism. "
         )
         if stored is None:
             raise ConfigError(
-                f"{reason}It has {pieces_of(weights.tensors[name].layout)} pieces there, optimizer "
-                "shards perhaps "
-                f"among them: metadata.json does not tell, and no {behind} beside it does. Only "
-                "mindformers alone "
-                f"can continue that job"
+                f"{reason}It has {computed_slices(weights.tensors[name].layout)} pieces there, "
+                f"optimizer shards perhaps among them: metadata.json does not tell, and no "
+                f"{behind} "
+                f"beside it does. Only mindformers alone can continue that job"
             )
         raise ConfigError(
-            f"{reason}It is cut into {stored} there and cannot be cut into {pieces}: keep the "
-            "tensor "
-            f"parallelism of that job"
+            f"{reason}It is cut into {stored} there and cannot be cut into {slices}: keep the "
+            f"tensor parallelism of that job"
         )
 
 
-def _pieces_by(weights: CheckpointView, name: str, part: str, behind: str) -> int | None:
-    """Returns ``pieces_of`` a tensor whose layout may contain optimizer shards, by the tensor
+def _computed_by(weights: CheckpointView, name: str, part: str, behind: str) -> int | None:
+    """Returns ``computed_slices`` a tensor whose layout may contain optimizer shards, by the tensor
     ``behind`` it; None: unknown. Without that tensor the layout itself decides if it keeps them
     apart (``CheckpointView.split``)."""
-    cut = pieces_of(weights.tensors[name].layout)
+    cut = computed_slices(weights.tensors[name].layout)
     if cut == 1:
         return 1
     other = weights.tensors.get(f"{name.split(f'.{part}.')[0]}.{behind}.weight")
     if other is None or len(other.shape) != 2 or weights.split and other.layout is None:
         return cut if weights.split else None
-    found = other.layout.pieces(other.shape)[1] if other.layout is not None else 1
+    found = other.layout.counts(other.shape)[1] if other.layout is not None else 1
     return found if cut % found == 0 else None
 
 

@@ -24,14 +24,14 @@ def cuts(draw):
     )
     layout = TensorLayout(matrix, maps, shards)
     return layout, tuple(
-        draw(st.integers(1, 3)) * count for count in layout.pieces([0] * len(maps))
+        draw(st.integers(1, 3)) * count for count in layout.counts([0] * len(maps))
     )
 
 
 def representable(layout):
-    """Returns whether the minor ``optimizer_pieces`` of the replicas end within one axis, at a
+    """Returns whether the minor ``optimizer_slices`` of the replicas end within one axis, at a
     divisor of it."""
-    if layout.optimizer_pieces == 1:
+    if layout.optimizer_slices == 1:
         return True
     left = layout.copies
     for axis in layout.unused_axes:

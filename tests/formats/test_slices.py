@@ -19,7 +19,7 @@ from mindresume.model.layout import (
 def test_ordinals_number_the_regions_of_the_ranks(case):
     layout, shape = case
     numbers = ordinals(layout, shape)
-    assert set(numbers) == set(range(math.prod(layout.pieces(shape))))
+    assert set(numbers) == set(range(math.prod(layout.counts(shape))))
     for rank, number in enumerate(numbers):
         assert region_of(layout, shape, number) == layout.slices(rank, shape)
         assert ordinal(layout, shape, layout.slices(rank, shape)) == number

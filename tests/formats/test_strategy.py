@@ -117,7 +117,7 @@ def test_layouts_read_from_a_file_give_the_same_slices(strategy, fmt):
         ).items()
         assert found == number and list(read) == list(stage)
         for name, layout in stage.items():
-            shape = layout.pieces([0] * len(layout.tensor_map))
+            shape = layout.counts([0] * len(layout.tensor_map))
             assert [read[name].slices(rank, shape) for rank in range(layout.stage_size)] == [
                 layout.slices(rank, shape) for rank in range(layout.stage_size)
             ]

@@ -63,7 +63,7 @@ class Network:
         self.wanted |= {"global_step": (GLOBAL_STEP, "int32")} | changed
         rows = {}
         for name, layout in plan.layouts(rank).items():
-            group = "" if layout.optimizer_pieces == 1 else "group"
+            group = "" if layout.optimizer_slices == 1 else "group"
             rows[name] = (
                 list(layout.device_matrix),
                 [list(m) if isinstance(m, tuple) else m for m in layout.tensor_map],

@@ -71,7 +71,7 @@ class Network:
                     list(shapes[name]),
                     0,
                     True,
-                    "" if layout.optimizer_pieces == 1 else "group",
+                    "" if layout.optimizer_slices == 1 else "group",
                     list(TENSORS[name].shape),
                 )
                 for name, layout in plan.layouts(rank).items()

@@ -30,7 +30,7 @@ def layouts(draw):
     )
     layout = TensorLayout(matrix, cuts, shards)
     factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
-    return layout, tuple(map(math.prod, zip(factors, layout.pieces([0] * len(cuts)), strict=True)))
+    return layout, tuple(map(math.prod, zip(factors, layout.counts([0] * len(cuts)), strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_holders_is_the_inverse_of_slices(case):
         ]
     if math.prod(shape):
         counted = Counter(str(part) for part in held)
-        assert len(counted) == math.prod(layout.pieces(shape)) and set(counted.values()) == {
+        assert len(counted) == math.prod(layout.counts(shape)) and set(counted.values()) == {
             layout.copies
         }
 
@@ -197,7 +197,7 @@ def test_a_shape_that_does_not_divide_is_refused_by_dimension_size_pieces_and_la
         r"TensorLayout\(device_matrix=\(2, 4\), tensor_map=\(0, -1\), optimizer_shards=2\)"
     )
     for function in (
-        layout.pieces,
+        layout.counts,
         layout.local_shape,
         lambda shape: layout.slices(0, shape),
         lambda shape: layout.holders((slice(0, 1), slice(0, 3)), shape),

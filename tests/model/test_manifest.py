@@ -92,7 +92,7 @@ def tensor_records(draw):
     layout, whole = draw(st.none() | layouts()), draw(st.none() | shapes)
     shape = draw(shapes)
     if layout is not None:
-        pieces = layout.pieces((0,) * len(layout.tensor_map))
+        pieces = layout.counts((0,) * len(layout.tensor_map))
         shape = tuple(draw(st.integers(0, 2**40)) for _ in pieces)
         whole = tuple(size * count for size, count in zip(shape, pieces, strict=True))
     return TensorRecord(

@@ -35,7 +35,7 @@ def held(draw):
     factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
     return (
         layout,
-        tuple(map(math.prod, zip(factors, layout.pieces([0] * len(cuts)), strict=True))),
+        tuple(map(math.prod, zip(factors, layout.counts([0] * len(cuts)), strict=True))),
         itemsize,
     )
 
@@ -55,7 +55,7 @@ def test_every_element_is_written_by_exactly_one_of_its_ranks(tensors):
             written[... if layout is None else layout.slices(rank, shape)] += 1
         assert (written == 1).all()
         # an empty tensor too is there in all its pieces, which its elements cannot show
-        assert len(writers) == (math.prod(layout.pieces(shape)) if layout else 1)
+        assert len(writers) == (math.prod(layout.counts(shape)) if layout else 1)
 
 
 @given(models, st.randoms())

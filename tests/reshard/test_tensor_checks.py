@@ -14,7 +14,7 @@ from mindresume.model.layout import TensorLayout, fold_optimizer_shards
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import LoadTarget, wanted_regions
-from mindresume.reshard.tensor_checks import check_order, pieces_of
+from mindresume.reshard.tensor_checks import check_order, computed_slices
 from mindresume.storage.posix import PosixStorage
 
 QKV, FC1 = (
@@ -100,7 +100,7 @@ def test_the_same_tensor_parallelism_is_converted(tmp_path):
 def view(arrangement, layout):
     names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
     tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names[:-1]}
-    behind = Plan.parse("dp1tp2" if pieces_of(layout) == 2 else "dp2tp1", MODEL).layouts(0)[
+    behind = Plan.parse("dp1tp2" if computed_slices(layout) == 2 else "dp2tp1", MODEL).layouts(0)[
         names[-1]
     ]
     tensors[names[-1]] = Tensor(names[-1], "float32", (8, 16), behind)
@@ -227,8 +227,8 @@ def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
     weights = open_checkpoint(PosixStorage(), str(tmp_path / "new")).weights
     assert (
         weights.split
-        and weights.tensors[QKV].layout.optimizer_pieces == 2
-        and pieces_of(weights.tensors[QKV].layout) == 2
+        and weights.tensors[QKV].layout.optimizer_slices == 2
+        and computed_slices(weights.tensors[QKV].layout) == 2
     )
     assert set(regions(tmp_path / "new", "dp1tp2")) == set(MODEL)
     with pytest.raises(ConfigError):

@@ -381,7 +381,7 @@ def jobs(draw):
             axis if draw(st.booleans()) else -1 for axis in axes[: draw(st.integers(1, 2))]
         )
         layout = TensorLayout(matrix, cuts, draw(st.sampled_from([0, -1])))
-        shape = tuple(pieces * draw(st.integers(1, 2)) for pieces in layout.pieces([0] * len(cuts)))
+        shape = tuple(pieces * draw(st.integers(1, 2)) for pieces in layout.counts([0] * len(cuts)))
         tables[f"w{index}"] = layout, shape
     return size, stages, tables, draw(st.sets(st.integers(0, size * stages - 1), min_size=1))
 
