@@ -57,18 +57,21 @@ def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs =
     output, root = folders_of(folder)
     check_folders(logs or ())
     target = Path(page) if page is not None else None if json else Path("report.html")
-    if target is not None and target.suffix not in (".html", ".htm"):
-        raise ConfigError(f"-o {page}: the page is an HTML file; give a name that ends in .html")
-    if target is not None and not target.absolute().parent.is_dir():
-        raise ConfigError(
-            f"-o {page}: there is no folder {target.parent}; make it first, or give another name"
-        )
-    if target is not None and importlib.util.find_spec("jinja2") is None:
-        raise ConfigError(
-            "a report needs jinja2, which this Python does not have: pip install "
-            "'mindresume[report]' (or jinja2 "
-            "alone); or use --json, which does not need it"
-        )
+    if target is not None:
+        if target.suffix not in (".html", ".htm"):
+            raise ConfigError(
+                f"-o {page}: the page is an HTML file; give a name that ends in .html"
+            )
+        if not target.absolute().parent.is_dir():
+            raise ConfigError(
+                f"-o {page}: there is no folder {target.parent}; make it first, or give another "
+                f"name"
+            )
+        if importlib.util.find_spec("jinja2") is None:
+            raise ConfigError(
+                "a report needs jinja2, which this Python does not have: pip install "
+                "'mindresume[report]' (or jinja2 alone); or use --json, which does not need it"
+            )
     built = build_report(PosixStorage(), output, root, logs or ())
     if target is not None:
         from mindresume.report.page import html

@@ -141,8 +141,8 @@ def advice_of(report: Report) -> Advice | None:
 
 
 def _advice(report: Report) -> Advice:
-    rows, attempts, where = report.accounts, [row.attempt for row in report.accounts], report.output
-    if not rows:
+    attempts, where = report.attempts, report.output
+    if not attempts:
         raise TooLittleMeasuredError(
             f"{where}: no logs and no event files of a training were found "
             "(mindresume_events/*.jsonl "
@@ -167,7 +167,7 @@ def _advice(report: Report) -> Advice:
         math.fsum(
             span.end - span.begin for span in row.timeline if span.kind in ("productive", "lost")
         )
-        for row in rows
+        for row in report.accounts
     ]
     seconds = math.fsum(trained)
     if seconds <= 0:

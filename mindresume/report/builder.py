@@ -311,12 +311,13 @@ def looked_for(report: Report) -> list[str]:
 
 def _attempt(row: AttemptAccount) -> dict[str, Any]:
     """Returns the JSON object of one attempt."""
-    attempt, origin, known = row.attempt, row.attempt.origin, row.attempt.has_events
+    attempt, origin = row.attempt, row.attempt.origin
+    has_events = attempt.has_events
     first, last = attempt.losses.values[[0, -1]].tolist() if len(attempt.losses) else (None, None)
     return {
         "number": attempt.number,
         "run_id": attempt.run_id,
-        "has_events": known,
+        "has_events": has_events,
         "world_size": attempt.world_size,
         "started": attempt.started,
         "ended": attempt.ended,
@@ -336,10 +337,10 @@ def _attempt(row: AttemptAccount) -> dict[str, Any]:
         "steps_lost": row.steps_lost,
         "loss": json_value({"first": first, "last": last}),
         "seconds": _rounded(asdict(row.seconds)),
-        "saves": [asdict(save) for save in attempt.saves.disk] if known else None,
-        "skipped_saves": attempt.saves.skipped if known else None,
-        "memory_saves": len(attempt.saves.memory) if known else None,
-        "refused": [asdict(refused) for refused in origin.refused] if known else None,
+        "saves": [asdict(save) for save in attempt.saves.disk] if has_events else None,
+        "skipped_saves": attempt.saves.skipped if has_events else None,
+        "memory_saves": len(attempt.saves.memory) if has_events else None,
+        "refused": [asdict(refused) for refused in origin.refused] if has_events else None,
     }
 
 
