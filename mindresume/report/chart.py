@@ -7,6 +7,7 @@ the first start; texts of marks are phrases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ POINTS = 6000  # most points of the kept curve, and most of all lost parts
 PARTS = 500  # most lost parts: the last ones
 ATTEMPTS = 2000  # most attempts: the last ones
 MARKS = 1500  # most marks of one kind of save
+Pair = tuple[RunAttempt, Any]  # with its save
 Mark = tuple[str, RunAttempt, int | None, float | None, float | None, Phrase]
 
 
@@ -38,13 +40,8 @@ def chart_data(report: Report) -> dict[str, Any] | None:
     values = np.concatenate([row.attempt.losses.values[: row.kept_losses] for row in rows])
     curves = [_curve(*curve, origin) for curve in (*_kept(rows, values), *_lost(rows))]
     saves = _saves(rows)
-    shown = [
-        (kind, *pair)
-        for kind, pairs in saves.items()
-        for pair in reversed(pairs[:: -(-(-len(pairs) // MARKS) or 1)])
-    ]
+    shown = [(kind, *pair) for kind, pairs in saves.items() for pair in _spread(pairs)]
     marks = [*(_save_mark(*save) for save in shown), *_attempt_marks(rows, steps, values)]
-    numbers = {row.attempt.number for row in rows}
     return {
         "curves": curves,
         "marks": [
@@ -78,7 +75,7 @@ def chart_data(report: Report) -> dict[str, Any] | None:
                 span_text(phase.seconds),
             ]
             for recovery in report.recoveries
-            if recovery.failed in numbers
+            if recovery.failed >= rows[0].attempt.number
             for phase in recovery.phases
         ],
         "length": _since(
@@ -162,15 +159,21 @@ def _since(at: float, origin: float) -> float:
 # ---- marks ---------------------------------------------------------------------------------------
 
 
-def _saves(rows: Sequence[AttemptAccount]) -> dict[str, list[tuple[RunAttempt, Any]]]:
+def _saves(rows: Sequence[AttemptAccount]) -> dict[str, list[Pair]]:
     """Returns the saves of each kind, with their attempts."""
-    saves: dict[str, list[tuple[RunAttempt, Any]]] = {"committed": [], "staged": [], "memory": []}
+    saves: dict[str, list[Pair]] = {"committed": [], "staged": [], "memory": []}
     for attempt in (row.attempt for row in rows):
         for save in attempt.saves.disk:
             if save.is_staged:
                 saves["committed" if save.is_committed else "staged"].append((attempt, save))
         saves["memory"] += [(attempt, save) for save in attempt.saves.memory]
     return saves
+
+
+def _spread(pairs: list[Pair]) -> list[Pair]:
+    """Returns at most MARKS of the saves, evenly spread, with the newest one."""
+    every = max(math.ceil(len(pairs) / MARKS), 1)
+    return pairs[::-every][::-1]
 
 
 def _save_mark(kind: str, attempt: RunAttempt, save: Any) -> Mark:

@@ -130,11 +130,6 @@ def test_event_files_alone(tmp_path):
     assert to_json(report)["goodput"] is None and "no log" in report.notes[0]
 
 
-def test_event_files_and_logs_in_a_folder_of_their_own(tmp_path):
-    two_attempts().write_all(tmp_path / "elsewhere")
-    assert made(tmp_path, tmp_path / "elsewhere").steps_lost == 3
-
-
 def test_a_log_of_another_time_zone_is_put_to_its_events(tmp_path):
     """The report is made on a machine elsewhere: the log has local times of the cluster, the events
     have the time since 1970."""

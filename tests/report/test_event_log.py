@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import time
 import tracemalloc
 
 import pytest
@@ -21,7 +20,6 @@ from mindresume.report.event_log import (
     RecordedEvent,
     failures_in,
     find_event_logs,
-    foreign_utc_offsets,
     parse_event,
     read_events,
 )
@@ -218,23 +216,3 @@ def test_failures_of_other_ranks_by_time(tmp_path):
         Failure(ZERO + 8, 2, "SaveError: full", None, RUNS[3]),
         Failure(ZERO + 9, 1, "CollectiveError: gone"),
     ]
-
-
-@pytest.mark.parametrize(
-    "offsets, expected",
-    [
-        ([], []),
-        ([None], []),
-        ([5400], [5400]),
-        ([5400, 5400], [5400]),
-        ([7200, 5400], [5400, 7200]),
-        (["own"], []),
-    ],
-)
-def test_the_time_zone_of_the_log(tmp_path, offsets, expected):
-
-    for number, offset in enumerate(offsets):
-        at = ZERO + 100 * number
-        offset = time.localtime(at).tm_gmtoff if offset == "own" else offset
-        record(tmp_path, 0, [RecordedEvent(at, ev.TrainingStarted("a", 1, 1, "x", offset))])
-    assert foreign_utc_offsets(find_event_logs([str(tmp_path)])) == expected

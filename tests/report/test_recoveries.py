@@ -6,11 +6,11 @@ from training_logs import RUNS, ZERO, Training, history, two_attempts
 from mindresume import events as ev
 from mindresume.events import Moments
 from mindresume.report.accounting import accounts_of, recoveries_of, totals_of
-from mindresume.report.event_log import RecordedEvent, SupervisedStart
+from mindresume.report.event_log import RecordedEvent
 
 
-def accounts(training, starts=()):
-    return accounts_of(training.attempts(starts))
+def accounts(training):
+    return accounts_of(training.attempts())
 
 
 def shown(phases):
@@ -32,17 +32,6 @@ def test_phases_without_a_moment_between_them_are_one():
         ("build + load + compile + first step", 41.0, 50.0),
     ]
     assert sum(totals_of([found]).values()) == pytest.approx(50 - 19.5 + 3)
-
-
-def test_moments_of_a_supervisor_divide_it():
-    moments = {"noticed": ZERO + 21.5, "ended": ZERO + 22.5, "started": ZERO + 25}
-    (found,) = recoveries_of(accounts(two_attempts(), [SupervisedStart(moments)]))
-    assert shown(found.phases)[:3] == [
-        ("notice", 19.5, 21.5),
-        ("end", 21.5, 22.5),
-        ("start", 22.5, 25),
-    ]
-    assert found.phases[-1].end == found.first_step and found.phases[3].names == ("import", "join")
 
 
 def test_a_start_that_fails_belongs_to_the_recovery_and_a_normal_end_ends_none():

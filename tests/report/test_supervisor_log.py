@@ -63,7 +63,12 @@ def test_the_report_shows_when_a_failure_was_noticed(tmp_path):
     file.close()
     report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
     (found,) = report.recoveries
-    assert [phase.names for phase in found.phases][:3] == [("notice",), ("end",), ("start",)]
+    assert [phase.names for phase in found.phases][:4] == [
+        ("notice",),
+        ("end",),
+        ("start",),
+        ("import", "join"),
+    ]
     assert [phase.end - ZERO for phase in found.phases][:3] == pytest.approx(
         [21, 22.5, 57]
     )  # the start between fails, too
