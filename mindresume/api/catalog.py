@@ -64,7 +64,7 @@ from mindresume.resume.candidates import (
     verify_checkpoints,
     world_size_notes,
 )
-from mindresume.resume.eligible import FULL, QUICK, SelectionPolicy, describe_candidate, read_size
+from mindresume.resume.eligible import SelectionPolicy, describe_candidate, read_size
 from mindresume.resume.selection import preview_selection
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.memory_tier.directory import find_tier
@@ -280,7 +280,7 @@ class Catalog:
         policy = SelectionPolicy(
             world_size,
             name,
-            FULL if verify else QUICK,
+            verify,
             True,
             max_failed_loads=Settings.load().max_failed_loads,
         )

@@ -204,6 +204,27 @@ class Candidate(SavedStep):
         """Returns a refusal of this candidate. ``error``: from which it follows."""
         return Refusal(self.step, reason, file, rank, tuple(tensors), may_pass(error))
 
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Candidate:
+        """Returns the candidate without a problem of a result of ``to_json``."""
+        lists = ("order", "missing_ranks", "local_ranks", "records")
+        files = {
+            int(rank): tuple(FileRecord(*row) for row in rows)
+            for rank, rows in value["files"].items()
+        }
+        return cls(
+            **{
+                **value,
+                **{name: tuple(value[name]) for name in lists},
+                "files": files,
+                "metadata_files": tuple(FileRecord(*row) for row in value["metadata_files"]),
+                "state": value["state"] and TrainingState.from_json(value["state"]),
+            }
+        )
+
 
 def may_pass(error: Exception | None) -> bool:
     """Returns whether an error of reading says nothing about the content: the file system failed. A

@@ -28,9 +28,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from operator import attrgetter
-from typing import Any
 
-from mindresume.errors import CorruptFileError, UnreadableFileError
+from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
 from mindresume.formats import (
     FIRST,
     MINDFORMERS,
@@ -42,9 +41,9 @@ from mindresume.formats import (
 from mindresume.formats.weight_files import existing, state_from_scalars
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
-from mindresume.model.training_state import TrainingState
+from mindresume.model.training_state import GlobalStep, Positive, TrainingState
 from mindresume.tensor_files.header import parse_object
-from mindresume.typed import is_count, is_number
+from mindresume.typed import Count, Number, decode, is_count
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
@@ -124,13 +123,13 @@ class CommonInfo:
     resumes: always write both.
     """
 
-    epoch_num: int | None = None
-    step_num: int | None = None
-    global_step: int | None = None
-    loss_scale: float | None = None
-    global_batch_size: int | None = None
-    ckpt_status: int | None = None
-    consumed_samples: int | None = None
+    epoch_num: Count | None = None
+    step_num: Count | None = None
+    global_step: GlobalStep | None = None
+    loss_scale: Number | None = None
+    global_batch_size: Positive | None = None
+    ckpt_status: Count | None = None
+    consumed_samples: Count | None = None
 
 
 def parse_common(data: bytes, path: str) -> CommonInfo:
@@ -153,21 +152,10 @@ def parse_common(data: bytes, path: str) -> CommonInfo:
         raise CorruptFileError(
             path, "step_num is missing, expected the number of the step: it cannot be resumed from"
         )
-    return CommonInfo(
-        **{name: _checked(path, name, found.get(name)) for name in CommonInfo.__dataclass_fields__}
-    )
-
-
-def _checked(path: str, name: str, value: Any) -> Any:
-    if name == "loss_scale":
-        right, expected = is_number(value), "a finite number or null"
-    else:
-        # FusedAdamW counts from -1
-        least = {"global_batch_size": 1, "global_step": -1}.get(name, 0)
-        right, expected = is_count(value, least), f"a whole number of at least {least} or null"
-    if value is not None and not right:
-        raise CorruptFileError(path, f"{name} is {value!r}"[:200] + f", expected {expected}")
-    return value
+    try:
+        return decode(CommonInfo, found, COMMON)
+    except RecordError as error:
+        raise CorruptFileError(path, str(error).removeprefix(f"{COMMON}: ")) from error
 
 
 def encode_common(common: CommonInfo) -> bytes:

@@ -331,10 +331,6 @@ class _RankFolders:
                 break
             except CorruptFileError as error:
                 problem = problem or Refusal(None, error.reason, file.path, rank)
-            except OSError as error:
-                problem = problem or Refusal(
-                    None, f"cannot be read: {error.strerror or error}", file.path, rank
-                )
         else:
             return replace(base, problem=problem)
         path = files[min(files)][0].path

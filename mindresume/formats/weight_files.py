@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import BinaryIO
@@ -49,17 +49,25 @@ MAX_TEXT = 1000  # characters of a reason
 LIMIT = 16 << 20
 
 
-def header_of(directory: CheckpointDir, file: FileRecord) -> Header:
-    """Returns the header of a file. Raises CorruptFileError if it is missing, truncated or
-    malformed; UnreadableFileError if that is not known."""
+@contextmanager
+def opened(directory: CheckpointDir, file: FileRecord) -> Iterator[BinaryIO]:
+    """Opens a file for the block. Raises CorruptFileError if it is missing; UnreadableFileError if
+    it, or its bytes in the block, cannot be read."""
     path = directory.path(file.path)
     try:
-        with directory.storage.open(path) as opened:
-            return read_header(opened, path)
+        with directory.storage.open(path) as readable:
+            yield readable
     except FileNotFoundError as error:
         raise CorruptFileError(path, "the file is missing") from error
     except OSError as error:
         raise UnreadableFileError(path, f"cannot be read: {error}") from error
+
+
+def header_of(directory: CheckpointDir, file: FileRecord) -> Header:
+    """Returns the header of a file. Raises CorruptFileError if it is missing, truncated or
+    malformed; UnreadableFileError if that is not known."""
+    with opened(directory, file) as readable:
+        return read_header(readable, directory.path(file.path))
 
 
 def existing(directory: CheckpointDir, files: Iterable[FileRecord]) -> list[Status]:
@@ -115,9 +123,9 @@ def scalars_of(
     directory: CheckpointDir, file: FileRecord, header: Header
 ) -> dict[str, int | float]:
     """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step,
-    ..."""
-    with directory.storage.open(directory.path(file.path)) as opened:
-        found = {name: finite_scalar(opened, header, name) for name in SCALARS}
+    ... Raises the errors of ``opened``, and CorruptFileError for a damaged one."""
+    with opened(directory, file) as readable:
+        found = {name: finite_scalar(readable, header, name) for name in SCALARS}
     return {
         name: value
         for name, value in found.items()

@@ -193,7 +193,10 @@ def rewrite(
             Notice(f"transformed to {folder}; it can be loaded later without auto_trans_ckpt")
         )
         return select_checkpoint(
-            storage, folder, group, SelectionPolicy(group.size, verify=context.settings.verify)
+            storage,
+            folder,
+            group,
+            SelectionPolicy(group.size, full=context.settings.verify == "full"),
         )
     return source
 

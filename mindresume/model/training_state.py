@@ -17,6 +17,7 @@ from mindresume.typed import MAX_COUNT, Count, Limits, Number, decode, is_number
 MAX_TEXT = 4096  # characters: a path
 Scalar = str | bool | int | float | None
 Positive = Annotated[int, Limits(1, MAX_COUNT)]
+GlobalStep = Annotated[int, Limits(-1, MAX_COUNT)]  # FusedAdamW counts from -1
 IGNORE_KEY = "ignore_data_skip"
 SKIP_KEY = "data_skip_steps"
 
@@ -119,7 +120,7 @@ class TrainingState:
 
     step: Count
     steps_per_epoch: Positive
-    global_step: Annotated[int, Limits(-1, MAX_COUNT)]
+    global_step: GlobalStep
     global_batch_size: Positive | None = None
     loss_scale: Number | None = None
     sink_size: Positive | None = None

@@ -159,31 +159,16 @@ def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
     candidate = Candidate(
         None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks
     )
+    step = epoch = None
     try:
         scalars = scalars_of(directory, file, header_of(directory, file))
+        step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
+        problem = None if is_count(step) else no_step(name)
     except CorruptFileError as error:
-        return Scan(
-            directory,
-            (replace(candidate, problem=candidate.refuse(error.reason, name, error=error)),),
-        )
-    except OSError as error:
-        return Scan(
-            directory,
-            (
-                replace(
-                    candidate,
-                    problem=candidate.refuse(
-                        f"cannot be read: {error.strerror or error}", name, error=error
-                    ),
-                ),
-            ),
-        )
-    step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
-    if not is_count(step):
-        return Scan(directory, (replace(candidate, problem=no_step(name)),))
-    return Scan(
-        directory, (replace(candidate, step=step, epoch=epoch if is_count(epoch) else None),)
-    )
+        problem = candidate.refuse(error.reason, name, error=error)
+    if problem is None:
+        candidate = replace(candidate, step=step, epoch=epoch if is_count(epoch) else None)
+    return Scan(directory, (replace(candidate, problem=problem),))
 
 
 def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
@@ -342,11 +327,6 @@ def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> li
         )
         for text, file, error in damaged
     ]
-
-
-def damaged_metadata_texts(directory: CheckpointDir, candidate: Candidate) -> list[str]:
-    """Returns the reasons of ``damaged_metadata_files``."""
-    return [refusal.reason for refusal in damaged_metadata_files(directory, candidate)]
 
 
 def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:

@@ -19,8 +19,6 @@ from mindresume.formats import (
 )
 from mindresume.formats.weight_files import file_sizes, is_weights_only, known_damage
 from mindresume.formatting import listed, ranks_count
-from mindresume.model.manifest import FileRecord
-from mindresume.model.training_state import TrainingState
 from mindresume.resume.replicas import replica_files
 from mindresume.resume.verifier import VerifiedShard, stored_slices, wrong_size
 from mindresume.saving.crash_loop import FailedLoad, suspicion
@@ -31,8 +29,6 @@ from mindresume.typed import parse_json
 # the message of mindformers
 NONE_HEALTHY = "The training has no healthy checkpoints yet, please start training again"
 UNHEALTHY = "it was unhealthy when it was saved"
-# verification levels: every byte; only names, sizes and headers
-FULL, QUICK = "full", "quick"
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,8 @@ class SelectionPolicy:
         requested: file name, iteration folder or step that the user asked for (``resume_training:
             NAME``). Nothing else is considered, and health and failed loads are ignored. None: the
             newest usable checkpoint.
-        verify: FULL or QUICK.
+        full: every byte is read and compared with its checksum; False: only names, sizes and
+            headers are checked.
         every_rank: the processes together verify the files of all ranks; False: each those of its
             own rank, which it loads.
         any_layout: the checkpoint may be loaded in another layout, so a single file counts as
@@ -61,17 +58,12 @@ class SelectionPolicy:
 
     world_size: int | None = None
     requested: str | None = None
-    verify: str = FULL
+    full: bool = True
     every_rank: bool = False
     any_layout: bool = False
     unhealthy: Collection[str] | None = None
     max_failed_loads: int = 0
     require_counters: bool = True
-
-    @property
-    def verifies_bytes(self) -> bool:
-        """Whether every byte is read and compared with its checksum."""
-        return self.verify == FULL
 
     def ranks_to_verify(self, group: Group, candidate: Candidate) -> Sequence[int]:
         """Returns the ranks of the checkpoint whose files this process verifies. Checkpoints of
@@ -292,34 +284,6 @@ def describe_candidate(candidate: Candidate, bytes_verified: bool = True) -> str
         )
     saved_by = ranks_count(candidate.world_size)
     return f"{first}, run {candidate.run}, {saved_by}, {checked} checked{lost}"
-
-
-def candidate_to_json(candidate: Candidate) -> dict[str, Any]:
-    """Returns the JSON object of a candidate without a problem."""
-    return {
-        **vars(candidate),
-        "problem": None,
-        "state": candidate.state.to_json() if candidate.state else None,
-        "files": [[rank, *files] for rank, files in candidate.files.items()],
-    }
-
-
-def candidate_from_json(value: dict[str, Any]) -> Candidate:
-    """Returns the candidate of ``candidate_to_json``."""
-    return Candidate(
-        **{
-            **value,
-            "files": {
-                rank: tuple(FileRecord(*row) for row in rows) for rank, *rows in value["files"]
-            },
-            "metadata_files": tuple(FileRecord(*row) for row in value["metadata_files"]),
-            **{
-                name: tuple(value[name])
-                for name in ("order", "missing_ranks", "local_ranks", "records")
-            },
-            "state": TrainingState.from_json(value["state"]) if value["state"] else None,
-        }
-    )
 
 
 # ---- mindformers' health monitor -----------------------------------------------------------------

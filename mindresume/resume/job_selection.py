@@ -177,7 +177,7 @@ class CheckpointSelector:
         policy = SelectionPolicy(
             None if any_layout else group.size,
             requested,
-            self.settings.verify,
+            self.settings.verify == "full",
             any_layout,
             any_layout,
             unhealthy,

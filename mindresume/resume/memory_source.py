@@ -172,7 +172,7 @@ class MemorySource:
 
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
-        refused: list[dict[str, Any]] = []
+        refused: list[Refusal] = []
         storage, note, node = uncached(self.job.storage), None, ""
         try:
             self.tier, problem = find_tier(CheckpointDir(storage, self.root))
@@ -182,9 +182,7 @@ class MemorySource:
                     if refusal is None:
                         self.offers[candidate.name] = candidate
                     elif candidate.files or not candidate.problem:
-                        refused.append(
-                            replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}").to_json()
-                        )
+                        refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}"))
                 note, node = DiskNote.read(storage, self.tier), memory_identity(self.tier)
         except OSError as error:
             # no error of the tier keeps a job from its checkpoints on disk
@@ -325,7 +323,7 @@ class MemorySource:
         self.refused.append(candidate.refuse(f"{_IN_MEMORY}: {refusal.reason}"))
         return False
 
-    def _refusal(self, candidate: Candidate) -> dict[str, Any] | None:
+    def _refusal(self, candidate: Candidate) -> Refusal | None:
         """Returns, on rank 0, why a save is refused before its bytes are read."""
         tier, policy = CheckpointDir(uncached(self.job.storage), self.tier), self.job.policy
         refusal = eligible(
@@ -333,7 +331,7 @@ class MemorySource:
         )
         if refusal is None and not candidate.local_ranks:
             refusal = check_files(tier, candidate, policy.world_size)
-        return refusal.to_json() if refusal is not None else None
+        return refusal
 
     # ---- verification ----------------------------------------------------------------------------
 

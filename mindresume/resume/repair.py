@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import numpy as np
 from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
@@ -47,7 +46,6 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.operations import error_text, publish, temporary_name
 from mindresume.tensor_files import (
     CHUNK,
-    FilePlan,
     TensorEntry,
     TensorSpec,
     plan_file,
@@ -55,6 +53,10 @@ from mindresume.tensor_files import (
 )
 
 MAX_HEADERS = 8  # headers of other ranks that are tried for one that is lost
+
+
+# What a new file is made of: bytes, or (path, first byte, count) of another file. None: to its end.
+_Piece = bytes | tuple[str, int, int | None]
 
 
 class _NoCopyError(Exception):
@@ -68,6 +70,15 @@ class _Source:
     path: str
     entry: TensorEntry
     checksum: str
+
+    def pieces(self, first: int, count: int) -> Iterator[_Piece]:
+        """Yields where ``count`` bytes of the tensor lie, from its byte ``first``."""
+        passed = 0
+        for start, length in self.entry.ranges:
+            begin, end = max(first, passed), min(first + count, passed + length)
+            if begin < end:
+                yield self.path, start + begin - passed, end - begin
+            passed += length
 
 
 @dataclass(frozen=True)
@@ -180,17 +191,16 @@ class Repair:
         file: FileRecord,
         recorded: Mapping[str, TensorRecord],
         sources: Mapping[str, _Source],
-    ) -> Iterator[Iterator[bytes]]:
-        """Yields the ways to make the file again, each as its bytes: with its own header as it lies
-        there, then with the metadata of the files of other ranks. The recorded checksum tells which
-        one is right."""
-        storage = self.directory.storage
+    ) -> Iterator[Iterator[_Piece]]:
+        """Yields the ways to make the file again, each as its pieces: with its own header as it
+        lies there, then with the metadata of the files of other ranks. The recorded checksum tells
+        which one is right."""
         with suppress(CorruptFileError):
             entries = header_of(self.directory, file).tensors
             if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} == {
                 name: (row.dtype, row.shape) for name, row in recorded.items()
             }:
-                yield _with_own_header(storage, self.directory.path(file.path), entries, sources)
+                yield _own_pieces(self.directory.path(file.path), entries, sources)
         specs = {
             name: TensorSpec(row.dtype, row.shape, sources[name].entry.nbytes)
             for name, row in recorded.items()
@@ -205,9 +215,17 @@ class Repair:
                     tried.append(metadata)
                     plan = plan_file(file.format, specs, metadata)
                     if plan.size == file.size:
-                        yield _by_plan(storage, plan, sources)
+                        yield (
+                            piece
+                            for part in plan.parts
+                            for piece in (
+                                [part.data]
+                                if part.name is None
+                                else sources[part.name].pieces(part.start, part.count)
+                            )
+                        )
 
-    def put(self, file: FileRecord, pieces: Iterator[bytes] | None) -> bool:
+    def put(self, file: FileRecord, pieces: Iterable[_Piece] | None) -> bool:
         """Writes a new file of ``pieces`` (None: downloads it from the bucket), and puts it in the
         place of ``file`` if its bytes, read back, are those that were recorded. Returns False, and
         changes nothing, if they are not. It has the owner and the rights of the damaged file, which
@@ -219,7 +237,7 @@ class Repair:
             storage.make_folder(os.path.dirname(path))
             if pieces is not None:
                 whole = xxh3_128()
-                storage.write(temporary, _hashed(pieces, whole), file.size or 0)
+                storage.write(temporary, _hashed(_bytes_of(storage, pieces), whole), file.size or 0)
                 # of the wrong header: it need not be read back
                 if not is_recorded(whole.hexdigest(), file):
                     return False
@@ -283,67 +301,37 @@ def is_proven(storage: Storage, path: str, file: FileRecord) -> bool:
     return is_as_recorded(storage, path, file)
 
 
-def _with_own_header(
-    storage: Storage, path: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, _Source]
-) -> Iterator[bytes]:
-    """Yields the bytes of a file, with those of each tensor from its source."""
-    ranges = sorted(
-        (start, count, name, number)
-        for name, entry in entries.items()
-        for number, (start, count) in enumerate(entry.ranges)
-    )
-    before: dict[str, list[int]] = {
-        name: list(np.cumsum([0, *(count for _, count in entry.ranges)]))
-        for name, entry in entries.items()
-    }
-    with _Files(storage) as files:
-        own, at = files.open(path), 0
-        for start, count, name, number in ranges:
-            yield from _bytes_at(own, at, start - at)
-            yield from files.part(sources[name], int(before[name][number]), count)
-            at = start + count
-        yield from _bytes_at(own, at, None)
+def _own_pieces(
+    path: str, entries: Mapping[str, TensorEntry], sources: Mapping[str, _Source]
+) -> Iterator[_Piece]:
+    """Yields the pieces of the file at ``path``, with those of each tensor from its source."""
+    at, passed = 0, dict.fromkeys(entries, 0)
+    for start, count, name in sorted(
+        (*place, name) for name, entry in entries.items() for place in entry.ranges
+    ):
+        yield path, at, start - at
+        yield from sources[name].pieces(passed[name], count)
+        passed[name] += count
+        at = start + count
+    yield path, at, None
 
 
-def _by_plan(storage: Storage, plan: FilePlan, sources: Mapping[str, _Source]) -> Iterator[bytes]:
-    """Yields the bytes of a new file."""
-    with _Files(storage) as files:
-        for part in plan.parts:
-            if part.name is None:
-                yield part.data
-            else:
-                yield from files.part(sources[part.name], part.start, part.count)
-
-
-class _Files(ExitStack):
-    """Keeps the files open from which tensors are copied."""
-
-    def __init__(self, storage: Storage):
-        super().__init__()
-        self._storage, self._opened = storage, {}
-
-    def open(self, path: str) -> BinaryIO:
-        if path not in self._opened:
-            self._opened[path] = self.enter_context(self._storage.open(path))
-        return self._opened[path]
-
-    def part(self, source: _Source, first: int, count: int) -> Iterator[bytes]:
-        """Yields ``count`` bytes of a tensor from its byte ``first``."""
-        file, passed = self.open(source.path), 0
-        for start, length in source.entry.ranges:
-            begin, end = max(first, passed), min(first + count, passed + length)
-            if begin < end:
-                yield from _bytes_at(file, start + begin - passed, end - begin)
-            passed += length
-
-
-def _bytes_at(file: BinaryIO, start: int, count: int | None) -> Iterator[bytes]:
-    """Yields bytes of a file from ``start``; ``count`` None: to its end."""
-    while count is None or count > 0:
-        file.seek(start)
-        found = file.read(CHUNK if count is None else min(CHUNK, count))
-        if not found:
-            return
-        yield found
-        start += len(found)
-        count = None if count is None else count - len(found)
+def _bytes_of(storage: Storage, pieces: Iterable[_Piece]) -> Iterator[bytes]:
+    """Yields the bytes of ``pieces``."""
+    opened: dict[str, BinaryIO] = {}
+    with ExitStack() as stack:
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                yield piece
+                continue
+            path, start, count = piece
+            if path not in opened:
+                opened[path] = stack.enter_context(storage.open(path))
+            while count is None or count > 0:
+                opened[path].seek(start)
+                data = opened[path].read(CHUNK if count is None else min(CHUNK, count))
+                if not data:
+                    break
+                yield data
+                start += len(data)
+                count = None if count is None else count - len(data)

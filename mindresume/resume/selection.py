@@ -206,7 +206,7 @@ def newest_node_local(
         return None
     for row in rows:
         if row.state == NODE_LOCAL:
-            verifier = Verifier(found.directory, row.candidate, full=policy.verifies_bytes)
+            verifier = Verifier(found.directory, row.candidate, full=policy.full)
             if not any(isinstance(verifier.verify(rank), Refusal) for rank in row.candidate.files):
                 return row.candidate
     return None

@@ -28,7 +28,7 @@ from mindresume.formats.scan import CHECKPOINT
 from mindresume.formats.weight_files import is_weights_only
 from mindresume.formatting import listed, ranks_count
 from mindresume.resume.candidates import (
-    damaged_metadata_texts,
+    damaged_metadata_files,
     find_candidates,
     replica_warning,
     world_size_notes,
@@ -37,8 +37,6 @@ from mindresume.resume.eligible import (
     UNHEALTHY,
     Choice,
     SelectionPolicy,
-    candidate_from_json,
-    candidate_to_json,
     check_files,
     eligible,
     none_usable,
@@ -168,12 +166,12 @@ class _Share:
         is_guessed = candidate.missing_ranks and candidate.records_dir is None
         strategy = job.sources.strategy_of(self.directory.root, candidate) if is_guessed else None
         verifier = Verifier(
-            self.directory, candidate, self.advance, job.policy.verifies_bytes, strategy, self.keep
+            self.directory, candidate, self.advance, job.policy.full, strategy, self.keep
         )
         for rank in self.ranks:
             result = verifier.verify(rank)
             if isinstance(result, Refusal):
-                return {"refusal": result.to_json()}
+                return {"refusal": result}
             self.shards.append(result)
         return {"lost": [row for shard in self.shards for row in shard.missing_files(candidate)]}
 
@@ -209,7 +207,7 @@ def verify_on_all_ranks(
     missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})
     damaged = run_on_rank0(
         job.group,
-        partial(damaged_metadata_texts, directory, candidate),
+        partial(damaged_metadata_files, directory, candidate),
         Watchdog("checking the metadata files"),
     )
     return Choice(
@@ -219,8 +217,11 @@ def verify_on_all_ranks(
         False,
         tuple(share.shards),
         directory.root,
-        job.policy.verifies_bytes,
-        (*([replica_warning(missing)] if missing else ()), *damaged),
+        job.policy.full,
+        (
+            *([replica_warning(missing)] if missing else ()),
+            *(refusal["reason"] for refusal in damaged),
+        ),
     )
 
 
@@ -283,10 +284,8 @@ class SharedDisk:
             if message["end"] == "none":
                 raise NoUsableCheckpointError(message["text"], refused)
             if message["end"]:
-                return Choice(
-                    None, refused, notes, True, (), message["root"], job.policy.verifies_bytes
-                )
-            candidate = candidate_from_json(message["candidate"])
+                return Choice(None, refused, notes, True, (), message["root"], job.policy.full)
+            candidate = Candidate.from_json(message["candidate"])
             ranks = job.policy.ranks_to_verify(job.group, candidate)
             verdict = verify_on_all_ranks(
                 job, CheckpointDir(job.storage, message["root"]), candidate, ranks
@@ -353,9 +352,9 @@ class SharedDisk:
         return {
             "end": end,
             "text": text,
-            "candidate": candidate and candidate_to_json(candidate),
+            "candidate": candidate,
             "root": scan.root,
-            "refused": [refusal.to_json() for refusal in self.refused],
+            "refused": self.refused,
             "notes": [*scan.notes, *world_size_notes(scan, policy.world_size), *self.notes],
         }
 
@@ -461,9 +460,7 @@ class NodeDisks:
         for rank, row in enumerate(rows):
             if row["fresh_start_refusal"]:
                 raise MissingCheckpointError(f"rank {rank}: {row['fresh_start_refusal']}")
-        return Choice(
-            None, tuple(self.refused), scan.notes, True, (), scan.root, job.policy.verifies_bytes
-        )
+        return Choice(None, tuple(self.refused), scan.notes, True, (), scan.root, job.policy.full)
 
     def _look(self) -> dict[str, Any]:
         """Returns what this rank sees, for the other ranks, and keeps it, split into usable and

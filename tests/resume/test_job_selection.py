@@ -25,7 +25,7 @@ from mindresume.model.manifest import FOLDER
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.resume import job_selection
 from mindresume.resume.bucket_source import BucketSource
-from mindresume.resume.eligible import QUICK, SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.job_selection import (
     CheckpointSelector,
     SelectionRequest,
@@ -194,7 +194,7 @@ def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, w
 
 
 def taken(root):
-    return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, verify=QUICK))
+    return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, full=False))
 
 
 def test_a_checkpoint_removed_during_selection_is_an_error_on_all_ranks(tmp_path):

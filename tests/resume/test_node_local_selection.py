@@ -65,7 +65,7 @@ def test_damage_on_one_node_is_refused_by_all(tmp_path):
     choices = choose(tmp_path)
     assert step_of(choices) == 5
     assert all("rank 3 is not what was written" in choice.refused[0].reason for choice in choices)
-    assert step_of(choose(tmp_path, verify="quick")) == 10
+    assert step_of(choose(tmp_path, full=False)) == 10
 
 
 def test_a_later_run_that_went_back_is_newer(tmp_path):

@@ -33,7 +33,7 @@ from mindresume.formats.rank_folders import FileName
 from mindresume.formats.weight_files import known_damage
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
 from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
-from mindresume.resume.eligible import QUICK, SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.scrub import (
     DAMAGED,
@@ -78,9 +78,9 @@ def states(root, **options):
     return {step: found.state for step, found in scrubbed(root, **options).items()}
 
 
-def chosen(root, verify="full"):
+def chosen(root, full=True):
     """Returns the step that a resume takes."""
-    policy = SelectionPolicy(4, every_rank=True, verify=verify)
+    policy = SelectionPolicy(4, every_rank=True, full=full)
     found = preview_selection(STORAGE, str(root), policy).choice.chosen
     return found and found.step
 
@@ -155,7 +155,7 @@ def test_records_that_a_removal_moves_for_a_moment_are_not_damaged(tmp_path):
         and (found.state, found.damaged) == (SKIPPED, ())
         and not result_path(tmp_path, 5).exists()
     )
-    assert states(tmp_path) == {5: INTACT} and chosen(tmp_path, QUICK) == 5
+    assert states(tmp_path) == {5: INTACT} and chosen(tmp_path, full=False) == 5
 
 
 def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
@@ -201,7 +201,9 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     flip_bit(path_of(tmp_path, 10, 3))
     assert states(tmp_path)[10] == DAMAGED
     # what was proved stays
-    assert scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, QUICK) == 5
+    assert (
+        scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, full=False) == 5
+    )
 
 
 # ---- what follows --------------------------------------------------------------------------------
@@ -211,13 +213,13 @@ def test_damage_is_refused_without_a_new_reading(tmp_path):
     for step in (5, 10):
         save(tmp_path, step)
     flip_bit(path_of(tmp_path, 10, 3))
-    assert chosen(tmp_path, QUICK) == 10  # a quick check does not find it
+    assert chosen(tmp_path, full=False) == 10  # a quick check does not find it
     assert states(tmp_path) == {5: INTACT, 10: DAMAGED}
     assert [(row.candidate.step, row.state) for row in rows_of(tmp_path)] == [
         (10, UNUSABLE),
         (5, COMPLETE),
     ]
-    assert chosen(tmp_path, QUICK) == chosen(tmp_path) == 5
+    assert chosen(tmp_path, full=False) == chosen(tmp_path) == 5
 
     class Unread(PosixStorage):
         def open(self, name):

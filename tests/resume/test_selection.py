@@ -13,7 +13,7 @@ from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableC
 from mindresume.formats import MERGED, Candidate
 from mindresume.model.manifest import FileRecord
 from mindresume.resume.bucket_source import BucketSource
-from mindresume.resume.eligible import QUICK, Choice, SelectionPolicy
+from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import preview_selection, select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 
@@ -117,7 +117,7 @@ def test_job_and_preview_select_the_same(tmp_path):
     assert not found.choice.consolidated and found.choice.root == str(tmp_path / "checkpoint")
     (note,) = found.choice.notes  # says where the checkpoints lie
     assert str(tmp_path / "checkpoint") in note
-    assert preview(tmp_path, verify=QUICK).choice.chosen.step == 10
+    assert preview(tmp_path, full=False).choice.chosen.step == 10
 
 
 def test_a_preview_reports_why_none_can_be_used(tmp_path):
@@ -147,7 +147,7 @@ def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_pa
         and found.error
         and (found.node_local.step, found.node_local.local_ranks) == (5, (0, 1))
     )
-    assert preview(tmp_path, verify=QUICK).node_local.step == 10
+    assert preview(tmp_path, full=False).node_local.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
 
 

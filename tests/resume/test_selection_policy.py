@@ -6,7 +6,7 @@ import pytest
 
 from mindresume.formats import MINDFORMERS, Candidate
 from mindresume.model.manifest import FileRecord
-from mindresume.resume.eligible import QUICK, SelectionPolicy
+from mindresume.resume.eligible import SelectionPolicy
 
 FILE = (FileRecord("f", "safetensors"),)
 
@@ -33,7 +33,3 @@ def test_every_rank_is_verified_by_some_process_and_the_counters_of_mindformers_
     saved = candidate(range(4), state)
     assert list(SelectionPolicy(every_rank=True).ranks_to_verify(group, saved)) == ranks
     assert list(SelectionPolicy().ranks_to_verify(group, saved)) == [rank]
-
-
-def test_all_bytes_are_verified_unless_the_policy_is_quick():
-    assert SelectionPolicy().verifies_bytes and not SelectionPolicy(verify=QUICK).verifies_bytes

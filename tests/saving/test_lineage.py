@@ -4,6 +4,7 @@ earlier versions and of several trainings."""
 import io
 import json
 import shutil
+from operator import methodcaller
 from pathlib import Path
 
 import iteration_folders
@@ -14,6 +15,7 @@ from saving.test_shard_writer import shard_of
 
 from mindresume.errors import RecordError
 from mindresume.events import Event, Notice
+from mindresume.formats import Candidate
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import (
@@ -26,7 +28,6 @@ from mindresume.model.manifest import (
     read_record,
     run_name,
 )
-from mindresume.resume.eligible import candidate_from_json, candidate_to_json
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import (
     ANOTHER_TRAINING,
@@ -270,4 +271,5 @@ def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
 def test_the_ranks_agree_on_it(trainings):
     trainings.run(10)
     (found,) = trainings.found()
-    assert candidate_from_json(json.loads(json.dumps(candidate_to_json(found)))).lineage == RUN
+    sent = json.dumps(found, default=methodcaller("to_json"))
+    assert Candidate.from_json(json.loads(sent)).lineage == RUN

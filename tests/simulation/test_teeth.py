@@ -942,7 +942,7 @@ MUTANTS = [
                 "verify_on_all_ranks",
                 lambda right: (
                     lambda job, *more: right(
-                        replace(job, policy=replace(job.policy, verify="quick")), *more
+                        replace(job, policy=replace(job.policy, full=False)), *more
                     )
                 ),
             )
