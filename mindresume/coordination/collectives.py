@@ -5,8 +5,8 @@
     gather_values(group, value)         # the same, of what each rank has already
     run_on_all(group, work)  # every rank keeps its own result, after all ranks have succeeded
 
-Results are JSON values, or have a method ``to_json``. An error on one rank reaches all ranks as text
-and is raised there as CollectiveError, so that no rank waits for it in vain.
+Results are JSON values, or have a method ``to_json``. An error on one rank reaches all ranks as
+text and is raised there as CollectiveError, so that no rank waits for it in vain.
 """
 
 from __future__ import annotations
