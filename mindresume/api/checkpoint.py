@@ -162,8 +162,7 @@ class Checkpoint:
         if name not in weights.tensors:
             raise KeyError(
                 f"{weights.name}, step {self.step}: there is no tensor {name!r}; "
-                "Checkpoint.tensors has the names of "
-                f"all {len(weights.tensors)}"
+                f"Checkpoint.tensors has the names of all {len(weights.tensors)}"
             )
         wanted = region_of(weights.tensors[name].shape, region)
         return read_regions(weights, {name: wanted})[name]

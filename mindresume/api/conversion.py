@@ -358,10 +358,8 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
     ):
         raise ConfigError(
             f"{source.what}: its layouts do not tell shards over data parallelism from tensor "
-            "parallelism, so it "
-            f"is not known what {to} has to cut. Give the strategy of the target: a strategy file "
-            "or folder, or "
-            f"{SAME}"
+            f"parallelism, so it is not known what {to} has to cut. Give the strategy of the "
+            f"target: a strategy file or folder, or {SAME}"
         )
     sizes = {
         tensor.layout.stage_size for tensor in source.weights.tensors.values() if tensor.layout
@@ -408,8 +406,7 @@ def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
     if share.count > 1 and request.engine == BY_MINDSPORE:
         raise ConfigError(
             f"engine is mindspore, which does not share its work among {share.count} processes; "
-            "leave it away, or "
-            f"start one process"
+            "leave it away, or start one process"
         )
     # tensors that are composed of others need more memory than tiles
     buffers = BUFFERS + (COMPOSED_MEMORY if isinstance(source.weights, TranslatedView) else 0)

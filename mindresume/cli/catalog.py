@@ -118,8 +118,7 @@ def which(
         typer.Option(
             "--name",
             metavar="FILE",
-            help="Request this checkpoint, as "
-            "resume_training: FILE does; the rank in the name is "
+            help="Request this checkpoint, as resume_training: FILE does; the rank in the name is "
             "ignored.",
         ),
     ] = None,
@@ -187,10 +186,9 @@ def _say_selection(found: Selection, on_disk: Sequence[CheckpointInfo]) -> None:
 
         say(
             f"part     step {found.local.step}, epoch {found.local.epoch}: rank "
-            f"{listed(found.local.local_ranks)} of "
-            f"{found.local.world_size}, which are on this node. Nodes that share no disk saved it; "
-            "their job takes the "
-            f"newest step that all of them have"
+            f"{listed(found.local.local_ranks)} of {found.local.world_size}, which are on this "
+            "node. Nodes that share no disk saved it; their job takes the newest step that all of "
+            "them have"
         )
     else:
         end = f"chosen   none: [{found.code}] a resume stops with an error"

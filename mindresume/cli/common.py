@@ -26,8 +26,7 @@ Folder = Annotated[
     typer.Argument(
         metavar="DIR",
         help="The checkpoint folder (which contains the rank folders; or the output folder or run "
-        "folder "
-        "above it), a rank folder, or one file.",
+        "folder above it), a rank folder, or one file.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
@@ -38,9 +37,8 @@ WorldSize = Annotated[
         min=1,
         max=MAX_RANKS,
         metavar="N",
-        help="Ranks of the job that would resume. Default: as the manifest says, "
-        "else the strategy folder beside it, else the number of rank "
-        "folders.",
+        help="Ranks of the job that would resume. Default: as the manifest says, else the strategy "
+        "folder beside it, else the number of rank folders.",
     ),
 ]
 

@@ -56,9 +56,8 @@ class Shared:
         str,
         typer.Argument(
             metavar="SRC",
-            help="A checkpoint: the folder that contains the rank folders (or the run "
-            "folder), a rank folder, a folder of consolidated weights, or one file. It is only "
-            "read.",
+            help="A checkpoint: the folder that contains the rank folders (or the run folder), a "
+            "rank folder, a folder of consolidated weights, or one file. It is only read.",
         ),
     ]
     dst: Annotated[
@@ -75,10 +74,8 @@ class Shared:
             "--from",
             metavar="STRATEGY",
             help="Strategy file or folder with which SRC was saved. Needed only if mindformers "
-            "wrote "
-            "it on several ranks and there is no folder 'strategy' beside it; checkpoints of "
-            "mindresume contain their "
-            "layouts.",
+            "wrote it on several ranks and there is no folder 'strategy' beside it; checkpoints of "
+            "mindresume contain their layouts.",
         ),
     ] = None
     step: Annotated[
@@ -185,9 +182,8 @@ def convert(
         typer.Option(
             "--format",
             metavar="|".join(FORMATS),
-            help="safetensors and ckpt: rank "
-            "folders (Checkpoint 1.0) with such files; iteration: an iteration folder "
-            "(Checkpoint 2.0, always safetensors). Default: as SRC.",
+            help="safetensors and ckpt: rank folders (Checkpoint 1.0) with such files; iteration: "
+            "an iteration folder (Checkpoint 2.0, always safetensors). Default: as SRC.",
         ),
     ] = None,
     engine: Engine = "auto",
@@ -217,9 +213,8 @@ def merge(
         bool,
         typer.Option(
             "--hf-index",
-            help="Write model-00001-of-0000N.safetensors and "
-            "model.safetensors.index.json, without counters; names and shapes stay those of "
-            "MindSpore.",
+            help="Write model-00001-of-0000N.safetensors and model.safetensors.index.json, without "
+            "counters; names and shapes stay those of MindSpore.",
         ),
     ] = False,
     drop: Annotated[
@@ -271,10 +266,9 @@ def export_hf(
         typer.Option(
             "--config",
             metavar="FILE|DIR",
-            help="The config.json of the Hugging "
-            "Face model, or a folder with it: numbers of heads, layers and "
-            "experts, which a checkpoint does not contain. It is copied into DST, "
-            "with the dtype of the new weights.",
+            help="The config.json of the Hugging Face model, or a folder with it: numbers of "
+            "heads, layers and experts, which a checkpoint does not contain. It is copied into "
+            "DST, with the dtype of the new weights.",
         ),
     ] = None,
     dtype: Annotated[
@@ -316,9 +310,8 @@ def export_hf(
     if config is None:
         raise ConfigError(
             "--config is missing: give the config.json of the Hugging Face model (or a folder with "
-            "it), such as "
-            "that of the initial weights. It has the numbers of heads, layers and experts; a "
-            "checkpoint has not"
+            "it), such as that of the initial weights. It has the numbers of heads, layers and "
+            "experts; a checkpoint has not"
         )
     from mindresume.api import conversion
 
@@ -359,9 +352,8 @@ def show(result: ConversionResult, json: bool) -> None:
         rate = result.bytes_written / result.seconds if result.seconds else 0
         say(
             f"  {size_text(result.bytes_read)} read, {size_text(result.bytes_written)} written in "
-            f"{result.seconds:.1f} s "
-            f"({size_text(rate)}/s); {size_text(result.bytes_verified)} compared with recorded "
-            "checksums"
+            f"{result.seconds:.1f} s ({size_text(rate)}/s); {size_text(result.bytes_verified)} "
+            "compared with recorded checksums"
         )
     else:
         say(

@@ -33,9 +33,8 @@ Path = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A checkpoint (the folder that contains the rank folders, the run "
-        "folder, a rank folder, a folder of consolidated weights, one file), or "
-        "a strategy file or folder.",
+        help="A checkpoint (the folder that contains the rank folders, the run folder, a rank "
+        "folder, a folder of consolidated weights, one file), or a strategy file or folder.",
     ),
 ]
 From = Annotated[

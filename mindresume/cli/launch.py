@@ -20,9 +20,8 @@ Timeout = Annotated[
         "--timeout",
         min=1.0,
         metavar="SECONDS",
-        help="Under msrun, mpirun or srun, which start "
-        "several processes that share the work: an error, if one of them gives no sign for so "
-        "long.",
+        help="Under msrun, mpirun or srun, which start several processes that share the work: an "
+        "error, if one of them gives no sign for so long.",
     ),
 ]
 Part = Annotated[
@@ -87,8 +86,7 @@ def launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
         # begins
         raise ConfigError(
             f"msrun started {workers} processes on several nodes and gave this one no rank (no "
-            "MS_NODE_ID): "
-            f"give --node_rank to msrun on each node"
+            "MS_NODE_ID): give --node_rank to msrun on each node"
         )
     for ranks, count in _LAUNCHERS:
         name = next((name for name in ranks if environment.get(name)), "")
@@ -102,8 +100,7 @@ def launched_process(environment: Mapping[str, str]) -> LaunchedProcess | None:
         if not 0 <= rank < size:
             raise ConfigError(
                 f"the environment has {source}; expected a rank from 0 on and a larger number of "
-                "processes. Unset "
-                f"{count} to run one process"
+                f"processes. Unset {count} to run one process"
             )
         return LaunchedProcess(rank, size, source) if size > 1 else None
     return None

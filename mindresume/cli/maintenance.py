@@ -134,8 +134,7 @@ def _policy(
     if not policies:
         raise ConfigError(
             "prune: no policy is given; give at least one of --keep-last, --keep-every-steps, "
-            "--keep-best, "
-            "--keep-minutes"
+            "--keep-best, --keep-minutes"
         )
     return any_of(policies)
 
@@ -293,8 +292,7 @@ def scrub(
         if cached > report.bytes_read // 2:
             say(
                 f"the kernel kept about {size_text(cached)} in its cache although it was asked to "
-                "drop them: these bytes may not "
-                f"have come from the disk"
+                "drop them: these bytes may not have come from the disk"
             )
     sys.exit(NOTHING if not report.checkpoints else 1 if report.damaged or report.unreadable else 0)
 

@@ -37,9 +37,8 @@ def run(
             "--max-restarts",
             min=0,
             metavar="N",
-            help="Restarts in a row without progress "
-            "before the job is given up. A start makes progress if it leaves a later "
-            "checkpoint than all before it. 0: no restart at all.",
+            help="Restarts in a row without progress before the job is given up. A start makes "
+            "progress if it leaves a later checkpoint than all before it. 0: no restart at all.",
         ),
     ] = 5,
     hang_timeout: Annotated[
@@ -259,8 +258,7 @@ def run(
     if not command or shutil.which(command[0]) is None:
         raise ConfigError(
             f"{command[0] if command else 'COMMAND'}: there is no such command; give it after --, "
-            "for example: "
-            f"mindresume run -- bash scripts/msrun_launcher.sh ..."
+            "for example: mindresume run -- bash scripts/msrun_launcher.sh ..."
         )
     job = JobSettings(
         HangLimits(hang_timeout, start_timeout),
@@ -277,10 +275,9 @@ def run(
         if rendezvous is None:
             raise ConfigError(
                 f"--nodes {nodes}: --rendezvous DIR is missing. Give the same folder on every "
-                "node: on a disk that "
-                "all nodes see, of this job alone, for example --rendezvous "
-                "/shared/JOB/supervisor. None is "
-                f"assumed, because only a folder in which the nodes have met is known to be shared"
+                "node: on a disk that all nodes see, of this job alone, for example --rendezvous "
+                "/shared/JOB/supervisor. None is assumed, because only a folder in which the nodes "
+                "have met is known to be shared"
             )
         if (
             min_nodes is not None
@@ -289,8 +286,7 @@ def run(
         ):
             raise ConfigError(
                 "--min-nodes: the command must change with the nodes that take part; write {nodes} "
-                "or {workers}, "
-                "{node_rank} and {master_addr} into it"
+                "or {workers}, {node_rank} and {master_addr} into it"
             )
         place = Place(
             node_rank, nodes, min_nodes or nodes, node_timeout, node_address or _own_address()

@@ -195,8 +195,7 @@ class CheckpointView:
                     path,
                     f"rank {rank} holds {name} as {entry.dtype} of shape {entry.shape}, expected "
                     f"{tensor.dtype} of shape {expected}, a part of {tensor.shape}: the strategy "
-                    "is not "
-                    f"that of these weights, or the file is of another job",
+                    "is not that of these weights, or the file is of another job",
                     tensor=name,
                 )
             details = self.details(rank)
@@ -206,9 +205,8 @@ class CheckpointView:
             )
         raise LoadError(
             f"{self.name}: {name} {cut.stored} of {tensor.shape} is nowhere: it should be in the "
-            "file of rank "
-            f"{listed([*asked])}, which {'has' if len(asked) == 1 else 'have'} no such tensor or "
-            "no file"
+            f"file of rank {listed([*asked])}, which {'has' if len(asked) == 1 else 'have'} no "
+            "such tensor or no file"
         )
 
     def _ranks_in_memory(self, name: str, cut: Cut, start: int) -> list[int]:

@@ -85,8 +85,7 @@ class ConsolidatedSource:
         if state is None and self.resume:
             raise MissingCheckpointError(
                 f"{path} holds consolidated weights, but no step_num: no training can be resumed "
-                "from "
-                f"them. With resume_training: False they are loaded as weights only"
+                "from them. With resume_training: False they are loaded as weights only"
             )
         chosen = candidate_of(self.opened, TrainingState.from_json(state) if state else None)
         return Choice(chosen, (), self.opened.notes, False, (), self.opened.weights.name, self.full)

@@ -310,17 +310,14 @@ def holdings(weights: CheckpointView, strategy: Strategy | None) -> list[dict[st
     if lost:
         raise StrategyError(
             f"{strategy.source}: {len(lost)} tensors of {weights.name} are in no stage of the "
-            "target "
-            f"({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example "
-            f"{listed(lost, 3)}. Is "
-            f"it the strategy of the same model, with all its stages?"
+            f"target ({len(strategy.stages)} stages of {strategy.stage_size} ranks), for example "
+            f"{listed(lost, 3)}. Is it the strategy of the same model, with all its stages?"
         )
     absent = missing_parameters(named, tensors)
     if absent:
         raise StrategyError(
             f"{strategy.source}: the target needs {len(absent)} tensors that {weights.name} does "
-            "not have, for "
-            f"example {listed(absent, 3)}. Is it the strategy of the same model?"
+            f"not have, for example {listed(absent, 3)}. Is it the strategy of the same model?"
         )
     for stage in strategy.stages:
         check_order(weights, {name: layout for name, layout in stage.items() if name in tensors})

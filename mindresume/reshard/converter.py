@@ -205,8 +205,7 @@ class Conversion:
                 )
                 raise ConfigError(
                     f"{self.target} was converted from {made.what}, but its file {file.path} "
-                    f"{state}; remove the "
-                    f"folder"
+                    f"{state}; remove the folder"
                 )
         if self._lock < 0 and self.storage.status(self._lock_path) is not None:
             # left by a process that died right after the rename
@@ -244,8 +243,7 @@ class Conversion:
             if alone or tries == _TRIES or runtime.monotonic() > until:
                 raise SaveError(
                     f"the same conversion to {self.target} is running in another process; wait for "
-                    "it, and then "
-                    f"start this one again"
+                    "it, and then start this one again"
                 )
             # else another share commits, or puts that in order
             tries += self.storage.status(self._claimed) is None
@@ -275,8 +273,7 @@ class Conversion:
             self._release()  # keep groups that a killed process finished
             raise OutOfSpaceError(
                 f"{self.target} needs {needed / 2**20:.1f} MiB, there is room for "
-                f"{room / 2**20:.1f} MiB. "
-                f"Nothing was written"
+                f"{room / 2**20:.1f} MiB. Nothing was written"
             )
         return True
 
@@ -433,9 +430,8 @@ class Conversion:
             if now - since > self.share.timeout:
                 raise ProcessLostError(
                     f"waited {now - since:.0f} s for {text} ({self.work}): it must run, with the "
-                    "same arguments, and see this "
-                    "folder. Was a step saved meanwhile? Give --step. The same command, started "
-                    "again, continues"
+                    "same arguments, and see this folder. Was a step saved meanwhile? Give --step. "
+                    "The same command, started again, continues"
                 )
             if now - noted >= NOTE_EVERY:
                 noted = now

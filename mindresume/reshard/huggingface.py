@@ -93,8 +93,7 @@ def read_config(storage: Storage, path: str) -> tuple[dict[str, Any], str]:
     if status is None:
         raise ConfigError(
             f"{path} does not exist; the config.json of the Hugging Face model is needed: it has "
-            "the numbers of "
-            f"heads, layers and experts"
+            "the numbers of heads, layers and experts"
         )
     if status.is_folder or status.size > _MAX_CONFIG:
         raise ConfigError(f"{path} is no config.json")
@@ -195,8 +194,7 @@ def check_fit(
     if problems or other:
         raise LoadError(
             f"{name} does not hold the weights that {model.source} describes ({model.kind}, "
-            f"{model.layers} layers): "
-            f"{problems_text([*problems, *other])}"
+            f"{model.layers} layers): {problems_text([*problems, *other])}"
         )
 
 
@@ -212,8 +210,7 @@ def _hint(model: Model, missing: Iterable[str]) -> str:
     ):
         return (
             ". transformers does not save next-token-prediction layers: set "
-            f"num_nextn_predict_layers to 0 in {model.source} "
-            f"and in the model configuration"
+            f"num_nextn_predict_layers to 0 in {model.source} and in the model configuration"
         )
     return ""
 
@@ -253,8 +250,7 @@ def view_for_network(
     if network.kind is not None and network.kind != model.kind:
         raise ConfigError(
             f"{model.source}: model_type is {model.kind}, but the network is {network.kind}. Use "
-            "the model "
-            f"configuration of that folder"
+            "the model configuration of that folder"
         )
     if network.config is not None:
         check_network(model, network.config)
@@ -332,8 +328,7 @@ def check_network(model: Model, network: Any) -> None:
     if other:
         raise ConfigError(
             f"the network differs from the model of {model.source}: {', '.join(other)}. Use the "
-            "model "
-            f"configuration of that folder"
+            "model configuration of that folder"
         )
 
 
@@ -363,9 +358,8 @@ def orders_in(
         if known is not None and given is not None and given is not known:
             raise ConfigError(
                 f"{source.what}: the model was trained with {key}: {recorded[key]}, as the "
-                "checkpoint records, and "
-                f"the export was asked to read the order of {key}: {when is given}. Leave the "
-                "order out"
+                f"checkpoint records, and the export was asked to read the order of {key}: "
+                f"{when is given}. Leave the order out"
             )
         found.append(CONTIGUOUS if (known if given is None else given) else INTERLEAVED)
     return found[0], found[1]

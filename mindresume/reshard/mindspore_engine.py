@@ -142,8 +142,7 @@ def prepare(
         raise _refusal(
             weights,
             "copies were removed from its files as redundant (remove_redundancy); of such files "
-            "MindSpore "
-            "can only merge safetensors, and no accu_grads",
+            "MindSpore can only merge safetensors, and no accu_grads",
         )
     if not redundant:
         for name, layout in _layouts(weights, source):
@@ -151,16 +150,14 @@ def prepare(
                 raise _refusal(
                     weights,
                     f"{name}: copies were removed as redundant, and where several axes cut one "
-                    "dimension "
-                    f"MindSpore takes parts of other ranks for copies: {layout}",
+                    f"dimension MindSpore takes parts of other ranks for copies: {layout}",
                 )
     kind = "unified" if unified else "ranks" if fmt == "ckpt" else "folder"
     if kind == "folder" and (shared := _shared(weights, source, target, paths)):
         raise _refusal(
             weights,
             f"{min(shared)} is held by several stages, and MindSpore changes the number of stages "
-            "of "
-            f"safetensors for one of them only",
+            "of safetensors for one of them only",
         )
     if fmt == "ckpt":
         parallel(weights.storage, partial(_check_nan, weights), list(paths.values()))
@@ -219,8 +216,7 @@ def _check_strategies(
                 raise _refusal(
                     weights,
                     f"{name}: with this layout MindSpore puts the parts of other ranks into the "
-                    "files: "
-                    f"{layout}",
+                    f"files: {layout}",
                 )
     if source is None or target is None:
         return
@@ -229,15 +225,13 @@ def _check_strategies(
         raise _refusal(
             weights,
             f"its stages are of {sizes[0]} ranks, those of the target of {sizes[1]}; for MindSpore "
-            "one "
-            f"number has to divide the other",
+            "one number has to divide the other",
         )
     if sizes[0] > 1 and sizes[1] == 1 and len(target.stages) > 1:
         raise _refusal(
             weights,
             f"the target has {len(target.stages)} stages of one rank; from stages of {sizes[0]} "
-            "ranks "
-            f"MindSpore looks for more ranks than there are",
+            "ranks MindSpore looks for more ranks than there are",
         )
 
 
@@ -338,8 +332,7 @@ def _files(
                 raise _refusal(
                     weights,
                     f"the file of rank {rank} holds {name} as {entry.dtype} {entry.shape}, "
-                    "expected "
-                    f"{expected}, and MindSpore reads all of it",
+                    f"expected {expected}, and MindSpore reads all of it",
                 )
     return paths, all(
         source.of_rank(rank).keys() <= header.tensors.keys() for rank, header in headers.items()
@@ -385,8 +378,7 @@ def _check_nan(weights: CheckpointView, path: str) -> None:
                     raise _refusal(
                         weights,
                         f"{name} in {path} holds NaN of bfloat16, and MindSpore loses their sign "
-                        "and "
-                        f"payload if the format is ckpt",
+                        "and payload if the format is ckpt",
                     )
 
 

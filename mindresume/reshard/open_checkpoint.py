@@ -317,8 +317,7 @@ def with_world_size(root: str, candidate: Candidate, strategy: Strategy | None) 
     if beyond:
         raise StrategyError(
             f"{root}, step {candidate.step}: {candidate.files[beyond[0]][0].path} is of rank "
-            f"{beyond[0]}, the "
-            f"strategy {strategy.source} is of {ranks_count(strategy.world_size)}"
+            f"{beyond[0]}, the strategy {strategy.source} is of {ranks_count(strategy.world_size)}"
         )
     return replace(candidate, world_size=strategy.world_size)
 

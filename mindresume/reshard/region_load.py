@@ -119,16 +119,14 @@ def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> di
         if all(name in known or tensor.is_counter for name, tensor in weights.tensors.items()):
             raise LoadError(
                 f"{weights.name} holds no optimizer state: its files of the optimizer are missing, "
-                "or it was saved "
-                "without (no_save_optim, save_optimizer: False). To take the weights alone and "
-                "start at step 0, set "
-                f"no_load_optim: True (resume_training: False)"
+                "or it was saved without (no_save_optim, save_optimizer: False). To take the "
+                "weights alone and start at step 0, set no_load_optim: True (resume_training: "
+                "False)"
             )
     if problems := target.misfits(weights.tensors):
         raise LoadError(
             f"the checkpoint {weights.name} does not fit the network {problems}. All shapes are "
-            "those of whole "
-            f"tensors. Was the model configuration changed?"
+            "those of whole tensors. Was the model configuration changed?"
             + (allow_text(missing) if missing and target.proposes else "")
         )
     regions: dict[str, Region] = {}

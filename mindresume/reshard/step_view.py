@@ -143,8 +143,7 @@ def _stage_size(weights: CheckpointView) -> int:
             if sizes or weights.world_size % size:
                 raise StrategyError(
                     f"{weights.name}: the record of rank {rank} has layouts of stages of {size} "
-                    "ranks"
-                    f"{' and other sizes' if sizes else ''}, the job had {weights.world_size}"
+                    f"ranks{' and other sizes' if sizes else ''}, the job had {weights.world_size}"
                 )
             return size
     return weights.world_size
@@ -207,10 +206,8 @@ def _check_same_cut(
         if not same:
             raise StrategyError(
                 f"{name}: the strategy that is given cuts it as {given}, the record of the "
-                "checkpoint as "
-                f"{known}; rank {rank} would hold another part of {full}. Leave "
-                "src_strategy_path_or_dir "
-                f"(--from) away: these records know their layouts"
+                f"checkpoint as {known}; rank {rank} would hold another part of {full}. Leave "
+                "src_strategy_path_or_dir (--from) away: these records know their layouts"
             )
 
 
@@ -233,8 +230,7 @@ def _check_lost(
             if lost:
                 raise LoadError(
                     f"{where}: the file of rank {rank} is missing, and with it {len(lost)} tensors "
-                    "that no "
-                    f"other rank has, for example {lost[0]}"
+                    f"that no other rank has, for example {lost[0]}"
                 )
 
 

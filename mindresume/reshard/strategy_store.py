@@ -106,8 +106,7 @@ def own_strategy(weights: CheckpointView) -> Strategy | None:
     if weights.is_consolidated:
         raise StrategyError(
             f"{weights.name} holds consolidated weights, which have no layout of their own; say "
-            "with --to which "
-            "one the result gets"
+            "with --to which one the result gets"
         )
     if weights.world_size == 1:
         return None

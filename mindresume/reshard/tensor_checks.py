@@ -105,9 +105,8 @@ def check_order(weights: CheckpointView, wanted: Mapping[str, TensorLayout | Non
         if stored is None:
             raise ConfigError(
                 f"{reason}It has {computed_slices(weights.tensors[name].layout)} pieces there, "
-                f"optimizer shards perhaps among them: metadata.json does not tell, and no "
-                f"{behind} "
-                f"beside it does. Only mindformers alone can continue that job"
+                "optimizer shards perhaps among them: metadata.json does not tell, and no "
+                f"{behind} beside it does. Only mindformers alone can continue that job"
             )
         raise ConfigError(
             f"{reason}It is cut into {stored} there and cannot be cut into {slices}: keep the "
@@ -163,8 +162,7 @@ def check_replicas(weights: CheckpointView, read: bool = False) -> None:
                 if sums[0] != sums[1]:
                     raise LoadError(
                         f"{weights.name}: {tensor.name} is held by several pipeline stages and "
-                        f"differs: rank {a.rank} has "
-                        f"checksum {sums[0]} ({a.path}), rank {b.rank} has {sums[1]} ({b.path}). "
-                        "Which one is right is unknown; "
-                        f"take another step"
+                        f"differs: rank {a.rank} has checksum {sums[0]} ({a.path}), rank {b.rank} "
+                        f"has {sums[1]} ({b.path}). Which one is right is unknown; take another "
+                        "step"
                     )

@@ -315,9 +315,8 @@ def translated(
     if problems:
         raise LoadError(
             f"{inner.name}: {counted(len(problems), 'tensor')} cannot be converted: "
-            f"{problems_text(problems)}. "
-            "Possible: bfloat16 or float16 to float32, float32 to bfloat16, float8_e4m3fn with "
-            "scales to both"
+            f"{problems_text(problems)}. Possible: bfloat16 or float16 to float32, float32 to "
+            "bfloat16, float8_e4m3fn with scales to both"
         )
     return TranslatedView(inner, tensors)
 
