@@ -1,11 +1,54 @@
 """What all unit tests share."""
 
 import os
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from mindresume.coordination import lease as lease_module
 from mindresume.coordination.lease import Lease
+
+# Rooms and modules that take longest, as measured, or import mindformers. Their tests have the
+# mark slow; `pytest -m "not slow" tests`, the suite of daily work, does not even import them.
+SLOW = (Path(__file__).parent / "slow.txt").read_text().split()
+LIMIT = 20.0  # seconds of one module, on a machine with other work
+
+
+def module_of(path):
+    return Path(path).relative_to(Path(__file__).parent).with_suffix("").as_posix()
+
+
+def is_slow(path):
+    name = module_of(path)
+    return any(name == slow or name.startswith(f"{slow}/") for slow in SLOW)
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if config.option.markexpr == "not slow" and is_slow(collection_path) else None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents and is_slow(item.path):
+            item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Keeps the list true: names modules that take long and are not in it."""
+    here, seconds = Path(__file__).parent, Counter()
+    for name in SLOW:
+        if not (here / name).is_dir() and not (here / f"{name}.py").is_file():
+            terminalreporter.line(f"tests/slow.txt names {name}, which does not exist")
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") and report.nodeid.startswith("tests/"):
+                seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
+    for name, total in seconds.items():
+        if total > LIMIT and not is_slow(here / name):
+            terminalreporter.line(
+                f"tests/{name}: {total:.0f} s, and not in SLOW of tests/conftest.py"
+            )
 
 
 @pytest.fixture(scope="session")
