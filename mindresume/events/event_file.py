@@ -1,12 +1,10 @@
 """The event file of a run: one JSON object per line, appended, on the local disk in mindformers'
 output folder.
 
-    {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl      start (UTC), rank, process
-                                                                          id {"time": 1795411320.25,
-                                                                          "rank": 0, "event":
-                                                                          "save_committed", "step":
-                                                                          500, "ranks": 8,
-                                                                          "size_bytes": 1073741824}
+    {output}/mindresume_events/20261123T052200.250-rank_0-4711.jsonl
+    {"time": 1795411320.25, "rank": 0, "event": "save_committed", "step": 500, "ranks": 8, ...}
+
+The name has the start (UTC), the rank and the process id.
 
 Rank 0 writes all of its events. Any other rank keeps its newest events in memory and writes them
 when it fails, so that the reason of a failure is recorded whichever rank it was. A killed process

@@ -15,10 +15,12 @@ from mindresume.events import Event, LogLines, Resumed, SaveWritten
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
+from mindresume.model.layout import Shape
 from mindresume.model.training_state import is_transient
 
 # the trainer passes its arguments only to a callback of this name
 ALIAS = "CheckpointMonitor"
+Tensors = list[tuple[str, Any]]  # (name, tensor or parameter), in the order of the network
 
 
 def has_loss() -> bool:
@@ -71,7 +73,7 @@ class Wanted:
 
 def parameters_to_save(
     network: Any, integrated: bool, wanted: Wanted, known: SavedParameters | None = None
-) -> list[tuple[str, Any]]:
+) -> Tensors:
     """Returns (name, tensor) of everything that mindspore.save_checkpoint would save of ``network``
     on this rank, in its order.
 
@@ -105,9 +107,9 @@ class SavedParameters:
         # also keeps them alive, so that no other object gets the id of one
         self._parameters: list[Any] = []
         self._seen: list[tuple[Any, ...]] = []
-        self._rows: list[tuple[str, Any]] | None = None
+        self._rows: Tensors | None = None
 
-    def rows(self, network: Any, wanted: Wanted) -> list[tuple[str, Any]] | None:
+    def rows(self, network: Any, wanted: Wanted) -> Tensors | None:
         """Returns the rows that were remembered; None if MindSpore has to be asked."""
         self._parameters = [parameter for _, parameter in network.parameters_and_names()]
         seen = [
@@ -125,7 +127,7 @@ class SavedParameters:
             self._seen, self._rows = seen, None
         return self._rows
 
-    def remember(self, found: list[tuple[str, Any]]) -> None:
+    def remember(self, found: Tensors) -> None:
         """Remembers what MindSpore saved, right after ``rows`` returned None, if each row is the
         data of one parameter."""
         from mindspore import Tensor
@@ -147,7 +149,7 @@ def _is_offloaded(parameter: Any) -> bool:
     return parameter.data.offload_file_path() != ""
 
 
-def rescued_parameters(network: Any, wanted: Wanted) -> list[tuple[str, Any]]:
+def rescued_parameters(network: Any, wanted: Wanted) -> Tensors:
     """Returns what ``parameters_to_save`` does, without any exchange, for the ranks that are left
     when others are lost.
 
@@ -175,7 +177,7 @@ def rescued_parameters(network: Any, wanted: Wanted) -> list[tuple[str, Any]]:
             "newest value, and the "
             f"exchange would wait for lost ranks. The newest checkpoint stays"
         )
-    found: list[tuple[str, Any]] = []
+    found: Tensors = []
     stream = hal.Stream()
     with hal.StreamCtx(stream):
         for name, parameter in chosen.items():
@@ -216,7 +218,7 @@ def _shared_rows(network: Any) -> dict[str, Any]:
     return {name: row for name, row in table.items() if len(row) >= 10}
 
 
-def _saved_by_mindspore(network: Any, integrated: bool, wanted: Wanted) -> list[tuple[str, Any]]:
+def _saved_by_mindspore(network: Any, integrated: bool, wanted: Wanted) -> Tensors:
     from mindspore.train.serialization import _convert_save_obj_to_param_list
 
     rows = _convert_save_obj_to_param_list(network, integrated, {}, wanted)
@@ -227,9 +229,7 @@ def _saved_by_mindspore(network: Any, integrated: bool, wanted: Wanted) -> list[
     ]
 
 
-def _unsaved_counters(
-    network: Any, found: list[tuple[str, Any]], wanted: Wanted
-) -> list[tuple[str, Any]]:
+def _unsaved_counters(network: Any, found: Tensors, wanted: Wanted) -> Tensors:
     """Returns (name, parameter) of the counters (``_is_counter``) that MindSpore did not save."""
     saved = {name for name, _ in found}
     return (
@@ -449,9 +449,7 @@ def to_tensor(array: Any) -> Any:
     return Tensor.from_numpy(array)
 
 
-def parameters_to_load(
-    network: Any, offered: Container[str] = ()
-) -> dict[str, tuple[tuple[int, ...], str]]:
+def parameters_to_load(network: Any, offered: Container[str] = ()) -> dict[str, tuple[Shape, str]]:
     """Returns {name: (shape, dtype)} of the parameters that this rank holds. ``offered``: the names
     that can be loaded; of the counters that MindSpore does not mark as sliced (``_is_counter``)
     only these are returned."""

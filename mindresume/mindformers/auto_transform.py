@@ -1,16 +1,15 @@
 """Implements ``auto_trans_ckpt`` in the trainer: loads any checkpoint into the layout of this job.
 
-    at the selection  rank 0 reads the strategy of the source, before the compiler overwrites it ─▶
-        all ranks
-                      the folder of old strategies is moved aside
+    at the selection  rank 0 reads the strategy of the source, before the compiler overwrites it
+                      ─▶ all ranks; the folder of old strategies is moved aside
     at the load       layouts of the compiled network ─▶ each rank reads the byte ranges of its own
-        slices from the source
-                      ckpt files in another layout: first converted to
-                      output/transformed_checkpoint, by as many processes as transform_process_num
-                      says; then each rank loads its own new file
-                      ``mindresume: {unified_checkpoint: 1}``: consolidated weights are also written
-                      to output/unified_checkpoint ``{transform_engine: mindspore}``: safetensors
-                      are first merged by MindSpore too
+                      slices from the source
+
+    ckpt files in another layout are first converted to output/transformed_checkpoint, by as many
+    processes as transform_process_num says; then each rank loads its own new file.
+    ``mindresume: {unified_checkpoint: 1}``: consolidated weights are also written to
+    output/unified_checkpoint. ``{transform_engine: mindspore}``: safetensors are first merged by
+    MindSpore too.
 
 Sources are only read. Outputs appear by a rename; an existing output of the same conversion is
 reused.

@@ -34,6 +34,7 @@ from mindresume.mindformers.auto_transform import OPENING
 from mindresume.mindformers.loading import COUNTER
 from mindresume.mindformers.network_state import job_layouts
 from mindresume.mindformers.training_context import TrainingContext
+from mindresume.model.layout import Layouts
 from mindresume.model.training_state import is_transient, may_be_absent
 from mindresume.reshard.huggingface import (
     NetworkModel,
@@ -42,7 +43,7 @@ from mindresume.reshard.huggingface import (
     view_for_network,
 )
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
-from mindresume.reshard.region_load import Layouts, LoadTarget
+from mindresume.reshard.region_load import LoadTarget
 from mindresume.storage.posix import PosixStorage
 
 

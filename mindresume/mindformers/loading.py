@@ -31,6 +31,7 @@ from mindresume.mindformers import auto_transform
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
+from mindresume.model.layout import Layouts
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -39,7 +40,6 @@ from mindresume.reshard.geometry import Region
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import (
     WORKERS,
-    Layouts,
     LoadTarget,
     bytes_of,
     read_regions,

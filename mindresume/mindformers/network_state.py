@@ -17,7 +17,7 @@ import xxhash
 from mindresume.errors import LoadError, SaveError
 from mindresume.events import Emit, warning
 from mindresume.formatting import listed
-from mindresume.model.layout import TensorLayout, is_scalar, ordinals, shares
+from mindresume.model.layout import Layouts, Shape, TensorLayout, is_scalar, ordinals, shares
 from mindresume.tensor_files.header import DTYPES
 
 
@@ -94,9 +94,7 @@ def _host_array(value: Any, is_bfloat16: bool) -> np.ndarray:
     return array
 
 
-def layouts(
-    table: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]], emit: Emit
-) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, Shape], emit: Emit) -> Layouts:
     """Returns {name: (layout, global shape)} from ``network.parameter_layout_dict`` of a compiled
     network.
 
@@ -127,7 +125,7 @@ def layouts(
                     "unknown"
                 )
             layout = TensorLayout(matrix, tensor_map, pieces if pieces > 1 else 0)
-            expected = tuple(piece.stop - piece.start for piece in layout.slices(0, full))
+            expected = layout.local_shape(full)
             if expected != shapes[name]:
                 raise ValueError(f"it says {expected}, the parameter is {shapes[name]}")
             found[name] = (layout, full)
@@ -138,10 +136,10 @@ def layouts(
 
 def strategy_layouts(
     table: Mapping[str, Any] | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     emit: Emit,
-    split: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
-) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    split: Layouts | None = None,
+) -> Layouts:
     """Returns the same as ``layouts``, from one rank's part of
     ``mindspore.parallel.strategy.get_strategy_metadata``: {name: [Layout, dtype, global shape]}.
     Its tensor map contains the optimizer shard, and does not tell it from tensor parallelism.
@@ -188,9 +186,7 @@ def is_parallel() -> bool:
     )
 
 
-def job_layouts(
-    network: Any, shapes: Mapping[str, tuple[int, ...]], world_size: int, emit: Emit
-) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+def job_layouts(network: Any, shapes: Mapping[str, Shape], world_size: int, emit: Emit) -> Layouts:
     """Returns {name: (layout, global shape)} of this rank's parameters of a compiled network: from
     ``parameter_layout_dict``, compared with its strategy metadata, if this MindSpore has some and
     the network was compiled with ``enable_save_strategy_online``. With data parallelism alone every
@@ -219,7 +215,7 @@ def job_layouts(
 
 def own_share(
     tensors: Mapping[str, Any],
-    tables: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
+    tables: Layouts,
     rank: int,
 ) -> frozenset[str]:
     """Returns the names of the tensors with a layout that this rank writes, with redundancy
@@ -234,10 +230,13 @@ def own_share(
     return shares(held, size)[rank % size]
 
 
-def capture_generators() -> dict[str, Any]:
-    """Returns the state of the global generators of Python and numpy."""
+def capture_random() -> dict[str, Any]:
+    """Returns the state of the generators of Python, numpy and MindSpore in this process."""
+    import mindspore as ms
+
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
+    seed = ms.get_seed()
     return {
         "python": {
             "version": version,
@@ -251,61 +250,15 @@ def capture_generators() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         },
+        "mindspore": {
+            "seed": None if seed is None else int(seed),
+            "state": _pack(ms.get_rng_state().asnumpy()),
+        },
     }
-
-
-def restore_generators(state: Mapping[str, Any]) -> list[str]:
-    """Sets the generators whose state is in ``state``. Returns their names. Raises ValueError for a
-    state of another kind."""
-    restored = []
-    if "python" in state:
-        value = state["python"]
-        random.setstate(
-            (
-                value["version"],
-                tuple(int(v) for v in _unpack(value["internal"], np.uint64)),
-                value["gauss"],
-            )
-        )
-        restored.append("python")
-    if "numpy" in state:
-        value = state["numpy"]
-        np.random.set_state(
-            (
-                value["kind"],
-                _unpack(value["keys"], np.uint32),
-                value["position"],
-                value["has_gauss"],
-                value["cached"],
-            )
-        )
-        restored.append("numpy")
-    return restored
-
-
-def _pack(array: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-
-
-def _unpack(text: str, dtype: type) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype).copy()
-
-
-def capture_random() -> dict[str, Any]:
-    """Returns the state of the generators of Python, numpy and MindSpore in this process."""
-    import mindspore as ms
-
-    state = capture_generators()
-    seed = ms.get_seed()
-    state["mindspore"] = {
-        "seed": None if seed is None else int(seed),
-        "state": _pack(ms.get_rng_state().asnumpy()),
-    }
-    return state
 
 
 def restore_random(state: Mapping[str, Any]) -> list[str]:
-    """Restores the generators; returns the names of those that were restored.
+    """Restores the generators whose state is in ``state``; returns their names.
 
     The counters inside some MindSpore kernels (DropoutGenMask and the like in a compiled graph)
     cannot be restored: these kernels draw from their seeds again.
@@ -315,17 +268,34 @@ def restore_random(state: Mapping[str, Any]) -> list[str]:
     """
     import mindspore as ms
 
+    restored = []
     try:
-        restored = restore_generators(state)
-        saved = state.get("mindspore")
-        if saved:
-            ms.set_rng_state(ms.Tensor(_unpack(saved["state"], np.uint8)))
+        if "python" in state:
+            row = state["python"]
+            internal = tuple(map(int, _unpack(row["internal"], np.uint64)))
+            random.setstate((row["version"], internal, row["gauss"]))
+            restored.append("python")
+        if "numpy" in state:
+            row = state["numpy"]
+            keys, cached = _unpack(row["keys"], np.uint32), row["cached"]
+            np.random.set_state((row["kind"], keys, row["position"], row["has_gauss"], cached))
+            restored.append("numpy")
+        if row := state.get("mindspore"):
+            ms.set_rng_state(ms.Tensor(_unpack(row["state"], np.uint8)))
             restored.append("MindSpore's default generator")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise LoadError(
             f"the random state in the record cannot be restored: {type(error).__name__}: {error}"
         ) from error
     return restored
+
+
+def _pack(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _unpack(text: str, dtype: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 
 # ---- comparison with what was loaded -------------------------------------------------------------

@@ -7,7 +7,7 @@ what a save of the graph trainer consists of:
       end           the last step, if a rank lacks it ─▶ commit of all ranks ─▶ upload ─▶ release
 
     StateCollector  step, epoch, loss scale, position in the data ─▶ the shard of this rank, and
-    weights for inference
+                    weights for inference
 
 ``mindresume.saving.checkpoint_manager`` has the parts; what a step consists of is a ``StepState``
 of the trainer.
@@ -30,7 +30,7 @@ from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
 from mindresume.mindformers.training_context import TrainingContext
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import Layouts, Shape
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.progress import random_state_row, source_rows
 from mindresume.saving.checkpoint_manager import CheckpointManager
@@ -221,9 +221,7 @@ class StateCollector:
             name, state, tensors, tables, live.capture_random(), self._metadata(emergency)
         )
 
-    def _layouts(
-        self, table: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
-    ) -> dict[str, tuple[TensorLayout, tuple[int, ...]]]:
+    def _layouts(self, table: Mapping[str, Any], shapes: dict[str, Shape]) -> Layouts:
         """Returns ``live.layouts``. Computes it only if ``table`` or ``shapes`` differ from those
         of the last save: it takes as long as the copy of a small network."""
         if self._laid_out is None or self._laid_out[:2] != (table, shapes):
@@ -347,7 +345,7 @@ def _model(cb_params: Any) -> Any:
     return net.network if getattr(net, "optimizer", None) is not None else net
 
 
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
     return {name: tuple(array.shape) for name, array in tensors.items()}
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MAX_RANKS = 100_000
 MAX_AXES = 32  # axes of a device matrix, and dimensions of a tensor (numpy's limit)
 
+Shape = tuple[int, ...]  # of a tensor, in elements
+
 
 def is_scalar(shape: Sequence[int]) -> bool:
     """Returns whether a tensor has at most one element. Without a layout it then is a counter of
@@ -159,11 +161,11 @@ class TensorLayout:
                 )
         return tuple(counts)
 
-    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int]) -> Shape:
         """Returns the shape of the part that each rank holds. Raises ValueError like ``counts``."""
         return tuple(size // count for size, count in zip(shape, self.counts(shape), strict=True))
 
-    def global_shape(self, held: Sequence[int]) -> tuple[int, ...]:
+    def global_shape(self, held: Sequence[int]) -> Shape:
         """Returns the shape of the whole tensor if each rank holds a part of shape ``held``. Raises
         ValueError for another number of dimensions."""
         return tuple(
@@ -304,7 +306,7 @@ class TensorLayout:
 
 
 @lru_cache(maxsize=1 << 12)  # a model has thousands of tensors, but few layouts
-def ordinals(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[int, ...]:
+def ordinals(layout: TensorLayout, shape: Shape) -> tuple[int, ...]:
     """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not
     divisible."""
     counts, matrix = layout.counts(shape), layout.device_matrix
@@ -415,7 +417,7 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
 class Slices:
     """Holds values derived from a layout and a shape, shared by all parameters with both."""
 
-    def __init__(self, layout: TensorLayout | None, shape: tuple[int, ...]):
+    def __init__(self, layout: TensorLayout | None, shape: Shape):
         self.layout = layout
         self.counts, self.lengths = _counts(layout, shape)
         self.slices = math.prod(self.counts)
@@ -433,7 +435,8 @@ class Slices:
 
 # ---- who writes which replica --------------------------------------------------------------------
 
-Held = tuple[TensorLayout | None, tuple[int, ...], int]
+Layouts = Mapping[str, tuple[TensorLayout, Shape]]  # {tensor: (layout, global shape)}
+Held = tuple[TensorLayout | None, Shape, int]
 
 
 def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
@@ -453,7 +456,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
     if ranks < 1:
         raise ValueError(f"a stage of {ranks} ranks")
     everyone = [list(range(ranks))]
-    known: dict[tuple[TensorLayout, tuple[int, ...]], tuple[list[list[int]], int]] = {}
+    known: dict[tuple[TensorLayout, Shape], tuple[list[list[int]], int]] = {}
     rows = []
     for name, (layout, shape, itemsize) in tensors.items():
         if layout is None:
@@ -477,7 +480,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
 
 
 def _holders(
-    layout: TensorLayout, shape: tuple[int, ...], ranks: int, name: str
+    layout: TensorLayout, shape: Shape, ranks: int, name: str
 ) -> tuple[list[list[int]], int]:
     """Returns (local ranks that hold each slice, ascending; elements of a slice)."""
     if layout.stage_size != ranks:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.model.layout import TensorLayout, shares
+from mindresume.model.layout import Layouts, shares
 from mindresume.reshard.geometry import Region, elements, shape_of, slices_of
 from mindresume.tensor_files.header import DTYPES
 
@@ -46,7 +46,7 @@ class Exchange:
 
 def plan_reads(
     regions: Mapping[str, Region],
-    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]],
+    layouts: Layouts,
     itemsizes: Mapping[str, int],
     rank: int,
 ) -> tuple[dict[str, Region], list[Exchange]]:

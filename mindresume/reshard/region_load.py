@@ -18,7 +18,7 @@ import numpy as np
 from mindresume import runtime
 from mindresume.errors import LoadError
 from mindresume.formatting import counted
-from mindresume.model.layout import TensorLayout, same_shape
+from mindresume.model.layout import Layouts, Shape, TensorLayout, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.conversion_plan import model_names
@@ -34,9 +34,7 @@ from mindresume.tensor_files.header import DTYPES
 
 WORKERS = 4  # threads: reading mostly waits
 
-Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
-# {name: (layout, global shape)}
-Layouts = Mapping[str, tuple[TensorLayout, tuple[int, ...]]]
+Shapes = Mapping[str, tuple[Shape, str]]  # {name: (shape, dtype)}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from mindresume.formats.iterations import (
     parse_iteration,
 )
 from mindresume.formats.rank_folders import FileName, folder_name, label, parse_name
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import Layouts
 from mindresume.model.manifest import (
     EMERGENCY,
     FOLDER,
@@ -123,7 +123,7 @@ class Shard:
 
     files: tuple[ShardFile, ...]
     state: TrainingState
-    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)
     random: Mapping[str, object] = field(default_factory=dict)
     deduplicated: bool = False
 
@@ -132,7 +132,7 @@ def rank_shard(
     name: FileName,
     state: TrainingState,
     tensors: Mapping[str, np.ndarray],
-    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
+    layouts: Layouts | None = None,
     random: Mapping[str, object] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Shard:
@@ -153,7 +153,7 @@ def iteration_shard(
     state: TrainingState,
     model: Mapping[str, np.ndarray],
     optimizer: Mapping[str, np.ndarray] | None,
-    layouts: Mapping[str, tuple[TensorLayout, tuple[int, ...]]] | None = None,
+    layouts: Layouts | None = None,
     random: Mapping[str, object] | None = None,
     deduplicated: bool = False,
 ) -> Shard:

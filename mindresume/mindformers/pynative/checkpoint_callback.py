@@ -20,7 +20,6 @@ from mindresume.mindformers import adapter, heartbeat, training_context
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.pynative.training_run import (
     COUNTER,
-    Layouts,
     TrainingRun,
     all_parameters,
     layouts_of,
@@ -32,6 +31,7 @@ from mindresume.mindformers.pynative.training_run import (
     tensors_of,
 )
 from mindresume.mindformers.training_saves import TrainingSaves, loss_metric, number
+from mindresume.model.layout import Layouts
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions

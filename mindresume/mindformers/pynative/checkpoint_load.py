@@ -43,8 +43,9 @@ from mindresume.mindformers.pynative.training_run import (
 )
 from mindresume.mindformers.training_saves import restore_random
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER
+from mindresume.model.layout import Layouts
 from mindresume.model.training_state import DataPosition
-from mindresume.reshard.region_load import Layouts, LoadTarget
+from mindresume.reshard.region_load import LoadTarget
 from mindresume.resume.job_selection import SelectionRequest, caching_storage
 from mindresume.resume.progress import ResumeProgress, RunSettings, parse_data_request
 from mindresume.storage.posix import PosixStorage

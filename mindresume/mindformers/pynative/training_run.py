@@ -19,8 +19,9 @@ from mindresume.errors import LoadError
 from mindresume.mindformers import adapter
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.training_context import TrainingContext
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import Layouts
 from mindresume.model.training_state import DataPosition, Scalar, is_scalar, is_transient
+from mindresume.reshard.region_load import Shapes
 
 
 class Configuration(dict):
@@ -135,9 +136,6 @@ class TrainingRun:
 # float32 copies that the optimizer keeps of parameters of a lower precision
 MASTER = "main_param."
 COUNTER = "global_step"
-
-Layouts = Mapping[str, tuple[TensorLayout, tuple[int, ...]]]
-Shapes = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, dtype)}
 
 
 def cells_of(model: Any, optimizer: Any = None) -> list[Any]:
