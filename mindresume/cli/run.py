@@ -248,7 +248,7 @@ def run(
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.evidence import BackgroundHandler
     from mindresume.supervisor.hang import HangLimits
-    from mindresume.supervisor.job import JobSettings
+    from mindresume.supervisor.job_end import JobSettings
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
     from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings

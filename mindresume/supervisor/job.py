@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from mindresume import runtime
@@ -40,14 +40,13 @@ from mindresume.events import (
 from mindresume.storage.operations import call_within
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, excerpt, tail
 from mindresume.supervisor.hang import (
-    HangLimits,
     Heartbeats,
     find_hang,
     startup_phases,
     without_stacks,
     write_stacks,
 )
-from mindresume.supervisor.job_end import Ending, EndTimes, first_lost_step, may_finish
+from mindresume.supervisor.job_end import Ending, JobSettings, first_lost_step, may_finish
 from mindresume.supervisor.members import (
     RANK,
     SCHEDULER,
@@ -88,19 +87,6 @@ _MOMENTARY = (
 TICK = 0.2
 # seconds for the launcher to say how a rank ended whose status is not known
 _UNKNOWN_END = 3.0
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """Holds the seconds of one start, as the options of ``mindresume run`` have them.
-    ``kill_after``: between SIGTERM and SIGKILL after a failure; ``leave``: the same after a signal
-    to this process, in which the ranks save."""
-
-    limits: HangLimits = HangLimits()
-    kill_after: float = 1.0
-    save: float = 20.0
-    leave: float = 60.0
-    stuck: float = 60.0
 
 
 class Observer(Protocol):
@@ -450,14 +436,7 @@ class Job:
         left: tuple[int, ...] = ()
         # daemons of a job that finished stay
         if end.kind != EXITED or end.status or self._is_finishing(observer):
-            settings = self.settings
-            times = EndTimes(
-                settings.leave if end.leave else settings.kill_after,
-                settings.save,
-                settings.stuck,
-                not end.leave,
-            )
-            left = Ending(self, end.kind, times, observer).run()
+            left = Ending(self, end, observer).run()
             self.refresh()
         beats = self.heartbeats
         resumed, last, committed = beats.newest_steps()

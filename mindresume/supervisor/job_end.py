@@ -2,9 +2,9 @@
 
     1. The processes that started the ranks (msrun, the launcher) are stopped: msrun would kill all
       ranks as soon as one ends.
-    2. SIGTERM to the ranks and what they have started; SIGKILL ``grace`` seconds later. A rank that
-       saves has ``save`` seconds before that, because SIGTERM ends a process at once that does not
-       handle it.
+    2. SIGTERM to the ranks and what they have started; SIGKILL ``kill_after`` seconds later, after
+       a signal to the supervisor ``leave`` seconds. A rank that saves has ``save`` seconds before
+       that, because SIGTERM ends a process at once that does not handle it.
     3. SIGTERM to the scheduler, which the ranks need until they end, and to all others; those of 1
        go on, so that scripts clean up. SIGKILL after ``_CLEANUP`` seconds.
     4. Processes that write checkpoints may finish: ``save`` seconds.
@@ -47,6 +47,7 @@ from mindresume import runtime
 from mindresume.coordination.liveness import is_running, namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
 from mindresume.storage.operations import Hurry
+from mindresume.supervisor.hang import HangLimits
 from mindresume.supervisor.members import (
     OTHER,
     RANK,
@@ -62,28 +63,30 @@ from mindresume.supervisor.members import (
     read_process,
     send,
 )
-from mindresume.supervisor.restart_policy import DIED, PEER, STOPPED
+from mindresume.supervisor.restart_policy import DIED, PEER, STOPPED, JobEnd
 
 _CLEANUP = 1.0  # seconds for launchers and scripts after the ranks
 _POLL = 0.05
 
 
 @dataclass(frozen=True)
-class EndTimes:
-    """Holds seconds. ``grace``: between SIGTERM and SIGKILL. ``save``: for a rank or a process that
-    is saving. ``stuck``: after SIGKILL. ``save_first``: a rank that saves gets SIGTERM after its
-    save; else at once, because the signal makes it save."""
+class JobSettings:
+    """Holds the seconds of one start, as the options of ``mindresume run`` have them.
+    ``kill_after``: between SIGTERM and SIGKILL after a failure; ``leave``: the same after a signal
+    to this process, in which the ranks save."""
 
-    grace: float
-    save: float
+    limits: HangLimits = HangLimits()
+    kill_after: float = 1.0
+    save: float = 20.0
+    leave: float = 60.0
     stuck: float = 60.0
-    save_first: bool = True
 
 
 class EndingJob(Protocol):
     """The job that is ended."""
 
     members: Members
+    settings: JobSettings
 
     def refresh(self) -> None:
         """Reads the process table again. Called often."""
@@ -93,17 +96,12 @@ class EndingJob(Protocol):
 
 
 class Ending:
-    """Ends all members of a job; kills them at once in a hurry, such as after a second Ctrl-C.
-    ``kind``: of the end of the job."""
+    """Ends all members of a job, for the reason ``why``; kills them at once in a hurry, such as
+    after a second Ctrl-C."""
 
-    def __init__(self, job: EndingJob, kind: str, times: EndTimes, observer: Hurry):
-        self.job, self.members, self.kind, self.times, self.observer = (
-            job,
-            job.members,
-            kind,
-            times,
-            observer,
-        )
+    def __init__(self, job: EndingJob, why: JobEnd, observer: Hurry):
+        self.job, self.why, self.observer = job, why, observer
+        self.members, self.settings = job.members, job.settings
         self.left: set[int] = set()
         self._asked: dict[int, float] = {}  # {process: when it received SIGTERM}
         self._killed: dict[int, float] = {}  # {process: when it received SIGKILL first}
@@ -116,13 +114,14 @@ class Ending:
         for pid in launchers:
             send(pid, signal.SIGSTOP)
 
-        self._end((RANK, OTHER), self.times.grace, self.times.save, below_ranks=bool(ranks))
+        grace = self.settings.leave if self.why.leave else self.settings.kill_after
+        self._end((RANK, OTHER), grace, self.settings.save, below_ranks=bool(ranks))
         for pid in launchers:
             send(pid, signal.SIGTERM)
             send(pid, signal.SIGCONT)
         self._asked.update(dict.fromkeys(launchers, runtime.monotonic()))
         self._end((RANK, OTHER, SCHEDULER), _CLEANUP, _CLEANUP)
-        self._end((WRITER,), self.times.grace, self.times.save)
+        self._end((WRITER,), grace, self.settings.save)
         self._end((), 0.0, 0.0)  # whatever came meanwhile
         return tuple(sorted(self.left))
 
@@ -145,7 +144,8 @@ class Ending:
             now, saving = runtime.monotonic(), self._saving(left)
             for member in left:
                 is_saving, is_late = member.pid in saving, now - began >= max(grace, save)
-                may_ask = is_late or not is_saving or not self.times.save_first
+                # the ranks of a job that leaves save because of the signal; else it comes after
+                may_ask = is_late or not is_saving or self.why.leave
                 if may_ask and member.pid not in self._asked and member.role != WRITER:
                     self._asked[member.pid] = now
                     send(member.pid, signal.SIGTERM)
@@ -154,7 +154,7 @@ class Ending:
                     is_late = now - max(began, self._asked.get(member.pid, began)) >= grace
                 if is_late or self.observer.is_hurried():
                     send(member.pid, signal.SIGKILL)
-                    if now - self._killed.setdefault(member.pid, now) > self.times.stuck:
+                    if now - self._killed.setdefault(member.pid, now) > self.settings.stuck:
                         self.left.add(member.pid)
             self.members.wait(_POLL)
             self.job.refresh()
@@ -165,7 +165,7 @@ class Ending:
         ranks = [
             member.pid
             for member in left
-            if member.role == RANK and self.job.is_saving(member, self.kind)
+            if member.role == RANK and self.job.is_saving(member, self.why.kind)
         ]
         return {member.pid for member in left if member.role == WRITER}.union(
             ranks, *map(self.members.below, ranks)
@@ -248,23 +248,22 @@ def find_orphans(command: Sequence[str]) -> list[Process]:
 
 
 def end_orphans(
-    orphans: Sequence[Process], times: EndTimes, signals: Sequence[int]
+    orphans: Sequence[Process], settings: JobSettings, signals: Sequence[int]
 ) -> tuple[int, ...]:
-    """Ends processes: SIGTERM, and SIGKILL after ``times.grace`` seconds; one that writes a
-    checkpoint may finish. At the first of ``signals`` that this process gets, SIGKILL to all.
-    Returns those that do not end."""
+    """Ends processes: SIGTERM, and SIGKILL after ``settings.leave`` seconds; one that writes a
+    checkpoint may finish until then. At the first of ``signals`` that this process gets, SIGKILL to
+    all. Returns those that do not end."""
     began, asked = runtime.monotonic(), set()
     writers = {process.pid for process in orphans if WRITER_MARK in environment_of(process.pid)}
     while left := [process for process in orphans if _is_there(process)]:
         spent = runtime.monotonic() - began
         for process in left:
-            patience = times.save if process.pid in writers else times.grace
             if process.pid not in asked and process.pid not in writers:
                 send(process.pid, signal.SIGTERM)
                 asked.add(process.pid)
-            if spent >= patience or signals:
+            if spent >= settings.leave or signals:
                 send(process.pid, signal.SIGKILL)
-        if spent > max(times.grace, times.save) + times.stuck:
+        if spent > settings.leave + settings.stuck:
             break
         runtime.sleep(_POLL)
     return tuple(process.pid for process in left)

@@ -35,8 +35,8 @@ from mindresume.events import (
 from mindresume.storage.operations import Hurry, call_within
 from mindresume.supervisor import job_end
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, keep_logs
-from mindresume.supervisor.job import TICK, Command, Job, JobSettings
-from mindresume.supervisor.job_end import EndTimes
+from mindresume.supervisor.job import TICK, Command, Job
+from mindresume.supervisor.job_end import JobSettings
 from mindresume.supervisor.members import RANK, all_processes, become_subreaper, descendants
 from mindresume.supervisor.rendezvous import Membership, Rendezvous
 from mindresume.supervisor.restart_policy import (
@@ -391,11 +391,8 @@ class Supervisor:
         """Ends what a killed supervisor of the same command has left behind."""
         found = job_end.find_orphans(self.command)
         if found:
-            job = self.settings.job
             self.emit(OrphansEnded(tuple(process.pid for process in found)))
-            left = job_end.end_orphans(
-                found, EndTimes(job.leave, job.leave, job.stuck), self._signals
-            )
+            left = job_end.end_orphans(found, self.settings.job, self._signals)
             if left:
                 self.emit(
                     warning(

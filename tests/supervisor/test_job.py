@@ -24,7 +24,8 @@ from mindresume.events import Emitter, HangDetected, Notice, ignore
 from mindresume.supervisor import job as job_module
 from mindresume.supervisor import job_end
 from mindresume.supervisor.hang import HangLimits
-from mindresume.supervisor.job import Command, Job, JobSettings, _status_in_message
+from mindresume.supervisor.job import Command, Job, _status_in_message
+from mindresume.supervisor.job_end import JobSettings
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, Ended, Member, Process
 from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED, JobEnd
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings

@@ -7,9 +7,9 @@ import pytest
 
 from mindresume import runtime
 from mindresume.supervisor import job_end
-from mindresume.supervisor.job_end import Ending, EndTimes
+from mindresume.supervisor.job_end import Ending, JobSettings
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, WRITER, Ended, Member, Process
-from mindresume.supervisor.restart_policy import DIED
+from mindresume.supervisor.restart_policy import DIED, JobEnd
 
 
 class FakeMembers:
@@ -62,7 +62,8 @@ def end(monkeypatch):
 
     def run(
         members,
-        times=EndTimes(1.0, 20.0, 60.0),  # noqa: B008
+        grace=1.0,
+        leave=False,
         is_saving=lambda member: False,
         at_once=lambda: False,
     ):
@@ -72,9 +73,13 @@ def end(monkeypatch):
             now[0] += 0.05
 
         job = SimpleNamespace(
-            members=members, refresh=refresh, is_saving=lambda member, kind: is_saving(member)
+            members=members,
+            settings=JobSettings(kill_after=grace, save=20.0, leave=grace, stuck=60.0),
+            refresh=refresh,
+            is_saving=lambda member, kind: is_saving(member),
         )
-        left = Ending(job, DIED, times, SimpleNamespace(is_hurried=at_once)).run()
+        why = JobEnd(DIED, 1, "", leave)
+        left = Ending(job, why, SimpleNamespace(is_hurried=at_once)).run()
         return members.ended, left, now[0]
 
     return run
@@ -130,15 +135,12 @@ def test_a_rank_that_saves_gets_sigterm_after_its_save(end):
 
 def test_after_a_signal_a_rank_that_saves_is_asked_at_once(end):
     members = FakeMembers({4: (RANK, 0, BOTH), 5: (RANK, 0, BOTH)})
-    assert (
-        end(members, EndTimes(60.0, 20.0, 60.0, save_first=False), is_saving=lambda member: True)[2]
-        < 1
-    )
+    assert end(members, 60.0, leave=True, is_saving=lambda member: True)[2] < 1
 
 
 def test_after_a_signal_a_rank_that_saves_has_no_less_time_than_the_others(end):
     members = FakeMembers({4: (RANK, 0, (KILL,)), 5: (RANK, 0, (KILL,))})
-    _, _, spent = end(members, EndTimes(60.0, 20.0, 60.0), is_saving=lambda member: member.pid == 5)
+    _, _, spent = end(members, 60.0, is_saving=lambda member: member.pid == 5)
     assert members.order(KILL) == [4, 5] and 60 < spent < 62
 
 
