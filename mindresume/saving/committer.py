@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 
 from mindresume import runtime
@@ -107,7 +107,6 @@ class Committer:
         time: runtime.Clock = runtime,
     ):
         self.target, self.policy, self.emit, self.time = target, policy, emit, time
-        self.read_locks = ReadLocks(target)  # what is being read is not removed
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._emitted: set[Event] = set()
@@ -116,6 +115,11 @@ class Committer:
         self._has_single_meta = False  # only one meta.json is left
         # why a pending step was not committed at the last attempt
         self._reasons: dict[int, str] = {}
+
+    @cached_property
+    def read_locks(self) -> ReadLocks:
+        """What is being read is not removed."""
+        return ReadLocks(self.target)
 
     def poll(self, saved: int | None = None, by_name: bool = False) -> list[int]:
         """Commits every pending step that all ranks have recorded. Returns the steps still pending.

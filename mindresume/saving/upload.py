@@ -282,12 +282,10 @@ class Uploader:
     def run_once(self) -> bool | None:
         """Does the work that is due. Returns True if there was some, so that the next call can
         follow at once; False if there was none; None if this was the last call."""
-        queue = self.queue
-        if queue.stopped is None:
-            worked = self.work()
-            with queue.changed:
-                if queue.stopped is None and not (queue.closing and not worked and self._is_idle()):
-                    return worked
+        queue, worked = self.queue, self.work()
+        with queue.changed:
+            if queue.stopped is None and not (queue.closing and not worked and self._is_idle()):
+                return worked
         return self._end()
 
     def _is_idle(self) -> bool:
@@ -336,18 +334,12 @@ class Uploader:
         try:
             yield
         except Exception as error:  # any error goes to the training; the worker continues
-            step = (
-                error.step
-                if isinstance(error, LostShardError)
-                else queue.current[0]
-                if queue.current is not None
-                else None
-            )
-            text = (
-                str(error)
-                if step is None or isinstance(error, LostShardError)
-                else f"step {step} is not uploaded: {error}"
-            )
+            step, text = None, str(error)
+            if isinstance(error, LostShardError):
+                step = error.step
+            elif queue.current is not None:
+                step = queue.current[0]
+                text = f"step {step} is not uploaded: {error}"
             with queue.changed:
                 self.failed += 1
                 if isinstance(error, SupersededError):
@@ -386,7 +378,8 @@ class Uploader:
             with self._reporting():
                 self._upload_whole(save)
         with queue.changed:
-            queue.scheduled = queue.scheduled if queue.scheduled != scheduled else 0
+            if queue.scheduled == scheduled:
+                queue.scheduled = 0
         return save is not None
 
     def _upload_whole(self, save: RemoteSave) -> None:
