@@ -17,7 +17,9 @@ from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.interface import Storage
 
-OURS, MINDFORMERS, MERGED = "mindresume", "mindformers", "merged"
+OURS = "mindresume"
+MINDFORMERS = "mindformers"
+MERGED = "merged"
 # order of a candidate that may be the newest one, so that its refusal is reported
 FIRST = (float("inf"),)
 

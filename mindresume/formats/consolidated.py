@@ -41,7 +41,10 @@ from mindresume.storage.operations import parallel
 from mindresume.tensor_files.header import MAX_HEADER, Header, parse_object
 
 HYPER, MAP = "hyper_param.safetensors", "param_name_map.json"
-MINDSPORE, HUGGINGFACE, FILES, FILE = "mindspore", "huggingface", "files", "file"
+MINDSPORE = "mindspore"
+HUGGINGFACE = "huggingface"
+FILES = "files"
+FILE = "file"
 _HF_INDEX = ".safetensors.index.json"
 _ACCUMULATED = "accu_grads"  # name prefix of gradient accumulation buffers
 

@@ -42,10 +42,8 @@ DENSE, EXPERTS = "qwen3", "qwen3_moe"  # model_type
 INTERLEAVED, CONTIGUOUS = "interleaved", "contiguous"
 ORDERS = (INTERLEAVED, CONTIGUOUS)
 # of mindformers
-ATTENTION_KEY, MLP_KEY = (
-    "use_contiguous_weight_layout_attention",
-    "use_interleaved_weight_layout_mlp",
-)
+ATTENTION_KEY = "use_contiguous_weight_layout_attention"
+MLP_KEY = "use_interleaved_weight_layout_mlp"
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FC1, QKV = "linear_fc1", "linear_qkv"
@@ -246,11 +244,9 @@ def model_from_config(
                 f"Supported: {plain[-1]!r}"
             )
     config = _Config(document, source)
-    heads, hidden, layers = (
-        config.number("num_attention_heads"),
-        config.number("hidden_size"),
-        config.number("num_hidden_layers"),
-    )
+    heads = config.number("num_attention_heads")
+    hidden = config.number("hidden_size")
+    layers = config.number("num_hidden_layers")
     groups = head_dim = 0
     latent = None
     if family.latent:
@@ -412,7 +408,9 @@ def rules(model: Model) -> dict[str, Rule]:
     """Returns {MindSpore name: Rule} for all tensors of the network. With tied weights the network
     has no HEAD; its rule takes the embedding, for a network that is not tied and starts from these
     weights."""
-    dimensions, features, found = model.dimensions, model.features, {}
+    dimensions = model.dimensions
+    features = model.features
+    found = {}
     for rows, at, hf in _places(model):
         for row in rows:
             if features.issuperset(row.when):
@@ -458,7 +456,9 @@ def _rule(row: Row, hf: str, model: Model, dimensions: Mapping[str, int]) -> Rul
         )
         for source in row.sources
     ]
-    (_, first, factors), count, blocks = sources[0], len(sources), []
+    _, first, factors = sources[0]
+    count = len(sources)
+    blocks = []
     shape: tuple[int, ...]
     if row.order == ALTERNATING:
         shape = count * first[0], first[1]
@@ -485,7 +485,9 @@ def _rule(row: Row, hf: str, model: Model, dimensions: Mapping[str, int]) -> Rul
         ]
     else:
         # rows after each other: of each group, or all of each source
-        groups, at, others = model.groups if row.order == BY_GROUP else 1, 0, _whole(first[1:])
+        groups = model.groups if row.order == BY_GROUP else 1
+        at = 0
+        others = _whole(first[1:])
         for group in range(groups):
             for source in sources:
                 rows = source.shape[0] // groups

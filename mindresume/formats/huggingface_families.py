@@ -25,13 +25,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-SAME, STACKED, ALTERNATING, BY_GROUP, PER_EXPERT = (
-    "same",
-    "stacked",
-    "alternating",
-    "by group",
-    "per expert",
-)
+SAME = "same"
+STACKED = "stacked"
+ALTERNATING = "alternating"
+BY_GROUP = "by group"
+PER_EXPERT = "per expert"
 
 # What ``Row.when`` asks for: settings of the network, and features of the model.
 INTERLEAVED_ATTENTION, CONTIGUOUS_ATTENTION = "interleaved attention", "contiguous attention"

@@ -200,11 +200,9 @@ class _Reader:
             )
         copies, checked = [], None
         for row in rows:
-            file, rank, group = (
-                _needed(row, "file_name"),
-                _needed(row, "storage_rank"),
-                self.group(row.get("rank_group")),
-            )
+            file = _needed(row, "file_name")
+            rank = _needed(row, "storage_rank")
+            group = self.group(row.get("rank_group"))
             if type(file) is not str or file not in self.files:
                 _check_file(file)
                 self.files.add(file)
@@ -339,7 +337,9 @@ def encode_metadata(tensors: Iterable[TensorMetadata]) -> list[bytes]:
             looks for the first rank that holds it among the ranks that stored it and their groups
             (checkpoint/reshard.py:_find_file_for_rank).
     """
-    writer, heads, storage = _Writer(), {}, []
+    writer = _Writer()
+    heads = {}
+    storage = []
     for tensor in tensors:
         if tensor.name in heads:
             raise ValueError(f"parameter {tensor.name!r} occurs twice")

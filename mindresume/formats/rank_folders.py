@@ -323,7 +323,9 @@ class _RankFolders:
             rank: (FileRecord(path, group.format),) for rank, path in sorted(group.files.items())
         }
         base = Candidate(None, MINDFORMERS, group.format, files, len(files), epoch=group.epoch)
-        header, problem, scalars = None, None, {}
+        header = None
+        problem = None
+        scalars = {}
         for rank, (file,) in files.items():
             try:
                 header = header_of(self.directory, file)

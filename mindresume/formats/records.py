@@ -123,10 +123,8 @@ def find_attempts(
         directory.storage.list(directory.path(FOLDER)) if names is None else names
     ):
         try:
-            content, making = (
-                directory.storage.list(directory.path(FOLDER, name)),
-                f"{FOLDER}/{name}",
-            )
+            content = directory.storage.list(directory.path(FOLDER, name))
+            making = f"{FOLDER}/{name}"
             if FOLDER not in content:
                 found.append(Attempt(name, step, run, "", content))
                 continue
@@ -217,7 +215,9 @@ def _candidate(
             iteration_dir=attempt.iteration_dir,
             order=(run_sequence(attempt.run), attempt.step, 0.0),
         )
-    candidate, damage, unreadable = None, "", False
+    candidate = None
+    damage = ""
+    unreadable = False
     if MANIFEST in content:
         try:
             if manifests is None:
@@ -332,7 +332,9 @@ def candidate_of(manifest: Manifest, iteration_dir: str = "", path: str | None =
 def _from_records(storage: Storage, path: str, attempt: Attempt, brief: bool = False) -> Candidate:
     """Makes a candidate of a save without a readable manifest. It is complete if the records of all
     its ranks exist and agree; where nodes share no disk, of all ranks that saved here."""
-    step, run, content = attempt.step, attempt.run, attempt.content
+    step = attempt.step
+    run = attempt.run
+    content = attempt.content
     last = EMERGENCY in content
     named = {rank for rank in map(record_rank, content) if rank is not None}
     rows = _read_records(storage, path, sorted(named), brief and not last)

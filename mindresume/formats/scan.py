@@ -43,7 +43,9 @@ CHECKPOINT = "checkpoint"
 # preferred over other folders: here a job saves
 JOB_FOLDERS = (CHECKPOINT, os.path.join("output", CHECKPOINT))
 # search limits: levels, names per folder, names in total
-_DEPTH, _WIDTH, _MOST = 3, 256, 2048
+_DEPTH = 3
+_WIDTH = 256
+_MOST = 2048
 # Entries of an output folder that a job makes before it saves, and weights for inference, which no
 # training resumes from.
 _OF_A_JOB = re.compile(
@@ -118,8 +120,13 @@ def scan_one(storage: Storage, path: str) -> Scan:
 
 # ---- what a path is ------------------------------------------------------------------------------
 
-MISSING, OTHER_FILE, WEIGHT_FILE, PART = "missing", "file", "weight file", "file of a rank"
-FOLDER_OF_RANK, ITERATION, ROOT = "rank folder", "iteration folder", "checkpoint directory"
+MISSING = "missing"
+OTHER_FILE = "file"
+WEIGHT_FILE = "weight file"
+PART = "file of a rank"
+FOLDER_OF_RANK = "rank folder"
+ITERATION = "iteration folder"
+ROOT = "checkpoint directory"
 WEIGHT_FOLDER, OTHER = "weight folder", "other folder"
 CONSOLIDATED = (WEIGHT_FILE, WEIGHT_FOLDER)  # their tensors are not sharded
 NO_FOLDER = (MISSING, OTHER_FILE, WEIGHT_FILE, PART)

@@ -229,7 +229,10 @@ class _Fetch:
         attempt: str,
         manifest: str,
     ):
-        self.job, self.remote, self.directory, self.attempt = job, remote, directory, attempt
+        self.job = job
+        self.remote = remote
+        self.directory = directory
+        self.attempt = attempt
         self.manifest_bytes = manifest.encode()
         self.manifest = Manifest.read(io.BytesIO(self.manifest_bytes))
         visible = directory.path(iteration_name(self.manifest.state.step))
@@ -406,11 +409,9 @@ class _Fetch:
             )
 
     def _publish_record(self, rank: int) -> None:
-        storage, manifest, path = (
-            self.directory.storage,
-            self.manifest,
-            os.path.join(self.records, record_name(rank)),
-        )
+        storage = self.directory.storage
+        manifest = self.manifest
+        path = os.path.join(self.records, record_name(rank))
         data = self.remote.record(self.attempt, rank)
         record, _ = read_details(io.BytesIO(data))
         if (record.run, record.state.step, record.rank, record.files) != (

@@ -188,7 +188,10 @@ def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
 
 
 _LISTED = SelectionPolicy()
-COMPLETE, INCOMPLETE, UNUSABLE, NODE_LOCAL = "complete", "incomplete", "unusable", "node-local"
+COMPLETE = "complete"
+INCOMPLETE = "incomplete"
+UNUSABLE = "unusable"
+NODE_LOCAL = "node-local"
 
 
 @dataclass(frozen=True)
@@ -356,17 +359,13 @@ def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Probl
 def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
     """Returns a row for each metadata file that contradicts the records. Values are compared, not
     bytes: another version may have encoded them differently."""
-    common, metadata = (
-        f"{candidate.iteration_dir}/{COMMON}",
-        f"{candidate.iteration_dir}/{METADATA}",
-    )
+    common = f"{candidate.iteration_dir}/{COMMON}"
+    metadata = f"{candidate.iteration_dir}/{METADATA}"
     storage = directory.storage
     found: list[_Problem] = []
     try:
-        there, expected = (
-            load_common(directory, candidate.iteration_dir),
-            common_from_state(candidate.state),
-        )
+        there = load_common(directory, candidate.iteration_dir)
+        expected = common_from_state(candidate.state)
         if there != expected:
             found.append(
                 (
@@ -440,10 +439,8 @@ def verify_checkpoints(
         ]
         if not gone:
             break
-        known, lost = (
-            {_identity(candidate) for candidate, _ in found},
-            {candidate.step for candidate, _ in gone},
-        )
+        known = {_identity(candidate) for candidate, _ in found}
+        lost = {candidate.step for candidate, _ in gone}
         later = [
             row
             for identity, row in now.items()
@@ -483,7 +480,9 @@ def find_damage(
 ) -> list[Refusal]:
     """Returns a refusal for each damaged or missing file of one step, of those of ``part``; an
     empty list if all is as it was written."""
-    candidate, problem, (number, count) = row.candidate, row.problem, part
+    candidate = row.candidate
+    problem = row.problem
+    number, count = part
     if candidate.local_ranks:  # partial on purpose
         problem = None
     verifier = Verifier(directory, candidate, progress)

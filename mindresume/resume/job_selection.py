@@ -137,8 +137,12 @@ class CheckpointSelector:
             NoUsableCheckpointError, MissingCheckpointError, LoadError, CollectiveError: on all
             ranks together.
         """
-        emit, group, disk = self.emit, self.group, uncached(self.storage)
-        path, requested, resume = request.path, request.requested, request.resume
+        emit = self.emit
+        group = self.group
+        disk = uncached(self.storage)
+        path = request.path
+        requested = request.requested
+        resume = request.resume
         if requested and _is_file(disk, path):
             emit(
                 warning(
@@ -232,12 +236,10 @@ class CheckpointSelector:
     ) -> SelectedCheckpoint:
         """Acquires the read lock and the load attempt of the selected checkpoint, and emits
         CheckpointSelected."""
-        group, disk, chosen, resume = (
-            self.group,
-            uncached(self.storage),
-            choice.chosen,
-            request.resume,
-        )
+        group = self.group
+        disk = uncached(self.storage)
+        chosen = choice.chosen
+        resume = request.resume
         lost_work = None
         if resume and group.rank == 0:
             with suppress(OSError):
@@ -318,10 +320,8 @@ def locate_checkpoints(storage: Storage, path: str, group: Group, emit: Emit) ->
     rows = [run_on_rank0(group, search, Watchdog(f"searching for checkpoints below {path}"))]
     if rows == [["", ""]]:
         rows = gather_results(group, search, Watchdog(f"searching for checkpoints below {path}"))
-    folders, problem = (
-        sorted({folder for folder, _ in rows if folder}),
-        next((text for _, text in rows if text), ""),
-    )
+    folders = sorted({folder for folder, _ in rows if folder})
+    problem = next((text for _, text in rows if text), "")
     if len(folders) > 1:
         problem = (
             "the ranks of this job find checkpoints in different folders: "

@@ -173,7 +173,9 @@ class MemorySource:
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
         refused: list[Refusal] = []
-        storage, note, node = uncached(self.job.storage), None, ""
+        storage = uncached(self.job.storage)
+        note = None
+        node = ""
         try:
             self.tier, problem = find_tier(CheckpointDir(storage, self.root))
             if self.tier:
@@ -187,7 +189,9 @@ class MemorySource:
         except OSError as error:
             # no error of the tier keeps a job from its checkpoints on disk
             self.offers.clear()
-            self.tier, problem, refused = "", f"the tier in memory cannot be read: {error}", []
+            self.tier = ""
+            problem = f"the tier in memory cannot be read: {error}"
+            refused = []
         return {
             "node": node,
             "offers": list(self.offers),
@@ -457,7 +461,9 @@ class DiskCopy:
             SaveError: a file of that name holds something else, or the bytes changed meanwhile.
             OSError, RecordError: a file cannot be read or written.
         """
-        candidate, target, storage = self.candidate, self.target, self.directory.storage
+        candidate = self.candidate
+        target = self.target
+        storage = self.directory.storage
         # its records, which the manifest names, must stay as they are
         if is_committed(target, candidate.step):
             return

@@ -233,7 +233,9 @@ def _beginning(new: RunSettings, epochs: int) -> DataPosition:
 def check_skip(new: RunSettings) -> str:
     """Returns a warning if more than a pass is skipped, else an empty text. Raises ProgressError if
     no data would be left."""
-    skip, size, epochs = new.skip, new.dataset_size, new.epochs
+    skip = new.skip
+    size = new.dataset_size
+    epochs = new.epochs
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(
             f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have "
@@ -327,7 +329,10 @@ def _check_sink(skip: int, what: str, new: RunSettings) -> None:
 
 # ---- summary -------------------------------------------------------------------------------------
 
-RESTORED, RECOMPUTED, ABSENT, CHANGED = "restored", "recomputed", "absent", "changed"
+RESTORED = "restored"
+RECOMPUTED = "recomputed"
+ABSENT = "absent"
+CHANGED = "changed"
 
 
 class SummaryRow(NamedTuple):

@@ -174,7 +174,9 @@ class Repair:
     ) -> dict[str, _Source]:
         """Returns those of the tensors whose bytes in ``file`` have the recorded checksum. Raises
         CorruptFileError."""
-        header, path, intact = header_of(self.directory, file), self.directory.path(file.path), {}
+        header = header_of(self.directory, file)
+        path = self.directory.path(file.path)
+        intact = {}
         with self.directory.storage.open(path) as opened:
             for name, row in recorded.items():
                 entry = header.tensors.get(name)
@@ -262,11 +264,9 @@ class Repair:
     def _from_bucket_record(self, rank: int) -> str:
         """Replaces a damaged record by the one in the bucket, if it is the one that was committed;
         no other rank has a copy. Returns why not; empty if it is in its place."""
-        storage, candidate, folder = (
-            self.directory.storage,
-            self.candidate,
-            self.candidate.records_dir or "",
-        )
+        storage = self.directory.storage
+        candidate = self.candidate
+        folder = self.candidate.records_dir or ""
         if self.bucket is None:
             return "a record has no copy outside of the bucket"
         try:

@@ -179,10 +179,8 @@ def replica_files(
     """Returns files of other ranks that hold the tensors of the missing files of ``rank``; a
     Refusal if no other rank has one of them. A replica is recorded with the same name, dtype, shape
     and checksum."""
-    missing, records = (
-        candidate.files[rank][0],
-        RecordFolder(directory.storage, candidate.records_dir or ""),
-    )
+    missing = candidate.files[rank][0]
+    records = RecordFolder(directory.storage, candidate.records_dir or "")
     try:
         present = {
             index

@@ -44,7 +44,11 @@ from mindresume.storage.interface import Status
 from mindresume.storage.operations import leads_through_a_link
 from mindresume.storage.throttled_reads import ThrottledReads
 
-INTACT, REPAIRED, DAMAGED, REMOVED, SKIPPED = "intact", "repaired", "damaged", "removed", "skipped"
+INTACT = "intact"
+REPAIRED = "repaired"
+DAMAGED = "damaged"
+REMOVED = "removed"
+SKIPPED = "skipped"
 UNREADABLE = "unreadable"
 # heartbeats without which the scrub of another machine counts as dead
 WATCHED = 3

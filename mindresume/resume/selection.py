@@ -83,11 +83,9 @@ def select_checkpoint(
         MissingCheckpointError, NoUsableCheckpointError, ConfigError, CollectiveError: on all ranks,
         see ``sources``. RemoteError: on all ranks, see ``BucketSource.fetch_newer``.
     """
-    policy, sources, disk = (
-        policy or SelectionPolicy(),
-        sources or CheckpointSources(),
-        uncached(storage),
-    )
+    policy = policy or SelectionPolicy()
+    sources = sources or CheckpointSources()
+    disk = uncached(storage)
     job = Job(storage, path, group, policy, sources, emit, progress or ProgressReporter.silent())
     root = job_directory(path, sources.saved_to)
     if (
@@ -120,10 +118,8 @@ def select_checkpoint(
             # a download may have replaced files that were verified before
             drop_cached_files(storage)
             try:
-                choice, failure = (
-                    (NodeDisks(job) if job.is_split else SharedDisk(job)).select(),
-                    None,
-                )
+                choice = (NodeDisks(job) if job.is_split else SharedDisk(job)).select()
+                failure = None
             except UnusableCheckpointError as error:
                 choice, failure = Choice(None, tuple(error.refused), (), False), error
             # a step is tried once
@@ -153,12 +149,10 @@ def preview_selection(
         path: any folder or file that ``load_checkpoint`` may name.
         policy: with ``every_rank``.
     """
-    sources, place, root, local = (
-        replace(sources or CheckpointSources(), is_preview=True),
-        path,
-        path,
-        None,
-    )
+    sources = replace(sources or CheckpointSources(), is_preview=True)
+    place = path
+    root = path
+    local = None
     failure: UnusableCheckpointError
     try:
         place = find(storage, path) or path

@@ -273,10 +273,8 @@ class SharedDisk:
             message = run_on_rank0(
                 job.group, partial(self.offer, verdict), Watchdog("scanning the checkpoints")
             )
-            refused, notes = (
-                tuple(Refusal(**refusal) for refusal in message["refused"]),
-                tuple(message["notes"]),
-            )
+            refused = tuple(Refusal(**refusal) for refusal in message["refused"])
+            notes = tuple(message["notes"])
             if message["end"] == "config":
                 raise ConfigError(message["text"])
             if message["end"] == "missing":
@@ -316,12 +314,17 @@ class SharedDisk:
             self.queue = list(self.scan.candidates)
             if policy.max_failed_loads and self.scan.has_load_attempts and not self.is_explicit:
                 self.failed_loads = failed_loads_by_key(self.scan.directory)
-        scan, end, text, candidate = self.scan, "", "", None
+        scan = self.scan
+        end = ""
+        text = ""
+        candidate = None
         self.refused += refusals[:1]
         while candidate is None and (self.queue or self.suspected):
             # a suspected checkpoint is better than none
             if not self.queue:
-                self.queue, self.suspected, self.failed_loads = self.suspected, [], {}
+                self.queue = self.suspected
+                self.suspected = []
+                self.failed_loads = {}
             candidate = self._usable(scan, self.queue.pop(0))
         if candidate is None:
             is_fresh = not any(found.maybe_completed for found in scan.candidates)
@@ -471,10 +474,8 @@ class NodeDisks:
                 job.storage, job.path, job.policy.requested, size
             )
         except MissingCheckpointError:  # other ranks may have it
-            self.scan, self.is_explicit = (
-                Scan(CheckpointDir(job.storage, job.path), exists=False),
-                True,
-            )
+            self.scan = Scan(CheckpointDir(job.storage, job.path), exists=False)
+            self.is_explicit = True
         for candidate in self.scan.candidates:
             whole = (
                 replace(candidate, world_size=size) if candidate.records_dir is None else candidate
