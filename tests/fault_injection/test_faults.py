@@ -18,7 +18,6 @@ from mindresume.fault_injection.faults import (
     Killed,
     Scheduler,
 )
-from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
 
 
@@ -107,15 +106,6 @@ def test_a_full_disk_stays_full_and_operations_without_new_bytes_work(root, kind
     assert sorted(storage.list(root + "/a")) == ["f2", "g"]
 
 
-def test_an_error_that_is_reported_late_has_taken_effect(root):
-    storage = injector_for("EIO after", at=1).storage_of(0)
-    assert attempt(lambda: storage.remove(os.path.join(root, "a", "f"))) == errno.EIO
-    assert list(content(root)) == ["a", "a/g"]
-    storage = injector_for("EIO after", at=1).storage_of(0)
-    # a listing changes nothing: not hit
-    assert storage.list(root) == ["a"]
-
-
 def test_nothing_can_be_read_from_there_on_and_everything_can_be_written(root):
     storage = injector_for("unreadable", at=2).storage_of(0)
     path = os.path.join(root, "a", "f")
@@ -158,14 +148,6 @@ def test_each_kill_fault_kills_the_right_ranks(folder):
     assert {len(dead) for dead in some} == {1, 2, 3, 4}
     assert some == [dead_after(folder, "kill some", seed) for seed in range(100)]
     assert os.listdir(folder) == []
-
-
-def test_no_except_clause_of_the_product_catches_a_kill(root):
-    storage = injector_for("kill one", 2).storage_of(0)
-    with pytest.raises(Killed):
-        publish(storage, os.path.join(root, "a", "h"), [b"x"], "t")
-    # killed before the rename, nothing cleaned
-    assert sorted(content(root)) == ["a", "a/.h.t.mindresume-tmp", "a/f", "a/g"]
 
 
 def test_a_kill_keeps_what_the_operating_system_has(root):
@@ -226,36 +208,6 @@ def test_unsynced_names_are_lost_and_synced_ones_survive(root):
         storage.write(root + "/a/i", [b"four"])
 
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "a/h": b"three"}
-
-
-def test_a_removal_is_undone_until_it_is_synced(root):
-    assert lost(root, lambda storage: storage.remove(root + "/a/f")) == {
-        "a": None,
-        "a/f": b"one",
-        "a/g": b"two",
-    }
-
-    def steps(storage):
-        storage.remove(root + "/a/f")
-        storage.sync(root + "/a")
-
-    assert lost(root, steps) == {"a": None, "a/g": b"two"}
-
-
-def test_changes_inside_a_renamed_folder_belong_to_it(root):
-    def steps(storage):
-        storage.rename(root + "/a", root + "/b")
-        storage.remove(root + "/b/f")
-        storage.write(root + "/b/h", [b"x"])
-
-    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two"}
-
-    def synced_inside(storage):
-        storage.rename(root + "/a", root + "/b")
-        storage.remove(root + "/b/f")
-        storage.sync(root + "/b")
-
-    assert lost(root, synced_inside) == {"a": None, "a/g": b"two"}
 
 
 def test_a_rename_to_another_folder_changes_both_names_or_none(root):

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mindresume.coordination.lease import holder_of_this_process
-from mindresume.coordination.lease_acquisition import acquire
 from mindresume.fault_injection import oracle
 from mindresume.fault_injection.faults import FaultInjector, Scheduler
 from mindresume.fault_injection.journal import select
@@ -21,10 +19,9 @@ from mindresume.fault_injection.oracle import (
     check_resume,
 )
 from mindresume.fault_injection.scenarios import RUNS, Sandbox, shard
-from mindresume.formats import Candidate, CheckpointDir
+from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import TRACKER
 from mindresume.model.manifest import FOLDER, attempt_name
-from mindresume.resume.eligible import Choice
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import write_shard
@@ -178,15 +175,6 @@ def test_an_incomplete_committed_checkpoint_is_reported(sandbox, damage):
     assert (found.verdict, found.chosen) == (HARD_FAIL, NEW) and "step 10" in found.reason
 
 
-def test_the_next_run_is_kept_out(sandbox):
-    saved(sandbox, 10)
-    acquire(
-        CheckpointDir(PosixStorage(), sandbox.root), holder_of_this_process("saving", RANKS), 0.0
-    )
-    found = check_resume(sandbox, [OLD])
-    assert found.verdict == HARD_FAIL and found.reason.startswith("the next run cannot save")
-
-
 def test_the_next_run_cannot_write(sandbox):
     class Full(PosixStorage):
         def write(self, path, pieces, size=0):
@@ -194,25 +182,6 @@ def test_the_next_run_cannot_write(sandbox):
 
     found = check_resume(saved(sandbox, 10), [OLD], storage=Full())
     assert found.verdict == HARD_FAIL and "No space left" in found.reason
-
-
-def test_a_next_run_that_saved_nothing_is_lost_work(sandbox, monkeypatch):
-    saved(sandbox, 10)
-    # it says that it saved
-    monkeypatch.setattr(Sandbox, "save_without_faults", lambda *args, **how: None)
-    found = check_resume(sandbox, [OLD])
-    assert (found.verdict, found.chosen) == (LOST_WORK, OLD) and found.reason.startswith(
-        "after the next run: "
-    )
-
-
-def test_an_unreadable_folder(sandbox):
-    class Broken(PosixStorage):
-        def list(self, folder):
-            raise OSError(5, "Input/output error", folder)
-
-    found = check_resume(saved(sandbox, 10), [OLD], storage=Broken())
-    assert found.verdict == HARD_FAIL and "Input/output error" in found.reason
 
 
 # ---- SILENT_DIVERGENCE ---------------------------------------------------------------------------
@@ -240,23 +209,9 @@ def chosen_by_hand(sandbox, monkeypatch, **change):
     return choice
 
 
-def test_files_of_the_wrong_ranks(sandbox, monkeypatch):
-    choice = chosen_by_hand(saved(sandbox, 20), monkeypatch)
-    files = {0: choice.chosen.files[0]}
-    chosen_by_hand(sandbox, monkeypatch, chosen=replace(choice.chosen, files=files))
-    assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
-
-
 def test_a_selected_file_that_cannot_be_read_is_reported(sandbox, monkeypatch):
     chosen_by_hand(saved(sandbox, 20), monkeypatch)
     cut(file_of(sandbox, 20, 0))
-    assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
-
-
-def test_files_that_no_record_names(sandbox, monkeypatch):
-    choice = chosen_by_hand(saved(sandbox, 20), monkeypatch)
-    assert isinstance(choice, Choice) and isinstance(choice.chosen, Candidate)
-    chosen_by_hand(sandbox, monkeypatch, chosen=replace(choice.chosen, run=None))
     assert check_resume(sandbox, [NEW]).verdict == SILENT_DIVERGENCE
 
 
@@ -313,13 +268,6 @@ def test_a_dangling_tracker_is_reported(iterations, content):
     assert found.verdict == HARD_FAIL and found.reason.startswith(f"{TRACKER} ")
 
 
-def test_a_tracker_that_names_an_older_step_is_lost_work(iterations):
-    saved(iterations, 10, 20)
-    with open(os.path.join(iterations.root, TRACKER), "w") as file:
-        file.write("10")
-    assert check_resume(iterations, [OLD, NEW]).verdict == LOST_WORK
-
-
 @pytest.mark.parametrize("name", ["common.json", "metadata.json"])
 def test_small_files_count_although_a_resume_can_do_without_them(iterations, name):
     os.remove(visible(saved(iterations, 10, 20), 10, name))
@@ -327,19 +275,3 @@ def test_small_files_count_although_a_resume_can_do_without_them(iterations, nam
     assert (
         found.verdict == HARD_FAIL and found.reason.startswith("committed") and name in found.reason
     )
-
-
-def test_weights_of_an_iteration_that_are_not_what_was_saved(iterations):
-    write_altered(iterations, 10, **{"embedding.weight": np.zeros((2, 2), np.float32)})
-    found = check_resume(iterations, [OLD])
-    assert found.verdict == SILENT_DIVERGENCE and "embedding.weight" in found.reason
-
-
-def test_leftovers_of_iterations_are_reported(iterations):
-    """Files of a folder, of the root and of the folder of records are reported."""
-    strays = [f"{FOLDER}/other", "notes.txt"]
-    saved(iterations, 10)
-    for stray in strays:
-        with open(os.path.join(iterations.root, stray), "w") as file:
-            file.write("x")
-    assert check_resume(iterations, [OLD]).left == tuple(strays)

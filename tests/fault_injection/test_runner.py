@@ -1,7 +1,6 @@
 """Cells: their number, reproducible operation numbers, and reproducible results."""
 
 import os
-import threading
 
 import pytest
 
@@ -10,7 +9,6 @@ from mindresume.fault_injection import runner
 from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault
 from mindresume.fault_injection.runner import (
     Setup,
-    Task,
     cell,
     count,
     prepare,
@@ -143,24 +141,6 @@ def test_a_scenario_that_fails_without_a_fault_is_not_drilled(setup, monkeypatch
     monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(loses)})
     with pytest.raises(SaveError, match="broken, ckpt: without any fault: LOST_WORK"):
         prepare(setup, ["broken"], ["ckpt"])
-
-
-def test_an_exception_that_no_product_should_raise_is_a_hard_fail(setup, monkeypatch):
-    def raises(sandbox, rank):
-        sandbox.injector.storage_of(rank).list(sandbox.root)
-        raise ZeroDivisionError("in the product")
-
-    monkeypatch.setattr(runner, "SCENARIOS", {"broken": broken(raises)})
-    found = cell(setup, Task("broken", "ckpt", ()), Fault(1, "EIO"))
-    assert (found.verdict, found.reason) == ("HARD_FAIL", "ZeroDivisionError: in the product")
-
-
-def test_no_files_are_left(setup, folder):
-    hook = threading.excepthook
-    (task,) = prepare(setup, ["background"], ["ckpt"])
-    for kind in ("kill all", "reorder"):
-        cell(setup, task, Fault(30, kind))
-    assert os.listdir(folder) == [] and threading.excepthook is hook
 
 
 def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):

@@ -44,7 +44,6 @@ from mindresume.model.manifest import run_name  # noqa: E402
 from mindresume.resume.eligible import Choice  # noqa: E402
 from mindresume.resume.job_selection import LostWork  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
-from mindresume.settings import RetentionSettings, Settings  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
 
@@ -198,16 +197,6 @@ def test_a_copy_uses_at_most_the_memory_share_of_the_rank(tmp_path, monkeypatch,
 # ---- other jobs in the folder --------------------------------------------------------------------
 
 
-def test_a_lease_exists_while_it_trains_and_not_afterwards(tmp_path):
-    job = Job(build(tmp_path)).steps(5)
-    directory = CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))
-    assert [holder.run for holder in lease_holders(directory)] == [
-        job.monitor._training.manager.target.run
-    ]
-    job.end()
-    assert lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))) == []
-
-
 def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypatch):
     """MindIO repairs a training without a restart. The random state must not go back, and no second
     session may open."""
@@ -256,21 +245,6 @@ def test_the_same_entries_as_the_built_in_writes(tmp_path, fmt):
         return {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
 
     assert entries(tmp_path / "ours") == entries(tmp_path / "theirs")
-
-
-def test_the_state_in_the_record(tmp_path):
-    current = training_context.current()
-    current.progress.sink_size, current.progress.dataset_size = None, 40
-    Job(build(tmp_path, done=20), 20).steps(5)
-    state = scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates[0].state
-    assert (
-        state.step,
-        state.steps_per_epoch,
-        state.global_step,
-        state.global_batch_size,
-        state.loss_scale,
-        state.dataset_size,
-    ) == (25, 10, 25, 8, 1024.0, 40)
 
 
 def test_transient_parameters_are_not_saved(tmp_path):
@@ -368,31 +342,6 @@ def test_a_metric_that_is_none(name, value):
     with pytest.raises(ConfigError, match="report_metric"):
         mindresume.plugin.report_metric(name, value)
     assert training_context.current().progress.metrics == {}
-
-
-def test_a_training_keeps_the_checkpoints_of_its_settings(tmp_path):
-    training_context.set_current(
-        training_context.TrainingContext(
-            Settings(
-                retention=RetentionSettings(
-                    keep_every_steps=20, keep_best=1, keep_best_metric="score", keep_best_mode="max"
-                )
-            )
-        )
-    )
-    job = Job(build(tmp_path, keep_checkpoint_max=2))
-    for score in (1, 9, 3, 2, 5, 4, 8):  # steps 5, 10, ... 35
-        mindresume.plugin.report_metric("score", score)
-        job.steps(5)
-    assert committed(tmp_path) == [10, 20, 30, 35]
-
-
-def test_keys_that_contradict_each_other_stop_the_start(tmp_path):
-    training_context.set_current(
-        training_context.TrainingContext(Settings(retention=RetentionSettings(keep_best=1)))
-    )
-    with pytest.raises(ConfigError, match="keep_best is set, but neither keep_checkpoint_max"):
-        Job(build(tmp_path, keep_checkpoint_max=None))
 
 
 def test_health_is_kept_in_the_list_of_mindformers_and_in_our_records(tmp_path, monkeypatch):

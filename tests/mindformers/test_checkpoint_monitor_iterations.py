@@ -46,27 +46,6 @@ def tensors(path):
         return set(read_header(file, str(path)).tensors)
 
 
-@pytest.mark.parametrize("kind", [False, True, "thread", "process"])
-def test_folders_tracker_and_the_last_step_once(tmp_path, kind):
-    job = Job(build(tmp_path, async_save=kind)).steps(12).end()
-    assert folders(tmp_path) == ["iteration_00000005", "iteration_00000010", "iteration_00000012"]
-    assert (tmp_path / TRACKER).read_text() == "12"
-    folder = tmp_path / "iteration_00000010"
-    assert sorted(os.listdir(folder)) == sorted([FOLDER, *FILES])
-    assert [name for name in os.listdir(tmp_path / FOLDER) if not name.startswith("ended-")] == []
-    assert [
-        (c.step, c.committed, c.problem)
-        for c in scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
-    ] == [(12, True, None), (10, True, None), (5, True, None)]
-    assert (
-        ms.load_checkpoint(str(folder / FILES[1]), format="safetensors")["weight"].asnumpy()[0, 0]
-        == 10
-    )
-    assert job.monitor._training.manager.policy.saved == {5, 10, 12}
-    job.monitor.on_train_end(job.context)  # the built-in would save the last step here
-    assert folders(tmp_path)[-1] == "iteration_00000012"
-
-
 def test_a_training_that_ends_at_a_multiple_saves_its_last_step_once(tmp_path, monkeypatch):
     job = Job(build(tmp_path)).steps(10)
     before = os.stat(tmp_path / "iteration_00000010").st_ino
@@ -118,26 +97,6 @@ def test_transient_parameters_are_left_out(tmp_path):
         for file in FILES[1:]
         for name in tensors(tmp_path / "iteration_00000005" / file)
     )
-
-
-def test_retention_counts_earlier_runs_and_the_tracker_follows(tmp_path):
-    Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
-    resume(tmp_path, 15)
-    Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5).end()
-    assert (
-        folders(tmp_path) == ["iteration_00000015", "iteration_00000020"]
-        and (tmp_path / TRACKER).read_text() == "20"
-    )
-    assert [name for name in os.listdir(tmp_path / FOLDER) if name.startswith("ended-0002")]
-
-
-def test_a_run_from_an_older_step_replaces_the_iterations_that_it_saves_again(tmp_path):
-    Job(build(tmp_path)).steps(10).end()
-    resume(tmp_path, 5)
-    Job(build(tmp_path, done=5), 5).steps(5).end()
-    found = scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
-    assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (5, "0001")]
-    assert folders(tmp_path) == ["iteration_00000005", "iteration_00000010"]
 
 
 def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_steps_aside(tmp_path):

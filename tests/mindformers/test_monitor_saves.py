@@ -2,7 +2,6 @@
 user sees."""
 
 # ruff: noqa: F811  fixtures are imported
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,25 +21,12 @@ from monitor_jobs import (
     files,
     own_context,  # noqa: F401
     resume,
-    spoil,
 )
 
 import mindresume  # noqa: E402
 from mindresume import runtime  # noqa: E402
 from mindresume.errors import SaveError  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
-
-
-def test_names_meta_json_records_and_the_last_step_once(tmp_path):
-    Job(build(tmp_path)).steps(12).end()
-    assert files(tmp_path) == [
-        "net_rank_0-1_10.safetensors",
-        "net_rank_0-1_5.safetensors",
-        "net_rank_0-2_2.safetensors",
-    ]
-    meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
-    assert meta == {"last_epoch": 2, "last_step": 2, "last_ckpt_file": "net_rank_0-2_2.safetensors"}
-    assert committed(tmp_path) == [5, 10, 12]
 
 
 def test_a_last_step_that_is_saved_already_is_not_saved_again(tmp_path):
@@ -108,15 +94,6 @@ def test_a_recorded_name_is_not_reused_after_its_file_is_lost(tmp_path):
         path.unlink()
     Job(build(tmp_path)).steps(5)
     assert files(tmp_path) == ["net_rank_0_1-1_5.safetensors"]
-
-
-def test_keep_checkpoint_max_counts_over_runs_and_removes_after_the_commit(tmp_path):
-    Job(build(tmp_path, keep_checkpoint_max=2)).steps(15)
-    assert committed(tmp_path) == [10, 15] and len(files(tmp_path)) == 2
-    resume(tmp_path / "checkpoint", 15)
-    Job(build(tmp_path, done=15, keep_checkpoint_max=2), 15).steps(5)
-    assert committed(tmp_path) == [15, 20]
-    assert files(tmp_path) == ["net_rank_0-2_5.safetensors", "net_rank_0_1-2_10.safetensors"]
 
 
 def test_a_fresh_start_beside_another_training_keeps_its_checkpoints_with_a_warning(
@@ -212,40 +189,6 @@ def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
     Job(build(tmp_path, append_info=[{"epoch_num": 0, "step_num": 0}])).steps(5)
     candidate = mindresume.open(tmp_path / "checkpoint").latest()
     assert candidate.state.loss_scale is None
-
-
-def test_weights_only_files_are_saved(tmp_path):
-    job = Job(
-        build(tmp_path, save_network_params=True, save_trainable_params=True, keep_checkpoint_max=2)
-    )
-    job.net.bias.requires_grad = False
-    job.steps(15)
-    assert files(tmp_path, "checkpoint_network") == [
-        "net_rank_0-network-1_10.safetensors",
-        "net_rank_0-network-2_5.safetensors",
-    ]
-    assert files(tmp_path, "checkpoint_trainable") == [
-        "net_rank_0-trainable_params-1_10.safetensors",
-        "net_rank_0-trainable_params-2_5.safetensors",
-    ]
-    network = ms.load_checkpoint(
-        str(tmp_path / "checkpoint_network/rank_0/net_rank_0-network-2_5.safetensors"),
-        format="safetensors",
-    )
-    assert set(network) == {"weight", "bias"} and float(network["weight"].asnumpy()[0, 0]) == 15.0
-    trainable = ms.load_checkpoint(
-        str(tmp_path / "checkpoint_trainable/rank_0/net_rank_0-trainable_params-2_5.safetensors"),
-        format="safetensors",
-    )
-    assert set(trainable) == {"weight"}
-
-
-def test_on_save_error_raise(tmp_path, own_context):
-    own_context.settings = Settings(on_save_error="raise")
-    job = Job(build(tmp_path)).steps(4)
-    spoil(tmp_path)
-    with pytest.raises(SaveError, match="step 5 was not saved on rank 0"):
-        job.steps(1)
 
 
 def test_the_hooks_finish_the_saves_of_a_failed_training(tmp_path, own_context, monkeypatch):

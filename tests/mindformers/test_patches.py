@@ -16,7 +16,6 @@ import pytest
 import rank_folders
 from memory_tiers import make_owned_tier, memory  # noqa: F401  a fixture
 from rank_folders import (
-    RUN,
     STORAGE,
     dir_at,
     flip_bit,
@@ -44,7 +43,6 @@ from mindresume.errors import (  # noqa: E402
     ConfigError,
     LoadError,
     NoUsableCheckpointError,
-    ProgressError,
     TrainingCompleteError,
 )
 from mindresume.formats.iterations import tracked
@@ -73,9 +71,7 @@ from mindresume.resume import job_selection, selection  # noqa: E402
 from mindresume.resume import progress as resume_progress  # noqa: E402
 from mindresume.resume.eligible import (
     Choice,  # noqa: E402
-    SelectionPolicy,  # noqa: E402
 )
-from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import rank_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
@@ -284,15 +280,6 @@ def test_the_selection_sees_the_keys_as_mindformers_converts_them(
     assert asked == [bool(keys)]
 
 
-def test_the_output_folder_of_a_killed_first_start_is_a_fresh_start(tmp_path, current):
-    for name in ("checkpoint/rank_0", "strategy", "log/rank_0"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "log" / "rank_0" / "info.log").write_bytes(b"x")
-    config = config_of(tmp_path)
-    job_start.select_checkpoint(config, current)
-    assert (config.resume_training, config.load_checkpoint) == (False, "")
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(
     tmp_path, current, monkeypatch, there
@@ -309,27 +296,6 @@ def test_checkpoints_seen_by_another_rank_prevent_a_fresh_start(
     else:
         with pytest.raises(NoUsableCheckpointError, match="rank 1 sees /x/manifest.json"):
             job_start.select_checkpoint(config_of(tmp_path), current)
-
-
-@pytest.mark.parametrize(
-    "values", [{"resume_training": False, "load_checkpoint": ""}, {"load_checkpoint": ""}]
-)
-def test_jobs_that_do_not_resume_are_left_alone(tmp_path, current, values):
-    save(tmp_path, 5, world=1)
-    config = config_of(tmp_path, **values)
-    before = dict(config)
-    job_start.select_checkpoint(config, current)
-    assert dict(config) == before and not current.plan.resumes
-
-
-def test_quick_does_not_read_the_contents(tmp_path, current):
-    save(tmp_path, 5, world=1)
-    flip_bit(path_of(tmp_path, 5, 0))
-    current.settings = type(current.settings)(verify="quick")
-    job_start.select_checkpoint(config_of(tmp_path), current)
-    assert current.plan.choice.chosen.step == 5
-    with pytest.raises(LoadError, match="changed after it was checked"):  # still not loaded
-        loading.read_shard(CheckpointDir(STORAGE, current.plan.choice.root), current.shard)
 
 
 # ---- a training and its end ----------------------------------------------------------------------
@@ -490,20 +456,6 @@ def test_a_context_exists_during_its_training(tmp_path):
     assert training_context.current().task == ""
     # an evaluation afterwards in this process loads what it asks for
     assert not training_context.current().plan.resumes
-
-
-def test_a_failed_training_finishes_its_saves():
-    stopped = []
-
-    def train(self):
-        training_context.current().monitor = SimpleNamespace(
-            finish_after_error=lambda: stopped.append(True)
-        )
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())
-    assert stopped == [True] and training_context.current().monitor is None
 
 
 @pytest.mark.parametrize(
@@ -687,48 +639,6 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
         current.progress.origin.global_step,
     ) == (15, 1, 1.0, 15)
     assert config.runner_wrapper.scale_sense is None  # none configured, none invented
-
-
-def test_counters_at_another_global_batch_size(tmp_path, current):
-    chosen(tmp_path, current, 20)
-    config = runner(batch=16)
-    counters.restore_progress(config, 5, current)
-    got = config.runner_config
-    assert (
-        got.initial_step,
-        got.initial_epoch,
-        got.step_scale,
-        current.progress.origin.global_step,
-    ) == (10, 2, 0.5, 10)
-
-
-def test_a_step_that_does_not_scale_is_rounded_down(tmp_path, current, monkeypatch):
-    chosen(tmp_path, current, 15)
-    log = []
-    monkeypatch.setattr(
-        counters,
-        "resume_warnings",
-        lambda *given: log.extend(resume_progress.resume_warnings(*given)) or [],
-    )
-    config = runner(batch=16)
-    counters.restore_progress(config, 5, current)
-    assert (config.runner_config.initial_step, config.data_skip_steps) == (7, 7)
-    assert [line.partition(":")[0] for line in log] == ["8 samples are seen again"]
-
-
-@pytest.mark.parametrize("step, sink_size, epoch", [(15, 5, 3), (20, -1, 2), (15, 3, 5)])
-def test_counters_in_sink_mode(tmp_path, current, step, sink_size, epoch):
-    chosen(tmp_path, current, step)
-    config = runner(sink_mode=True, sink_size=sink_size)
-    counters.restore_progress(config, 10, current)
-    assert (config.runner_config.initial_step, config.runner_config.initial_epoch) == (step, epoch)
-    assert (config.data_skip_steps, config.ignore_data_skip) == (step, False)
-
-
-def test_a_sink_is_not_cut(tmp_path, current):
-    chosen(tmp_path, current, 15)
-    with pytest.raises(ProgressError, match="no multiple of sink_size 2"):
-        counters.restore_progress(runner(sink_mode=True, sink_size=2), 10, current)
 
 
 def set_scale(current, scale):
@@ -976,29 +886,6 @@ def test_a_file_that_changed_between_proof_and_load_is_not_loaded(tmp_path, curr
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CollectiveError, match="CorruptFileError"):
         load_shard(network(5.0), current)
-
-
-def test_a_missing_file_is_loaded_from_replicas(tmp_path, current):
-    save(tmp_path, 5, world=4)
-    expected = path_of(tmp_path, 5, 0).read_bytes()
-    shutil.rmtree(tmp_path / "rank_0")
-    choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(4))
-    arrays = loading.read_shard(CheckpointDir(STORAGE, str(tmp_path)), choice.shards[0])
-    assert arrays["embedding.weight"].tobytes() in expected
-    assert (tmp_path / FOLDER).is_dir() and choice.chosen.run == RUN
-
-
-def test_counters_of_files_without_records(tmp_path, current):
-    chosen(tmp_path, current, 15, foreign=True)
-    state = counters.selected_state(current.plan.choice)
-    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (
-        15,
-        15,
-        8,
-        1.0,
-    )
-    # what the API shows is what a resume takes
-    assert state == mindresume.open(tmp_path)[15].state
 
 
 # ---- shared paths --------------------------------------------------------------------------------

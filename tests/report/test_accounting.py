@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_logs import RUNS, ZERO, history, two_attempts
+from training_logs import RUNS, ZERO, two_attempts
 
 from mindresume.events import FAILED, FINISHED, PREEMPTED
 from mindresume.report.accounting import Seconds, accounts_of, total_of
@@ -75,16 +75,6 @@ def test_the_use_of_time_is_unknown_without_a_log():
     assert (first.steps, first.steps_lost) == (5, 0)
 
 
-def test_an_attempt_that_did_no_step_was_starting():
-    failed = replace(attempt(1, 1, 1), first_step=None, last_step=None, losses=Losses())
-    assert accounts_of([failed])[0].seconds == Seconds(startup=failed.ended - failed.started)
-
-
-def test_steps_that_are_lost_again_and_again():
-    again = [attempt(number, 6, last, RUNS[1]) for number, last in ((2, 9), (3, 13), (4, 40))]
-    assert lost(attempt(1, 1, 10), *again) == [5, 4, 8, 0]
-
-
 def test_an_older_checkpoint_loses_steps_of_more_than_one_attempt():
     assert lost(
         attempt(1, 1, 28), attempt(2, 26, 33, RUNS[1]), attempt(3, 21, 40, RUNS[1], FINISHED)
@@ -111,13 +101,6 @@ def test_a_fresh_start_after_a_failure_loses_everything_and_after_an_end_nothing
     assert lost(attempt(1, 1, 4, outcome=FINISHED), attempt(2, 1, 9, outcome=FINISHED)) == [0, 0]
 
 
-def test_steps_saved_on_preemption_are_not_lost():
-    assert lost(attempt(1, 1, 17, outcome=PREEMPTED), attempt(2, 18, 20, RUNS[1], FINISHED)) == [
-        0,
-        0,
-    ]
-
-
 def test_the_attempt_that_reached_the_step_counts_if_the_saving_run_is_unknown():
     assert lost(attempt(1, 1, 20), attempt(2, 16, 18), attempt(3, 19, 30, outcome=FINISHED)) == [
         5,
@@ -136,13 +119,6 @@ def test_a_saving_run_without_an_attempt_is_not_another_run():
 def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
     scaled = attempt(2, 18, 30, RUNS[1], FINISHED, step=35, step_scale=17 / 35)
     assert lost(attempt(1, 1, 38), scaled) == [3, 0]
-
-
-def test_a_pause_after_a_normal_end_is_not_downtime():
-    first, _ = accounts_of(
-        [attempt(1, 1, 5, outcome=PREEMPTED), attempt(2, 6, 9, RUNS[1], FINISHED)]
-    )
-    assert (first.seconds.idle, first.seconds.downtime) == (86.0, 0.0)
 
 
 def test_a_log_that_begins_in_the_middle_was_training_from_its_first_line():
@@ -223,18 +199,3 @@ def test_every_second_is_counted_once_and_every_step_is_kept_or_lost(attempts):
     ):
         # one chain of kept steps
         assert sum(account.steps - account.steps_lost for account in accounts) == last.last_step
-
-
-def test_stops_for_saves_in_memory_are_not_productive():
-    rows = accounts_of(history(attempts=3, memory=3, sources="md", every=50).attempts())
-    assert [(row.steps_lost, len(row.attempt.saves.memory)) for row in rows] == [
-        (2, 36),
-        (18, 36),
-        (0, 37),
-    ]
-    for row in rows:  # those in lost steps count as saving, too
-        assert row.seconds.saving == pytest.approx(
-            0.1 * len(row.attempt.saves.memory) + 0.5 * len(row.attempt.saves.disk)
-        )
-        assert row.seconds.lost == pytest.approx(2.0 * row.steps_lost, abs=0.2)
-        assert row.seconds.productive == pytest.approx(2.0 * (row.steps - row.steps_lost), abs=0.2)

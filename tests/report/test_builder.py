@@ -89,12 +89,6 @@ def test_a_missing_log_of_the_last_stage_is_reported(tmp_path):
     assert "not the true one" in made(tmp_path).notes[-1]
 
 
-def test_another_log_is_used_without_that_of_rank_0(tmp_path):
-    info(tmp_path, 2, two_attempts())
-    report = made(tmp_path)
-    assert report.rank == 2 and "no log of rank 0" in report.notes[1] and report.steps_lost == 3
-
-
 def test_missing_or_odd_input_is_reported(tmp_path):
     log = Training().loss(1, 1000).loss(2, 1010).loss(3, 1020, "nan")
     log.start(9).resume(10, 35, RUNS[0], after=17, scale=0.5).save(20, 25).write_all(tmp_path)
@@ -162,15 +156,6 @@ def test_logs_of_two_time_zones_are_reported(tmp_path):
     assert "+20 h, +24 h" in made(tmp_path).notes[-1]
 
 
-def test_a_failed_save_has_the_reason_of_another_rank(tmp_path):
-    Training().start(0).run(1, RUNS[0]).steps(2, 1, 5).event(
-        8, ev.SaveWritten(5, 1, 0.1, 0.1)
-    ).write_all(tmp_path)
-    record(tmp_path, 3, [RecordedEvent(ZERO + 8, ev.SaveFailed(5, "full"))])
-    (save,) = to_json(made(tmp_path))["attempts"][0]["saves"]
-    assert "full" in save["failure"] and not save["is_committed"]
-
-
 def test_steps_that_the_next_start_would_do_again(tmp_path):
     save(tmp_path / "checkpoint", 5, world=1)
     Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 8).write_all(tmp_path)
@@ -225,18 +210,6 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
         "notes",
     }
     assert document["attempts"][0]["saves"] is None  # unknown without events
-
-
-def test_an_empty_folder_has_no_attempts(tmp_path):
-    report = made(tmp_path, tmp_path / "more")
-    assert (
-        report.rank,
-        report.attempts,
-        report.reached,
-        report.steps_at_risk,
-        report.steps_lost,
-    ) == (None, (), None, None, 0)
-    assert len(to_json(report)["sources"]["looked_for"]) == 6
 
 
 def test_a_note_names_event_files_that_record_a_part_of_the_saves(tmp_path, monkeypatch):

@@ -123,14 +123,6 @@ def test_attempts_with_and_without_events_in_one_folder():
     ] == [(False, 0, 1, 4), (True, 50, 1, 8), (False, 100, None, None), (True, 150, 6, 9)]
 
 
-def test_an_attempt_of_which_only_the_start_is_recorded():
-    found = attempts(Training().start(0), trained(Training(), 50, 1, 3))
-    assert [(row.first_step, row.has_events, row.outcome) for row in found] == [
-        (None, True, FAILED),
-        (1, True, UNKNOWN),
-    ]
-
-
 @pytest.mark.parametrize("start_line", [0, 10.5])
 def test_the_line_of_the_start_may_be_before_or_after_the_first_event(start_line):
     training = Training()
@@ -143,14 +135,6 @@ def test_the_line_of_the_start_may_be_before_or_after_the_first_event(start_line
         RUNS[0],
         3,
     )
-
-
-def test_two_trainings_of_one_process_in_one_file():
-    training = two_attempts()
-    found = attempts_of([[*training.recorded[0], *training.recorded[1]]], training.parsed)
-    assert [attempt.run_id for attempt in found] == RUNS[:2] and [
-        attempt.last_step for attempt in found
-    ] == [8, 10]
 
 
 def test_an_event_file_whose_beginning_is_lost():
@@ -215,18 +199,6 @@ def test_nothing_to_train():
         None,
         40,
     )
-
-
-def test_the_reason_comes_from_the_rank_that_failed_first():
-    training = trained(Training(), 0, 1, 4).event(
-        9, ev.TrainingEnded(FAILED, "CollectiveError: rank 2 is gone")
-    )
-    failures = [
-        Failure(ZERO + 8, 2, "SaveError: full"),
-        Failure(ZERO + 8.5, 1, "CollectiveError: rank 2 is gone"),
-    ]
-    attempt = one(training, failures=failures)
-    assert (attempt.outcome, attempt.failed_rank, attempt.reason) == (FAILED, 2, "SaveError: full")
 
 
 def test_a_failure_belongs_to_its_run_or_to_the_attempt_of_its_time():
@@ -297,15 +269,6 @@ def test_failed_skipped_abandoned_and_unfinished_saves():
     assert attempt.saves.skipped == 1 and attempt.last_step == 9
 
 
-def test_a_failed_save_that_is_repeated_successfully():
-    log = (
-        trained(Training(), 0, 1, 9)
-        .event(10, ev.SaveFailed(5, "in doubt"))
-        .event(11, ev.SaveCommitted(5, 1, 1))
-    )
-    assert [(save.failure, save.is_committed) for save in one(log).saves.disk] == [("", True)]
-
-
 def test_a_save_that_the_next_attempt_commits_is_one_of_the_attempt_that_made_it():
     log = (
         trained(Training(), 0, 1, 5)
@@ -323,23 +286,6 @@ def test_a_save_proves_that_its_step_was_done():
     # the loss every 10 steps
     log = Training().start(0).fresh(1).run(2, RUNS[0]).loss(10, 10).save(14, 14)
     assert one(log).last_step == 14
-
-
-def test_another_batch_size_renumbers():
-    attempt = one(
-        Training()
-        .start(0)
-        .resume(1, 35, RUNS[0], after=17, scale=0.5)
-        .run(2, RUNS[1])
-        .steps(3, 18, 20)
-    )
-    assert (
-        attempt.origin.step,
-        attempt.origin.base_step,
-        attempt.first_step,
-        attempt.last_step,
-    ) == (35, 17, 18, 20)
-    assert attempt.origin.step_scale == 0.5
 
 
 def test_a_resume_whose_selection_is_lost():
@@ -415,11 +361,6 @@ def test_the_lease_of_the_last_attempt_decides_whether_it_runs(leases, outcome):
     assert attempt.outcome == outcome and bool(attempt.reason) == (outcome == FAILED)
     unrecorded = replace(attempt, run_id=None, outcome=UNKNOWN)
     assert with_outcome(unrecorded, leases) is unrecorded
-
-
-def test_a_recorded_end_needs_no_lease():
-    attempt = attempts(two_attempts())[-1]
-    assert with_outcome(attempt, {}) is attempt
 
 
 def test_clocks_that_step_back():

@@ -42,8 +42,8 @@ from mindresume.reshard import direct_engine, range_reader
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.conversion_plan import TargetFile, whole_tensors
 from mindresume.reshard.direct_engine import Traffic, tiles, transform
-from mindresume.reshard.geometry import elements, shape_of, whole
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.geometry import elements, whole
+from mindresume.reshard.range_reader import OpenFiles, bits_dtype
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, ckpt, file_checksum, read_header, read_tensor
@@ -180,15 +180,6 @@ def test_any_layout_to_any_other(one, other, dtype, tile, workers):
             check_file(targets[rank], sums, {"w": part_of(array, wanted, rank)})
 
 
-def test_no_tensors_no_targets(sources, tmp_path):
-    weights = weights_of(sources, "tp2", "foreign", "safetensors")
-    assert transform(weights, STORAGE, []) == []
-    for fmt in ("safetensors", "ckpt"):
-        target = TargetFile(str(tmp_path / f"a.{fmt}"), fmt, {}, {"run": "7"})
-        (sums,) = transform(weights, STORAGE, [target])
-        check_file(target, sums, {})
-
-
 def test_tiles_are_bounded_and_in_order():
     tensors = [Tensor(name, spec.dtype, spec.shape) for name, spec in MODEL.items()]
     tensors += [
@@ -275,63 +266,6 @@ def test_more_files_than_may_be_open(sources, tmp_path, monkeypatch, workers):
     targets = targets_of(tmp_path, plan, "safetensors")
     check(targets, transform(weights, STORAGE, targets, workers, 2000), plan, TENSORS)
     assert len({path for path, _, _ in Watched.last.reads}) == 8 and Watched.last.seen_open <= 3
-
-
-@pytest.mark.parametrize(
-    "given, wanted",
-    [("dp2tp2pp2opt2", "tp8"), ("tp8", "dp4opt4"), ("dp2tp2axes10", "tp2"), ("dp4opt4", "tp4")],
-)
-@pytest.mark.parametrize("short_run", [0, range_reader.SHORT_RUN])
-def test_a_rank_reads_only_what_it_needs(sources, monkeypatch, given, wanted, short_run):
-    monkeypatch.setattr(range_reader, "SHORT_RUN", short_run)
-    weights, plan = weights_of(sources, given, "recorded", "safetensors"), Plan.parse(wanted)
-    for rank in range(1, plan.world_size):
-        shard = plan.shard(TENSORS, rank)
-        for name, region in plan.regions(rank).items():
-            files = Watched(STORAGE)
-            tensor, expected = weights.tensors[name], shard[name]
-            out = np.empty(shape_of(region), bits_dtype(tensor.dtype))
-            gather(weights, files, name, region, out, np.empty(out.nbytes, np.uint8))
-            files.close()
-            assert out.tobytes() == expected.tobytes(), (rank, name)
-            needed = expected.nbytes
-            if short_run:
-                assert needed <= files.bytes_read <= range_reader.MOST_SPAN * needed
-            else:
-                assert files.bytes_read == needed
-
-
-@given(st.data())
-@settings(max_examples=40)
-def test_any_region_is_gathered(data):
-    (layout, shape), dtype = (
-        data.draw(layouts()),
-        data.draw(st.sampled_from(["float32", "bfloat16", "int8"])),
-    )
-    region = tuple(
-        tuple(sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))))
-        for size in shape
-    )
-    array = random_tensors({"w": Spec(shape, None, 0, dtype)})["w"]
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [
-            put(Path(folder, f"{rank}.ckpt"), {"v": np.ones(3), "w": part_of(array, layout, rank)})
-            for rank in range(layout.stage_size)
-        ]
-        weights = CheckpointView(
-            STORAGE,
-            "test",
-            {"w": Tensor("w", dtype, shape, layout)},
-            {rank: (str(path),) for rank, path in enumerate(paths)},
-        )
-        out, files, shown = np.empty(shape_of(region), bits_dtype(dtype)), OpenFiles(STORAGE), []
-        shown += gather(weights, files, "w", region, out, np.empty(out.nbytes, np.uint8))
-        files.close()
-        expected = array[(*(slice(a, b) for a, b in region), ...)]
-        assert out.tobytes() == expected.tobytes()
-        for name, place, start, raw in shown:
-            piece = part_of(array, layout, place.rank).tobytes()
-            assert name == "w" and bytes(raw) == piece[start : start + len(raw)] and len(raw)
 
 
 def test_reading_beyond_a_tensor_is_refused(tmp_path):

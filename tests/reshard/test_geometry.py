@@ -140,17 +140,6 @@ def test_a_view_is_not_a_copy_and_has_the_shape_of_the_region(case):
     assert found.base is not None and np.shares_memory(found, array) == bool(found.size)
 
 
-def test_regions_of_nothing_and_of_all():
-    assert whole((3, 2)) == ((0, 3), (0, 2)) and whole(()) == ()
-    assert elements(()) == 1 and shape_of(()) == () and elements(((2, 2), (0, 5))) == 0
-    assert overlap((), ()) == () and overlap(((0, 2),), ((2, 4),)) is None
-    array = np.array(7)
-    view(array, ())[...] = 9
-    assert array == 9
-    with pytest.raises(ValueError):
-        overlap(((0, 1),), ())
-
-
 # ---- runs, positions -----------------------------------------------------------------------------
 
 
@@ -177,22 +166,6 @@ def test_a_region_that_is_contiguous_is_one_run(case):
     elif contiguous:
         # only where a dimension of a single element is in the way are there more
         assert 1 in shape_of(region)
-
-
-@pytest.mark.parametrize(
-    "shape, region, length, starts",
-    [
-        ((), (), 1, [0]),
-        ((4, 6), ((1, 3), (0, 6)), 12, [6]),
-        ((4, 6), ((1, 3), (2, 5)), 3, [8, 14]),
-        ((2, 3, 4), ((0, 2), (1, 3), (0, 4)), 8, [4, 16]),
-        ((2, 3, 4), ((1, 2), (1, 2), (1, 3)), 2, [17]),
-        ((2, 3, 4), ((0, 2), (0, 3), (3, 4)), 1, [3, 7, 11, 15, 19, 23]),
-    ],
-)
-def test_runs(shape, region, length, starts):
-    found, where = runs(region, shape)
-    assert (found, list(where)) == (length, starts)
 
 
 @RELAXED

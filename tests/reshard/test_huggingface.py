@@ -29,7 +29,7 @@ from mindresume.events import ignore
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, HEAD, inverse_rules, rules
 from mindresume.model.layout import TensorLayout
-from mindresume.reshard import range_reader, region_load
+from mindresume.reshard import region_load
 from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
@@ -53,7 +53,6 @@ from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
 STORAGE = PosixStorage()
-FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
 PROJ = "decoder.layers.0.self_attention.linear_proj.weight"
 
 
@@ -87,23 +86,6 @@ def bits(tensors, dtype):
 
 
 # ---- reading -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "tile, row", [(4 << 20, 64 << 10), (4 << 20, 0), (200, 64 << 10), (200, 0)]
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_whole_tensors(tmp_path, monkeypatch, name, tile, row):
-    """Tiles have any size; rows with gaps are read one by one or cut out of a larger read."""
-    monkeypatch.setattr(region_load, "TILE", tile)
-    monkeypatch.setattr(range_reader, "SHORT_ROW", row)
-    model = MODELS[name]
-    tensors = random(model)
-    weights = viewed(folder_of(tmp_path / "hf", model, tensors), model)
-    same(everything(weights), assemble(rules(model), tensors))
-    assert {tensor.dtype for tensor in weights.tensors.values()} == {
-        "float32"
-    } and weights.format == "safetensors"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -586,7 +568,6 @@ def test_exports_of_latent_models(tmp_path):
 
 def test_large_experts_are_read_in_pieces(tmp_path, monkeypatch):
     """Of whole rows of the stored tensor, each byte once."""
-    from mindresume.reshard import region_load
 
     monkeypatch.setattr(region_load, "TILE", 300)
     model = replace(MOE, hidden=12, expert_inner=9)
@@ -637,38 +618,6 @@ def test_round_trip(tmp_path, name, dtype):
     same(everything(open_checkpoint(STORAGE, back).weights), tensors)
     found = json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))
     assert found == {**document(model), "torch_dtype": dtype}
-
-
-@pytest.mark.parametrize(
-    "fixture",
-    [
-        "mf190_10_safetensors_single",
-        "mf190_10_safetensors_dp2tp2",
-        "mf190_10_safetensors_dp2tp2_nodup",
-        "mf190_20_dp2tp2opt",
-    ],
-)
-@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
-def test_from_checkpoints_of_mindformers(tmp_path, fixture, dtype):
-    """Cut over ranks or not, with or without replicas; optimizer state and counters are left
-    out."""
-    strategy = FIXTURES / fixture / "output" / "strategy"
-    source = open_checkpoint(
-        STORAGE,
-        str(FIXTURES / fixture / "output" / "checkpoint"),
-        15,
-        str(strategy) if strategy.exists() and "_10_" in fixture else None,
-    )
-    model = replace(GROUPED, hidden=32, heads=4, head_dim=8, inner=64, vocabulary=128)
-    known = rules(model)
-    merged = read_regions(source.weights, {name: whole(known[name].shape) for name in known})
-    expected = assemble(inverse_rules(known), merged)
-    back = exported(source, tmp_path / "hf", model, dtype)
-    same(
-        everything(open_checkpoint(STORAGE, back).weights),
-        bits(expected, "float32" if dtype == "keep" else dtype),
-    )
-    assert sorted(os.listdir(back)) == ["config.json", "conversion.json", "model.safetensors"]
 
 
 def test_sources_that_do_not_fit(tmp_path):

@@ -118,15 +118,6 @@ def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, w
     assert job["kind"] == "folder" and job["ranks"] == [0, 1, 2, 3]
 
 
-def test_ranks_are_spread_only_for_ckpt(tmp_path, work):
-    weights = weights_of(tmp_path / "src", Plan.parse("tp2", SMALL), fmt="ckpt")
-    task = prepare(weights, Plan.parse("dp2pp2", SMALL).strategy(), str(work), workers=3)
-    jobs = [json.loads(Path(path).read_text()) for path in task.jobs]
-    assert [job["ranks"] for job in jobs] == [[0, 3], [1], [2]] and {
-        job["kind"] for job in jobs
-    } == {"ranks"}
-
-
 def test_the_strategy_of_the_source(tmp_path):
     plan = Plan.parse("dp2tp2pp2opt2", SMALL)
     assert own_strategy(weights_of(tmp_path / "src", plan)).stages == plan.strategy().stages
@@ -245,24 +236,6 @@ def test_layouts_that_mindspore_cannot_convert_are_refused(tmp_path, work, layou
     plan = Plan.parse("tp2", {"w": Spec(shape, 0, 0)})
     weights = weights_of(tmp_path / "src", plan, {"w": array})
     refused(weights, Strategy(({"w": layout},)), work, "w", part)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        TensorLayout((2, 2, 2), (1, 0), 2),
-        TensorLayout((2, 2, 2), (1, 2), 2),
-        TensorLayout((2, 2, 2), (0, 1)),
-        TensorLayout((2, 2, 2), ((0, 1), -1), 2),
-    ],
-)
-def test_similar_layouts_are_converted(tmp_path, work, layout):
-    weights = weights_of(
-        tmp_path / "src",
-        Plan.parse("tp2", {"w": Spec((8, 4), 0, 0)}),
-        {"w": np.zeros((8, 4), np.float32)},
-    )
-    assert prepare(weights, Strategy(({"w": layout},)), str(work)) is not None
 
 
 def test_redundancy_removed(tmp_path, work):

@@ -2,12 +2,11 @@
 checksum is known."""
 
 import os
-import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import STORAGE, dir_at, flip_bit, leaves_nothing
+from rank_folders import STORAGE, dir_at, flip_bit
 from reshard.plans import COUNTERS, MODEL, Plan, Spec, foreign, put, random_tensors, recorded
 
 from mindresume.errors import CorruptFileError, LoadError
@@ -90,17 +89,6 @@ def test_everything_that_does_not_fit_is_named(roots):
         "layers.9.weight is not in the "
         f"checkpoint. All shapes are those of whole tensors. Was the model configuration changed?"
     )
-
-
-def test_ten_are_named_of_many(roots):
-    wanted = {f"layers.{number}.nothing": ((4,), "float32") for number in range(25)}
-    with pytest.raises(
-        LoadError,
-        match=r"\(25 tensors\): layers.0.nothing is not .*; layers.9.nothing is not in the "
-        r"checkpoint; "
-        r"\.\.\.\. All",
-    ):
-        wanted_regions(weights_of(roots, "tp4"), LoadTarget(wanted, {}), 0)
 
 
 def test_whole_shapes_are_compared(roots):
@@ -332,35 +320,6 @@ def test_arrays_are_writable_and_independent(roots):
     for array in first.values():
         array.view(np.uint8)[...] = 0 if array.ndim and array.size else ()
     assert all(second[name].tobytes() == TENSORS[name].tobytes() for name in TENSORS)
-
-
-@pytest.mark.parametrize("workers", [1, 16])
-def test_many_threads_and_no_file_left_open(roots, workers):
-    weights, plan = weights_of(roots, "dp8opt8"), Plan.parse("dp2tp2pp2opt2")
-    failed = []
-
-    def rank(number):
-        try:
-            check(
-                read_regions(
-                    weights,
-                    wanted_regions(weights, parameters_to_load(plan, number), number),
-                    workers,
-                ),
-                plan,
-                number,
-            )
-        except BaseException as error:
-            failed.append(error)
-            raise
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(plan.world_size)]
-    with leaves_nothing(weights.name):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not failed
 
 
 # ---- check_tensors -------------------------------------------------------------------------------

@@ -89,14 +89,6 @@ def test_the_default_order_and_an_unknown_one_are_converted(tmp_path, arrangemen
     )
 
 
-def test_the_same_tensor_parallelism_is_converted(tmp_path):
-    source = saved(tmp_path / "source", "dp2tp2opt2")
-    mindresume.convert(source, tmp_path / "new", to="dp=4,tp=2", format="iteration")
-    # the order is recorded there too
-    with pytest.raises(ConfigError):
-        mindresume.convert(tmp_path / "new", tmp_path / "newer", to="tp=4")
-
-
 def view(arrangement, layout):
     names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
     tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names[:-1]}

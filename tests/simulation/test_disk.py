@@ -180,15 +180,6 @@ def test_a_rename_changes_both_names_or_none():
     assert after_power_loss(disk) == {"/y/a": b"1"}
 
 
-def test_the_moves_of_one_file_keep_their_order():
-    disk = Disk()
-    disk.create("/a", b"1")
-    disk.sync("/")
-    for old, new in (("/a", "/b"), ("/b", "/c"), ("/c", "/d")):
-        disk.rename(old, new)
-    assert [list(found) for found in all_power_losses(disk)] == [["/a"], ["/b"], ["/c"], ["/d"]]
-
-
 def test_a_move_is_not_durable_without_the_one_before():
     """The file moved twice and one folder is flushed: it must not be in its first place too."""
     disk = Disk()
@@ -245,21 +236,6 @@ def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
     ) == {"/a": b"123"}
     disk.fill(file, b"12345678", True, "/a")
     assert after_power_loss(disk) == {"/a": b"12345678"} and not disk.pending()
-
-
-def test_used_space_is_the_size_of_existing_files():
-    disk = Disk(room=10)
-    disk.create("/a", b"123456")
-    with pytest.raises(OSError) as error:
-        disk.create("/b", b"12345")
-    assert error.value.errno == errno.ENOSPC and disk.room == 4
-    disk.create("/a", b"123")
-    disk.create("/b", b"1234567")
-    assert disk.room == 0
-    disk.rename("/b", "/a")
-    assert disk.room == 3
-    disk.remove("/a")
-    assert disk.room == 10
 
 
 def test_a_name_that_changes_many_times_without_a_flush():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindresume.events import CandidateRefused, SaveCommitted
+from mindresume.events import SaveCommitted
 from sim.catalogue import SCENARIOS
 from sim.scenarios import FORMATS, WAYS, Simulation
 from sim.schedule import Schedule
@@ -22,16 +22,3 @@ def test_an_uncommitted_save_is_selected_and_committed(fmt, way):
     assert chosen == [(RUN, 6)] and sim.findings() == []
     events = [event for _, event in sim.jobs[0].ranks[0].events if isinstance(event, SaveCommitted)]
     assert [event.step for event in events if event.run_id == RUN] == [4, 6]
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_damaged_checkpoint_is_skipped(fmt):
-    sim, chosen = simulated("damaged", fmt)
-    assert [step for _, step in chosen] == [4, 2] and sim.findings() == []
-    assert [job.launcher.exit for job in sim.jobs] == [0, 0] and [
-        process.exit for process in sim.jobs[0].ranks
-    ] == [-9, -9]
-    assert any(
-        isinstance(event, CandidateRefused) and event.step == 4
-        for _, event in sim.jobs[1].ranks[0].events
-    )

@@ -9,7 +9,7 @@ from sim.cluster import SHARED, Cluster, current_cluster
 from sim.disk import Disk
 from sim.machine import use_cluster
 from sim.mount import Mount
-from sim.schedule import UNREADABLE_FILE, Schedule
+from sim.schedule import Schedule
 
 
 def disk_with_files():
@@ -78,43 +78,6 @@ def test_an_error_after_the_effect_is_reported_all_the_same(name):
     assert files(cluster) == expected and (cluster.disks[SHARED].find("/c/new") is not None) == (
         name == "make_folder"
     )
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda file: file.read(1),
-        lambda file: file.readinto(bytearray(2)),
-        lambda file: file.readline(),
-    ],
-)
-def test_the_bytes_of_the_next_file_are_unreadable_for_a_while_for_everybody(read):
-    def work(mount):
-        found = []
-        for path in ("/c/a", "/c/other", "/c/a", "/c/a"):
-            opened = mount.open(path)
-            try:
-                found.append(bool(read(opened)) and opened.seek(0, 2))
-            except OSError as error:
-                found.append(error.errno)
-        return found
-
-    disk = disk_with_files()
-    disk.create("/c/other", b"other")
-    _, found = run(
-        work,
-        lambda mount: mount.open("/c/a").read(),
-        disk=disk,
-        faults=(Fault(1, UNREADABLE_FILE, 2),),
-    )
-    assert found == [[errno.EIO, 5, errno.EIO, 3], b"old"]
-
-
-@pytest.mark.parametrize("kind", ["EIO", "EIO after", "ENOSPC"])
-def test_a_write_whose_flush_fails_removes_the_file(kind):
-    cluster, (found,) = run(OPERATIONS["write"], faults=(Fault(2, kind),))
-    assert found.errno in (errno.EIO, errno.ENOSPC) and files(cluster) == {"/c/a": b"old"}
-    assert [name for _, _, name, _ in cluster.trace.rows] == ["write", "flush", "remove"]
 
 
 @pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])

@@ -1,7 +1,6 @@
 """The oracle reports damage with the right kind, and reports nothing for intact disks."""
 
 import json
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +12,7 @@ from sim.cluster import SHARED, Cluster
 from sim.disk import Disk, Folder
 from sim.jobs import History, Job, Training
 from sim.machine import use_cluster
-from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG, check_disks
+from sim.oracle import INCONSISTENT, LEFTOVER, LOST, STUCK, WRONG, check_disks
 from sim.schedule import Schedule
 
 FORMATS = ("safetensors", "ckpt", ITERATION)
@@ -281,60 +280,6 @@ def test_wrong_tensors_with_correct_checksums_are_reported(fmt, monkeypatch):
     for restart in (False, True):
         found = check_disks({SHARED: disk.copy()}, history.copy(), training(fmt), restart)
         assert kinds(found) == {WRONG} and all("rank 1" in finding.text for finding in found)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_reports_to_the_jobs_are_checked(fmt):
-    disk, recorded = once(fmt)
-    (run,) = recorded.sizes
-
-    def found(**changed):
-        history = recorded.copy()
-        for name, value in changed.items():
-            getattr(history, name).update(value) if isinstance(value, dict) else getattr(
-                history, name
-            ).extend(value)
-        return check_disks({SHARED: disk.copy()}, history, training(fmt))
-
-    assert kinds(found(failed={((run, 6), 1): "no room"})) == {MISREPORTED}
-    assert kinds(found(failed={((run, 6), 1): "it may not be complete"})) == set()
-    assert (
-        kinds(found(reported={(run, 8): {0, 1}})) == {LOST}
-        and found(reported={(run, 8): {0}}) == []
-    )
-    assert kinds(found(wrong=["two runs were mixed"])) == {WRONG}
-    assert (
-        kinds(found(protected=[("0001-00000000", 4)])) == {LOST}
-        and found(protected=[(run, 6)]) == []
-    )
-    later = {(run.replace("0001", "0002"), 2): {0, 1}}
-    # of a later run, though less far
-    assert kinds(found(reported=later, sizes={run.replace("0001", "0002"): 2})) == {LOST}
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_fewer_checkpoints_than_the_policy_keeps_are_reported(fmt):
-    """A save that was given up does not count."""
-    disk, recorded = once(fmt)
-    (run,) = recorded.sizes
-
-    def found(keep, **changed):
-        history = recorded.copy()
-        for name, value in changed.items():
-            getattr(history, name).extend(value) if isinstance(value, list) else getattr(
-                history, name
-            ).update(value)
-        return check_disks(
-            {SHARED: disk.copy()}, history, replace(training(fmt), keep=keep), restart=False
-        )
-
-    given_up = {(run, 5): {0, 1}}
-    assert (
-        found(4) == []
-        and found(3, reported=given_up) == []
-        and kinds(found(4, reported=given_up)) == {LOST}
-    )
-    assert kinds(found(3, reported=given_up, protected=[(run, 2)])) == {LOST}
 
 
 def test_blaming_a_checkpoint_for_a_job_that_did_not_start_is_reported():

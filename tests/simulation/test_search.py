@@ -13,7 +13,6 @@ import pytest
 from mindresume.fault_injection.faults import Fault
 from sim.catalogue import SCENARIOS
 from sim.disk import Disk
-from sim.jobs import History
 from sim.scenarios import Simulation
 from sim.schedule import Schedule, random_schedule
 from sim.search import (
@@ -206,53 +205,12 @@ def test_an_already_checked_state_is_neither_copied_nor_checked_again(name):
         assert copy.signature() == copy.signature(power=False) == disk.signature(power=False)
 
 
-def test_a_failing_state_is_not_remembered_as_good(no_folder_is_flushed):
-    known, wanted = KnownStates(), (SCENARIOS["save"], "ckpt", "", Schedule())
-    first, again = (run(*wanted, known, Counts()) for _ in range(2))
-    assert first is not None and first == again
-
-
-def test_equal_disks_are_restarted_once_despite_different_histories(monkeypatch):
-    started = []
-
-    def oracle(disks, history, training, restart=None):
-        if restart is not None:  # not the end
-            started.append(restart)
-        return []
-
-    scenario, known = replace(SCENARIOS["save"], oracle=oracle), KnownStates()
-    for step in (1, 2):
-        monkeypatch.setattr(
-            History, "complete", lambda history, step=step: [("0001-00000000", step)]
-        )
-        run(scenario, "ckpt", "", Schedule(), known, Counts())
-    half = len(started) // 2
-    assert half > 10 and sum(started[:half]) > 10 and not any(started[half:])
-
-
 @pytest.mark.parametrize("name", ["wrong", "stale_choices", "lease_losses"])
 def test_violations_of_a_run_are_reported_although_its_disk_was_seen(name):
     sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
     before = state_signature(sim, sim.cluster.disks, sim.history)
     getattr(sim.history, name).append("job1 did what it must not")
     assert state_signature(sim, sim.cluster.disks, sim.history) != before
-
-
-def test_partial_unnamed_files_are_equivalent():
-    one, other, named = Disk(), Disk(), Disk()
-    for disk, name, content in (
-        (one, ".a.mindresume-tmp", b"1"),
-        (other, ".a.mindresume-tmp", b"22"),
-        (named, "a", b"1"),
-    ):
-        disk.create(f"/{name}", content)
-    sim = Simulation(SCENARIOS["save"], "ckpt", Schedule())
-    first, second, third = (
-        state_signature(sim, {"shared": disk}, sim.history) for disk in (one, other, named)
-    )
-    assert first == second != third
-    # or its remains would count as checked
-    assert state_signature(sim, {"shared": one}, sim.history, power=True) != first
 
 
 # ---- the same in every process -------------------------------------------------------------------

@@ -107,22 +107,6 @@ def test_a_started_save_is_finished_when_the_training_is_killed(end):
     assert cluster.scheduler.now < TIMEOUT
 
 
-def test_the_writer_of_a_killed_training_waits_for_other_ranks_until_its_timeout():
-    """The second rank never writes its record."""
-
-    def work(saver, target):
-        save(saver, target)
-        saver.wait(TIMEOUT)
-        saver._send(("finish", 10_000.0))
-        current_cluster().scheduler.sleep(1.0)
-        current_cluster().kill(current_process())
-        current_cluster().scheduler.sleep(1.0)
-
-    cluster, _ = run(work, ranks=2)
-    assert committed(cluster) == [] and writer_of(cluster).dead
-    assert TIMEOUT <= cluster.scheduler.now <= TIMEOUT + 5.0
-
-
 def test_the_training_detects_a_killed_writer_and_starts_another():
     undisturbed, _ = run(complete)
     number = operations(undisturbed)[4]

@@ -8,7 +8,7 @@ pytest.importorskip("mindformers.tools")
 
 from pynative_trainers import DataSet, LaterState, State  # noqa: E402
 
-from mindresume.errors import ProgressError, TrainingCompleteError  # noqa: E402
+from mindresume.errors import TrainingCompleteError  # noqa: E402
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.mindformers.pynative.training_run import Configuration, TrainingRun  # noqa: E402
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext  # noqa: E402
@@ -96,11 +96,6 @@ def test_another_batch_size_scales_step_and_optimizer(monkeypatch):
         trainer.state.epoch,
     ) == (15, 15, 5, 1.0)
     assert run.context.progress.origin.consumed == 240
-
-
-def test_less_than_a_step_of_the_new_batch_size(monkeypatch):
-    with pytest.raises(ProgressError, match="less than one step"):
-        restored(monkeypatch, TrainingState(1, 20, 1, 8), batch=16)
 
 
 def test_a_dynamic_batch_keeps_the_steps(monkeypatch):

@@ -14,7 +14,7 @@ pytest.importorskip("mindformers.tools")
 import iteration_folders  # noqa: E402
 import mindspore as ms  # noqa: E402
 from fakes import moxing  # noqa: E402
-from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Optimizer, Trainer  # noqa: E402
+from pynative_trainers import BATCH, SAMPLES, BuiltIn, DataSet, Model, Trainer  # noqa: E402
 from senders import from_outside  # noqa: E402
 
 from mindresume.coordination.lease import leased_runs  # noqa: E402
@@ -24,7 +24,6 @@ from mindresume.mindformers import adapter, configuration, training_context  # n
 from mindresume.mindformers.pynative import checkpoint_load  # noqa: E402
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name  # noqa: E402
 from mindresume.storage.object_store import MoxingStore  # noqa: E402
-from st.checkpoint_files import tensors_in  # noqa: E402
 
 PASS = SAMPLES // BATCH
 
@@ -100,16 +99,6 @@ def test_a_folder_that_does_not_exist_or_is_empty_is_a_fresh_start(tmp_path):
     for name in ("empty", "absent"):
         trainer = run(4, tmp_path / name, resume=True)
         assert min(trainer.losses) == 1 and trainer.loaded_by_mindformers == []
-
-
-def test_a_complete_training_does_nothing(tmp_path):
-    run(8, tmp_path / "run")
-    again = run(8, tmp_path / "run", resume=True)
-    assert again.losses == {} and again.result is None
-    assert [event["outcome"] for event in events(tmp_path, "training_ended")] == [
-        "finished",
-        "nothing_to_train",
-    ]
 
 
 class Loader:
@@ -434,20 +423,3 @@ def test_failed_saves_are_counted_and_the_training_goes_on(tmp_path):
     assert max(trainer.losses) == 12 and (root / TRACKER).read_text() == "12"
     [failed] = events(tmp_path, "save_failed")
     assert (failed["step"], failed["failures_in_a_row"]) == (8, 1)
-
-
-def test_the_optimizer_and_the_model_are_in_separate_files(tmp_path):
-    run(4, tmp_path / "run")
-    files = {
-        path.name: set(tensors_in(path))
-        for path in (tmp_path / "run" / "iteration_00000004").glob("*.safetensors")
-    }
-    assert files == {
-        "net-model-0000000-0000001.safetensors": {"weight"},
-        "net-opt-0000000-0000001.safetensors": {"adam_m.weight", "global_step"},
-    }
-
-
-def test_an_optimizer_of_the_stand_in_holds_the_parameters_of_the_model():
-    model = Model()
-    assert set(Optimizer(model).parameters_dict()) == {"weight", "adam_m.weight", "global_step"}
