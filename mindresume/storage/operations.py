@@ -6,11 +6,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
 from mindresume.errors import RecordError
@@ -34,48 +33,39 @@ def parallel(
     rows = list(items)
     if len(rows) < 2:
         return list(map(function, rows))
-    work, helpers = _Work(function, rows, iter(range(len(rows)))), []
-    with suppress(RuntimeError):
-        for _ in range(min(storage.width, len(rows)) - 1):
-            helper = runtime.Thread(target=work.run, daemon=True)
-            helper.start()
-            helpers.append(helper)
-    work.run()
-    for helper in helpers:
-        helper.join()
-    if work.errors:
-        try:
-            raise work.errors[min(work.errors)]
-        finally:
-            # breaks the cycle error - traceback - frame, which would keep files open
-            work.errors.clear()
-    return [work.results[number] for number in range(len(rows))]
+    numbers, lock = iter(range(len(rows))), runtime.Lock()
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
 
-
-@dataclass
-class _Work(Generic[Item, Result]):
-    """Items that several threads take one after the other. ``results``, ``errors``: by the number
-    of the item."""
-
-    function: Callable[[Item], Result]
-    items: list[Item]
-    numbers: Iterator[int]
-    results: dict[int, Result] = field(default_factory=dict)
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    lock: runtime.Lock = field(default_factory=runtime.Lock)
-
-    def run(self) -> None:
+    def work() -> None:
         """Works on items until none is left, or one has failed."""
         while True:
-            with self.lock:
-                number = None if self.errors else next(self.numbers, None)
+            with lock:
+                number = None if errors else next(numbers, None)
             if number is None:
                 return
             try:
-                self.results[number] = self.function(self.items[number])
+                results[number] = function(rows[number])
             except BaseException as error:
                 # also ^C in the calling thread: the others finish their current item
-                self.errors[number] = error
+                errors[number] = error
+
+    helpers = []
+    with suppress(RuntimeError):
+        for _ in range(min(storage.width, len(rows)) - 1):
+            helper = runtime.Thread(target=work, daemon=True)
+            helper.start()
+            helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        try:
+            raise errors[min(errors)]
+        finally:
+            # breaks the cycle error - traceback - frame, which would keep files open
+            errors.clear()
+    return [results[number] for number in range(len(rows))]
 
 
 class Hurry(Protocol):
@@ -94,12 +84,11 @@ def call_within(
     takes longer than ``seconds``, if ``hurry`` says so, or if no thread can be started. ``work``
     goes on in its thread. It must not raise."""
     results: list[Result] = []
-    thread = runtime.Thread(
-        target=_append_result,
-        args=(results, work, arguments),
-        name="mindresume-bounded",
-        daemon=True,
-    )
+
+    def run() -> None:
+        results.append(work(*arguments))
+
+    thread = runtime.Thread(target=run, name="mindresume-bounded", daemon=True)
     until = runtime.monotonic() + seconds
     with suppress(RuntimeError):  # the limit of threads is reached
         thread.start()
@@ -112,12 +101,6 @@ def call_within(
         ):
             thread.join(_TICK)
     return results[0] if results else default
-
-
-def _append_result(
-    results: list[Result], work: Callable[..., Result], arguments: tuple[Any, ...]
-) -> None:
-    results.append(work(*arguments))
 
 
 # bytes of any file other than weights; a record has at most half of that
