@@ -53,7 +53,8 @@ from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.geometry import shape_of
 from mindresume.reshard.region_load import check_source
-from mindresume.saving.committer import Committer
+from mindresume.saving.committer import missing_ranks, publish_manifest, publish_meta
+from mindresume.saving.iteration_publisher import publish_iteration
 from mindresume.saving.retention import continued
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
@@ -584,20 +585,18 @@ class Conversion:
                 [record.encode(Details(rows))],
                 plan.run,
             )
-        events: list[Event] = []
-        try:
-            left = Committer(place, emit=events.append).commit_only(state.step)
-        finally:
-            for event in events:  # as notices: it is no save of a training
-                if text := event.line():
-                    self.emit(Notice(text, event.log_level))
-        if left:
-            raise SaveError(f"{self.work}: no record of rank {left}")
-        if (
-            plan.iteration_dir
-            and self.storage.status(self._in_work(iteration_name(state.step))) is None
-        ):
-            raise SaveError(f"{self.work}: {iteration_name(state.step)} could not be made")
+        if missing := missing_ranks(place, state.step):
+            raise SaveError(f"{self.work}: no record of rank {missing}")
+        manifest = publish_manifest(place, state.step, emit=self._notice)
+        if plan.iteration_dir:
+            publish_iteration(place, state.step, emit=self.emit)
+        else:
+            publish_meta(place, manifest.files[0][0].path, plan.run)
+
+    def _notice(self, event: Event) -> None:
+        """Emits an event of the commit as a notice: it is no save of a training."""
+        if text := event.line():
+            self.emit(Notice(text, event.log_level))
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -132,14 +132,15 @@ class Committer:
                 # given up or committed late, with another one
                 continue
             try:
-                missing = self._missing(step, by_name)
+                missing = missing_ranks(self.target, step, by_name)
                 # or its folder has its final name: the writer died right after the commit
                 if missing:
                     if not (self.target.iterations and is_committed(self.target, step)):
                         continue
                 else:
                     fence(self.target, self.target.run)
-                    self._after_commit(step, self._publish(self.target, step))
+                    manifest = publish_manifest(self.target, step, emit=self.emit)
+                    self._after_commit(step, manifest)
             except (OSError, RecordError) as error:
                 # once, not five times a second until the timeout
                 if self._reasons.get(step) != str(error):
@@ -170,7 +171,7 @@ class Committer:
         unknown: OSError | None = None
         for step in self.pending:
             try:
-                ranks = left[step] = self._missing(step)
+                ranks = left[step] = missing_ranks(self.target, step)
             except OSError as error:
                 unknown = error
                 self.emit(
@@ -198,114 +199,35 @@ class Committer:
             raise unknown
         return left
 
-    def _missing(self, step: int, by_name: bool = False) -> list[int]:
-        storage, attempt = self.target.storage, self.target.attempt(step)
-        there = set(map(record_rank, storage.list(attempt)))
-        missing = [rank for rank in self.target.ranks if rank not in there]
-        if not missing or not by_name:
-            return missing
-        found = parallel(
-            storage, storage.status, [os.path.join(attempt, record_name(rank)) for rank in missing]
-        )
-        return [rank for rank, status in zip(missing, found, strict=True) if status is None]
-
     def _after_commit(self, step: int, manifest: Manifest) -> None:
-        """Commits earlier steps that are complete by now, updates the pointers, and removes older
-        checkpoints."""
+        """Commits earlier steps that were only listed late, updates the pointers, and removes older
+        checkpoints. An error of the pointers does not undo the commit, and the next commit tries
+        again. A checkpoint that old pointers name stays for one more save, not longer."""
         for older in [other for other in self.pending if other < step]:
-            if self._commit_late(older):
-                self.pending.remove(older)
-                self.committed.append(older)
-        if self._point(step, manifest):
             try:
-                self.prune()
-            except OSError as error:
-                self.emit(
-                    warning(
-                        f"step {step} is committed, but older ones are not removed now: {error}"
-                    )
-                )
-
-    def commit_only(self, step: int) -> list[int]:
-        """Commits the only step of a folder that no job uses, so that nothing there is fenced or
-        removed. Returns the ranks that have not recorded it, in which case it is not committed.
-        Raises OSError and RecordError."""
-        missing = self._missing(step)
-        if not missing:
-            self._point(step, self._publish(self.target, step))
-        return missing
-
-    def _commit_late(self, step: int) -> bool:
-        """Commits ``step`` after a later one, if it is complete and was only listed late. Returns
-        whether it did. Otherwise it is removed as incomplete. The pointers name the later one."""
-        try:
-            if self._missing(step, by_name=True):
-                return False
-            self._publish(self.target, step)
-        except (OSError, RecordError) as error:
-            self._reasons[step] = str(error)
-            return False
-        return True
-
-    def _point(self, step: int, manifest: Manifest) -> bool:
-        """Updates the pointers. Returns whether older checkpoints may be removed. An error does not
-        undo the commit, and the next commit tries again. A checkpoint that old pointers name stays
-        for one more save, not longer."""
+                if missing_ranks(self.target, older, by_name=True):
+                    continue  # it is removed as incomplete
+                publish_manifest(self.target, older, emit=self.emit)
+            except (OSError, RecordError) as error:
+                self._reasons[older] = str(error)
+                continue
+            self.pending.remove(older)
+            self.committed.append(older)
         try:
             self._update_pointers(self.target, step, manifest.files[0][0].path)
-            pointed, self._pointers_are_old = True, False
+            may_remove, self._pointers_are_old = True, False
         except OSError as error:
             self.emit(
                 warning(f"step {step} is committed, but its pointers are not updated: {error}")
             )
-            pointed, self._pointers_are_old = self._pointers_are_old, True
-        return pointed
-
-    def _publish(self, target: SaveTarget, step: int, emits: bool = True) -> Manifest:
-        """Publishes the manifest of the records, after a check of each against its files: that is
-        the commit. Raises RecordError or OSError if they do not match. ``emits``: an event of
-        it."""
-        records = parallel(target.storage, partial(_record_of, target, step), target.ranks)
-        first = records[0]
-        for rank, record in zip(target.ranks, records, strict=True):
-            if (record.run, record.rank, record.state.step, record.world_size) != (
-                first.run,
-                rank,
-                first.state.step,
-                target.world_size,
-            ):
-                raise RecordError(
-                    f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
-                    f"{record.state.step}, {record.world_size} ranks; expected run {first.run}, "
-                    "step "
-                    f"{first.state.step}, {target.world_size} ranks"
-                )
-        manifest = Manifest.from_records(records, target.local_ranks)
-        if target.iterations:
-            manifest = replace(
-                manifest,
-                metadata_files=iteration_publisher.write_metadata_files(
-                    target, manifest.state, records
-                ),
-            )
-        # A rank may be between the rename of its record and the flush: a manifest must not outlive
-        # a record that it names.
-        target.storage.sync(target.attempt(step))
-        publish(
-            target.storage,
-            os.path.join(target.attempt(step), MANIFEST),
-            [manifest.encode()],
-            self.target.run,
-        )
-        if emits:
+            may_remove, self._pointers_are_old = self._pointers_are_old, True
+        try:
+            if may_remove:
+                self.prune()
+        except OSError as error:
             self.emit(
-                SaveCommitted(
-                    step,
-                    len(manifest.files),
-                    sum(file.size or 0 for files in manifest.files for file in files),
-                )
+                warning(f"step {step} is committed, but older ones are not removed now: {error}")
             )
-        return manifest
 
     def _update_pointers(self, target: SaveTarget, step: int, first_path: str) -> None:
         """Updates the pointers, so that mindformers without mindresume finds the same checkpoint.
@@ -320,17 +242,10 @@ class Committer:
             self._publish_iterations(step)
             return
         storage, first = target.storage, target.ranks[0]
-        parsed = parse_name(os.path.basename(first_path))
-        if parsed is None:
-            return
-        publish_json(
-            storage, target.path(folder_name(first), META), meta_json(parsed), self.target.run
-        )
-        if not self._has_single_meta:
+        if publish_meta(target, first_path, self.target.run) and not self._has_single_meta:
+            names = storage.list(target.root)
             others = [
-                target.path(folder_name(rank), META)
-                for rank in ranks_of(storage.list(target.root))
-                if rank != first
+                target.path(folder_name(rank), META) for rank in ranks_of(names) if rank != first
             ]
             parallel(storage, partial(_remove_meta, storage), others)
             self._has_single_meta = True
@@ -398,7 +313,7 @@ class Committer:
             step = candidate.step or 0
             try:
                 if not candidate.committed:
-                    manifest = self._publish(target, step, emits=False)
+                    manifest = publish_manifest(target, step, self.target.run)
             except (OSError, RecordError) as error:
                 self.emit(CommitDelayed(step, str(error), candidate.run))
                 continue
@@ -488,7 +403,7 @@ class Committer:
                 and not c.maybe_completed
                 and (c.step or 0) < step
                 # not only listed late
-                and self._missing(c.step or 0, by_name=True)
+                and missing_ranks(self.target, c.step or 0, by_name=True)
             ),
             key=attrgetter("step"),
         )
@@ -506,6 +421,71 @@ class Committer:
         if event not in self._emitted:
             self._emitted.add(event)
             self.emit(event)
+
+
+def missing_ranks(target: SaveTarget, step: int, by_name: bool = False) -> list[int]:
+    """Returns the ranks that have not recorded ``step``. ``by_name``: looks up records that are not
+    listed."""
+    storage, attempt = target.storage, target.attempt(step)
+    there = set(map(record_rank, storage.list(attempt)))
+    missing = [rank for rank in target.ranks if rank not in there]
+    if not missing or not by_name:
+        return missing
+    found = parallel(
+        storage, storage.status, [os.path.join(attempt, record_name(rank)) for rank in missing]
+    )
+    return [rank for rank, status in zip(missing, found, strict=True) if status is None]
+
+
+def publish_manifest(target: SaveTarget, step: int, tag: str = "", emit: Emit = ignore) -> Manifest:
+    """Publishes the manifest of the records, after a check of each against its files: that is
+    the commit. Raises RecordError or OSError if they do not match. ``tag``: of
+    the temporary name; empty: the run that saved it."""
+    records = parallel(target.storage, partial(_record_of, target, step), target.ranks)
+    first = records[0]
+    for rank, record in zip(target.ranks, records, strict=True):
+        if (record.run, record.rank, record.state.step, record.world_size) != (
+            first.run,
+            rank,
+            first.state.step,
+            target.world_size,
+        ):
+            raise RecordError(
+                f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
+                f"{record.state.step}, {record.world_size} ranks; expected run {first.run}, "
+                "step "
+                f"{first.state.step}, {target.world_size} ranks"
+            )
+    manifest = Manifest.from_records(records, target.local_ranks)
+    if target.iterations:
+        manifest = replace(
+            manifest,
+            metadata_files=iteration_publisher.write_metadata_files(
+                target, manifest.state, records
+            ),
+        )
+    # A rank may be between the rename of its record and the flush: a manifest must not outlive
+    # a record that it names.
+    target.storage.sync(target.attempt(step))
+    publish(
+        target.storage,
+        os.path.join(target.attempt(step), MANIFEST),
+        [manifest.encode()],
+        tag or target.run,
+    )
+    size = sum(file.size or 0 for files in manifest.files for file in files)
+    emit(SaveCommitted(step, len(manifest.files), size))
+    return manifest
+
+
+def publish_meta(target: SaveTarget, first_path: str, tag: str) -> bool:
+    """Lets ``meta.json`` name the checkpoint of ``first_path``, the first file of the first rank.
+    Returns False if that is no name of mindformers."""
+    parsed = parse_name(os.path.basename(first_path))
+    if parsed is not None:
+        path = target.path(folder_name(target.ranks[0]), META)
+        publish_json(target.storage, path, meta_json(parsed), tag)
+    return parsed is not None
 
 
 def _record_of(target: SaveTarget, step: int, rank: int) -> Record:

@@ -205,11 +205,11 @@ def pointer_before_the_file(patch: Patch) -> None:
 def manifest_without_all_ranks(patch: Patch) -> None:
     """Writes a manifest without waiting for all ranks."""
 
-    def _publish(self, target, step, emits=True):
+    def publish_manifest(target, step, tag="", emit=print):
         found, attempt = [], target.attempt(step)
-        for name in self.target.storage.list(attempt):
+        for name in target.storage.list(attempt):
             if record_rank(name) is not None:
-                with self.target.storage.open(os.path.join(attempt, name)) as file:
+                with target.storage.open(os.path.join(attempt, name)) as file:
                     found.append(read_record(file))
         first = found[0]
         manifest = Manifest(
@@ -223,19 +223,17 @@ def manifest_without_all_ranks(patch: Patch) -> None:
             False,
         )
         committer.publish(
-            target.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], self.target.run
+            target.storage, os.path.join(attempt, MANIFEST), [manifest.encode()], target.run
         )
         return manifest
 
-    missing = Committer._missing
+    missing = committer.missing_ranks
     patch.setattr(
-        Committer,
-        "_missing",
-        lambda self, step, by_name=False: [
-            rank for rank in missing(self, step, by_name) if rank == 0
-        ],
+        committer,
+        "missing_ranks",
+        lambda *how, **more: [rank for rank in missing(*how, **more) if rank == 0],
     )
-    patch.setattr(Committer, "_publish", _publish)
+    patch.setattr(committer, "publish_manifest", publish_manifest)
 
 
 def commit_that_gives_up_cleans_up(patch: Patch) -> None:
@@ -456,14 +454,14 @@ def rename_before_the_manifest(patch: Patch) -> None:
         def data_dir(self, step):
             return os.path.join(self.root, iteration_name(step))
 
-    right = Committer._publish
+    right = committer.publish_manifest
 
-    def _publish(self, target, step, emits=True):
+    def publish_manifest(target, step, tag="", emit=print):
         iteration_publisher.publish_iteration(target, step)
-        return right(self, There(**vars(target)), step, emits)
+        return right(There(**vars(target)), step, tag, emit)
 
-    patch.setattr(Committer, "_publish", _publish)
-    patch.setattr(Committer, "_point", lambda *_: True)
+    patch.setattr(committer, "publish_manifest", publish_manifest)
+    patch.setattr(Committer, "_update_pointers", lambda *_: None)
 
 
 def small_files_after_the_manifest(patch: Patch) -> None:

@@ -21,7 +21,7 @@ from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats import OURS
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
-from mindresume.saving.committer import Committer
+from mindresume.saving.committer import Committer, missing_ranks
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, rank_shard, write_shard
 from mindresume.storage.posix import PosixStorage
@@ -40,7 +40,7 @@ def test_committed_once_the_last_rank_has_recorded(tmp_path, fmt):
         write_rank(tmp_path, 5, rank, 3, fmt=fmt)
     committer.poll(5)
     assert committer.pending == [5] and steps(tmp_path) == []
-    assert committer._missing(5) == [1]
+    assert missing_ranks(committer.target, 5) == [1]
     write_rank(tmp_path, 5, 1, 3, fmt=fmt)
     assert committer.poll() == [] and steps(tmp_path) == [5]
     meta = (tmp_path / "rank_0" / "meta.json").read_text()

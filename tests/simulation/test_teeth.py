@@ -461,14 +461,14 @@ MUTANTS = [
         [
             Edit(committer.Committer, "poll", "if missing:", "if 0 in missing:"),
             Edit(
-                committer.Committer,
-                "_publish",
+                committer,
+                "publish_manifest",
                 "step), target.ranks)",
-                "step), [r for r in target.ranks if r not in self._missing(step)])",
+                "step), [r for r in target.ranks if r not in missing_ranks(target, step)])",
             ),
             Edit(
-                committer.Committer,
-                "_publish",
+                committer,
+                "publish_manifest",
                 "zip(target.ranks, records, strict=True)",
                 "zip(target.ranks, records)",
             ),
@@ -555,7 +555,7 @@ MUTANTS = [
             without("named_by_meta"),
             Instead(
                 committer.Committer,
-                "_point",
+                "_update_pointers",
                 lambda right: lambda self, *more: (self.prune(), right(self, *more))[1],
             ),
         ],
