@@ -119,9 +119,9 @@ def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
     from mindresume.report.advice import lines_of
 
     check_folders(logs or ())
-    found = advise_on(folder, logs=logs or ())
+    advice = advise_on(folder, logs=logs or ())
     if json:
-        print_json(found.to_json())
+        print_json(advice.to_json())
         return
-    for name, text in lines_of(found):
+    for name, text in lines_of(advice):
         say(f"{name:9}  {text}")

@@ -43,9 +43,9 @@ def phrase(key: str, /, **arguments: Any) -> Phrase:
             language of the text. If the text has two forms ("{count} step|{count} steps"), the
             first is taken if ``count`` is 1.
     """
-    found = Phrase(text_of(key, arguments, ENGLISH))
-    found.key, found.arguments = key, arguments
-    return found
+    text = Phrase(text_of(key, arguments, ENGLISH))
+    text.key, text.arguments = key, arguments
+    return text
 
 
 def text_of(key: str, arguments: dict[str, Any], language: int) -> str:
