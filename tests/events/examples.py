@@ -4,6 +4,7 @@ docs/events.md and docs/events.zh.md."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from mindresume import events as ev
@@ -153,11 +154,22 @@ EXAMPLES = (
 )
 
 
+def fullest() -> Iterable[ev.Event]:
+    """Returns of each kind, level and outcome the example with most fields, for the pages."""
+    found: dict[object, ev.Event] = {}
+    for event in EXAMPLES:
+        key = event.kind, event.log_level, getattr(event, "outcome", "")
+        known = found.setdefault(key, event)
+        if len(event.to_json()) > len(known.to_json()):
+            found[key] = event
+    return found.values()
+
+
 def table(page: str) -> str:
     """Returns the table of a page: event, its line in the event file, and its line in the log."""
     heads, not_logged = WORDS[page]
     rows = [f"| {' | '.join(heads)} |", "|---|---|---|"]
-    for event in EXAMPLES:
+    for event in fullest():
         level, text = event.log_level, event.line()
         log = f"{level.upper()} {text}" if text else not_logged
         values = json.dumps(
