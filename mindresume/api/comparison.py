@@ -313,7 +313,7 @@ def _difference(
     absolute, relative = 0 if numbers.kind in "iu" else 0.0, 0.0
     index: tuple[int, ...] = ()
     values: tuple[float, float] | None = None
-    for chunk in chunks(shape, most):
+    for chunk in chunks(whole(shape), most):
         both = buffers[:, : elements(chunk)]
         for weights, source, flat in zip(sides, files, both, strict=True):
             gather(weights, source, name, chunk, flat.reshape(shape_of(chunk)), staging)

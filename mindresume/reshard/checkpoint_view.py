@@ -72,13 +72,9 @@ class Tensor:
         )
 
     def chunks(self, region: Region, most: int) -> Iterator[Region]:
-        """Yields the parts of ``region`` in which it is read, of at most ``most`` elements each (at
+        """Yields the chunks in which ``region`` is read, of at most ``most`` elements each (at
         least one)."""
-        for chunk in chunks(shape_of(region), most):
-            yield tuple(
-                (low + start, low + stop)
-                for (start, stop), (low, _) in zip(chunk, region, strict=True)
-            )
+        return chunks(region, most)
 
     def cuts(self, region: Region) -> tuple[Cut, ...]:
         """Returns the slices that cover ``region``, each once."""

@@ -39,6 +39,7 @@ from mindresume.reshard.geometry import (
     overlap,
     shape_of,
     view,
+    whole,
     within,
 )
 from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
@@ -155,7 +156,7 @@ def tiles(tensors: Sequence[Tensor], size: int) -> Iterator[list[tuple[Tensor, R
     used = 0
     for tensor in tensors:
         itemsize = DTYPES[tensor.dtype].itemsize
-        for region in chunks(tensor.shape, max(size // itemsize, 1)):
+        for region in chunks(whole(tensor.shape), max(size // itemsize, 1)):
             count = elements(region) * itemsize
             if tile and (used + count > size or len(tile) >= MAX_CHUNKS_IN_TILE):
                 yield tile

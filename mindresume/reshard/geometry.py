@@ -127,21 +127,22 @@ def offset(part: Region, shape: Sequence[int]) -> int:
     return position
 
 
-def chunks(shape: Sequence[int], most: int) -> Iterator[Region]:
-    """Yields chunks of a tensor with at most ``most`` elements each (at least one), in the order of
-    its elements. In every layout, the part of a slice that lies in a chunk is contiguous in that
-    slice, and the part in the next chunk follows it."""
+def chunks(region: Region, most: int) -> Iterator[Region]:
+    """Yields chunks of a region with at most ``most`` elements each (at least one), in the order of
+    its elements. In every layout, the part of a slice that lies in a chunk of the whole tensor is
+    contiguous in that slice, and the part in the next chunk follows it."""
+    shape = shape_of(region)
     if not math.prod(shape):
+        return
+    if not shape:
+        yield ()
         return
     dim, row = 0, math.prod(shape[1:])
     while dim + 1 < len(shape) and row > most:
         dim += 1
         row //= shape[dim]
-    step = max(most // row, 1)
-    for choice in itertools.product(*(range(size) for size in shape[:dim])):
+    (low, high), step = region[dim], max(most // row, 1)
+    for choice in itertools.product(*(range(*edges) for edges in region[:dim])):
         leading = tuple((i, i + 1) for i in choice)
-        if not shape:
-            yield ()
-            return
-        for start in range(0, shape[dim], step):
-            yield (*leading, (start, min(start + step, shape[dim])), *whole(shape[dim + 1 :]))
+        for start in range(low, high, step):
+            yield (*leading, (start, min(start + step, high)), *region[dim + 1 :])

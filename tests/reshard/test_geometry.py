@@ -182,7 +182,7 @@ def test_the_offset_is_the_position_of_the_first_element(case):
 @given(shapes, st.integers(1, 70))
 def test_chunks_are_the_tensor_in_its_order(shape, most):
     array = numbered(shape)
-    found = [array[slices_of(region)].reshape(-1) for region in chunks(shape, most)]
+    found = [array[slices_of(region)].reshape(-1) for region in chunks(whole(shape), most)]
     assert all(0 < chunk.size <= most for chunk in found)
     assert np.concatenate([*found, np.zeros(0, int)]).tolist() == list(range(math.prod(shape)))
 
@@ -195,7 +195,7 @@ def test_chunks_follow_each_other_in_every_slice(case, most):
     layout, shape = case
     for region in {region_of(shape, layout, rank) for rank in range(layout.stage_size)}:
         position = 0
-        for chunk in chunks(shape, most):
+        for chunk in chunks(whole(shape), most):
             part = overlap(chunk, region)
             if part is None:
                 continue
@@ -223,7 +223,7 @@ def test_chunks_follow_each_other_in_every_slice(case, most):
     ],
 )
 def test_chunks_have_the_maximum_size(shape, most, count):
-    assert len(list(chunks(shape, most))) == count
+    assert len(list(chunks(whole(shape), most))) == count
 
 
 # ---- cuts ----------------------------------------------------------------------------------------
