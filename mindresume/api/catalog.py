@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from mindresume import runtime
-from mindresume.api.checkpoint import Checkpoint, existing
+from mindresume.api.checkpoint import Checkpoint, check_part, existing
 from mindresume.api.results import (
     DAMAGED,
     INCOMPLETE,
@@ -39,7 +39,7 @@ from mindresume.api.results import (
 )
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
-from mindresume.errors import ConfigError, MissingCheckpointError
+from mindresume.errors import MissingCheckpointError
 from mindresume.events import DISK, MEMORY
 from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import (
@@ -335,11 +335,7 @@ class Catalog:
             MissingCheckpointError: There is no such step.
             ConfigError: There is no such part.
         """
-        if not 1 <= part[0] <= part[1]:
-            raise ConfigError(
-                f"part is {part[0]} of {part[1]}; expected a number from 1 on, and at least as "
-                "many parts"
-            )
+        check_part(part)
         started, read, location = runtime.monotonic(), _Counter(progress), self._locate()
         found, rows = self._scan(location, step)
         wanted = [*rows]

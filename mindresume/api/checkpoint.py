@@ -315,3 +315,12 @@ def is_strategy(storage: Storage, path: str) -> bool:
         if name.endswith(".json"):
             return True
     return False
+
+
+def check_part(part: tuple[int, int]) -> None:
+    """Raises ConfigError unless ``part`` is the number, from 1, of one of so many parts."""
+    number, count = part
+    if not 1 <= number <= count:
+        raise ConfigError(
+            f"part is {number} of {count}; expected a number from 1 on, and at least as many parts"
+        )

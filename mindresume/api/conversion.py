@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypedDict
 
 from mindresume import runtime
-from mindresume.api.checkpoint import CheckpointLike, opened, refused_of
+from mindresume.api.checkpoint import CheckpointLike, check_part, opened, refused_of
 from mindresume.api.results import Problem, Result
 from mindresume.errors import ConfigError
 from mindresume.events import texts_into
@@ -54,11 +56,12 @@ from mindresume.reshard.tensor_checks import computed_slices
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.posix import PosixStorage
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 SAME, ITERATION = "same", "iteration"
 TARGET_FORMATS = (*FORMATS, ITERATION)
 MAX_SHARD_BYTES = 5 << 30  # the default of transformers' save_pretrained
-
-ALONE = (1, 1)
 
 Path = str | os.PathLike[str]
 
@@ -121,21 +124,43 @@ class ConversionResult(PlannedConversion):
     notes: tuple[str, ...] = ()
 
 
+class ConversionOptions(TypedDict, total=False):
+    """Gives the options that ``convert``, ``merge`` and ``export_hf`` share.
+
+    Attributes:
+        step: The step of the source; None: the newest that can be opened.
+        strategy: Strategy file or folder with which the source was saved, if mindformers wrote it
+            on several ranks.
+        workers: Threads of the direct engine, processes of the other one; 2 without it.
+        memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB per worker,
+            for ``export_hf`` about 56 MiB.
+        dry_run: Whether to write nothing, and only return what would be done.
+        progress: Receives the numbers of bytes to write, and of bytes written.
+        part: (K, N): this call writes the K-th of N shares of the files, K from 1; other calls, in
+            other processes and on other nodes that see the same folders, write the other ones.
+            Whoever completes them commits.
+        timeout_seconds: How long to wait for the other parts without a sign of them; 0: this call
+            does not wait for them.
+    """
+
+    step: int | None
+    strategy: Path | None
+    workers: int
+    memory_limit_bytes: int | None
+    dry_run: bool
+    progress: Progress
+    part: tuple[int, int]
+    timeout_seconds: float
+
+
 def convert(
     src: CheckpointLike,
     dst: Path,
     *,
     to: Path = SAME,
-    step: int | None = None,
-    strategy: Path | None = None,
     format: str | None = None,
     engine: str = "auto",
-    workers: int = 2,
-    memory_limit_bytes: int | None = None,
-    dry_run: bool = False,
-    progress: Progress = SILENT,
-    part: tuple[int, int] = ALONE,
-    timeout_seconds: float = 0.0,
+    **options: Unpack[ConversionOptions],
 ) -> ConversionResult:
     """Cuts a checkpoint for another parallel strategy, converts it to another format, or both.
     Tensors are copied bit for bit.
@@ -144,26 +169,16 @@ def convert(
         src: Path of a checkpoint, or a Checkpoint of a catalog.
         dst: The folder to create; it must not exist, or be empty.
         to: The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as
-            replicas), the path of a strategy file or folder (mindformers with ``only_save_strategy:
-            True`` writes one), or "same". A plan takes from ``src`` which dimension of each tensor
-            tensor parallelism cuts, and distributes layers evenly over pp.
-        step: The step of ``src``; None: the newest that can be opened.
-        strategy: Strategy file or folder with which ``src`` was saved, if mindformers wrote it on
-            several ranks.
+            replicas), the path of a strategy file or folder (mindformers with
+            ``only_save_strategy: True`` writes one), or "same". A plan takes from ``src`` which
+            dimension of each tensor tensor parallelism cuts, and distributes layers evenly over pp.
         format: "safetensors" or "ckpt": rank folders (Checkpoint 1.0) with such files; "iteration":
             an iteration folder (Checkpoint 2.0). None: as ``src``.
         engine: "direct" reads only the bytes that are needed and compares them with recorded
             checksums; "mindspore" calls ``mindspore.transform_checkpoints``; "auto": mindspore for
             ckpt sources, where it can.
-        workers: Threads of the direct engine, processes of the other one.
-        memory_limit_bytes: Most memory for buffers of the direct engine; None: 12 MiB per worker.
-        dry_run: Whether to write nothing, and only return what would be done.
-        progress: Receives the numbers of bytes to write, and of bytes written.
-        part: (K, N): this call writes the K-th of N shares of the files, K from 1; other calls, in
-            other processes and on other nodes that see the same folders, write the other ones.
-            Whoever completes them commits.
-        timeout_seconds: How long to wait for the other parts without a sign of them; 0: this call
-            does not wait for them.
+        **options: ``step``, ``strategy``, ``workers``, ``memory_limit_bytes``, ``dry_run``,
+            ``progress``, ``part`` and ``timeout_seconds``, as ``ConversionOptions`` describes them.
 
     Returns:
         A ConversionResult. If the target is already this conversion, nothing is done.
@@ -178,21 +193,13 @@ def convert(
         ProcessLostError: Another part gave no sign for ``timeout_seconds``, or failed.
         MindResumeError: As for ``Checkpoint.tensors``.
     """
-    request = _Request(
-        os.fspath(dst),
-        engine,
-        workers,
-        memory_limit_bytes,
-        dry_run,
-        progress,
-        _share(part, timeout_seconds),
-    )
-    with opened(src, step, strategy, hold=not dry_run) as source:
+    request = _Request(os.fspath(dst), engine, **options)
+    with request.opened(src) as source:
         format = format or (ITERATION if source.is_iteration else source.weights.format)
         if format not in TARGET_FORMATS:
             raise ConfigError(f"format is {format!r}; choose one of {', '.join(TARGET_FORMATS)}")
-        target = _target(os.fspath(to), source)
-        each = ranks_in_group(target, part[1]) if part[1] > 1 else None
+        target, processes = _target(os.fspath(to), source), request.part[1]
+        each = ranks_in_group(target, processes) if processes > 1 else None
         plan = (
             to_iteration(source, target, each)
             if format == ITERATION
@@ -205,18 +212,11 @@ def merge(
     src: CheckpointLike,
     dst: Path,
     *,
-    step: int | None = None,
-    strategy: Path | None = None,
     hf_index: bool = False,
     drop: Sequence[str] = (),
     part_size_bytes: int = PART_BYTES,
     engine: str = "auto",
-    workers: int = 2,
-    memory_limit_bytes: int | None = None,
-    dry_run: bool = False,
-    progress: Progress = SILENT,
-    part: tuple[int, int] = ALONE,
-    timeout_seconds: float = 0.0,
+    **options: Unpack[ConversionOptions],
 ) -> ConversionResult:
     """Merges the slices of all ranks into consolidated weights, as MindSpore's
     ``unified_safetensors`` does.
@@ -225,20 +225,13 @@ def merge(
         src: As for ``convert``.
         dst: As for ``convert``. Files: part0.safetensors ..., hyper_param.safetensors with the
             counters, param_name_map.json.
-        step: As for ``convert``.
-        strategy: As for ``convert``.
         hf_index: Whether to write model-00001-of-0000N.safetensors and
             model.safetensors.index.json, without counters. Names and shapes stay those of
             MindSpore.
         drop: Patterns (as of ``fnmatch``) of tensors to leave out, such as "adam_*".
         part_size_bytes: Most bytes of tensors in one file.
         engine: As for ``convert``.
-        workers: As for ``convert``.
-        memory_limit_bytes: As for ``convert``.
-        dry_run: As for ``convert``.
-        progress: As for ``convert``.
-        part: As for ``convert``.
-        timeout_seconds: As for ``convert``.
+        **options: As for ``convert``.
 
     Returns:
         A ConversionResult.
@@ -246,16 +239,8 @@ def merge(
     Raises:
         MindResumeError: As for ``convert``.
     """
-    request = _Request(
-        os.fspath(dst),
-        engine,
-        workers,
-        memory_limit_bytes,
-        dry_run,
-        progress,
-        _share(part, timeout_seconds),
-    )
-    with opened(src, step, strategy, hold=not dry_run) as source:
+    request = _Request(os.fspath(dst), engine, **options)
+    with request.opened(src) as source:
         plan = to_consolidated(
             source, HUGGINGFACE if hf_index else MINDSPORE, part_size_bytes, tuple(drop)
         )
@@ -271,14 +256,7 @@ def export_hf(
     max_shard_size_bytes: int = MAX_SHARD_BYTES,
     contiguous_attention: bool | None = None,
     contiguous_mlp: bool | None = None,
-    step: int | None = None,
-    strategy: Path | None = None,
-    workers: int = 2,
-    memory_limit_bytes: int | None = None,
-    dry_run: bool = False,
-    progress: Progress = SILENT,
-    part: tuple[int, int] = ALONE,
-    timeout_seconds: float = 0.0,
+    **options: Unpack[ConversionOptions],
 ) -> ConversionResult:
     """Writes the weights of a checkpoint as a Hugging Face folder: Qwen3, Qwen3-MoE, DeepSeek-V3,
     TeleChat3.
@@ -300,14 +278,7 @@ def export_hf(
             False if it does not.
         contiguous_mlp: Whether the model was trained with ``use_interleaved_weight_layout_mlp:
             False``. None: as above.
-        step: As for ``convert``.
-        strategy: As for ``convert``.
-        workers: Threads.
-        memory_limit_bytes: Most memory for buffers; None: about 56 MiB per worker.
-        dry_run: As for ``convert``.
-        progress: As for ``convert``.
-        part: As for ``convert``.
-        timeout_seconds: As for ``convert``.
+        **options: As for ``convert``.
 
     Returns:
         A ConversionResult with ``model_type``.
@@ -319,18 +290,10 @@ def export_hf(
             another order.
         MindResumeError: As for ``convert``.
     """
-    request = _Request(
-        os.fspath(dst),
-        DIRECT,
-        workers,
-        memory_limit_bytes,
-        dry_run,
-        progress,
-        _share(part, timeout_seconds),
-    )
+    request = _Request(os.fspath(dst), DIRECT, **options)
     document, path = read_config(PosixStorage(), os.fspath(config))
     model_from_config(document, path)  # refuses it before the checkpoint is opened
-    with opened(src, step, strategy, hold=not dry_run) as source:
+    with request.opened(src) as source:
         model = model_from_config(
             document, path, *orders_in(source, contiguous_attention, contiguous_mlp)
         )
@@ -369,25 +332,25 @@ def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
 
 @dataclass(frozen=True)
 class _Request:
-    """How a conversion is carried out, whatever it writes: the parameters that ``convert``,
-    ``merge`` and ``export_hf`` share."""
+    """How a conversion is carried out, whatever it writes."""
 
     target: str
     engine: str
-    workers: int
-    memory_limit_bytes: int | None
-    dry_run: bool
-    progress: Progress
-    share: Share
+    step: int | None = None
+    strategy: Path | None = None
+    workers: int = 2
+    memory_limit_bytes: int | None = None
+    dry_run: bool = False
+    progress: Progress = SILENT
+    part: tuple[int, int] = (1, 1)
+    timeout_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_part(self.part)
 
-def _share(part: tuple[int, int], timeout_seconds: float) -> Share:
-    number, count = part
-    if not 1 <= number <= count:
-        raise ConfigError(
-            f"part is {number} of {count}; expected a number from 1 on, and at least as many parts"
-        )
-    return Share(number, count, timeout_seconds)
+    def opened(self, src: CheckpointLike) -> AbstractContextManager[OpenCheckpoint]:
+        """Opens the source, and holds it unless nothing is written."""
+        return opened(src, self.step, self.strategy, hold=not self.dry_run)
 
 
 def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
@@ -400,7 +363,8 @@ def _carry_out(plan: ConversionPlan, request: _Request) -> ConversionResult:
         and manifest, or index ─▶
     rename (``Conversion``).
     """
-    source, target, share = plan.source, os.path.abspath(request.target), request.share
+    source, target = plan.source, os.path.abspath(request.target)
+    share = Share(*request.part, request.timeout_seconds)
     if request.engine not in ENGINES:
         raise ConfigError(f"engine is {request.engine!r}; choose one of {', '.join(ENGINES)}")
     if share.count > 1 and request.engine == BY_MINDSPORE:
