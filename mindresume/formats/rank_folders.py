@@ -250,19 +250,12 @@ class _RankFolders:
 
     def look(self, ranks: list[int]) -> tuple[list[Candidate], list[str]]:
         """Returns candidates among the files of ``ranks`` that no record names, and notes."""
-        storage = self.directory.storage
-        listings = dict(zip(ranks, parallel(storage, self._names, ranks), strict=True))
-        hinted = [rank for rank, names in listings.items() if META in names]
+        rows = parallel(self.directory.storage, self._listed, ranks)
+        listings = {rank: names for rank, (names, _) in zip(ranks, rows, strict=True)}
         notes = [
             f"{folder_name(rank)}/{META} {problem}; ignored, the files decide"
-            for rank, last in zip(hinted, parallel(storage, self._last_file, hinted), strict=True)
-            if (
-                problem := "is empty or truncated"
-                if last is None
-                else f"names {last}, which is not there"
-                if last not in listings[rank]
-                else ""
-            )
+            for rank, (_, problem) in zip(ranks, rows, strict=True)
+            if problem
         ]
         groups: dict[tuple[str, str], _Group] = {}
         for rank, names in listings.items():
@@ -300,21 +293,23 @@ class _RankFolders:
         found = [self._candidate(group, tried) for group in groups.values()]
         return [candidate for candidate in found if candidate is not None], notes
 
-    def _names(self, rank: int) -> list[str]:
+    def _listed(self, rank: int) -> tuple[list[str], str]:
+        """Returns the names in the folder of a rank, and what is wrong with its ``meta.json``,
+        which is only a hint; empty: nothing."""
+        folder = self.directory.path(folder_name(rank))
         try:
-            return self.directory.storage.list(self.directory.path(folder_name(rank)))
+            names = self.directory.storage.list(folder)
         except OSError as error:
             self.hidden[rank] = unlisted_candidate(error, folder_name(rank), rank)
-            return []
-
-    def _last_file(self, rank: int) -> str | None:
-        """Returns the file that the ``meta.json`` of a rank names; None if it is damaged. It is
-        only a hint."""
-        path = self.directory.path(folder_name(rank), META)
+            return [], ""
+        if META not in names:
+            return names, ""
+        path = os.path.join(folder, META)
         try:
-            return str(read_json(self.directory.storage, path, _META_LIMIT)["last_ckpt_file"])
+            last = str(read_json(self.directory.storage, path, _META_LIMIT)["last_ckpt_file"])
         except (OSError, ValueError, KeyError, TypeError):
-            return None
+            return names, "is empty or truncated"
+        return names, "" if last in names else f"names {last}, which is not there"
 
     def _candidate(self, group: _Group, tried: set[tuple[str, int]]) -> Candidate | None:
         """Returns the candidate of a group of files; None if its records make it one. ``tried``:

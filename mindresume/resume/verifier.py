@@ -138,20 +138,10 @@ class Verifier:
                 and (difference := self._differing_replica(rank, self.strategy))
             ):
                 return candidate.refuse(difference, files[0].path, rank)
-        except CorruptFileError as error:
-            path = next(
-                (file.path for file in files if error.path.endswith(os.path.basename(file.path))),
-                files[0].path,
-            )
-            return candidate.refuse(
-                f"rank {rank}: {error.reason}",
-                path,
-                rank,
-                [error.tensor] if error.tensor else (),
-                error,
-            )
-        except (RecordError, OSError) as error:
-            return candidate.refuse(f"rank {rank}: {error}", files[0].path, rank, error=error)
+        except (CorruptFileError, RecordError, OSError) as error:
+            named = getattr(error, "path", "")
+            damaged = (file for file in files if named.endswith(os.path.basename(file.path)))
+            return self._refuse(error, rank, next(damaged, files[0]))
         return self._compare_label(rank, files[0], parse_label(headers[files[0]]), scalars)
 
     def damaged_files(self, rank: int) -> list[Refusal]:
@@ -327,13 +317,16 @@ class Verifier:
             recorded = {name: row for name, row in details.tensors.items() if row.file == index}
             try:
                 yield self._verify_file(rank, file, recorded)
-            except CorruptFileError as error:
-                wrong = [error.tensor] if error.tensor else ()
-                yield self.candidate.refuse(
-                    f"rank {rank}: {error.reason}", file.path, rank, wrong, error
-                )
-            except OSError as error:
-                yield self.candidate.refuse(f"rank {rank}: {error}", file.path, rank, error=error)
+            except (CorruptFileError, OSError) as error:
+                yield self._refuse(error, rank, file)
+
+    def _refuse(self, error: Exception, rank: int, file: FileRecord) -> Refusal:
+        """Returns the refusal that follows from an error of reading a file of a rank."""
+        reason = getattr(error, "reason", error)
+        tensor = getattr(error, "tensor", None)
+        return self.candidate.refuse(
+            f"rank {rank}: {reason}", file.path, rank, [tensor] if tensor else (), error
+        )
 
     def _checked_record(self, rank: int) -> tuple[Record, Details] | Refusal:
         """Returns a record and its details, or why it is not the one that was committed. Raises
@@ -425,7 +418,6 @@ class Verifier:
         )
 
     # ---- replicas --------------------------------------------------------------------------------
-    # ----------------------
 
     def _verify_missing_rank(self, rank: int) -> VerifiedShard | Refusal:
         """Verifies the replicas, on other ranks, of the tensors of a rank that was lost before its
