@@ -15,16 +15,12 @@ scripts.make_docs``.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from mindresume.errors import ConfigError
-
-# a number between the dots of a parameter name
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -223,19 +219,6 @@ class Settings:
             )
         settings: Settings = _section(cls, "mindresume", section, environment)
         return settings
-
-
-def allow_text(missing: Iterable[str], most: int = 6) -> str:
-    """Returns a sentence that tells how to load without the ``missing`` parameters. Names that
-    differ only in numbers become one pattern; at most ``most`` patterns are listed."""
-    patterns = list(dict.fromkeys(_NUMBER.sub("*", name) for name in missing))
-    quoted = ", ".join(f'"{pattern}"' for pattern in patterns[:most]) + (
-        ", ..." if len(patterns) > most else ""
-    )
-    return (
-        f" To leave what is missing as it is initialised, set mindresume: {{allow_missing: "
-        f"[{quoted}]}}"
-    )
 
 
 def _section(kind: type, where: str, section: Any, environment: Mapping[str, str]) -> Any:

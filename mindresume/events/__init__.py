@@ -14,7 +14,6 @@ event can be sent to another process and written to a file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -47,14 +46,14 @@ class Emitter:
     written. A handler that fails is removed, and the others receive one Notice about it.
     """
 
-    def __init__(self, *handlers: Handler, clock: Callable[[], float] = runtime.time):
-        self._handlers, self._clock = list(handlers), clock
+    def __init__(self, *handlers: Handler):
+        self._handlers = list(handlers)
 
     def add(self, handler: Handler) -> None:
         self._handlers.append(handler)
 
     def __call__(self, event: Event) -> None:
-        now = self._clock()
+        now = runtime.time()
         for handler in tuple(self._handlers):
             try:
                 handler.handle(event, now)

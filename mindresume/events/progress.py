@@ -1,12 +1,12 @@
 """Reports the progress of long work: one event every few seconds, none for work that ends sooner.
 
 progress = ProgressReporter("saving step 500", emit)
-progress.expect(80 << 30); progress.advance(1 << 20) ...
+progress.expect(80 << 30)
+progress.advance(1 << 20)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from mindresume import runtime
@@ -32,36 +32,27 @@ class ProgressReporter:
     Args:
         what: the work, for the log.
         emit: receives the events.
-        every: least number of seconds between two events.
-        clock: returns seconds.
         unit: what ``advance`` counts: "bytes", or a noun in the plural.
     """
 
-    def __init__(
-        self,
-        what: str,
-        emit: Emit,
-        every: float = EVERY,
-        clock: Callable[[], float] = runtime.monotonic,
-        unit: str = "bytes",
-    ):
-        self.what, self.emit, self.every, self.clock, self.unit = what, emit, every, clock, unit
+    def __init__(self, what: str, emit: Emit, unit: str = "bytes"):
+        self.what, self.emit, self.unit = what, emit, unit
         self._lock = runtime.Lock()
         self.total = self.done = 0
-        self.began = self._last = clock()
+        self.began = self._last = runtime.monotonic()
 
     def expect(self, total: int) -> None:
         """Restarts the count. ``total``: bytes (or units) to come; 0 if unknown."""
         with self._lock:
             self.total, self.done = total, 0
-            self.began = self._last = self.clock()
+            self.began = self._last = runtime.monotonic()
 
     def advance(self, count: int) -> None:
         """Adds ``count`` to the count."""
-        event, now = None, self.clock()
+        event, now = None, runtime.monotonic()
         with self._lock:
             self.done += count
-            if now - self._last >= self.every and self.done != self.total:
+            if now - self._last >= EVERY and self.done != self.total:
                 self._last = now
                 event = WorkProgress(self.what, self.done, self.total, now - self.began, self.unit)
         if event is not None:

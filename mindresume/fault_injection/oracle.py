@@ -35,7 +35,6 @@ from mindresume.resume.eligible import Choice, SelectionPolicy, check_files, eli
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder
-from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -59,26 +58,23 @@ class Verdict:
     left: tuple[str, ...] = ()
 
 
-def check_resume(
-    sandbox: Sandbox, past: list[Saved], storage: Storage | None = None, tidy: bool = True
-) -> Verdict:
+def check_resume(sandbox: Sandbox, past: list[Saved], tidy: bool = True) -> Verdict:
     """Checks the folder of ``sandbox``. ``past``: checkpoints committed before the workload, newest
     last. ``tidy``: also runs the next save, and checks again."""
-    storage = storage or PosixStorage()
     required = max([*past, *sandbox.journal.complete()], key=save_order, default=None)
-    found = _resume(sandbox, storage, required)
+    found = _resume(sandbox, required)
     if found.verdict == PASS:
-        wrong = _wrong_committed(sandbox, storage) or _wrong_pointer(sandbox)
+        wrong = _wrong_committed(sandbox) or _wrong_pointer(sandbox)
         if wrong:
             return Verdict(HARD_FAIL, wrong, found.chosen)
         if tidy:
-            return _check_next_run(sandbox, storage, found)
+            return _check_next_run(sandbox, found)
     return found
 
 
-def _resume(sandbox: Sandbox, storage: Storage, required: Saved | None) -> Verdict:
+def _resume(sandbox: Sandbox, required: Saved | None) -> Verdict:
     try:
-        choice = select(CheckpointDir(storage, sandbox.root), sandbox.ranks)
+        choice = select(sandbox.directory, sandbox.ranks)
     except UnusableCheckpointError as error:
         return Verdict(HARD_FAIL, f"no resume: {error}")
     except (MindResumeError, OSError) as error:
@@ -113,20 +109,16 @@ def _differences(sandbox: Sandbox, choice: Choice) -> str:
         return f"{chosen.name} was selected and cannot be read: {error}"
 
 
-def _wrong_committed(sandbox: Sandbox, storage: Storage) -> str:
+def _wrong_committed(sandbox: Sandbox) -> str:
     """Returns which committed checkpoint is not whole, not only the newest: a user can name it, or
     it is taken if newer ones are damaged."""
-    for candidate in scan_records(CheckpointDir(storage, sandbox.root))[0]:
+    for candidate in scan_records(sandbox.directory)[0]:
         if not candidate.committed:
             continue
-        refusal = eligible(
-            CheckpointDir(storage, sandbox.root), candidate, SelectionPolicy()
-        ) or check_files(CheckpointDir(storage, sandbox.root), candidate, sandbox.ranks)
-        wrong = (
-            [str(refusal)]
-            if refusal
-            else damaged_metadata_files(CheckpointDir(storage, sandbox.root), candidate)
+        refusal = eligible(sandbox.directory, candidate, SelectionPolicy()) or check_files(
+            sandbox.directory, candidate, sandbox.ranks
         )
+        wrong = [str(refusal)] if refusal else damaged_metadata_files(sandbox.directory, candidate)
         if wrong:
             return f"committed but incomplete: {wrong[0]}"
     return ""
@@ -183,22 +175,22 @@ def _follow_tracker(sandbox: Sandbox) -> None:
         raise ValueError(wrong)
 
 
-def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdict:
+def _check_next_run(sandbox: Sandbox, found: Verdict) -> Verdict:
     """Runs the next start, one save and a retention of one checkpoint; then a resume must take it,
     and nothing else may be left."""
     run, step = len(RUNS) - 1, 90
-    targets = [sandbox.target(rank, run, storage) for rank in range(sandbox.ranks)]
+    targets = [sandbox.target(rank, run, sandbox.storage) for rank in range(sandbox.ranks)]
     try:
-        lease = sandbox.acquire(run, storage)
+        lease = sandbox.acquire(run, sandbox.storage)
         for target in targets:
             clean_own_folder(target)
         Committer(targets[0]).recover()
-        sandbox.save_without_faults(run, step, commit=False, storage=storage)
+        sandbox.save_without_faults(run, step, commit=False)
         Committer(targets[0], KeepLast(1)).poll(step)
         lease.release()
     except (MindResumeError, OSError) as error:
         return Verdict(HARD_FAIL, f"the next run cannot save: {error}", found.chosen)
-    after = _resume(sandbox, storage, (RUNS[run], step))
+    after = _resume(sandbox, (RUNS[run], step))
     if after.verdict == PASS and (wrong := _wrong_pointer(sandbox)):
         after = Verdict(HARD_FAIL, wrong)
     if after.verdict != PASS:
@@ -207,9 +199,7 @@ def _check_next_run(sandbox: Sandbox, storage: Storage, found: Verdict) -> Verdi
     # simulation covers it.
     left = [
         path
-        for path in leftovers(
-            CheckpointDir(storage, sandbox.root), sandbox.format, (RUNS[run], step)
-        )
+        for path in leftovers(sandbox.directory, sandbox.format, (RUNS[run], step))
         if f"{PREFIX}{READER:04}-" not in path
     ]
     return Verdict(PASS, found.reason, found.chosen, tuple(left))

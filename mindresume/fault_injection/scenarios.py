@@ -37,7 +37,8 @@ COMMITTED = 60.0  # seconds for a save in the background
 
 @dataclass
 class Sandbox:
-    """One folder and the ranks that save into it. ``format``: one of LAYOUTS."""
+    """One folder and the ranks that save into it. ``format``: one of LAYOUTS. ``storage``: without
+    the fault injector."""
 
     injector: FaultInjector
     root: str
@@ -45,9 +46,15 @@ class Sandbox:
     ranks: int
     journal: Journal = field(default_factory=Journal)
     errors: list[str] = field(default_factory=list)
+    storage: Storage = field(default_factory=PosixStorage)
 
     def __post_init__(self) -> None:
         self.journal.sizes = dict.fromkeys(RUNS, self.ranks)
+
+    @property
+    def directory(self) -> CheckpointDir:
+        """Returns the folder without the fault injector."""
+        return CheckpointDir(self.storage, self.root)
 
     def target(self, rank: int, run: int, storage: Storage | None = None) -> SaveTarget:
         return SaveTarget(
@@ -79,10 +86,9 @@ class Sandbox:
         step: int,
         commit: bool = True,
         only: int | None = None,
-        storage: Storage | None = None,
     ) -> None:
         """Saves a step of every rank (``only``: the first ones) without the fault injector."""
-        targets = [self.target(rank, run, storage or PosixStorage()) for rank in range(self.ranks)]
+        targets = [self.target(rank, run, self.storage) for rank in range(self.ranks)]
         for target in targets[:only]:
             write_shard(target, shard(target, step, self.format))
         if commit:

@@ -47,7 +47,6 @@ from mindresume.reshard.region_load import (
 )
 from mindresume.resume.eligible import Choice
 from mindresume.resume.verifier import VerifiedShard
-from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import array_checksum, read_header, read_tensor
 from mindresume.tensor_files.header import DTYPES
@@ -300,15 +299,11 @@ def _target_of_files(
     )
     target = replace(network.target(stored, what), deduplicated=deduplicated)
     if problems := target.misfits(stored):
+        proposal = target.proposal(target.missing(stored))
         raise LoadError(
             f"the checkpoint does not fit the network {problems}. Was the model configuration or "
-            "the parallel "
-            f"strategy changed? For another strategy set auto_trans_ckpt: True"
-            + (
-                "." + allow_text(missing)
-                if target.proposes and (missing := target.missing(stored))
-                else ""
-            )
+            "the parallel strategy changed? For another strategy set auto_trans_ckpt: True"
+            + (f".{proposal}" if proposal else "")
         )
     _check_not_of_one_rank(network, target, context)
     own = (

@@ -7,6 +7,7 @@ arrays = read_regions(weights, regions)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ from mindresume.reshard.geometry import Cut, Region, elements, held, shape_of, v
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.tensor_checks import check_order, check_replicas
 from mindresume.reshard.translated_view import TranslatedView
-from mindresume.settings import allow_text
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import new_memory
 from mindresume.tensor_files.header import DTYPES
 
+# a number between the dots of a parameter name
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 WORKERS = 4  # threads: reading mostly waits
 
 Shapes = Mapping[str, tuple[Shape, str]]  # {name: (shape, dtype)}
@@ -77,6 +79,18 @@ class LoadTarget:
                 for name in self.shapes
                 if name not in stored and name not in self.optional and not may_be_absent(name)
             ]
+        )
+
+    def proposal(self, missing: Collection[str]) -> str:
+        """Returns a sentence that tells how to load without the ``missing`` parameters; empty if
+        there are none, or it is not proposed. Names that differ only in numbers are one pattern."""
+        if not missing or not self.proposes:
+            return ""
+        patterns = list(dict.fromkeys(_NUMBER.sub("*", name) for name in missing))
+        quoted = [f'"{pattern}"' for pattern in patterns[:6]] + ["..."][: len(patterns) > 6]
+        return (
+            " To leave what is missing as it is initialised, set mindresume: {allow_missing: "
+            f"[{', '.join(quoted)}]}}"
         )
 
     def misfits(self, stored: Mapping[str, Any]) -> str:
@@ -125,7 +139,7 @@ def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> di
         raise LoadError(
             f"the checkpoint {weights.name} does not fit the network {problems}. All shapes are "
             "those of whole tensors. Was the model configuration changed?"
-            + (allow_text(missing) if missing and target.proposes else "")
+            + target.proposal(missing)
         )
     regions: dict[str, Region] = {}
     cuts: dict[str, TensorLayout | None] = {}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mindresume import runtime
 from mindresume.events import Emitter, LogLines, Notice, SaveBegun
 
 
@@ -26,9 +27,10 @@ class Broken(Recorder):
         raise OSError("disk full")
 
 
-def test_all_handlers_receive_the_event_and_its_time():
+def test_all_handlers_receive_the_event_and_its_time(monkeypatch):
+    monkeypatch.setattr(runtime, "time", lambda: 5.0)
     one, other = Recorder(), Recorder()
-    emit = Emitter(one, clock=lambda: 5.0)
+    emit = Emitter(one)
     emit(SaveBegun(1))
     emit.add(other)
     emit(SaveBegun(2))

@@ -11,7 +11,6 @@ from training_logs import events_in
 from mindresume.events import (
     FAILED,
     FINISHED,
-    Emitter,
     Notice,
     SaveBegun,
     SaveFailed,
@@ -143,9 +142,11 @@ class Log:
 
     def __init__(self, folder, rank=0, limit=event_file.LIMIT):
         self.folder, self.notices, self.time = folder, [], 0.0
-        self.emit = Emitter(self, clock=lambda: self.time)
         self.file = EventFile(str(folder), rank, limit, self.emit)
-        self.emit.add(self.file)
+
+    def emit(self, event):
+        for handler in (self, self.file):
+            handler.handle(event, self.time)
 
     def handle(self, event, time_s):
         if isinstance(event, Notice):

@@ -1,18 +1,29 @@
 """One event every few seconds, and none for shorter work."""
 
+import pytest
+
+from mindresume import runtime
 from mindresume.events import WorkProgress
 from mindresume.events.progress import ProgressReporter
 
 
+@pytest.fixture
+def now():
+    """The time, as a list of one number."""
+    time = [0.0]
+    with runtime.answers({runtime.monotonic: lambda: time[0]}):
+        yield time
+
+
 def reporter(total):
-    now, events = [0.0], []
-    made = ProgressReporter("saving step 5", events.append, 10.0, lambda: now[0])
+    events = []
+    made = ProgressReporter("saving step 5", events.append)
     made.expect(total)
-    return made, now, events
+    return made, events
 
 
-def test_an_event_every_ten_seconds():
-    made, now, events = reporter(1000)
+def test_an_event_every_ten_seconds(now):
+    made, events = reporter(1000)
     for second in range(1, 41):
         now[0] = float(second)
         made.advance(10)
@@ -22,8 +33,8 @@ def test_an_event_every_ten_seconds():
     ]
 
 
-def test_short_work_and_the_end_emit_no_event():
-    made, now, events = reporter(30)
+def test_short_work_and_the_end_emit_no_event(now):
+    made, events = reporter(30)
     for now[0] in (1.0, 9.9):
         made.advance(10)
     now[0] = 11.0
@@ -31,8 +42,8 @@ def test_short_work_and_the_end_emit_no_event():
     assert events == []
 
 
-def test_exceeding_the_total_and_restarting():
-    made, now, events = reporter(10)
+def test_exceeding_the_total_and_restarting(now):
+    made, events = reporter(10)
     now[0] = 10.0
     made.advance(40)
     assert events == [WorkProgress("saving step 5", 40, 10, 10.0)]

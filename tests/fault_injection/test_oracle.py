@@ -180,7 +180,8 @@ def test_the_next_run_cannot_write(sandbox):
         def write(self, path, pieces, size=0):
             raise OSError(28, "No space left on device", path)
 
-    found = check_resume(saved(sandbox, 10), [OLD], storage=Full())
+    saved(sandbox, 10).storage = Full()
+    found = check_resume(sandbox, [OLD])
     assert found.verdict == HARD_FAIL and "No space left" in found.reason
 
 
