@@ -21,7 +21,7 @@ from mindresume.supervisor.hang import Heartbeats
 from mindresume.supervisor.job import Observer
 from mindresume.supervisor.members import Members
 from mindresume.supervisor.rendezvous import BackgroundStates, NodeStates, Place, Rendezvous
-from mindresume.supervisor.restart_policy import DIED, EXITED, JobEnd, RestartPolicy, StartOutcome
+from mindresume.supervisor.restart_policy import DIED, EXITED, JobEnd, StartOutcome
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 from sim.cluster import Process, current_cluster, current_process
 from sim.mount import Mount
@@ -200,11 +200,11 @@ class _SimulatedJob:
 class _SimulatedSupervisor(Supervisor):
     def __init__(self, jobs: Jobs, nodes: Rendezvous, fewest: int, chance: random.Random):
         # 0: the first failure ends the job on all nodes
-        policy = RestartPolicy(0) if jobs.status else RestartPolicy()
+        settings = SupervisorSettings(max_restarts=0 if jobs.status else 5)
         printer = (
             [BackgroundHandler(_FullPipe())] if isinstance(nodes.states, BackgroundStates) else []
         )
-        super().__init__(("train",), SupervisorSettings(policy), Emitter(*printer), nodes, {})
+        super().__init__(("train",), settings, Emitter(*printer), nodes)
         self.jobs, self.fewest, self.chance = jobs, fewest, chance
 
     def make_job(self, command: Sequence[str], number: int) -> _SimulatedJob:

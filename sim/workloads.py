@@ -22,7 +22,6 @@ from mindresume.supervisor.restart_policy import (
     RESTART,
     TERMINATED,
     JobEnd,
-    RestartPolicy,
     StartOutcome,
     decide,
 )
@@ -41,6 +40,7 @@ from sim.scenarios import Simulation
 from sim.schedule import Schedule
 
 RUN = "0002-1111aaaa"
+RESTARTS = 5  # in a row without progress
 ATTEMPTS = 3  # number of times that a platform starts a job
 LATER = (0.0, 0.0, 2.5)  # seconds between the starts of two jobs
 LATER_IN_PODS = (0.0, 1.5, 3.0, 4.5)
@@ -221,7 +221,7 @@ def supervised(sim: Simulation) -> None:
                     is_preempted=asked,
                 )
             )
-            if decide(RestartPolicy(), starts).action != RESTART:
+            if decide(RESTARTS, starts).action != RESTART:
                 return
 
     on_platform(sim, work)

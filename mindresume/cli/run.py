@@ -250,7 +250,6 @@ def run(
     from mindresume.supervisor.hang import HangLimits
     from mindresume.supervisor.job_end import JobSettings
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
-    from mindresume.supervisor.restart_policy import RestartPolicy
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
     if command[:1] == ["--"]:
@@ -267,9 +266,7 @@ def run(
         _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"),
         _seconds(stuck, 60.0, "MSRUN_STUCK"),
     )
-    settings = SupervisorSettings(
-        RestartPolicy(max_restarts), job, events, json, local_workers, keep_logs
-    )
+    settings = SupervisorSettings(max_restarts, job, events, json, local_workers, keep_logs)
     meeting = None
     if nodes > 1:
         if rendezvous is None:

@@ -115,15 +115,6 @@ class StartOutcome:
 
 
 @dataclass(frozen=True)
-class RestartPolicy:
-    """Holds the limits. ``max_restarts``: restarts in a row without progress; 0: the job is never
-    started again."""
-
-    max_restarts: int = 5
-    max_delay: float = MAX_DELAY
-
-
-@dataclass(frozen=True)
 class Decision:
     """Says what follows. ``status``: of the supervisor, unless it restarts. ``delay``: seconds
     before the restart. ``reason``: for people. ``fruitless``: starts in a row without progress."""
@@ -145,8 +136,9 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
     return count
 
 
-def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
-    """Returns what follows the last of ``starts``, at least one."""
+def decide(max_restarts: int, starts: Sequence[StartOutcome]) -> Decision:
+    """Returns what follows the last of ``starts``, at least one. ``max_restarts``: in a row without
+    progress; 0: the job is never started again."""
     last, end, fruitless = starts[-1], starts[-1].end, fruitless_starts(starts)
     # Status 2, although the same command has worked before: its script or interpreter cannot be
     # read now.
@@ -174,15 +166,15 @@ def decide(policy: RestartPolicy, starts: Sequence[StartOutcome]) -> Decision:
     if final is not None:
         return Decision(EXIT, end.status, reason=final, fruitless=fruitless)
     status = end.status or 1
-    if not policy.max_restarts:
+    if not max_restarts:
         return Decision(EXIT, status, reason="--max-restarts 0", fruitless=fruitless)
-    if fruitless > policy.max_restarts:
+    if fruitless > max_restarts:
         reason = (
             f"{fruitless} starts in a row made no progress: none left a later checkpoint "
             "than the starts before it"
         )
         return Decision(GIVE_UP, status, reason=reason, fruitless=fruitless)
-    delay = min(policy.max_delay, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
+    delay = min(MAX_DELAY, 2.0 ** min(fruitless - 1, 30)) if fruitless else 0.0
     return Decision(RESTART, status, delay, end.cause, fruitless)
 
 
@@ -194,7 +186,7 @@ SHOWN = 20
 _WIDTH = 300
 
 
-def failure_page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> tuple[str, ...]:
+def failure_page(starts: Sequence[StartOutcome]) -> tuple[str, ...]:
     """Returns what each start did and died of, in lines. Lines of logs are escaped, because they
     can hold anything."""
     lines = (
@@ -211,7 +203,7 @@ def failure_page(starts: Sequence[StartOutcome], advice: Sequence[str] = ()) -> 
         width = None if start is starts[-1] else _WIDTH
         lines += [f"      | {shown(line)[:width]}" for line in start.end.log]
         lines += [f"    logs: {shown(folder)}" for folder in start.log_folders]
-    return (*lines, *advice)
+    return tuple(lines)
 
 
 def _work(start: StartOutcome) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
@@ -51,7 +51,6 @@ from mindresume.supervisor.restart_policy import (
     STOPPED,
     Decision,
     JobEnd,
-    RestartPolicy,
     StartOutcome,
     decide,
     failure_page,
@@ -70,13 +69,14 @@ class SupervisorSettings:
     """Holds the options of ``mindresume run``.
 
     Attributes:
+        max_restarts: restarts in a row without progress.
         events: folder for the event file; empty: the output folder of the training.
         to_stderr: the command prints to standard error alone.
         local_workers: ranks of one node, for the placeholder {workers}.
         keep_logs: starts whose logs are kept; 0: the next start overwrites them.
     """
 
-    policy: RestartPolicy = RestartPolicy()
+    max_restarts: int = 5
     job: JobSettings = JobSettings()
     events: str = ""
     to_stderr: bool = False
@@ -111,12 +111,10 @@ class Supervisor:
         settings: SupervisorSettings,
         emit: Emitter,
         nodes: Rendezvous | None = None,
-        environment: Mapping[str, str] | None = None,
         flush: Flush | None = None,
     ):
         self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
         self.flush = flush
-        self.environment = dict(os.environ if environment is None else environment)
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals = _Signals()
@@ -213,7 +211,7 @@ class Supervisor:
                 return Decision(EXIT, self._peer_end.status, reason=self._peer_end.cause)
             if members is not None and not members.is_leader and outcome.end.kind != STOPPED:
                 continue  # the leader decides
-            decision = decide(self.settings.policy, self.starts)
+            decision = decide(self.settings.max_restarts, self.starts)
             if decision.action != RESTART:
                 return decision
             if not self._wait(decision):
@@ -283,7 +281,7 @@ class Supervisor:
             if self.starts and self.starts[-1].end.kind in (DIED, HUNG, PEER)
             else {}
         )
-        environment = {**self.environment, **job_end.marks(self.command), **ended_by_us}
+        environment = {**os.environ, **job_end.marks(self.command), **ended_by_us}
         return Job(
             Command(command, environment, self.settings.to_stderr),
             number,

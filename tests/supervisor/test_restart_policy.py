@@ -17,13 +17,10 @@ from mindresume.supervisor.restart_policy import (
     RESTART,
     STOPPED,
     JobEnd,
-    RestartPolicy,
     StartOutcome,
     decide,
     fruitless_starts,
 )
-
-POLICY = RestartPolicy()
 
 
 def died(number=1, resumed=-1, committed=-1, status=137, kind=DIED, **more):
@@ -65,7 +62,7 @@ outcomes = st.builds(
     ],
 )
 def test_what_is_never_started_again(outcome, status):
-    decision = decide(POLICY, [outcome])
+    decision = decide(5, [outcome])
     assert (decision.action, decision.status) == (EXIT, status)
 
 
@@ -82,20 +79,20 @@ def test_what_is_never_started_again(outcome, status):
     ],
 )
 def test_what_is_started_again(outcome):
-    decision = decide(POLICY, [outcome])
+    decision = decide(5, [outcome])
     assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 1.0, 1)
 
 
 def test_a_failure_after_a_new_checkpoint_is_restarted_at_once_and_for_ever():
     starts = [died(number + 1, 10 * number, 10 * number + 10) for number in range(50)]
     for count in range(1, 51):
-        decision = decide(POLICY, starts[:count])
+        decision = decide(5, starts[:count])
         assert (decision.action, decision.delay, decision.fruitless) == (RESTART, 0.0, 0)
 
 
 def test_a_job_that_dies_at_the_same_step_is_given_up_after_growing_delays():
     starts = [died(1, -1, 100)] + [died(number, 100, -1, last_step=105) for number in range(2, 8)]
-    decisions = [decide(POLICY, starts[:count]) for count in range(1, 8)]
+    decisions = [decide(5, starts[:count]) for count in range(1, 8)]
     assert [decision.delay for decision in decisions] == [0, 1, 2, 4, 8, 16, 0]
     assert [decision.action for decision in decisions] == [RESTART] * 6 + [GIVE_UP]
     assert decisions[-1].status == 137
@@ -108,13 +105,13 @@ def test_a_resume_from_a_later_step_is_progress_of_the_start_before():
 
 
 def test_no_restart_at_all():
-    assert decide(RestartPolicy(0), [died(1, -1, 50)]).action == EXIT
-    assert decide(RestartPolicy(0), [died(1, -1, 50)]).status == 137
+    assert decide(0, [died(1, -1, 50)]).action == EXIT
+    assert decide(0, [died(1, -1, 50)]).status == 137
 
 
 @given(st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 6))
 def test_every_decision(starts, limit):
-    decision = decide(RestartPolicy(limit), starts)
+    decision = decide(limit, starts)
     last, fruitless = starts[-1], fruitless_starts(starts)
     assert 0 <= fruitless <= len(starts) and decision.fruitless == fruitless
     assert 0 <= decision.delay <= 60 and (decision.delay == 0 or decision.action == RESTART)
@@ -141,22 +138,20 @@ def test_every_decision(starts, limit):
 def test_restarts_without_progress_end(starts, limit):
     """Whatever came before, ``limit`` + 1 starts that reach nothing new end the job."""
     stuck = [died(committed=-1, resumed=-1)] * (limit + 1)
-    assert decide(RestartPolicy(limit), [*starts, *stuck]).action == GIVE_UP
+    assert decide(limit, [*starts, *stuck]).action == GIVE_UP
 
 
 @pytest.mark.parametrize("kind", [EXITED, DIED, NOT_STARTED])
 def test_status_2_without_a_rank_is_final_unless_the_same_command_has_worked_before(kind):
     """Script and interpreter can lie on a mount that is away for seconds."""
     missing = died(status=2, kind=kind)
-    assert decide(POLICY, [missing]).action == EXIT
-    assert decide(POLICY, [died(has_begun=True), missing]).action == RESTART
+    assert decide(5, [missing]).action == EXIT
+    assert decide(5, [died(has_begun=True), missing]).action == RESTART
     if kind != NOT_STARTED:
-        assert (
-            decide(POLICY, [died(has_begun=True), replace(missing, has_begun=True)]).action == EXIT
-        )
-    assert decide(POLICY, [died(has_begun=True), *[missing] * 6]).action == GIVE_UP
+        assert decide(5, [died(has_begun=True), replace(missing, has_begun=True)]).action == EXIT
+    assert decide(5, [died(has_begun=True), *[missing] * 6]).action == GIVE_UP
 
 
 def test_a_command_that_cannot_be_started_for_the_moment_is_started_again():
-    decision = decide(POLICY, [died(status=1, kind=NOT_STARTED)])
+    decision = decide(5, [died(status=1, kind=NOT_STARTED)])
     assert (decision.action, decision.status) == (RESTART, 1)
