@@ -247,8 +247,7 @@ def run(
     from mindresume.coordination.liveness import AwakeClock
     from mindresume.storage.posix import PosixStorage
     from mindresume.supervisor.evidence import BackgroundHandler
-    from mindresume.supervisor.hang import HangLimits
-    from mindresume.supervisor.job_end import JobSettings
+    from mindresume.supervisor.hang import JobSettings
     from mindresume.supervisor.rendezvous import BackgroundStates, Place, Rendezvous
     from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
@@ -260,7 +259,8 @@ def run(
             "for example: mindresume run -- bash scripts/msrun_launcher.sh ..."
         )
     job = JobSettings(
-        HangLimits(hang_timeout, start_timeout),
+        hang_timeout,
+        start_timeout,
         kill_after,
         save_timeout,
         _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"),

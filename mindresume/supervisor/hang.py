@@ -115,14 +115,26 @@ class Heartbeats:
 
 
 @dataclass(frozen=True)
-class HangLimits:
-    """Holds the limits in seconds; 0: no limit. ``step``: without a finished step, once the first
-    step is done. ``start``: from the start of the command to the end of the first step of every
-    rank, for the end of the training (last save, uploads), and for the end of a process whose
-    training has failed."""
+class JobSettings:
+    """Holds the seconds of one start, as the options of ``mindresume run`` have them.
 
-    step: float = 1800.0
-    start: float = 7200.0
+    Attributes:
+        hang_timeout: without a finished step, once the first step is done; 0: no limit.
+        start_timeout: from the start of the command to the end of the first step of every rank, for
+            the end of the training (last save, uploads), and for the end of a process whose
+            training has failed; 0: no limit.
+        kill_after: between SIGTERM and SIGKILL after a failure.
+        save: the same for a rank or a process that is saving.
+        leave: the same after a signal to this process, in which the ranks save.
+        stuck: after SIGKILL, until a process is left behind.
+    """
+
+    hang_timeout: float = 1800.0
+    start_timeout: float = 7200.0
+    kill_after: float = 1.0
+    save: float = 20.0
+    leave: float = 60.0
+    stuck: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,7 @@ def find_hang(
     heartbeats: Sequence[Heartbeat],
     started: float,
     now: float,
-    limits: HangLimits,
+    settings: JobSettings,
     clock: AwakeClock | None = None,
 ) -> Hang | None:
     """Returns the ranks that exceed their limit, None if none does. ``started``: when the command
@@ -151,10 +163,10 @@ def find_hang(
             # a script can go on after its training for as long as it likes
             continue
         if heartbeat.phase in (TRAINING, SAVING):
-            since, limit, name = heartbeat.times.progressed, limits.step, "--hang-timeout"
+            since, limit, name = heartbeat.times.progressed, settings.hang_timeout, "--hang-timeout"
         else:
             since = heartbeat.times.changed if heartbeat.phase in (ENDING, ENDED) else started
-            limit, name = limits.start, "--start-timeout"
+            limit, name = settings.start_timeout, "--start-timeout"
         seconds = clock.at(now) - clock.at(since) if clock is not None else now - since
         if limit and seconds > limit:
             stuck.append((seconds, heartbeat, name))

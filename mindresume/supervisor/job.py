@@ -41,12 +41,13 @@ from mindresume.storage.operations import call_within
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, excerpt, tail
 from mindresume.supervisor.hang import (
     Heartbeats,
+    JobSettings,
     find_hang,
     startup_phases,
     without_stacks,
     write_stacks,
 )
-from mindresume.supervisor.job_end import Ending, JobSettings, first_lost_step, may_finish
+from mindresume.supervisor.job_end import Ending, first_lost_step, may_finish
 from mindresume.supervisor.members import (
     RANK,
     SCHEDULER,
@@ -366,7 +367,7 @@ class Job:
                     f"enable-linger"
                 )
             )
-        hang = find_hang(alive, self._began, runtime.monotonic(), self.settings.limits, self._clock)
+        hang = find_hang(alive, self._began, runtime.monotonic(), self.settings, self._clock)
         if hang is None:
             return None
         noticed, first = runtime.monotonic(), hang.ranks[0]

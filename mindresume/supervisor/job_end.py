@@ -40,14 +40,13 @@ import signal
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from mindresume import runtime
 from mindresume.coordination.liveness import is_running, namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
 from mindresume.storage.operations import Hurry
-from mindresume.supervisor.hang import HangLimits
+from mindresume.supervisor.hang import JobSettings
 from mindresume.supervisor.members import (
     OTHER,
     RANK,
@@ -67,19 +66,6 @@ from mindresume.supervisor.restart_policy import DIED, PEER, STOPPED, JobEnd
 
 _CLEANUP = 1.0  # seconds for launchers and scripts after the ranks
 _POLL = 0.05
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """Holds the seconds of one start, as the options of ``mindresume run`` have them.
-    ``kill_after``: between SIGTERM and SIGKILL after a failure; ``leave``: the same after a signal
-    to this process, in which the ranks save."""
-
-    limits: HangLimits = HangLimits()
-    kill_after: float = 1.0
-    save: float = 20.0
-    leave: float = 60.0
-    stuck: float = 60.0
 
 
 class EndingJob(Protocol):

@@ -35,8 +35,8 @@ from mindresume.events import (
 from mindresume.storage.operations import Hurry, call_within
 from mindresume.supervisor import job_end
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, keep_logs
+from mindresume.supervisor.hang import JobSettings
 from mindresume.supervisor.job import TICK, Command, Job
-from mindresume.supervisor.job_end import JobSettings
 from mindresume.supervisor.members import RANK, all_processes, become_subreaper, descendants
 from mindresume.supervisor.rendezvous import Membership, Rendezvous
 from mindresume.supervisor.restart_policy import (

@@ -8,9 +8,9 @@ import pytest
 from mindresume.coordination import rank_heartbeat as hb
 from mindresume.coordination.liveness import AwakeClock
 from mindresume.coordination.rank_heartbeat import Heartbeat, PhaseTimes
-from mindresume.supervisor.hang import HangLimits, find_hang
+from mindresume.supervisor.hang import JobSettings, find_hang
 
-LIMITS = HangLimits(step=100, start=1000)
+LIMITS = JobSettings(100, 1000)
 
 
 def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
@@ -60,7 +60,7 @@ def test_the_rank_that_is_behind_comes_first():
 
 
 def test_without_limits_and_without_ranks_nothing_hangs():
-    assert find_hang([rank(0), rank(1, hb.LOADING)], 0.0, 10**9, HangLimits(0, 0)) is None
+    assert find_hang([rank(0), rank(1, hb.LOADING)], 0.0, 10**9, JobSettings(0, 0)) is None
     assert find_hang([], 0.0, 10**9, LIMITS) is None
 
 

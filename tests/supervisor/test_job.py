@@ -23,9 +23,8 @@ from mindresume.coordination.rank_heartbeat import (
 from mindresume.events import Emitter, HangDetected, Notice, ignore
 from mindresume.supervisor import job as job_module
 from mindresume.supervisor import job_end
-from mindresume.supervisor.hang import HangLimits
+from mindresume.supervisor.hang import JobSettings
 from mindresume.supervisor.job import Command, Job, _status_in_message
-from mindresume.supervisor.job_end import JobSettings
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, Ended, Member, Process
 from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED, JobEnd
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
@@ -38,9 +37,7 @@ def job_with_a_silent_rank(folder, events):
             rank_heartbeat, "runtime", SimpleNamespace(monotonic=lambda: 0.0, time=time.time)
         )
         RankHeartbeat(os.path.join(folder, f"process_{os.getpid()}.heartbeat")).reach(5)
-    job = Job(
-        Command(["train"], {}), 1, str(folder), JobSettings(HangLimits(step=1e-9)), events.append
-    )
+    job = Job(Command(["train"], {}), 1, str(folder), JobSettings(1e-9), events.append)
     (found,) = read_heartbeats(str(folder))
     job.members.refresh = lambda *arguments: None
     job.members.alive = lambda *roles: [Member(Process(found.pid, 1, 1, "R", found.ticks), RANK, 0)]

@@ -7,7 +7,8 @@ import pytest
 
 from mindresume import runtime
 from mindresume.supervisor import job_end
-from mindresume.supervisor.job_end import Ending, JobSettings
+from mindresume.supervisor.hang import JobSettings
+from mindresume.supervisor.job_end import Ending
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, WRITER, Ended, Member, Process
 from mindresume.supervisor.restart_policy import DIED, JobEnd
 
