@@ -269,131 +269,76 @@ SAME_KEY = json.dumps(WHOLE).replace('"v": {', '"w": {').encode()
 
 DAMAGED = [
     (b"", "0 bytes"),
-    (b"{", "not JSON"),
-    (b"\xff", "not JSON"),
     (b"[]", "JSON object"),
     (b"[" * 10**6, "not JSON"),
-    (b'{"a":' * 10**5, "not JSON"),
     (json.dumps(WHOLE).encode()[:-9], "not JSON"),
     (SAME_KEY, "'w' occurs twice"),
-    (b'{"state_dict_metadata": {}}', "storage_data is None"),
-    (b'{"storage_data": {}}', "state_dict_metadata is None"),
-    (changed("state_dict_metadata", []), "state_dict_metadata"),
-    (changed("storage_data", 3), "storage_data is 3"),
     (changed("state_dict_metadata", "w", ...), "storage_data has 'w'"),
-    (changed("state_dict_metadata", "w", None), "JSON object"),
-    *(
-        (of_w(key, ...), f"{key} is missing")
-        for key in ("properties", "global_shape", "layout", "chunk")
-    ),
-    *(
-        (of_w("layout", key, ...), f"{key} is missing")
-        for key in ("device_matrix", "tensor_map", "rank_list")
-    ),
-    (of_w("properties", "dtype", ...), "dtype is missing"),
-    (of_w("properties", []), "dtype"),
-    (of_w("properties", "dtype", "float31"), "float31"),
-    (of_w("properties", "dtype", None), "dtype"),
+    *((of_w(key, ...), f"{key} is missing") for key in ("properties", "global_shape", "chunk")),
+    *((of_w("layout", key, ...), f"{key} is missing") for key in ("device_matrix", "rank_list")),
     (of_w("properties", "dtype", "float8e4m3"), "float8e4m3"),
-    *(
-        (of_w("global_shape", shape), "global_shape")
-        for shape in (
-            [4, 3.0],
-            [4, -3],
-            "43",
-            None,
-            [4, True],
-            [2**40, 2**40],
-            [0, 2**63],
-            [4] * 40,
-        )
-    ),
+    *((of_w("global_shape", shape), "global_shape") for shape in ([4, -3], [2**40] * 2, [4] * 40)),
     (of_w("global_shape", [4]), "dimensions"),
     (of_w("global_shape", [5, 3]), "divide"),
     (of_w("axis_fragmentations", [1, 2]), "axis_fragmentations"),
-    (of_w("axis_fragmentations", None), "axis_fragmentations"),
-    (of_w("layout", []), "device_matrix"),
-    (of_w("layout", "x"), "device_matrix"),
-    (of_w("layout", None), "axis_fragmentations"),
     (of_w("layout", "device_matrix", []), "at least one axis"),
-    (of_w("layout", "device_matrix", [10**6]), "layout"),
     (of_w("layout", "device_matrix", [10**5, 10**5]), "layout"),
-    (of_w("layout", "device_matrix", [0, 2]), "at least one axis"),
     (of_w("layout", "device_matrix", [2, 4]), "rank_list"),
     (of_w("layout", "tensor_map", [5, -1]), "axis"),
     (of_w("layout", "tensor_map", [0, 0]), "twice"),
     (of_w("layout", "tensor_map", [[[0]], -1]), "layout"),
-    (of_w("layout", "tensor_map", ["a", -1]), "layout"),
-    (of_w("layout", "tensor_map", [True, -1]), "layout"),
     (of_w("layout", "rank_list", [4, 5, 6]), "3 ranks"),
     (of_w("layout", "rank_list", [4, 6, 5, 7]), "follow each other"),
-    (of_w("layout", "rank_list", [4, 6, 8, 10]), "follow each other"),
-    *(
-        (of_w("layout", "rank_list", [4, 5, 6, rank]), f"rank is {rank}")
-        for rank in (True, -1, 7.0, None, MAX_RANKS)
-    ),
-    (of_w("layout", "rank_list", None), "rank_list"),
+    (of_w("layout", "rank_list", [4, 5, 6, MAX_RANKS]), f"rank is {MAX_RANKS}"),
     (of_w("layout", "interleaved_parallel", True), "interleaved_parallel"),
     (of_w("layout", "alias_name", ["dp", "interleaved_parallel"]), "interleaved_parallel"),
-    (of_w("chunk", {}), "chunk"),
     (of_w("chunk", []), "0 slices, expected 2"),
-    (of_w("chunk", 0, 5), "JSON object"),
-    (of_w("chunk", 0, ...), "1 slices, expected 2"),
     (of_w("chunk", 0, "global_offset", ...), "global_offset is missing"),
     (of_w("chunk", 0, "local_shape", [4, 3]), "local_shape"),
-    (of_w("chunk", 0, "local_shape", [2.0, 3]), "local_shape"),
-    (of_w("chunk", 0, "local_shape", None), "local_shape"),
     (of_w("chunk", 0, "global_offset", [1]), "different"),
     (of_w("chunk", 0, "global_offset", [2]), "global_offset"),
-    (of_w("chunk", 0, "global_offset", [-1]), "global_offset"),
     (of_w("chunk", 0, "global_offset", [0, 0]), "global_offset"),
-    (of_w("chunk", 0, "global_offset", 0), "global_offset"),
-    (of_w("chunk", 0, "global_offset", [False]), "global_offset"),
-    (changed("storage_data", KEY, ...), "stored nowhere"),
     (changed("storage_data", KEY, []), "stored nowhere"),
-    (changed("storage_data", KEY, {"a": 1}), "list of files"),
-    (changed("storage_data", KEY, [3]), "file_name"),
     (changed("storage_data", slice_key("w", 2), WHOLE["storage_data"][KEY]), "slice 2 is stored"),
-    (
-        changed("storage_data", slice_key("w", 999_999), WHOLE["storage_data"][KEY]),
-        "slice 999999 is stored",
-    ),
-    (changed("storage_data", "('w', (-1,))", []), "has the key"),
-    (changed("storage_data", "('w', (0, 0))", []), "has the key"),
-    (changed("storage_data", "w", []), "has the key"),
-    (changed("storage_data", "(" * 10**5, []), "has the key"),
+    *((changed("storage_data", key, []), "has the key") for key in ("('w', (0, 0))", "(" * 10**5)),
     (changed("storage_data", slice_key("unknown", 0), []), "storage_data has 'unknown'"),
     *(
         (of_copy("file_name", name), "file_name")
         for name in (
             "/x.safetensors",
             "../x.safetensors",
-            "a/b.safetensors",
             "x.ckpt",
             "..",
-            "",
-            3,
-            None,
-            ["x.safetensors"],
-            {},
             "x\0.safetensors",
-            "x" * 999 + ".safetensors",
+            "x" * 999,
         )
     ),
-    (of_copy("file_name", ...), "file_name is missing"),
     (of_copy("storage_rank", ...), "storage_rank is missing"),
-    *(
-        (of_copy("storage_rank", rank), "rank")
-        for rank in (-1, MAX_RANKS, 10**400, 1.0, True, None, "5", [5])
-    ),
-    (changed("storage_data", slice_key("w", 0), 0, "storage_rank", 7), "rank 7, which has slice 1"),
+    *((of_copy("storage_rank", rank), "rank") for rank in (-1, MAX_RANKS, 10**400)),
     (of_copy("storage_rank", 4), "rank 4, which has slice 0"),
     (of_copy("rank_group", [5, 6]), "rank 6, which has slice 0"),
-    *(
-        (of_copy("rank_group", group), "rank")
-        for group in (3, {}, [1.0], [True], [None], [[5]], [5, MAX_RANKS], [-1])
-    ),
+    (of_copy("rank_group", [5, MAX_RANKS]), "rank"),
 ]
+FREE = {"replica_id", "allow_shape_mismatch", "allow_to_save", "alias_name"}  # what nobody reads
+
+
+def test_a_value_of_another_type_is_refused_wherever_it_stands():
+    accepted = set()
+    for path in places(WHOLE):
+        found = WHOLE
+        for key in path:
+            found = found[key]
+        for value in (None, -1, 1.5, "x", [], {}, 2**70, [None]):
+            if type(value) is type(found) or FREE & set(path):
+                continue
+            try:
+                read_metadata(changed(*path, value), "m")
+            except CorruptFileError as error:
+                assert error.path == "m" and len(str(error)) < 1500
+            else:
+                accepted.add((path[-1], str(value)))
+    # a tensor without a layout is whole; a dimension without an axis; groups came with 1.9.0
+    assert accepted == {("layout", "None"), (0, "[]"), (1, "[]"), ("rank_group", "None")}
 
 
 @pytest.mark.parametrize("data, reason", DAMAGED)
