@@ -3,7 +3,6 @@ an error in the training."""
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -17,12 +16,7 @@ from st.run_attempts import (
     assert_resumed,
     committed_steps,
     events,
-    failure,
-    refused_steps,
-    resume_summary,
     run_beside,
-    selected_step,
-    use_program,
 )
 from st.training_run import FORMAT_2, Run
 
@@ -64,18 +58,6 @@ def killed(run: Run, command: str, memory: str, step: int = 19, every: int = EVE
     return run
 
 
-@pytest.mark.parametrize("command", ["", FORMAT_2, "--callbacks.1.async_save thread"])
-def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command):
-    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), command, memory)
-    newest, disk = in_memory(run)[0].step, max(committed_steps(run))
-    assert newest >= 18 and newest % EVERY == 0 and disk <= newest
-    run.start(command, **settings(memory)).wait_for_success(LIMIT)
-    assert_resumed(run, whole_single, max(newest, disk))
-    assert sources(run) == ["memory"] and resume_summary(run)["checkpoint"][0] == "restored"
-    assert not os.path.exists(tier_of(run))  # the last step is on disk
-    assert events(run, "tier_saved") and not events(run, "tier_refused")
-
-
 @pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), FORMAT_2])
 def test_several_processes_resume_from_memory_at_every_step(
     whole_several, tmp_path, memory, command
@@ -97,40 +79,3 @@ def test_without_the_node_the_disk_is_taken(whole_single, tmp_path, memory):
     run.start("", **settings(memory)).wait_for_success(LIMIT)
     assert_resumed(run, whole_single, disk)
     assert sources(run) == ["disk"]
-
-
-def test_a_flipped_bit_is_refused(whole_single, tmp_path, memory):
-    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), "", memory)
-    disk, saves = max(committed_steps(run)), in_memory(run)
-    for save in saves:
-        path = os.path.join(tier_of(run), save.first.path)
-        with open(path, "r+b") as file:
-            file.seek(-1000, 2)
-            byte = file.read(1)
-            file.seek(-1000, 2)
-            file.write(bytes([byte[0] ^ 4]))
-    run.start("", **settings(memory)).wait_for_success(LIMIT)
-    assert selected_step(run) == disk and sources(run) == ["disk"]
-    assert refused_steps(run) == [save.step for save in saves if save.step >= disk]
-    assert_resumed(run, whole_single, disk)
-
-
-def test_an_error_writes_what_memory_has_to_disk(whole_single, tmp_path, memory):
-    run = use_program(run_beside(whole_single, tmp_path / "run", copied=False), "fail_in_step.py")
-    run.start("", **settings(memory), FAIL_IN_STEP="20").wait(LIMIT)
-    assert "FAIL_IN_STEP" in failure(run)
-    assert committed_steps(run) == [5, 10, 15, 18] and run.which()["chosen"]["step"] == 18
-
-
-def test_the_command_line_shows_and_writes_what_memory_has(whole_single, tmp_path, memory):
-    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), "", memory)
-    newest = in_memory(run)[0].step
-    found = run.which()
-    assert (found["chosen"]["step"], found["source"]) == (newest, "memory")
-    assert "memory (this node)" in run.mindresume("ls", str(run.checkpoints)).stdout
-    assert run.mindresume("flush", str(run.checkpoints)).returncode == 0
-    shutil.rmtree(tier_of(run))
-    found = run.which()
-    assert (found["chosen"]["step"], found["source"]) == (newest, "disk")
-    run.start("", **settings(memory)).wait_for_success(LIMIT)
-    assert_resumed(run, whole_single, newest)

@@ -13,7 +13,6 @@ All losses are compared with the uninterrupted run, which saves Checkpoint 1.0.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,14 +224,6 @@ def test_a_torn_first_save_is_a_fresh_start(broken, whole_single):
     assert iteration_files(broken.early, 5) == ["common.json", *BOTH]
 
 
-def test_a_missing_folder_is_a_fresh_start(others, whole_single):
-    """mindformers refuses it (is_hf_checkpoint of its trainer/utils.py), because it lists the
-    folder."""
-    run = others.missing
-    assert_event(run, "fresh_start", checkpoint_dir=contains("absent"), is_expected=False)
-    assert steps_of(run) == [1, 2, 3] and differences(whole_single.steps()[:3], run.steps()) == []
-
-
 def test_the_same_command_continues_bit_for_bit(broken, whole_single):
     assert_resumed(broken.run, whole_single, 10)
     assert not_equal(saved_tensors(broken.early, 10), parameters(broken.run, broken.root, 40)) == []
@@ -410,21 +401,6 @@ def test_no_load_optim_loads_weights_only(others, broken, whole_single):
     assert common_json(run.checkpoints, 10)["global_step"] == 10
 
 
-def test_resume_training_and_no_load_optim_is_one_clear_error(others):
-    assert_not_trained(others.both, 2)
-    errors = [
-        line
-        for line in others.both.log().splitlines()
-        if line.startswith("run_mindformer.py: error")
-    ]
-    assert (
-        len(errors) == 1
-        and "resume_training" in errors[0]
-        and "checkpoint.no_load_optim: True" in errors[0]
-    ), errors
-    assert not log_has(others.both, "Traceback")
-
-
 def test_a_run_is_later_than_those_of_the_iterations_that_it_finds(others, alone):
     """Copied or moved without the folder of records of their root; else their older steps would
     count as the newer ones."""
@@ -482,18 +458,3 @@ def test_saves_count_in_steps_of_the_new_batch_size(others):
         "global_batch_size": 16,
     }
     assert int(saved_tensors(root, 28)["global_step"][0]) == 28
-
-
-def test_a_batch_size_that_cuts_a_step_is_rounded_down(others, whole_single):
-    """35 * 8 / 16 = 17.5 steps: the data of step 35 is seen again, in step 18."""
-    run, before = others.odd, {row["step"]: row["samples"] for row in whole_single.steps()}
-    assert notices(run, "8 samples", level="warning")
-    assert {row["step"]: row["samples"] for row in run.steps(-1)} == {
-        step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)
-    }
-
-
-def test_which_names_the_checkpoint_that_a_resume_takes(broken):
-    answer = json.loads(broken.run.mindresume("which", "--json", str(broken.root)).stdout)
-    assert answer["chosen"]["step"] == 40 and answer["refused"] == []
-    assert {Path(path).name for path in answer["chosen"]["files"]} == set(BOTH)

@@ -4,7 +4,6 @@ recorded steps."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -124,9 +123,3 @@ def test_every_second_is_counted_once(training):
         before["end"] == pytest.approx(after["begin"])
         for before, after in zip(spans, spans[1:], strict=False)
     )
-
-
-def test_the_page_is_written(training):
-    (page,) = map(Path, training.after["files"])
-    text = page.read_text(encoding="utf-8")
-    assert "0002-" in text and '"curves":[{' in text and text.count("<script") == 2

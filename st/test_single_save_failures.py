@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from st.checkpoint_files import flip_bit, names, weights
+from st.checkpoint_files import flip_bit, weights
 from st.run_attempts import LIMIT, events, failure, in_parallel, not_identical, run_beside, steps_of
-from st.training_run import Run, differences
+from st.training_run import Run
 
 # no file grows beyond 4 MB: a checkpoint has 12, a log 0.1
 FULL = ("bash", "-c", 'ulimit -f 4000; exec "$@"', "_")
@@ -71,48 +69,3 @@ def test_full_disk_stops_the_training_after_three_failures_in_a_row(full):
     assert steps_of(full.warn)[:2] == [36, 37] and steps_of(full.warn)[-1] <= 38
     error = failure(full.warn)
     assert error.startswith("SaveError") and "step 38" in error and TOO_LARGE in error
-
-
-def test_full_disk_ends_the_job_at_once_if_asked_to(full):
-    assert full.strict.process.returncode == 1
-    assert steps_of(full.strict) in ([], [36])
-    assert len(events(full.strict, "save_failed")) == 1
-    error = failure(full.strict)
-    assert error.startswith("SaveError") and "step 36" in error and TOO_LARGE in error
-    nothing_torn(full.strict, [30, 35])
-
-
-def test_a_blocked_folder_for_a_while(whole_single, tmp_path):
-    """A file replaces the folder of the rank for a while: the job ends with success and the saves
-    that were possible."""
-    run = run_beside(whole_single, tmp_path / "run", copied=False)
-    run.start("--callbacks.1.save_checkpoint_steps 10 --callbacks.1.keep_checkpoint_max 10")
-    run.wait_for_step(11)
-    folder, aside = run.checkpoints / "rank_0", run.checkpoints / "aside"
-    run.signal_all(signal.SIGSTOP)
-    stopped_at = steps_of(run)[-1]
-    assert stopped_at < 30, "the machine is too slow to look in time"
-    os.rename(folder, aside)
-    folder.write_text("in the way")
-    run.signal_all(signal.SIGCONT)
-    while not events(run, "save_failed") and run.process.poll() is None:
-        time.sleep(0.01)
-    run.signal_all(signal.SIGSTOP)
-    folder.unlink()
-    os.rename(aside, folder)
-    run.signal_all(signal.SIGCONT)
-    run.wait_for_success(LIMIT)
-    assert differences(whole_single.steps(), run.steps()) == []
-    found = events(run, "save_failed")
-    assert 1 <= len(found) <= 2
-    missed = [row["step"] for row in found]
-    assert set(missed) < {20, 30, 40}
-    for row in found:
-        in_the_way = any(
-            os.strerror(number) in row["reason"] for number in (errno.EEXIST, errno.ENOTDIR)
-        )
-        assert str(folder) in row["reason"] and in_the_way, row
-    kept = [step for step in (10, 20, 30, 40) if step not in missed]
-    assert sorted(names(run)) == kept and run.half_written() == []
-    assert run.mindresume("verify", str(run.checkpoints)).returncode == 0
-    assert run.which()["chosen"]["step"] == kept[-1]

@@ -17,10 +17,8 @@ from mindresume.model.manifest import FOLDER
 from st.checkpoint_files import flip_bit, meta, names, records, weights
 from st.run_attempts import (
     assert_event,
-    assert_not_trained,
     assert_resumed,
     contains,
-    failure,
     in_parallel,
     notices,
     refused_steps,
@@ -148,57 +146,6 @@ def test_complete_already(resumed):
     )
 
 
-# ---- errors --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stopped(whole_single, tmp_path_factory) -> SimpleNamespace:
-    base = tmp_path_factory.mktemp("stopped")
-    unnamed, ruined = (
-        run_beside(whole_single, base / "unnamed", copied=False),
-        run_beside(whole_single, base / "ruined"),
-    )
-    flip_bit(weights(ruined, 40))
-    weights(ruined, 30).unlink()
-    half = weights(ruined, 35)
-    half.write_bytes(half.read_bytes()[:100_000])
-    in_parallel(
-        lambda: train(
-            unnamed,
-            f"--load_checkpoint {whole_single.checkpoints}",
-            "--resume_training qwen3_rank_0-2_5.safetensors",
-        ),
-        lambda: train(ruined),
-    )
-    return SimpleNamespace(unnamed=unnamed, ruined=ruined)
-
-
-def test_a_missing_name_is_an_error(stopped, whole_single):
-    assert_not_trained(stopped.unnamed)
-    facts = (
-        "MissingCheckpointError",
-        "qwen3_rank_0-2_5.safetensors",
-        str(whole_single.checkpoints),
-        *names(whole_single).values(),
-    )
-    assert [fact for fact in facts if fact not in failure(stopped.unnamed)] == []
-
-
-def test_all_damaged_is_an_error_that_lists_every_candidate(stopped):
-    run = stopped.ruined
-    assert_not_trained(run)
-    error = failure(run)
-    assert error.startswith("NoUsableCheckpointError") and "resume_training: False" in error
-    for step, name, reason in (
-        (40, "qwen3_rank_0-4_10", "checksum"),
-        (35, "qwen3_rank_0-4_5", "100000"),
-        (30, "qwen3_rank_0-3_10", "missing"),
-    ):
-        lines = [line for line in error.splitlines() if f"step {step}" in line]
-        assert any(name in line and reason in line for line in lines), error
-    assert len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 3
-
-
 # ---- fresh starts --------------------------------------------------------------------------------
 
 
@@ -208,20 +155,6 @@ def starts_afresh(run: Run, whole: Run, folder: str) -> None:
     rows = run.steps(-1)
     assert rows and rows[0]["step"] == 1
     assert differences(whole.steps()[: len(rows)], rows) == []
-
-
-def test_a_missing_or_empty_folder_is_a_fresh_start(whole_single, tmp_path):
-    """Both are killed soon: only the start matters."""
-    missing, empty = (
-        run_beside(whole_single, tmp_path / name, copied=False) for name in ("missing", "empty")
-    )
-    (tmp_path / "nothing").mkdir()
-    in_parallel(
-        lambda: train(missing, f"--load_checkpoint {tmp_path}/absent", CPU_CLUSTER_KILL="0@3"),
-        lambda: train(empty, f"--load_checkpoint {tmp_path}/nothing", CPU_CLUSTER_KILL="0@3"),
-    )
-    starts_afresh(missing, whole_single, f"{tmp_path}/absent")
-    starts_afresh(empty, whole_single, f"{tmp_path}/nothing")
 
 
 def killed_in_its_first_save(whole: Run, folder: Path) -> Run:

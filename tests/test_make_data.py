@@ -1,7 +1,6 @@
 """st/data/make_data.py: the tokenising part without MindSpore, and one folder through to
 MindDataset."""
 
-import json
 import os
 
 import numpy as np
@@ -59,24 +58,6 @@ def test_a_number_of_samples_that_does_not_fit_is_refused(samples):
 def test_equal_samples_are_refused():
     with pytest.raises(ValueError, match="only 2 of 4 samples are distinct"):
         make_data.cut(np.tile([1, 2], 6), 4, 8)
-
-
-def test_a_folder_is_complete_only_with_all_files_and_equal_parameters(tmp_path):
-    wanted = make_data.describe("text", 8, 16, 300)
-    for name in ("mcore.mindrecord", "legacy.mindrecord"):
-        (tmp_path / name).write_bytes(b"")
-        (tmp_path / f"{name}.db").write_bytes(b"")
-    (tmp_path / "tokenizer.json").write_bytes(b"")
-    assert not make_data.is_complete(tmp_path, wanted)
-    (tmp_path / "data.json").write_text(json.dumps(wanted))
-    assert make_data.is_complete(tmp_path, wanted)
-    assert not make_data.is_complete(tmp_path, make_data.describe("text", 9, 16, 300))
-    assert not make_data.is_complete(tmp_path, make_data.describe("another text", 8, 16, 300))
-    (tmp_path / "data.json").write_text(json.dumps(wanted)[:-5])
-    assert not make_data.is_complete(tmp_path, wanted)
-    (tmp_path / "data.json").write_text(json.dumps(wanted))
-    (tmp_path / "legacy.mindrecord.db").unlink()
-    assert not make_data.is_complete(tmp_path, wanted)
 
 
 def test_the_records_hold_the_windows(tmp_path, story, tokenizer):

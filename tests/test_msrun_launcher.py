@@ -410,32 +410,6 @@ def test_a_process_that_does_not_end_after_sigkill_is_named_and_left(job, worker
     assert err.count("left behind") == 1 and job.processes() == []
 
 
-@pytest.mark.parametrize("ends_by", ["itself", "signal"])
-def test_a_killed_writer_is_waited_for_and_named_if_it_does_not_end(job, ends_by):
-    """``grep`` finds a writer that no signal ends, as one in state D."""
-    # no process has this number
-    stuck = Path("/proc/sys/kernel/pid_max").read_text().strip()
-    (job.folder / "bin" / "grep").write_text(
-        f"#!/bin/bash\n[[ $1 == -lsaF && $3 == MSRUN_LAUNCHER_WRITER=* ]] && "
-        f'echo /proc/{stuck}/environ\nexec /usr/bin/grep "$@"\n'
-    )
-    (job.folder / "bin" / "grep").chmod(0o755)
-    job.program("print('up', flush=True)" + ("; time.sleep(3600)" if ends_by == "signal" else ""))
-    process = job.start("train.py", "1", MSRUN_GRACE="0", MSRUN_STUCK="1")
-    if ends_by == "signal":
-        log = job.folder / "output/msrun_log/worker_0.log"
-        job.wait_for(lambda: log.exists() and "up" in log.read_text())
-        process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == (143 if ends_by == "signal" else 0)
-    assert (
-        err.count(
-            f"process {stuck} (state not known) does not end after SIGKILL and is left behind"
-        )
-        == 1
-    )
-
-
 def test_real_msrun(job):
     """The real msrun reports a worker that exits with 3 as 1; the launcher finds the 3 in its
     message."""

@@ -177,18 +177,6 @@ def test_commas_make_a_list_only_in_options(run):
     assert (config.context.a, config.context.b) == ([1, "x", True], "1,x,True")
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        *((text, True) for text in ("true", "True", "TRUE", "1", "yes", "Yes")),
-        *((text, False) for text in ("false", "False", "0", "no", "NO")),
-    ],
-)
-def test_truth_values(run, text, value):
-    config, _ = run("--do_eval", text, "--resume_training", text)
-    assert config.do_eval is value and config.resume_training is value
-
-
 def test_resume_training_accepts_a_name(run, capsys, yaml_file):
     assert (
         run("--resume_training", "qwen3_rank_0-2_5.safetensors")[0].resume_training
@@ -420,11 +408,6 @@ def test_predict(run, config, tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             given(data, kinds=kinds)
-
-
-def test_predict_flags_do_nothing_in_training(run, config):
-    before = copy.deepcopy(dict(config))
-    assert run("--predict_data", "x", "--predict_batch_size", "2")[0] == before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -787,8 +770,3 @@ def test_help_and_errors_answer_at_once():
     assert done.stderr.splitlines()[-1].startswith(
         "run_mindformer.py: error: argument --config: no such file: "
     )
-
-
-def test_nothing_is_said_of_a_launch_without_flags(yaml_file):
-    launch = parsed("--config", yaml_file)
-    assert launch.mindresume and not launch.pynative and launch.without_effect_in_pynative() == []

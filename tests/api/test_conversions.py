@@ -385,30 +385,6 @@ def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path, convert):
     check_slices(tmp_path / "b", Plan.parse("tp4"), ALL)
 
 
-@pytest.mark.parametrize("write", [foreign, recorded])
-@pytest.mark.parametrize(
-    "chain", ["tp4 dp2tp2pp2opt2 dp4opt4", "dp4opt-1 tp2pp2 dp8", "dp2tp2axes10 pp4 tp8opt1"]
-)
-def test_a_chain_of_conversions_returns_to_the_same_bits(tmp_path, write, chain):
-    """Only the first conversion finds a strategy beside it."""
-    plans = [Plan.parse(text) for text in chain.split()]
-    write(tmp_path / "0" / "checkpoint", plans[0], ALL)
-    if write is foreign:
-        plans[0].write(tmp_path / "0" / "strategy")
-    for number, (plan, fmt) in enumerate(
-        zip([*plans[1:], plans[0]], ["ckpt", "safetensors", "safetensors"], strict=True), 1
-    ):
-        mindresume.convert(
-            tmp_path / str(number - 1) / "checkpoint",
-            tmp_path / str(number) / "checkpoint",
-            format=fmt,
-            to=plan.write(tmp_path / f"to {number}"),
-            engine="direct",
-        )
-        check_slices(tmp_path / str(number) / "checkpoint", plan, ALL)
-    assert mindresume.open(tmp_path / "3").latest().state.step == STEP
-
-
 def test_names_and_formats_of_foreign_sources(tmp_path, convert):
     """mindformers' names with a suffix of the run: the same name, without it."""
     plan = Plan.parse("tp2", TINY)
@@ -488,16 +464,6 @@ def test_one_rank_and_back(tmp_path, start, fmt, options, convert):
     check_slices(tmp_path / "b", Plan.parse("dp1"), ALL)
     convert(tmp_path / "b", tmp_path / "c", "dp2tp2", model=MODEL)
     check_slices(tmp_path / "c", Plan.parse("dp2tp2"), ALL)
-
-
-def test_lost_files_of_the_target_are_replaced_by_replicas(tmp_path, convert):
-    recorded(tmp_path / "a", Plan.parse("tp2"), ALL)
-    convert(tmp_path / "a", tmp_path / "b", "dp2tp2", model=MODEL)
-    (tmp_path / "b" / "rank_3" / "net_rank_3-2_5.safetensors").unlink()
-    found = mindresume.open(tmp_path / "b").select()
-    assert found.chosen.step == STEP and not found.refused
-    convert(tmp_path / "b", tmp_path / "c", "tp4", model=MODEL)
-    check_slices(tmp_path / "c", Plan.parse("tp4"), ALL)
 
 
 # ---- consolidated weights ------------------------------------------------------------------------

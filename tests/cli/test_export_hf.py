@@ -60,28 +60,6 @@ def test_dry_run_and_again(call, read, source, config, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["hf", "model"]
 
 
-def test_missing_or_wrong_input_is_an_error(call, source, config, tmp_path):
-    def refused(*arguments, change=None):
-        (config / "config.json").write_text(
-            json.dumps({**TINY, **(change or {})}), encoding="utf-8"
-        )
-        status, out, err = call(source, tmp_path / "hf", *arguments)
-        assert status == 2 and out == "" and not (tmp_path / "hf").exists() and err.count("\n") == 1
-        return err
-
-    assert "--config is missing: give the config.json" in refused()
-    assert "none/config.json does not exist" in refused(
-        "--config", tmp_path / "none" / "config.json"
-    )
-    assert "choose one of bfloat16, float32, keep" in refused("--config", config, "--dtype", "int8")
-    assert "--max-shard-size is 'big'" in refused("--config", config, "--max-shard-size", "big")
-    assert "model_type 'llama'" in refused("--config", config, change={"model_type": "llama"})
-    assert "num_attention_heads 4 x head_dim 8 + num_key_value_heads 2 x head_dim 8 + " in refused(
-        "--config", config, change={"num_key_value_heads": 2}
-    )
-    assert "there are:" in refused("--config", config, "--step", "7")
-
-
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_orders_are_those_that_the_checkpoint_records(call, config, tmp_path, merged):
     given = trained(GROUPED)

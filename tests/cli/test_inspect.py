@@ -3,17 +3,14 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from reshard.plans import (
     COUNTERS,
-    STEP,
     Plan,
     Spec,
     complete,
     foreign,
     lose,
-    put,
     random_tensors,
     recorded,
 )
@@ -156,24 +153,6 @@ def test_a_lost_file(tmp_path, read_ok):
         (part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]
     ] == [([0, 8], [0, 2], []), ([8, 16], [1], [3])]
     assert found["files"] == 3 and found["world_size"] == 4
-
-
-def test_consolidated_weights_and_single_files(tmp_path, read_ok, call):
-    complete(tmp_path / "merged", TENSORS)
-    found = read_ok(tmp_path / "merged", "--tensor", "*qkv*")
-    assert (found["kind"], found["world_size"], found["step"]) == (
-        "consolidated weights",
-        None,
-        STEP,
-    )
-    assert all(row["file"].startswith("part") and row["layout"] is None for row in found["tensors"])
-    assert found["tensors"][0]["file"] in call(tmp_path / "merged", "--tensor", "*qkv*")[1]
-    put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
-    found = read_ok(tmp_path / "one.ckpt")
-    assert (found["step"], found["size_bytes"], found["files"]) == (None, 12, 1)
-    assert [(row["name"], row["dtype"], row["shape"]) for row in found["tensors"]] == [
-        ("w", "float16", [2, 3])
-    ]
 
 
 # ---- strategies ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from rank_folders import folder_contents, tensors_at, tensors_in
+from rank_folders import tensors_at
 from reshard.plans import (
     COUNTERS,
     MODEL,
@@ -16,7 +16,7 @@ from reshard.plans import (
     recorded,
 )
 
-CONVERSION, HYPER, MAP = "conversion.json", "hyper_param.safetensors", "param_name_map.json"
+CONVERSION = "conversion.json"
 # without the empty one
 SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}
 TENSORS = random_tensors(SOLID)
@@ -41,47 +41,6 @@ def bits(tensors):
 
 
 # ---- results and output --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("part", ["1KB", "3GiB", "2500"])
-def test_weights_of_mindspore(source, tmp_path, read, part):
-    before = folder_contents(source)
-    status, found = read(source, tmp_path / "new", "--part-size", part)
-    assert status == 0 and folder_contents(source) == before
-    assert bits(tensors_at(tmp_path / "new")) == bits(EVERYTHING)
-    holds = {path.name: tensors_in(path) for path in (tmp_path / "new").glob("*.safetensors")}
-    parts = [f"part{number}.safetensors" for number in range(len(holds) - 1)]
-    assert sorted(os.listdir(tmp_path / "new")) == sorted([CONVERSION, HYPER, MAP, *parts])
-    assert (len(parts) == 1) is (part == "3GiB")
-    index = json.loads((tmp_path / "new" / MAP).read_text())
-    assert index["weight_map"] == {
-        name: file for file, held in holds.items() for name in held if file != HYPER
-    }
-    assert set(index["weight_map"]) == set(TENSORS)
-    total = sum(array.nbytes for array in EVERYTHING.values())
-    seconds = found.pop("seconds")
-    assert found == {
-        "source": f"{source}, step 15, 8 ranks",
-        "target": str(tmp_path / "new"),
-        "engine": "direct",
-        "files": len(parts) + 1,
-        "tensors": len(EVERYTHING),
-        "dtypes": found["dtypes"],
-        "model_type": None,
-        "bytes_needed": total,
-        "bytes_to_read": total,
-        "bytes_to_write": total,
-        "over_read": 1.0,
-        "memory_bytes": found["memory_bytes"],
-        "dry_run": False,
-        "finished": True,
-        "bytes_read": total,
-        "bytes_written": total,
-        "bytes_verified": total,
-        "notes": [],
-        "refused": [],
-    }
-    assert 0 <= seconds < 60
 
 
 def test_weights_of_hugging_face(source, tmp_path, call):
@@ -132,33 +91,3 @@ def test_consolidated_weights_in_other_parts(tmp_path, call):
     for src in ("one/net.ckpt", "two"):
         assert call(tmp_path / src, tmp_path / f"new {src[:3]}", "--engine", "direct")[0] == 0
         assert bits(tensors_at(tmp_path / f"new {src[:3]}")) == bits(EVERYTHING)
-
-
-def test_weights_only(tmp_path, call):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
-    PLAN.write(tmp_path / "strategy")
-    status, out, err = call(tmp_path / "checkpoint", tmp_path / "new")
-    assert (
-        (status, err) == (0, "")
-        and "weights only" in out
-        and not (tmp_path / "new" / HYPER).exists()
-    )
-    assert bits(tensors_at(tmp_path / "new")) == bits(TENSORS)
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-def test_other_sources(tmp_path, refused):
-    assert "missing does not exist" in refused(tmp_path / "missing")
-    foreign(tmp_path / "checkpoint", Plan.parse("tp2", SOLID), TENSORS)
-    assert "have no layout" in refused(tmp_path / "checkpoint")
-    complete(tmp_path / "consolidated", TENSORS)
-    PLAN.write(tmp_path / "strategy")
-    assert "holds consolidated weights, which have no layout" in refused(
-        tmp_path / "consolidated", "--from", tmp_path / "strategy"
-    )
-    os.remove(tmp_path / "consolidated" / "part0.safetensors")
-    assert f"part0.safetensors: the file is missing; {MAP} says that it holds tensor " in refused(
-        tmp_path / "consolidated"
-    )

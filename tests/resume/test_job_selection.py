@@ -8,7 +8,6 @@ from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, path_of, save, w
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
-from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.coordination.visibility import Visibility
 from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError
 from mindresume.events import (
@@ -16,7 +15,6 @@ from mindresume.events import (
     CandidateRefused,
     CheckpointSelected,
     FreshStart,
-    Notice,
     VerifiedBytesKept,
     VisibilityWaited,
     ignore,
@@ -207,21 +205,6 @@ def test_a_checkpoint_removed_during_selection_is_an_error_on_all_ranks(tmp_path
         assert isinstance(error, LoadError) and choice.chosen.records_dir in str(error)
 
 
-def test_all_ranks_select_the_same_checkpoint_and_rank_0_locks_it(tmp_path):
-    save(tmp_path, 5, world=2)
-
-    def work(group):
-        found = choose(tmp_path, group)
-        assert found.choice.chosen.step == 5 and own_shard(found.choice, group).rank == group.rank
-        assert locked(tmp_path) != []
-        group.gather(b"")
-        if found.read_lock is not None:
-            found.read_lock.release()
-        return found.read_lock is not None
-
-    assert Ranks(2).run(work) == [True, False] and locked(tmp_path) == []
-
-
 @pytest.mark.parametrize("world, converts", [(2, False), (1, True)])
 def test_a_mindformers_checkpoint_of_as_many_ranks_is_loaded_directly(tmp_path, world, converts):
     write_foreign(tmp_path, 5, world=world)
@@ -229,19 +212,6 @@ def test_a_mindformers_checkpoint_of_as_many_ranks_is_loaded_directly(tmp_path, 
         lambda group: choose(tmp_path, group, any_layout=True, resume=False, keep_layout=True)
     )
     assert [one.uses_layouts for one in found] == [converts] * 2
-
-
-def test_nodes_without_shared_storage_select_the_common_step(tmp_path, events):
-    save(tmp_path, 5, world=2)
-    shared_groups = {str(tmp_path): SharedGroups((0, 1))}
-
-    def work(group):
-        found = choose(tmp_path, group, shared_groups=shared_groups, emit=events.append)
-        found.read_lock.release()
-        return found.choice.chosen.step
-
-    assert Ranks(2).run(work) == [5, 5]
-    assert sum(isinstance(event, Notice) and str(tmp_path) in event.text for event in events) == 2
 
 
 def test_only_a_resume_asks_the_object_store(tmp_path, monkeypatch):

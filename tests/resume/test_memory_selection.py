@@ -26,7 +26,7 @@ from rank_folders import (
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
 from mindresume.errors import LoadError, NoUsableCheckpointError
-from mindresume.events import DISK, MEMORY, CandidateRefused, CheckpointSelected, FreshStart, Notice
+from mindresume.events import CandidateRefused, FreshStart, Notice
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
@@ -82,19 +82,6 @@ def taken(root, **how):
     """Returns (step, whether it lies in memory); None: a fresh start."""
     choice = choose(root, **how)[0].choice
     return (choice.chosen.step, choice.in_memory) if choice is not None else None
-
-
-def test_the_newest_save_of_all_is_taken(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
-    events = []
-    assert taken(root, events=events) == (10, True)
-    selected = next(event for event in events if isinstance(event, CheckpointSelected))
-    assert (selected.source, selected.checkpoint_dir, selected.run_id) == (MEMORY, str(tier), RUN)
-    save(root, 15, world=2)
-    events.clear()
-    assert taken(root, events=events) == (15, False)
-    assert [event.source for event in events if isinstance(event, CheckpointSelected)] == [DISK]
 
 
 def test_the_same_step_is_taken_from_memory(root, tier):

@@ -12,7 +12,6 @@ from rank_folders import (
     state_of,
     target_of,
     tensors_of,
-    write_foreign,
     write_rank,
 )
 
@@ -20,7 +19,7 @@ from mindresume.errors import SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats import OURS
 from mindresume.formats.scan import scan
-from mindresume.model.manifest import FOLDER, MANIFEST, TRASH, attempt_name, run_name
+from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.saving.committer import Committer, missing_ranks
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget, clean_own_folder, rank_shard, write_shard
@@ -169,23 +168,6 @@ def test_a_read_only_folder_is_a_clear_error(tmp_path):
         write_rank(tmp_path, 5, 0, 1)
 
 
-def test_retention_counts_earlier_runs_and_leaves_mindformers_files(tmp_path):
-    write_foreign(tmp_path, 1, world=2, suffix=7)
-    for step in (5, 10, 15):
-        save(tmp_path, step, world=2)
-    save(tmp_path, 20, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(2))
-    assert steps(tmp_path) == [20, 15]
-    assert sorted(os.listdir(tmp_path / "rank_1")) == [
-        "net_rank_1-2_5.safetensors",
-        "net_rank_1_1-2_10.safetensors",
-        "net_rank_1_7-1_1.safetensors",
-    ]
-    assert sorted(os.listdir(tmp_path / FOLDER)) == [
-        attempt_name(15, RUN),
-        attempt_name(20, NEXT_RUN),
-    ]
-
-
 def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
     """Each commit read those of all kept checkpoints again, twice: seconds for thousands."""
     opened = []
@@ -204,20 +186,6 @@ def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
     assert steps(tmp_path) == [50, 45, 40, 35] and len(opened) == len(set(opened)) == 10
 
 
-def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path):
-    save(tmp_path, 5, world=2)
-    attempt = tmp_path / FOLDER / attempt_name(5, RUN)
-    # killed right after the first operation
-    attempt.rename(attempt.with_name(TRASH + attempt.name))
-    path_of(tmp_path, 5, 0).unlink()  # ... or in the middle
-    assert [c.step for c in scan(dir_at(tmp_path)).candidates if c.maybe_completed] == []
-    save(tmp_path, 10, world=2, policy=KeepLast(3))
-    assert steps(tmp_path) == [10]
-    assert not path_of(tmp_path, 5, 1).exists() and sorted(os.listdir(tmp_path / FOLDER)) == [
-        attempt_name(10, RUN)
-    ]
-
-
 def test_a_checkpoint_removed_by_hand_during_retention_is_no_error(tmp_path):
     import shutil
 
@@ -228,16 +196,6 @@ def test_a_checkpoint_removed_by_hand_during_retention_is_no_error(tmp_path):
     shutil.rmtree(tmp_path / FOLDER / attempt_name(10, RUN))
     save(tmp_path, 20, world=1, policy=KeepLast(1))
     assert steps(tmp_path) == [20]
-
-
-def test_leftovers_of_a_dead_run_are_removed_by_the_next_commit(tmp_path):
-    save(tmp_path, 5, world=2)
-    # rank 1 was killed before its record
-    write_rank(tmp_path, 10, 0, 2)
-    path_of(tmp_path, 10, 1).write_bytes(path_of(tmp_path, 10, 0).read_bytes())
-    save(tmp_path, 10, world=2, run=NEXT_RUN, suffix=1, policy=KeepLast(3))
-    assert steps(tmp_path) == [10, 5]
-    assert not path_of(tmp_path, 10, 0).exists() and not path_of(tmp_path, 10, 1).exists()
 
 
 def test_an_unfinished_save_of_the_running_job_is_kept_until_a_later_commit(tmp_path):

@@ -155,18 +155,6 @@ def test_an_uncommitted_save_belongs_to_its_training(trainings):
     assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
 
 
-def test_an_unreadable_save_belongs_to_the_training_of_its_run(tmp_path):
-    trainings = Trainings(tmp_path, "1.0")
-    trainings.run(5, recorded=False)
-    trainings.run(100, 110)
-    folder = tmp_path / FOLDER / attempt_name(100, RUNS[1])
-    for path in folder.glob("rank_*"):
-        path.write_bytes(b"damaged")
-    (folder / MANIFEST).unlink()
-    assert [c.step for c in others(trainings.found(), RUNS[1])] == [5]
-    assert [c.step for c in others(trainings.found(), "")] == [110, 100]
-
-
 def test_the_run_decides_the_lineage_of_another_folder():
     class Chosen:
         run, lineage = RUNS[1], ""

@@ -273,12 +273,6 @@ def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
-def test_a_newer_local_checkpoint_is_kept(world):
-    world.upload(5)
-    world.save(10)
-    assert world.restore_all().chosen.step == 10 and kinds(world, CheckpointFetched) == []
-
-
 def test_a_damaged_local_file_is_replaced(world):
     """The store has the same bytes: the local file is refused and downloaded again, and only that
     file."""
@@ -536,13 +530,6 @@ def test_another_number_of_ranks(world):
         world.empty_disk()
 
 
-def test_a_requested_checkpoint_is_downloaded(world):
-    world.upload(5, 10)
-    world.empty_disk()
-    named = str(rank_folders.name_of(0, 5)) if world.fmt == "1.0" else "5"
-    assert world.restore_all(named=named).chosen.step == 5
-
-
 def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
     world = World(tmp_path, "2.0")
@@ -677,12 +664,6 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     assert lease.run.startswith("0008-") and not any(
         "0007-00000007" in name for name in os.listdir(world.disk / FOLDER)
     )
-
-
-def test_a_run_that_uploaded_nothing_counts_too(world):
-    world.remote.publish_status(run_name(3, "00000003"), RunStatus(None, False))
-    number_runs(dir_at(world.disk), world.remote)
-    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0004-")
 
 
 def test_a_run_considered_dead_uploads_nothing_more(world):
@@ -911,14 +892,6 @@ def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
     assert world.committed() == [5]
 
 
-def test_a_hanging_upload_is_reported_once(world):
-    uploader = world.uploaders(stall_timeout=10)[0]
-    uploader.queue.begin(5)
-    assert uploader.queue.poll() == []
-    world.now = 11
-    assert "step 5" in str(uploader.queue.poll()[0]) and uploader.queue.poll() == []
-
-
 def saved(world, uploaders, *steps, run=RUN):
     for step in steps:
         world.save(step, run)
@@ -979,15 +952,6 @@ def test_the_end_names_what_is_missing(world):
             "rank 0 is still uploading",
         )
     )
-
-
-def test_the_end_waits_for_a_limited_time(world):
-    """Rank 0 was killed."""
-    uploaders = world.uploaders()
-    saved(world, uploaders, 5)
-    uploaders[0].queue.finished = True
-    error = str(uploaders[1].queue.finish(600)[-1])
-    assert "600 s: rank 1 has not uploaded its part" in error and 600 <= world.now < 610
 
 
 # ---- a later run at the same url -----------------------------------------------------------------

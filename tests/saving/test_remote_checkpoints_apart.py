@@ -123,17 +123,6 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
                 resume(tmp_path, hosts=NODES)
 
 
-def test_the_store_has_the_parts_of_all_nodes_as_one_checkpoint(tmp_path):
-    save(tmp_path, 5)
-    manifest, _ = remote().manifest(remote().scan().committed()[0])
-    assert (
-        manifest.state.step,
-        manifest.world_size,
-        manifest.local_ranks,
-        len(manifest.files),
-    ) == (5, 4, (), 4)
-
-
 def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path):
     first = save(tmp_path, 5, late=(3,))[0]
     assert remote().scan().committed() == []
@@ -162,13 +151,6 @@ def test_a_replaced_damaged_file_is_read_again(tmp_path):
     assert [
         choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))
     ] == [10] * 4
-
-
-def test_a_newer_step_of_both_nodes_is_kept(tmp_path):
-    save(tmp_path, 5)
-    for node, ranks in PARTS.items():
-        save_part(tmp_path / node, 10, ranks)  # not uploaded any more
-    assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
 
 def test_a_step_of_one_node_alone_is_downloaded_if_the_store_has_it_completely(tmp_path):
@@ -336,20 +318,6 @@ def test_a_lost_part_is_reported_at_once_and_the_next_step_is_uploaded(tmp_path)
     job.peer_state()
     job.turns(0)
     assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().scan().objects
-
-
-def test_weights_lost_during_the_upload_are_reported(tmp_path, monkeypatch):
-    job = Training(tmp_path, 1)
-    job.save()
-    job.peer_state()
-    for path in (tmp_path / "b" / "rank_3").glob("*.safetensors"):
-        path.unlink()
-    job.turns(0)
-    assert (
-        in_bucket() == []
-        and job.now < 10
-        and any("part of rank 3 is not on its disk" in text for text in job.errors())
-    )
 
 
 def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path):
