@@ -169,7 +169,9 @@ class Catalog:
         hold: bool = True,
     ):
         self.path, self.world_size = path, world_size
-        self._storage, self._strategy, self._hold = storage, strategy, hold
+        self._storage = storage
+        self._strategy = strategy
+        self._hold = hold
         self._checkpoints: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -289,7 +291,9 @@ class Catalog:
             strategy_of, ConsolidatedSource(SingleProcess(), verify, resume=True), memory={}
         )
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
-        choice, root, local = preview.choice, preview.choice.root, None
+        choice = preview.choice
+        root = choice.root
+        local = None
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
         if preview.node_local is not None:
             found, _ = find_candidates(self._storage, self.path)
@@ -336,7 +340,9 @@ class Catalog:
             ConfigError: There is no such part.
         """
         check_part(part)
-        started, read, location = runtime.monotonic(), _Counter(progress), self._locate()
+        started = runtime.monotonic()
+        read = _Counter(progress)
+        location = self._locate()
         found, rows = self._scan(location, step)
         wanted = [*rows]
         if step is not None and not wanted:

@@ -67,12 +67,10 @@ class Checkpoint:
         consolidated_path: str = "",
     ):
         self.info, self._consolidated_path = info, consolidated_path
-        self._directory, self._candidate, self._strategy, self._holds = (
-            directory,
-            candidate,
-            strategy,
-            hold,
-        )
+        self._directory = directory
+        self._candidate = candidate
+        self._strategy = strategy
+        self._holds = hold
         self._notes: list[str] = []
         self._hold = ReadHold(texts_into(self._notes))
         weakref.finalize(self, self._hold.release)

@@ -41,7 +41,11 @@ from mindresume.tensor_files.header import DTYPES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ONLY_A, ONLY_B, SHAPE, DTYPE, VALUES = "only in A", "only in B", "shape", "dtype", "values"
+ONLY_A = "only in A"
+ONLY_B = "only in B"
+SHAPE = "shape"
+DTYPE = "dtype"
+VALUES = "values"
 PORTION = 1 << 16  # elements that are compared at once: their bits and values stay in the cache
 
 __all__ = [

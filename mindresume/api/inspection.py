@@ -37,7 +37,9 @@ from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 
-CHECKPOINT, CONSOLIDATED, STRATEGY = "checkpoint", "consolidated weights", "strategy"
+CHECKPOINT = "checkpoint"
+CONSOLIDATED = "consolidated weights"
+STRATEGY = "strategy"
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,9 @@ def inspect(
 
 def _of_checkpoint(source: OpenCheckpoint) -> Inspection:
     """Returns the inspection of all tensors of a checkpoint."""
-    weights, candidate, storage = source.weights, source.candidate, source.weights.storage
+    weights = source.weights
+    candidate = source.candidate
+    storage = source.weights.storage
     rows = tuple(tensors_of(weights).values())
     stage_sizes = {row.layout.stage_size for row in rows if row.layout}
     stage_size = stage_sizes.pop() if len(stage_sizes) == 1 else None

@@ -29,8 +29,7 @@ from mindresume.formats.iterations import parse_weight_file
 from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import CONSOLIDATED, JOB_FOLDERS, kind_of, locate, scan
-from mindresume.formats.weight_files import file_sizes
-from mindresume.model.manifest import FOLDER, TRASH, FileRecord, parse_attempt, strip_trash
+from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, strip_trash
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.eligible import read_size
@@ -43,6 +42,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import Policy, newest_lineage, plan
 from mindresume.storage.interface import Storage
 from mindresume.storage.object_store import FsspecStore, RetryingStore
+from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 
 
@@ -212,12 +212,8 @@ def _size(directory: CheckpointDir, commit_dir: str) -> int:
             paths = weights_of(directory, commit_dir)
     except OSError:
         return 0
-    return sum(
-        size or 0
-        for size in file_sizes(
-            directory, [FileRecord(os.path.relpath(path, directory.root), "") for path in paths]
-        )
-    )
+    found = parallel(directory.storage, directory.storage.status, paths)
+    return sum(status.size for status in found if status is not None)
 
 
 def _removal_text(trash: str) -> str:
@@ -451,7 +447,9 @@ def flush(
         ),
         default=(0, 0),
     )
-    in_memory, reasons, written = CheckpointDir(storage, tier), [], None
+    in_memory = CheckpointDir(storage, tier)
+    reasons = []
+    written = None
     for candidate in scan_records(in_memory)[0]:
         if candidate.problem is not None:
             continue

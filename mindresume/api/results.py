@@ -25,7 +25,10 @@ from mindresume.resume.candidates import (
 )
 from mindresume.typed import json_value
 
-VERIFIED, UNVERIFIABLE, DAMAGED, UNREADABLE = "verified", "unverifiable", "damaged", "unreadable"
+VERIFIED = "verified"
+UNVERIFIABLE = "unverifiable"
+DAMAGED = "damaged"
+UNREADABLE = "unreadable"
 
 __all__ = [
     "COMPLETE",

@@ -134,7 +134,9 @@ def drill(
     every = 1 if full else every
     cells: list[Cell] = []
     tasks: list[Task] = []
-    expected, possible, stopped = 0, 0, None
+    expected = 0
+    possible = 0
+    stopped = None
     with stopped_by_signals():
         own = tempfile.mkdtemp(prefix="mindresume-drill-", dir=folder)
         setup = runner.Setup(own, ranks, seed)

@@ -18,7 +18,9 @@ from mindresume.errors import ConfigError, MindResumeError
 from mindresume.events import PREFIX, Emitter, Event, Notice, warning
 from mindresume.storage.operations import Hurry
 
-_HANG, _END, _NODES = "When is it a hang", "How a job is ended", "Several nodes"
+_HANG = "When is it a hang"
+_END = "How a job is ended"
+_NODES = "Several nodes"
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})

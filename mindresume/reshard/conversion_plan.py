@@ -207,10 +207,8 @@ def to_iteration(
 
 def _of_ranks(plan: ConversionPlan, per_rank: int, ranks_per_group: int | None) -> ConversionPlan:
     """Adds the groups and the files of each rank, which has ``per_rank`` of them."""
-    size, count = (
-        per_rank * (ranks_per_group or (plan.strategy.stage_size if plan.strategy else 1)),
-        len(plan.files),
-    )
+    size = per_rank * (ranks_per_group or (plan.strategy.stage_size if plan.strategy else 1))
+    count = len(plan.files)
     return replace(
         plan,
         groups=tuple(

@@ -230,11 +230,9 @@ class Conversion:
                 "another folder"
             )
         self.storage.make_folder(os.path.dirname(self.work))
-        alone, tries, until = (
-            self.share.count == 1,
-            1,
-            runtime.monotonic() + max(self.share.timeout, _PATIENCE),
-        )
+        alone = self.share.count == 1
+        tries = 1
+        until = runtime.monotonic() + max(self.share.timeout, _PATIENCE)
         while not self._take_lock(fcntl.LOCK_EX):
             if not alone:
                 if self._take_lock(fcntl.LOCK_SH):
@@ -406,7 +404,9 @@ class Conversion:
         the target is complete. Raises ProcessLostError if the others give no sign for ``timeout``
         seconds."""
         left, sign = list(range(len(self.plan.groups))), None
-        pause, since, noted = _FIRST_PAUSE, runtime.monotonic(), runtime.monotonic()
+        pause = _FIRST_PAUSE
+        since = runtime.monotonic()
+        noted = runtime.monotonic()
         while not self.finished():
             # one listing: there may be a thousand groups
             marked = set(self.storage.list(self._in_work("done")))
@@ -421,7 +421,9 @@ class Conversion:
                 raise self._lost_work()
             if not self._is_there() and not self.finished():
                 raise self._lost_work()
-            now, before, sign = runtime.monotonic(), sign, (left, self._stamps(left))
+            now = runtime.monotonic()
+            before = sign
+            sign = (left, self._stamps(left))
             if sign != before:
                 since = now
             text = "the process that commits"

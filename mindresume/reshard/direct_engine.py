@@ -221,7 +221,9 @@ class _OutputFile:
     """Writes one target file, and hashes its bytes, which pass in order."""
 
     def __init__(self, storage: Storage, target: TargetFile, plan: FilePlan):
-        self.target, self.plan, self.where = target, plan, plan.tensors
+        self.target = target
+        self.plan = plan
+        self.where = plan.tensors
         self.sums = Checksums(size=plan.size)
         self.file: NewFile = storage.create(target.path, plan.size)
         self._whole, self._passed = xxh3_128(), 0

@@ -146,7 +146,9 @@ def view_of_folder(
         CorruptFileError: As ``read_weights``.
     """
     model = model or read_model(storage, folder)
-    (_, inner, _), known, repeated = read_weights(storage, folder), rules(model), copies(model)
+    _, inner, _ = read_weights(storage, folder)
+    known = rules(model)
+    repeated = copies(model)
     tensors = with_scales(inner.tensors, model.block, os.path.join(folder, CONFIG))
     needed, ignored = shapes(known), (*IGNORED, *left_out)
     expected = needed | {name: needed[other] for name, other in repeated.items()}

@@ -388,7 +388,9 @@ def _check_nan(weights: CheckpointView, path: str) -> None:
 def collect(task: Task) -> CheckpointView:
     """Returns a view of the files that MindSpore wrote. EngineError, with rank and parameter, if
     they are not as the target needs them."""
-    out, storage, source = os.path.join(task.work, "out"), PosixStorage(), task.weights.tensors
+    out = os.path.join(task.work, "out")
+    storage = PosixStorage()
+    source = task.weights.tensors
     paths = {
         rank: [os.path.join(out, f"rank_{rank}", f"weights{rank}.{task.format}")]
         for rank in range(len(task.held))

@@ -271,7 +271,9 @@ def _read(
     region: Region,
 ) -> tuple[np.ndarray | None, int]:
     """Returns the array of one region, None if it is not kept, and how many bytes were compared."""
-    tensor, sources, array = weights.tensors[name], SourceChecksums(), None
+    tensor = weights.tensors[name]
+    sources = SourceChecksums()
+    array = None
     dtype = bits_dtype(tensor.dtype)
     if memory is not None:
         array = memory.pop(name).view(dtype).reshape(shape_of(region))

@@ -322,7 +322,9 @@ def _unnamed_tensors(
     candidate = weights.candidate
     if not candidate.files:
         return []
-    rank, found, lost = min(candidate.files), [], []
+    rank = min(candidate.files)
+    found = []
+    lost = []
     for file in candidate.files[rank]:
         path = directory.path(file.path)
         if directory.storage.status(path) is None and named:

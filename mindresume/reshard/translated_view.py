@@ -262,7 +262,9 @@ class TranslatedView(CheckpointView):
 
     def __init__(self, inner: CheckpointView, tensors: Mapping[str, ComposedTensor]):
         self.__dict__.update(inner.__dict__)
-        self.inner, self.tensors, self.arrangement = inner, tensors, {}
+        self.inner = inner
+        self.tensors = tensors
+        self.arrangement = {}
 
     def locate(self, name: str, cut: Cut | ComposedCut) -> SliceLocation:
         """Returns where a slice lies. Raises the errors of ``CheckpointView.locate``, with names of
