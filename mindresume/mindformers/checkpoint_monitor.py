@@ -73,7 +73,8 @@ class CheckpointMonitor(BuiltIn):
     # ---- callbacks -------------------------------------------------------------------------------
 
     def on_train_begin(self, run_context: Any) -> None:
-        if training_context.current().monitor is self:
+        saves = training_context.current().saves
+        if saves is not None and saves is self._training:
             # MindIO repairs a training in its process, and begins it again: session and state go on
             return
         self._start(training_context.current(), run_context.original_args().list_callback or ())
@@ -86,20 +87,9 @@ class CheckpointMonitor(BuiltIn):
         elif self._training.end_step(_MonitorState(self, run_context.original_args())):
             run_context.request_stop()
 
-    def finish_after_error(self) -> None:
-        """Finishes the save in flight after the training failed, see
-        ``CheckpointManager.finish_after_error``."""
-        if self._training is not None:
-            self._training.manager.finish_after_error()
-
     def on_train_step_begin(self, run_context: Any) -> None:
         # skips the built-in, which polls its own writer here
         super(BuiltIn, self).on_train_step_begin(run_context)
-
-    def begin_load_attempt(self) -> None:
-        """Records that the first step after the load begins, see
-        ``CheckpointManager.begin_load_attempt``."""
-        self._training.manager.begin_load_attempt()
 
     def on_train_end(self, run_context: Any) -> None:
         super(BuiltIn, self).on_train_end(run_context)  # skips the built-in, which would save here
@@ -113,8 +103,8 @@ class CheckpointMonitor(BuiltIn):
         ``_append_dict``, on a monitor that belongs to no training (mindformers
         trainer/base_trainer.py, ckpt_save_func); the monitor of the training then saves."""
         if _RESCUE in self._append_dict:
-            saving = training_context.current().monitor
-            if saving is None or not saving.emergency_save(cb_params):
+            saves = training_context.current().saves
+            if saves is None or not saves.monitor.emergency_save(cb_params):
                 return super()._save_ckpt(cb_params, force_to_save)
             self._append_dict.pop(_RESCUE)
             return None
@@ -171,12 +161,12 @@ class CheckpointMonitor(BuiltIn):
             retention=retention,
             since=self._since,
         )
-        self._training = TrainingSaves(context, options)
+        self._training = TrainingSaves(context, options, self)
         session = self._training.manager.session
         if not self._iterations:
             self._prefix = stem(self.origin_prefix, session.target.rank, session.suffix)
         self._collector = StateCollector(self, session, context)
-        self._training.begin(self._append_step_num, self, callbacks)
+        self._training.begin(self._append_step_num, callbacks)
 
     def _root(self) -> str:
         """Returns the checkpoint directory."""
@@ -272,8 +262,8 @@ class FirstStep(Callback):
             ((it.name, it) for it in network.get_parameters()), callbacks, context.plan.resumes
         )
         heartbeat.enter(FIRST_STEP)
-        if context.monitor is not None:
-            context.monitor.begin_load_attempt()
+        if context.saves is not None:
+            context.saves.manager.begin_load_attempt()
         context.emit(NetworkCompiled())
 
 

@@ -241,7 +241,7 @@ class TrainingContext:
         task: TRAIN, EVALUATE or PREDICT; empty: idle.
         requests: the files that may request a stop, as they were before the training began
             (``coordination.preemption``).
-        monitor: the CheckpointMonitor, or what saves in a PyNative training.
+        saves: the ``training_saves.TrainingSaves`` of the training, while it can save.
         run: the ``pynative.training_run.TrainingRun`` of a PyNative training.
     """
 
@@ -252,7 +252,7 @@ class TrainingContext:
     progress: RunProgress = field(default_factory=RunProgress)
     objects: IterationObjects = field(default_factory=IterationObjects)
     requests: Mapping[str, Any] = field(default_factory=dict)
-    monitor: Any = None
+    saves: Any = None
     run: Any = None
 
     @property
@@ -293,7 +293,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
     that.
 
     At the end, on every rank and also after an error: the load attempt receives the error, the read
-    lock is released, the monitor finishes the save in flight, and TrainingEnded is the last event.
+    lock is released, the save in flight is finished, and TrainingEnded is the last event.
     """
     group = group_of_job()
     emit = Emitter(MindFormersLog(), TensorBoard())
@@ -308,7 +308,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         end.callback(set_current, TrainingContext())
         end.callback(_close_events, emit)
         end.callback(lambda: emit(ended))
-        end.callback(_settle_monitor, context)
+        end.callback(_settle_saves, context)
         end.callback(context.resources.release)
         set_current(context)
         try:
@@ -418,11 +418,11 @@ def inference(task: str, config: Any) -> Iterator[TrainingContext]:
             set_current(before)
 
 
-def _settle_monitor(context: TrainingContext) -> None:
+def _settle_saves(context: TrainingContext) -> None:
     """Finishes the save in flight, if the training failed."""
-    monitor, context.monitor = context.monitor, None
-    if monitor is not None:
-        monitor.finish_after_error()
+    saves, context.saves = context.saves, None
+    if saves is not None:
+        saves.manager.finish_after_error()
 
 
 def _close_events(emit: Emitter) -> None:

@@ -50,10 +50,10 @@ class TrainingSaves:
     """The saves of one training. When it is made, this rank acquires the checkpoint directory
     together with the others. All ranks have loaded the checkpoint before, so its read lock ends."""
 
-    def __init__(self, context: TrainingContext, options: SaveOptions):
+    def __init__(self, context: TrainingContext, options: SaveOptions, monitor: Any = None):
         resources, plan = context.resources, context.plan
         resources.group = group_of_job()
-        self.context = context
+        self.context, self.monitor = context, monitor
         self.manager = CheckpointManager(
             PosixStorage(),
             resources.group,
@@ -67,9 +67,8 @@ class TrainingSaves:
         self.manager.open(resources.topology, origin, resources.remote)
         resources.release()
 
-    def begin(self, step: int, monitor: Any, callbacks: Iterable[object] = ()) -> None:
-        """Starts the saver, makes ``monitor`` the one that saves in this training, and ends the
-        resume.
+    def begin(self, step: int, callbacks: Iterable[object] = ()) -> None:
+        """Starts the saver, and ends the resume.
 
         Args:
             step: the step after which the training begins.
@@ -79,7 +78,7 @@ class TrainingSaves:
         manager.begin(
             step, context.plan.choice if context.plan.resumes else None, context.resources.remote
         )
-        context.monitor = monitor
+        context.saves = self
         manager.count_hosts()
         if context.plan.resumes:
             restore_random(context, step)
@@ -99,7 +98,7 @@ class TrainingSaves:
         """Saves the last step, and waits until everything is committed."""
         heartbeat.enter(ENDING)
         self.manager.save_last(state)
-        self.context.monitor = None  # no save is possible any more
+        self.context.saves = None  # no save is possible any more
         self.manager.end(state.step)
 
 

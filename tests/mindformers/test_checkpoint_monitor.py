@@ -72,7 +72,7 @@ def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(
     job.monitor.on_train_step_begin(job.context)
     assert load_attempt.calls == []
     job.monitor._training.manager.preemption.signalled = signalled  # while it was compiled
-    job.monitor.begin_load_attempt()
+    job.monitor._training.manager.begin_load_attempt()
     assert load_attempt.calls == ([] if signalled else ["begins, run 0001, 1 host"])
     job.monitor._training.manager.preemption.signalled = False
     job.steps(2)

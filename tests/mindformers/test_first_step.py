@@ -118,7 +118,8 @@ def test_the_load_attempt_begins_when_the_network_is_compiled(monkeypatch):
     )
     try:
         attempt = context.resources.pending_load.attempt = SimpleNamespace(begun=False)
-        context.monitor = SimpleNamespace(begin_load_attempt=lambda: begun.append(True))
+        manager = SimpleNamespace(begin_load_attempt=lambda: begun.append(True))
+        context.saves = SimpleNamespace(manager=manager)
         net = nn.Dense(3, 2)
         cb_params = SimpleNamespace(train_network=net, list_callback=[])
         callback, run_context = (

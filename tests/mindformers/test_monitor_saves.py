@@ -193,14 +193,14 @@ def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
 
 def test_the_hooks_finish_the_saves_of_a_failed_training(tmp_path, own_context, monkeypatch):
     job = Job(build(tmp_path, async_save="thread")).steps(5)
-    assert own_context.monitor is job.monitor
-    job.monitor.finish_after_error()
+    assert own_context.saves is job.monitor._training
+    job.monitor._training.manager.finish_after_error()
     assert committed(tmp_path) == [5]
 
 
 def test_after_its_end_a_training_has_no_monitor(tmp_path, own_context):
     Job(build(tmp_path)).steps(5).end()
-    assert own_context.monitor is None
+    assert own_context.saves is None
 
 
 def test_a_stop_of_all_ranks_ends_the_training(tmp_path, own_context):

@@ -421,7 +421,8 @@ def test_all_resources_are_closed_once_although_one_fails(output):
     def train(self):
         current = training_context.current()
         current.resources.read_lock = SimpleNamespace(release=lambda: 1 / 0)
-        current.monitor = SimpleNamespace(finish_after_error=lambda: closed.append("settled"))
+        manager = SimpleNamespace(finish_after_error=lambda: closed.append("settled"))
+        current.saves = SimpleNamespace(manager=manager)
 
     with pytest.raises(ZeroDivisionError):
         patches.WRAPPERS["Trainer.train"](train)(FakeTrainer())

@@ -55,7 +55,7 @@ class RunSaver:
     def begin(self, run: TrainingRun, model: Any, optimizer: Any) -> None:
         """Opens the save session together with the other ranks, cleans up, and restores the random
         state."""
-        if self.training is not None and run.context.monitor is self.training.manager:
+        if self.training is not None and run.context.saves is self.training:
             return  # the training begins again in its process: session and state go on
         context, asked = run.context, self._asked
         options = SaveOptions(
@@ -76,7 +76,7 @@ class RunSaver:
         self._layouts = layouts_of(
             model, optimizer, shapes_of(all_parameters(model, optimizer)), context
         )
-        self.training.begin(int(run.trainer.state.global_step), manager)
+        self.training.begin(int(run.trainer.state.global_step))
         manager.begin_load_attempt()
         heartbeat.enter(FIRST_STEP)
 

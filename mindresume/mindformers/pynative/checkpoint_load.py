@@ -119,7 +119,7 @@ def end_without_saves(run: TrainingRun) -> None:
     """Ends the resume of a training in which nothing of mindresume saves. All ranks have loaded
     when they call it."""
     context = run.context
-    if context.monitor is None and context.plan.choice is not None:
+    if context.saves is None and context.plan.choice is not None:
         context.resources.release()
         if context.plan.resumes:
             restore_random(context, int(run.trainer.state.global_step))
