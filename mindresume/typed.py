@@ -222,9 +222,11 @@ class _Decoder:
         self.limits = (
             Limits(len(self.inner), len(self.inner)) if is_pair else limits or _NUMBERS.get(origin)
         )
-        self.match = limits and (
+        self.match: Any = limits and (
             limits.accepts or limits.pattern and re.compile(limits.pattern).fullmatch
         )
+        self.is_number = origin in _NUMBERS
+        self.is_bounded = self.limits is not None and (self.is_number or not self.match)
         self.types = (
             None if origin is Any else (list,) if self.is_list else _JSON.get(origin, (dict,))
         )
@@ -243,20 +245,23 @@ class _Decoder:
         if value is None and self.is_optional:
             return None
         allowed = self.types is None or type(value) in self.types
-        if allowed and self.limits is not None:
-            size = value if self.origin in _NUMBERS else 0 if self.origin is Any else len(value)
-            allowed = self.limits.least <= size <= self.limits.most and (
-                not self.match or bool(self.match(value))
-            )
+        if allowed and self.is_bounded:
+            size = value if self.is_number else len(value)
+            allowed = self.limits.least <= size <= self.limits.most
+        elif allowed and self.match:
+            allowed = bool(self.match(value))
         if not allowed or self.choices and value not in self.choices:
             raise RecordError(f"{_place(at)} is {value!r}"[:300] + f", expected {self._expected()}")
         if self.is_leaf:
             return float(value) if self.origin is float else value
         if self.is_list:
-            rows = []
+            rows, one = [], self.inner[0].decode if self.is_any_length else None
             for index, row in enumerate(value):
-                key = self.names[index] if self.names else index
-                rows.append(self.inner[0 if self.is_any_length else index].decode(row, (at, key)))
+                if one is not None:
+                    rows.append(one(row, (at, index)))
+                else:
+                    key = self.names[index] if self.names else index
+                    rows.append(self.inner[index].decode(row, (at, key)))
             return self.origin(*rows) if self.names else tuple(rows)
         given: dict[Any, Any] = {}
         if self.origin is Mapping:

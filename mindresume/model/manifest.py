@@ -17,7 +17,6 @@ RecordError for content that mindresume cannot have written.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -237,7 +236,7 @@ MAX_FILES = 16  # weight files of one rank
 MAX_NAME = 255  # bytes of a file name: the limit of all known file systems
 # the path of a file: perhaps the folder of a rank; a name without control characters, of UTF-8; the
 # extension
-_PATH = re.compile(r"(?:rank_([0-9]+)/)?[^/\\\x00-\x1f\x7f\ud800-\udfff]*\.([a-z]+)")
+_PATH = re.compile(r"(?:rank_([0-9]+)/)?([^/\\\x00-\x1f\x7f\ud800-\udfff]*\.([a-z]+))")
 
 
 class FileRecord(NamedTuple):
@@ -270,15 +269,17 @@ def _check_files(groups: Iterable[tuple[int | None, Sequence[FileRecord]]]) -> N
     reader opens, and no removal deletes, anything else."""
     paths = []
     for rank, files in groups:
+        formats, folders = ("json",) if rank is None else FORMATS, (None, str(rank))
         for file in files:
             found = _PATH.fullmatch(file.path)
             if (
                 found is None
-                or found[1] not in (None, str(rank))
-                or found[2] != file.format
-                or file.format not in (("json",) if rank is None else FORMATS)
-                or None in file
-                or len(os.path.basename(file.path).encode()) > MAX_NAME
+                or found[1] not in folders
+                or found[3] != file.format
+                or file.format not in formats
+                or file.size is None
+                or file.checksum is None
+                or len(found[2].encode()) > MAX_NAME
             ):
                 where = "" if rank is None else f" or in the folder rank_{rank}"
                 raise RecordError(
