@@ -19,23 +19,3 @@ def test_a_leaked_thread_or_file_is_found(tmp_path):
     left = pytest.raises(AssertionError, match="open files .*file")
     with open(tmp_path / "file", encoding="utf-8"), left, leaves_nothing(tmp_path):
         pass
-
-
-def test_processes_and_files_of_others_do_not_count(tmp_path):
-    (tmp_path / "file").touch()
-    go, started, over = (threading.Event() for _ in range(3))
-
-    def other():
-        go.wait()
-        with open(tmp_path / "file", encoding="utf-8"):
-            threading.Thread(target=over.wait, daemon=True).start()
-            started.set()
-            over.wait()
-
-    thread = threading.Thread(target=other, daemon=True)
-    thread.start()
-    with leaves_nothing(tmp_path / "elsewhere"):
-        go.set()
-        started.wait()
-    over.set()
-    thread.join()

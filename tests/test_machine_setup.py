@@ -1,7 +1,6 @@
 """scripts/machine.sh: missing programs are installed or named, and nothing is printed if everything
 is installed."""
 
-import os
 import stat
 import subprocess
 from pathlib import Path
@@ -73,27 +72,4 @@ def test_a_user_without_root_rights_gets_the_packages_to_install(shell, tmp_path
         "some-deb" in done.stderr
         and "some-rpm" in done.stderr
         and len(done.stderr.splitlines()) == 1
-    )
-
-
-def test_an_environment_is_made_without_ensurepip(shell, tmp_path):
-    """Debian without python3-venv behaves so: the stub has its own pip and a venv that supports
-    --without-pip only."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/bash\necho "$*" >>calls\ncase "$*" in *ensurepip*) exit 1 ;; esac\n')
-    python.chmod(0o755)
-    assert shell(f"make_venv {python} {tmp_path}/new").returncode == 0
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[1:] == [
-        "-m pip --version",
-        f"-m venv --without-pip {tmp_path}/new",
-        f"-m pip --python {tmp_path}/new/bin/python install --quiet --disable-pip-version-check "
-        "pip",
-    ]
-    python.write_text("#!/bin/bash\nexit 1\n")
-    done = shell(f"make_venv {python} {tmp_path}/new")
-    assert (
-        done.returncode == 1
-        and "python3-venv" in done.stderr
-        and os.listdir(tmp_path).count("new") == 0
     )

@@ -24,28 +24,6 @@ def record(
     )
 
 
-@pytest.mark.parametrize(
-    "runs, expected",
-    [
-        (["not run"], "not run"),
-        (["not run", "passed"], "passed"),
-        (["passed", "not run"], "passed"),
-        (["passed", "skipped"], "passed"),
-        (["not run", "skipped"], "skipped"),
-        (["skipped", "failed"], "failed"),
-        (["passed", "failed"], "failed"),
-        (["failed", "passed"], "passed"),
-        (["failed", "skipped"], "failed"),
-    ],
-)
-def test_a_run_replaces_the_results_that_it_has(runs, expected):
-    rows = []
-    for day, outcome in enumerate(runs):
-        rows = merged(rows, [record(outcome)], f"day {day}")
-    assert [row["outcome"] for row in rows] == [expected]
-    assert rows[0]["day"] == f"day {runs.index(expected)}"
-
-
 def test_a_cell_that_is_not_green_says_why_once():
     rows = merged(
         [],

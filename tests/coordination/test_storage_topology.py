@@ -381,46 +381,28 @@ def test_the_merged_records_of_some_nodes_are_the_parts_of_these_nodes(tmp_path)
     assert whole.local_ranks == () and check_files(dir_at(tmp_path), whole, 6) is None
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        [],
-        [3, 2],
-        [2, 2],
-        [2, 4],
-        [-1, 2],
-        [0, 1, 2, 3],
-        "23",
-        [2.0, 3],
-        [0, 3],
-        [[0, 3]],
-        [[3, 2]],
-        [[2]],
-        [[2, 3, 3]],
-        [[1, 2], [2, 3]],
-        [[1, "2"]],
-    ],
-)
-def test_a_record_of_an_impossible_part(tmp_path, part):
+RANKS = [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]]
+RANGES = [[0, 3], [[0, 3]], [[3, 2]], [[2]], [[2, 3, 3]], [[1, 2], [2, 3]], [[1, "2"]]]
+
+
+def test_a_record_of_an_impossible_part(tmp_path):
     save_part(tmp_path, 5)
     with open(tmp_path / FOLDER / attempt_name(5, RUN) / record_name(2), "rb") as file:
         head, _ = read_head(file, "record")
     assert head["part"] == [[2, 3]]
-    with pytest.raises(RecordError, match="part"):
-        read_record(io.BytesIO(encode_head({**head, "part": part})))
+    for part in RANKS + RANGES:
+        with pytest.raises(RecordError, match="part|rank is 2"):
+            read_record(io.BytesIO(encode_head({**head, "part": part})))
 
 
-@pytest.mark.parametrize(
-    "part", [[], [3, 2], [2, 2], [2, 4], [-1, 2], [0, 1, 2, 3], "23", [2.0, 3]]
-)
-def test_a_manifest_of_an_impossible_part(tmp_path, part):
+def test_a_manifest_of_an_impossible_part(tmp_path):
     save_part(tmp_path, 5)
     path = tmp_path / FOLDER / attempt_name(5, RUN) / "manifest.json"
     with open(path, "rb") as file:
         head, _ = read_head(file, "manifest")
-    path.write_bytes(encode_head({**head, "part": part}))
-    with open(path, "rb") as file, pytest.raises(RecordError, match="part|ranks"):
-        Manifest.read(file)
+    for part in RANKS:
+        with pytest.raises(RecordError, match="part|ranks"):
+            Manifest.read(io.BytesIO(encode_head({**head, "part": part})))
 
 
 # ---- the common step is kept ---------------------------------------------------------------------

@@ -106,20 +106,6 @@ def test_a_full_disk_stays_full_and_operations_without_new_bytes_work(root, kind
     assert sorted(storage.list(root + "/a")) == ["f2", "g"]
 
 
-def test_nothing_can_be_read_from_there_on_and_everything_can_be_written(root):
-    storage = injector_for("unreadable", at=2).storage_of(0)
-    path = os.path.join(root, "a", "f")
-    assert storage.list(root) == ["a"]
-    for call in (
-        lambda: storage.list(root),
-        lambda: storage.status(path),
-        lambda: storage.open(path),
-    ) * 2:
-        assert attempt(call) == errno.ESTALE
-    storage.remove(path)
-    assert not os.path.exists(path)
-
-
 # ---- deaths --------------------------------------------------------------------------------------
 
 
@@ -208,29 +194,6 @@ def test_unsynced_names_are_lost_and_synced_ones_survive(root):
         storage.write(root + "/a/i", [b"four"])
 
     assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "a/h": b"three"}
-
-
-def test_a_rename_to_another_folder_changes_both_names_or_none(root):
-    os.mkdir(root + "/b")
-
-    def steps(storage):
-        storage.rename(root + "/a", root + "/b/c")
-
-    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "b": None}
-    for survives, synced in ((True, None), (False, "/b"), (False, "")):
-
-        def then(storage, synced=synced):
-            steps(storage)
-            if synced is not None:
-                storage.sync(root + synced)
-
-        assert lost(root, then, itertools.repeat(survives)) == {
-            "b": None,
-            "b/c": None,
-            "b/c/f": b"one",
-            "b/c/g": b"two",
-        }, (survives, synced)
-        os.rename(root + "/b/c", root + "/a")
 
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))

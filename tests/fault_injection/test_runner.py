@@ -6,7 +6,7 @@ import pytest
 
 from mindresume.errors import SaveError
 from mindresume.fault_injection import runner
-from mindresume.fault_injection.faults import DEATHS, FAULTS, Fault
+from mindresume.fault_injection.faults import FAULTS, Fault
 from mindresume.fault_injection.runner import (
     Setup,
     cell,
@@ -107,23 +107,6 @@ def test_a_cell_can_be_repeated(setup, kind):
         number,
     )
     assert first.to_json()["verdict"] == first.verdict == "PASS"
-
-
-def test_a_kill_ends_the_rank_and_an_error_does_not(setup):
-    """A run continues after an error, so its later operations belong to the cell."""
-    (task,) = prepare(setup, ["first save"], ["ckpt"])
-    number = next(operation.number for operation in task.operations if operation.name == "write")
-
-    def operations_with(kind):
-        operations, _ = runner.run_scenario(
-            setup, SCENARIOS["first save"], "ckpt", Fault(number, kind)
-        )
-        return len(operations)
-
-    assert all(
-        operations_with(kind) == number for kind in DEATHS if kind not in ("kill one", "kill some")
-    )
-    assert operations_with("kill one") > number and operations_with("EIO") > number
 
 
 def broken(workload):

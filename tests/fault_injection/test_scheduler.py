@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 
 import pytest
 
@@ -44,22 +43,6 @@ def test_every_interleaving_is_possible():
         (1, 0, 1, 0),
         (1, 1, 0, 0),
     }
-
-
-def test_one_operation_runs_at_a_time():
-    scheduler, inside, most = Scheduler(3, random.Random(0)), [0], []
-
-    def work(rank):
-        for _ in range(5):
-            scheduler.acquire_turn(rank)
-            inside[0] += 1
-            most.append(inside[0])
-            time.sleep(0.0005)
-            inside[0] -= 1
-            scheduler.release_turn(rank)
-
-    scheduler.run([lambda rank=rank: work(rank) for rank in range(3)])
-    assert most == [1] * 15
 
 
 class Dead(BaseException):

@@ -36,14 +36,6 @@ def test_files_of_mindformers_after_ours_stay_newer_with_any_times(tmp_path):
     assert order(tmp_path) == [(105, MINDFORMERS), (100, OURS)]
 
 
-def test_runs_of_mindformers_and_ours_in_turn(tmp_path):
-    write_foreign(tmp_path, 5, world=1)
-    save(tmp_path, 10, world=1, suffix=1)
-    write_foreign(tmp_path, 15, world=1, suffix=2)
-    save(tmp_path, 20, world=1, run="0002-0000bbbb", suffix=3)
-    assert [step for step, _ in order(tmp_path)] == [20, 15, 10, 5]
-
-
 def test_an_emergency_save_is_ordered_among_the_steps_of_its_run(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, world=1)

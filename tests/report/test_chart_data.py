@@ -90,31 +90,6 @@ def test_the_timeline_has_each_span_and_each_phase(tmp_path):
     )
 
 
-def test_a_short_span_after_days_has_its_length():
-    """The page shows seconds with a decimal where they are less than ten."""
-
-    def attempt(number, started):
-        losses = Losses(np.arange(1, 4), np.ones(3), started + 4.4 + np.arange(3), np.ones(3))
-        return RunAttempt(
-            number,
-            started,
-            started + 10,
-            "finished",
-            first_step=1,
-            last_step=3,
-            losses=losses,
-            origin=Origin(is_fresh=True),
-        )
-
-    spans = [
-        span
-        for span in chart_data(report_of(attempt(1, 0.0), attempt(2, 300_000.2)))["spans"]
-        if span[0] == "startup"
-    ]
-    lasted = [end - begin for _, _, begin, end in spans]
-    assert len(lasted) == 2 and lasted[1] == pytest.approx(lasted[0]) and lasted[0] % 1
-
-
 def test_a_failure_before_the_first_step_is_on_the_timeline_alone(tmp_path):
     log = two_attempts()
     log.start(60).event(61, TrainingEnded(FAILED, "out of memory")).start(80).resume(
@@ -200,36 +175,6 @@ def test_a_million_losses_are_a_small_page():
     )
     assert found["saves"]["shown"] <= MARKS + 1 and found["saves"]["total"] == len(saves)
     assert len(page.html(report)) < 800_000
-
-
-def test_many_attempts_are_a_bounded_page():
-    attempts = []
-    for number in range(3000):
-        losses = Losses(
-            np.arange(number + 1, number + 21),
-            np.ones(20),
-            number * 100.0 + np.arange(20),
-            np.ones(20),
-        )
-        attempts.append(
-            RunAttempt(
-                number + 1,
-                number * 100.0,
-                number * 100.0 + 30,
-                "failed",
-                "killed",
-                run_id=str(number),
-                origin=Origin(step=number, run_id=str(number - 1), base_step=number),
-                first_step=number + 1,
-                last_step=number + 20,
-                losses=losses,
-            )
-        )
-    found = chart_data(report_of(*attempts))
-    assert (
-        found["attempts"] == {"shown": 2000, "total": 3000} and len(json.dumps(found)) < 2_600_000
-    )
-    assert found["losses"]["shown"] < found["losses"]["total"] == 60_000
 
 
 def test_the_style_colours_each_kind_and_each_phase():

@@ -8,7 +8,7 @@ import pytest
 from training_logs import RUNS, ZERO, Log, Training, history, two_attempts
 
 from mindresume import events as ev
-from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED
+from mindresume.events import FAILED, FINISHED, PREEMPTED
 from mindresume.report import log_parser
 from mindresume.report.event_log import Failure, RecordedEvent
 from mindresume.report.log_parser import LogLine
@@ -77,17 +77,6 @@ def test_two_attempts():
     )
 
 
-def test_events_without_a_log_give_attempts_without_losses():
-    first, second = attempts_of(two_attempts().recorded, [])
-    assert (first.run_id, first.last_step, second.last_step, second.outcome) == (
-        RUNS[0],
-        5,
-        10,
-        FINISHED,
-    )
-    assert not len(first.losses) and first.started == pytest.approx(ZERO + 0.1)
-
-
 def test_a_log_without_events_gives_attempts_with_unknown_fields():
     first, second = attempts_of([], two_attempts().parsed)
     assert (first.has_events, first.run_id, first.saves.disk, first.outcome, first.reason) == (
@@ -137,22 +126,6 @@ def test_the_line_of_the_start_may_be_before_or_after_the_first_event(start_line
     )
 
 
-def test_an_event_file_whose_beginning_is_lost():
-    recorded = [
-        found
-        for found in two_attempts().recorded[0]
-        if not isinstance(found.event, (ev.TrainingStarted, ev.RunOpened))
-    ]
-    (attempt,) = attempts_of([recorded], [])
-    assert (attempt.origin.is_fresh, attempt.run_id, attempt.last_step) == (True, None, 5)
-
-
-def test_a_log_that_begins_in_the_middle():
-    attempt = one(Log().steps(100, 51, 60))
-    assert attempt.is_cut and attempt.origin.is_inferred
-    assert (attempt.origin.step, attempt.first_step, attempt.last_step) == (50, 51, 60)
-
-
 @pytest.mark.parametrize(
     "ending, outcome, reason",
     [
@@ -184,21 +157,6 @@ def test_a_log_that_begins_in_the_middle():
 def test_the_outcome_of_an_attempt_is_recognized(ending, outcome, reason):
     attempt = one(ending(trained(Training(), 0, 1, 3)))
     assert (attempt.outcome, attempt.reason, attempt.last_step) == (outcome, reason, 3)
-
-
-def test_nothing_to_train():
-    attempt = one(
-        Training()
-        .start(0)
-        .resume(1, 40, RUNS[0])
-        .event(2, ev.TrainingEnded(NOTHING_TO_TRAIN, "the end", 40))
-    )
-    assert (attempt.outcome, attempt.reason, attempt.first_step, attempt.origin.step) == (
-        NOTHING_TO_TRAIN,
-        "the end",
-        None,
-        40,
-    )
 
 
 def test_a_failure_belongs_to_its_run_or_to_the_attempt_of_its_time():

@@ -219,18 +219,6 @@ def test_a_strategy_of_another_job(tmp_path, case):
         )
 
 
-def test_a_strategy_of_other_names(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    model = {f"model.{name}": spec for name, spec in MODEL.items()}
-    with pytest.raises(
-        StrategyError, match=r"4 tensors have no layout: .*embedding.weight \(4, 4\).*wrong"
-    ):
-        opened(
-            tmp_path / "checkpoint",
-            strategy=strategy_in(tmp_path / "wrong", Plan.parse("tp2pp2", model)),
-        )
-
-
 def test_a_strategy_of_other_shapes(tmp_path):
     foreign(tmp_path / "checkpoint", PLAN, TENSORS)
     stages = [dict(stage) for stage in PLAN.stages]
@@ -291,16 +279,6 @@ def test_a_stage_is_missing(tmp_path, write):
         r"the file of rank 2 is missing, and",
     ):
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
-
-
-def test_one_of_two_formats_of_a_step_is_opened(tmp_path):
-    """After a change of ``save_format`` one step has two complete checkpoints: one of them is
-    opened, never a mixture."""
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS, "ckpt")
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS, "safetensors")
-    source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
-    check(source)
-    assert len({header.format for header in source.weights.headers.values()}) == 1
 
 
 def test_consolidated_weights_of_both_formats(tmp_path):

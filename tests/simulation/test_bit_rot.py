@@ -9,7 +9,6 @@ from sim.bit_rot import (
     rotted_files,
 )
 from sim.cluster import SHARED
-from sim.disk import Disk
 from sim.oracle import check_disks
 from sim.scenarios import Simulation
 from sim.schedule import ROT, Schedule
@@ -43,16 +42,6 @@ def test_one_bit_flips_and_no_size_and_no_time_changes(trained):
     changed = {path for path, file in disk.walk() if file.data != before[path][0]}
     assert changed == set(rotted_files([disk])) and len(changed) > 4
     assert rotted_files([disk.copy()]).keys() == changed
-
-
-def test_the_same_bit_twice_is_as_it_was_written():
-    disk = Disk()
-    file = disk.create("/a", b"abc")
-    key = disk.signature()
-    file.rot(1, 2)
-    assert (file.data, file.written) == (b"afc", b"abc") and disk.signature() != key
-    file.rot(1, 2)
-    assert (file.data, file.written) == (b"abc", None) and disk.signature() == key
 
 
 # ---- the oracle ----------------------------------------------------------------------------------

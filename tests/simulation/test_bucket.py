@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 
-from mindresume.errors import RemoteError
 from mindresume.fault_injection.faults import Fault
 from mindresume.saving import save_session
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
@@ -49,20 +48,6 @@ def in_pod(work, schedule=None, bucket=None):
         process = cluster.process(host, "pod", run)
         cluster.scheduler.run()
     return found[0]
-
-
-def test_a_download_that_fails_is_removed():
-    bucket = Bucket()
-    bucket.put("obs://b/x", b"bytes")
-
-    def work(store, disk):
-        with pytest.raises(RemoteError):
-            store.download("obs://b/x", "/x")
-        return disk.list("/")
-
-    # its beginning, the new file, the bytes, the flush
-    for at in (1, 2, 3, 4):
-        assert in_pod(work, Schedule(faults=(Fault(at, "EIO"),)), bucket.copy()) == []
 
 
 def test_listings_lag_and_urls_do_not():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sim.cluster import Cluster, current_cluster, current_process
+from sim.cluster import Cluster, current_cluster
 from sim.communicator import LIMIT, Communicator, ExchangeError, MismatchError
 from sim.machine import use_cluster
 from sim.schedule import Schedule
@@ -37,19 +37,6 @@ def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
     _, shared, found = run_ranks(work, work, work, picks=picks)
     assert found == [([b"m0", b"m1", b"m2"], b"m0", [b"m0'", b"m1'", b"m2'"], 3)] * 3
     assert not shared.rounds and not shared.mismatch and shared.longest_wait == 0.0
-
-
-def test_a_killed_rank_is_waited_for_until_the_limit():
-    cluster, shared, found = run_ranks(
-        lambda member: member.gather(b""),
-        lambda member: current_cluster().kill(current_cluster().current_process),
-        limit=30.0,
-    )
-    assert isinstance(cluster.processes[0].error, ExchangeError) and "rank [1]" in str(
-        cluster.processes[0].error
-    )
-    assert cluster.scheduler.now == 30.0 and found[0] is None
-    assert shared.longest_wait == 0.0  # no running rank was waited for
 
 
 @pytest.mark.parametrize("further", [0, 1])
@@ -87,22 +74,6 @@ def test_a_killed_rank_sends_no_message():
     assert isinstance(cluster.processes[1].error, ExchangeError) and list(
         shared.rounds[1].messages
     ) == [1]
-
-
-def test_a_rank_that_never_started_is_waited_for_like_a_running_one():
-    cluster = Cluster(Schedule())
-    shared, found = Communicator(2, 5.0), []
-
-    def work():
-        member = shared.member(0, current_process())
-        with pytest.raises(ExchangeError, match=r"rank \[1\]"):
-            member.gather(b"")
-        found.append(shared.longest_wait)
-
-    with use_cluster(cluster):
-        cluster.process(cluster.host(), "one", work)
-        cluster.scheduler.run()
-    assert found == [5.0]
 
 
 def test_a_limit_that_no_difference_of_two_times_reaches():

@@ -9,7 +9,6 @@ from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import lease, lease_acquisition, read_locks
 from mindresume.errors import LeaseHeldError
-from mindresume.events import SaveNotStaged
 from mindresume.fault_injection.faults import Fault
 from mindresume.reshard import open_checkpoint
 from mindresume.resume import eligible, scrub, sources
@@ -20,7 +19,6 @@ from mindresume.saving.committer import SyncSaver
 from sim.bucket import BUCKET
 from sim.scenarios import Simulation
 from sim.schedule import (
-    KILL_LAUNCHER,
     QUOTA,
     QUOTA_OF_HOST,
     Schedule,
@@ -123,27 +121,6 @@ def test_a_quota_is_of_one_rank_and_its_writer(way, kind, alone):
         (process, "quota" in text.lower()) for (_, process), text in sim.history.failed.items()
     }
     assert (1, True) in failed and (0, True) not in failed
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("way", ["thread", "process"])
-def test_a_rank_without_memory_saves_in_the_training(seed, way):
-    sim = simulated("memory", Schedule(seed=seed), way=way)
-    for rank, process in enumerate(sim.jobs[0].ranks):
-        assert any(isinstance(event, SaveNotStaged) for _, event in process.events) == bool(
-            seed >> rank & 1
-        )
-    assert sim.findings() == []
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_launcher_alone_is_killed(seed):
-    at = first(traced("launcher"), "job0.1", "write")
-    sim = simulated("launcher", Schedule(seed, faults=(Fault(at, KILL_LAUNCHER),)))
-    first_job, *others = sim.jobs
-    assert first_job.launcher.exit == -9 and [process.exit for process in first_job.ranks] == [0, 0]
-    assert others and any("in use" in str(process.error) for job in others for process in job.ranks)
-    assert sim.findings() == []
 
 
 # ---- copies --------------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ OPERATIONS = {
     "status": lambda mount: mount.status("/c/a").size,
     "open": lambda mount: mount.open("/c/a").read(),
 }
-AFTER = {"write": {"/c/a": b"old", "/c/b": b"1234"}, "rename": {"/c/b": b"old"}, "remove": {}}
 
 
 @pytest.mark.parametrize("kind", ["EIO", "ESTALE"])
@@ -66,18 +65,6 @@ def test_an_error_before_the_effect_has_none(name, kind):
     assert cluster.disks[SHARED].find("/c/new") is None and [
         injected.name for injected in cluster.injected
     ] == [name]
-
-
-@pytest.mark.parametrize("name", ["write", "rename", "remove", "make_folder", "sync"])
-def test_an_error_after_the_effect_is_reported_all_the_same(name):
-    cluster, (found,) = run(OPERATIONS[name], faults=(Fault(1, "EIO after"),))
-    assert found.errno == errno.EIO
-    expected = (
-        {"/c/a": b"old", "/c/b": b""} if name == "write" else AFTER.get(name, {"/c/a": b"old"})
-    )
-    assert files(cluster) == expected and (cluster.disks[SHARED].find("/c/new") is not None) == (
-        name == "make_folder"
-    )
 
 
 @pytest.mark.parametrize("kind", ["kill", "kill host", "kill all", "power"])
@@ -130,26 +117,6 @@ def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
     _, (found,) = run(work, faults=(Fault(1, "ENOSPC", 5),))
     full = errno.ENOSPC
     assert found == [full, "ok", full, full, "ok", full, "ok", "ok", "ok"]
-
-
-def test_a_disk_without_room():
-    def work(mount):
-        with pytest.raises(OSError) as one:
-            mount.write("/c/b", [b"12345"], 5)
-        with pytest.raises(OSError) as two:
-            mount.write("/c/b", [b"1" * 50])  # the size was not announced
-        assert {one.value.errno, two.value.errno} == {errno.ENOSPC}
-        return (
-            mount.free_space("/c"),
-            mount.write("/c/b", [b"1234"], 4),
-            mount.free_space("/nowhere"),
-        )
-
-    disk = Disk(room=7)
-    disk.make_folder("/c")
-    disk.create("/c/a", b"old")
-    cluster, (found,) = run(work, disk=disk)
-    assert found == (4, 4, 0) and files(cluster) == {"/c/a": b"old", "/c/b": b"1234"}
 
 
 # ---- the view of other hosts ---------------------------------------------------------------------

@@ -42,13 +42,6 @@ def test_a_switch_runs_another_task_first_and_the_operation_keeps_its_number():
     assert events == [("a", 1), ("b", 3), ("b", 4), ("b", 5), ("a", 2), ("a", 6)]
 
 
-@pytest.mark.parametrize(("further", "first"), [(1, "b"), (2, "c"), (3, "b"), (4, "c")])
-def test_a_switch_is_an_offset_in_the_task_list(further, first):
-    events, scheduler = [], made(switches=((1, further),))
-    run_works(scheduler, *(counting(scheduler, events, name, 1) for name in "abc"))
-    assert events[0][0] == first
-
-
 # ---- time ----------------------------------------------------------------------------------------
 
 
@@ -61,25 +54,6 @@ def test_sleepers_wake_in_the_order_of_their_moments():
 
     run_works(scheduler, *(lambda seconds=seconds: work(seconds) for seconds in (30.0, 10.0, 20.0)))
     assert events == [(10.0, 10.0), (20.0, 20.0), (30.0, 30.0)]
-
-
-@pytest.mark.parametrize(
-    ("timeout", "woken", "moment"), [(None, True, 5.0), (9.0, True, 5.0), (3.0, False, 3.0)]
-)
-def test_a_blocked_task_is_woken_or_times_out(timeout, woken, moment):
-    events, scheduler = [], made()
-
-    def waits():
-        events.append((scheduler.block(timeout), scheduler.now))
-
-    def wakes():
-        scheduler.sleep(5.0)
-        scheduler.wake(waiting)
-
-    waiting = scheduler.start(process(), waits, "waits")
-    scheduler.start(process(), wakes, "wakes")
-    scheduler.run()
-    assert events == [(woken, moment)]
 
 
 def test_tasks_that_wait_for_each_other_are_deadlocked():
