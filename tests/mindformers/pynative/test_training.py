@@ -181,7 +181,7 @@ def test_a_callback_that_loads_weights_of_its_own_ends_the_training_before_a_ste
 
 def test_after_an_error_nothing_is_left_open(tmp_path):
     interrupted(tmp_path / "run", 6)
-    assert training_context.current().run is None and training_context.current().monitor is None
+    assert training_context.current().run is None and training_context.current().saves is None
     assert events(tmp_path, "training_ended")[-1]["outcome"] == "failed"
 
 
