@@ -102,32 +102,23 @@ def _word(text: str) -> Any:
     return text
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.BaseLoader):
     """Loads YAML lists, dictionaries and texts only. ``_word`` parses unquoted words. Tags
     (``!!timestamp``) and references (``*a``), with which a value can contain itself, are errors."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
-    yaml_constructors: dict[str, Any] = {}
-
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("a reference")
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.tag is not None:
+            raise yaml.YAMLError("a reference or a tag")
         return super().compose_node(parent, index)
 
-
-def _construct(_: yaml.Loader, node: yaml.ScalarNode) -> Any:
-    if node.style:
-        return node.value
-    if node.value.count("(") != node.value.count(")"):
-        # YAML would split it into "(a" and "b)"
-        raise yaml.YAMLError("a tuple of unquoted words inside a list")
-    return _word(node.value)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:str", _construct)
-_Loader.add_constructor("tag:yaml.org,2002:seq", yaml.SafeLoader.construct_yaml_seq)
-_Loader.add_constructor("tag:yaml.org,2002:map", yaml.SafeLoader.construct_yaml_map)
-_Loader.add_constructor(None, yaml.SafeLoader.construct_undefined)
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.style:
+            return node.value
+        if node.value.count("(") != node.value.count(")"):
+            # YAML would split it into "(a" and "b)"
+            raise yaml.YAMLError("a tuple of unquoted words inside a list")
+        return _word(node.value)
 
 
 def _structure(text: str) -> Any:
@@ -141,7 +132,9 @@ def _structure(text: str) -> Any:
     if text[0] == "(" and text[-1] == ")":
         return tuple(_structure(f"[{text[1:-1]}]"))
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader; [true, abc] and {a: 1} are YAML
+        return yaml.load(
+            text, Loader=_Loader
+        )  # safe: lists, dictionaries, texts; [true, abc] is YAML
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{text[:200]!r} begins like a list, dictionary or quoted text but cannot be read as "
