@@ -149,18 +149,11 @@ class CheckpointView:
 
     def details(self, rank: int) -> Details | None:
         """Returns the details in the record of a rank, which is read once; None if it has none."""
-        if (
-            self.candidate is None
-            or self.candidate.records_dir is None
-            or rank not in self.candidate.files
-        ):
+        candidate = self.candidate
+        if candidate is None or candidate.records_dir is None or rank not in candidate.files:
             return None
         with self._lock:
-            if rank not in self._details:
-                self._details[rank] = RecordFolder(
-                    self.storage, self.candidate.records_dir
-                ).details(rank)
-            return self._details[rank]
+            return RecordFolder(self.storage, candidate.records_dir, self._details).details(rank)
 
     @property
     def format(self) -> str:

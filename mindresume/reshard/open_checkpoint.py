@@ -84,13 +84,8 @@ class OpenCheckpoint:
     def arrangement(self) -> dict[str, bool]:
         """How the network that wrote the checkpoint orders the elements within its tensors; empty
         if unknown."""
-        return dict(
-            self.state.arrangement
-            if self.state is not None
-            else self.made.arrangement
-            if self.made is not None
-            else ()
-        )
+        written = self.state or self.made
+        return dict(written.arrangement) if written is not None else {}
 
     @property
     def is_iteration(self) -> bool:

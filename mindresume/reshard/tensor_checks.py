@@ -151,14 +151,13 @@ def check_replicas(weights: CheckpointView, read: bool = False) -> None:
                 for first in (tensor.first, *tensor.other_stages)
             )
             for b in others:
-                sums = [place.checksum for place in (a, b)]
+                sums = [a.checksum, b.checksum]
                 if None in sums and not read:
                     continue
                 if None in sums:
-                    sums = []
-                    for place in (a, b):
+                    for side, place in enumerate((a, b)):
                         with weights.storage.open(place.path) as file:
-                            sums.append(tensor_checksum(file, place.entry))
+                            sums[side] = tensor_checksum(file, place.entry)
                 if sums[0] != sums[1]:
                     raise LoadError(
                         f"{weights.name}: {tensor.name} is held by several pipeline stages and "

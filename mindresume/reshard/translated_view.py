@@ -329,6 +329,6 @@ def _becomes(part: Tensor, dtype: str) -> bool:
     return castable("float32" if isinstance(part, ScaledTensor) else part.dtype, dtype)
 
 
-def problems_text(names: Sequence[str], most: int = 5) -> str:
-    """Returns the first ``most`` names or sentences as one text, with the number of the others."""
-    return listed(names, most, "; " if any(" " in name for name in names) else ", ")
+def problems_text(names: Sequence[str]) -> str:
+    """Returns the first names or sentences as one text, with the number of the others."""
+    return listed(names, 5, "; " if any(" " in name for name in names) else ", ")
