@@ -33,7 +33,7 @@ from mindresume.coordination.collectives import (
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, warning
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import OURS, CheckpointDir
+from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
@@ -66,7 +66,7 @@ _TRANSFORMING = Watchdog("transforming by MindSpore's engine", stall_timeout=mat
 
 
 def prepare(
-    config: Any, plan: ResumePlan, context: TrainingContext, storage: Storage, aside: bool = True
+    config: Any, plan: ResumePlan, context: TrainingContext, aside: bool = True
 ) -> ResumePlan:
     """Broadcasts the strategy of the source, and with ``aside`` moves old strategy files aside. All
     ranks call it after the selection. Returns the plan with ``open_source``.
@@ -74,41 +74,38 @@ def prepare(
     Raises:
         CollectiveError: It failed on rank 0.
     """
-    choice, group = plan.choice, context.group
+    choice, is_unopened = plan.choice, plan.open_source is None
+    directory = CheckpointDir(context.resources.storage, choice.root)
     given = config.get("src_strategy_path_or_dir") or None
     folder = os.path.join(config.output_dir, STRATEGY) if aside else None
-    reply = run_on_rank0(
-        group,
-        partial(_strategy_of_source, storage, choice, given, folder, plan.open_source is None),
-        OPENING,
-    )
+    look = partial(_strategy_of_source, directory, choice.chosen, given, folder, is_unopened)
+    reply = run_on_rank0(context.group, look, OPENING)
     for note in reply["notes"]:
         context.emit(Notice(note))
-    if plan.open_source is not None:
+    if not is_unopened:
         return plan
     strategy = Strategy.from_json(reply["strategy"]) if reply["strategy"] else None
-    return replace(plan, open_source=partial(_open, storage, choice, strategy, reply["identity"]))
+    return replace(plan, open_source=partial(_open, directory, choice, strategy, reply["identity"]))
 
 
 def _strategy_of_source(
-    storage: Storage, choice: Choice, given: str | None, folder: str | None, ranks: bool
+    directory: CheckpointDir,
+    candidate: Candidate,
+    given: str | None,
+    folder: str | None,
+    ranks: bool,
 ) -> dict[str, Any]:
     """Returns, on rank 0, the strategy of the selected checkpoint.
 
     Where records contain the layouts, a strategy that the user gives is not read: after a change of
     layout the same command finds newer checkpoints in the folder, of the new layout.
     """
-    candidate, notes, strategy, identity = choice.chosen, [], None, None
-    # an iteration folder contains its layouts
-    if candidate.iteration_dir:
-        return {
-            "strategy": None,
-            "notes": notes,
-            "identity": identity_of(CheckpointDir(storage, choice.root), candidate),
-        }
+    notes, strategy = [], None
+    identity = identity_of(directory, candidate) if ranks or candidate.iteration_dir else None
+    if candidate.iteration_dir:  # it contains its layouts
+        return {"strategy": None, "notes": notes, "identity": identity}
     if ranks:
-        identity = identity_of(CheckpointDir(storage, choice.root), candidate)
-        if given and has_layouts(storage, candidate):
+        if given and has_layouts(directory.storage, candidate):
             notes.append(
                 f"src_strategy_path_or_dir: {given} is not needed; step {candidate.step} has "
                 "records, which hold "
@@ -116,7 +113,7 @@ def _strategy_of_source(
             )
             given = None
         try:
-            strategy = strategy_for(CheckpointDir(storage, choice.root), candidate, given, identity)
+            strategy = strategy_for(directory, candidate, given, identity)
         except StrategyError as error:
             if candidate.origin != OURS:
                 raise
@@ -130,8 +127,8 @@ def _strategy_of_source(
                 f"was saved by {candidate.world_size}; the records of the checkpoint are used"
             )
             strategy = None
-        with_world_size(choice.root, candidate, strategy)
-    aside = set_aside(storage, folder, strategy, identity) if folder else ""
+        with_world_size(directory.root, candidate, strategy)
+    aside = set_aside(directory.storage, folder, strategy, identity) if folder else ""
     if aside:
         notes.append(f"the strategy files of earlier jobs are kept in {aside}")
     return {
@@ -142,15 +139,13 @@ def _strategy_of_source(
 
 
 def _open(
-    storage: Storage, choice: Choice, strategy: Strategy | None, identity: Any
+    directory: CheckpointDir, choice: Choice, strategy: Strategy | None, identity: Any
 ) -> OpenCheckpoint:
     """Opens the selected checkpoint as weights. The selection has verified its bytes."""
-    candidate = with_world_size(choice.root, choice.chosen, strategy)
+    candidate = with_world_size(directory.root, choice.chosen, strategy)
     # with records, a rank may have verified no file
     scalars = choice.shards[0].scalars if choice.shards else {}
-    return checkpoint_of(
-        CheckpointDir(storage, choice.root), candidate, strategy, identity, scalars
-    )
+    return checkpoint_of(directory, candidate, strategy, identity, scalars)
 
 
 # ---- at the load ---------------------------------------------------------------------------------

@@ -72,14 +72,12 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         NoUsableCheckpointError, MissingCheckpointError, ConfigError, CollectiveError: On all ranks
         together.
     """
-    storage = context.resources.storage = caching_storage(
-        PosixStorage(), context.settings, context.group
-    )
+    context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     if uses_iterations(config):
-        return _select_iterations(config, context, storage)
+        return _select_iterations(config, context)
     if not config.resume_training or config.resume_training is True and not config.load_checkpoint:
         # perhaps of pretrained_model_dir, as mindformers does
-        return select_weights(config, TRAIN, context, storage)
+        return select_weights(config, TRAIN, context)
     if not config.load_checkpoint:
         return None
     path, requested = (
@@ -100,12 +98,11 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
             pretrained=pretrained,
         ),
         context,
-        storage,
     )
     if plan is None:
         config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
         # of pretrained_model_dir, if there is one
-        return select_weights(config, TRAIN, context, storage)
+        return select_weights(config, TRAIN, context)
     choice = plan.choice
     if not os.path.isfile(path):
         config.load_checkpoint = choice.root
@@ -125,7 +122,7 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
     return None
 
 
-def select_weights(config: Any, task: str, context: TrainingContext, storage: Storage) -> None:
+def select_weights(config: Any, task: str, context: TrainingContext) -> None:
     """Sets the keys of ``config``, and the plan of ``context``, to what all ranks selected.
 
     Raises:
@@ -135,7 +132,8 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
     request = request_of_weights(config, task)
     if not request.path:
         return
-    group, requested = context.group, config.get("resume_training")
+    group, storage = context.group, context.resources.storage
+    requested = config.get("resume_training")
     path = locate_checkpoints(storage, request.path, group, context.emit)
     split = (
         not request.converts
@@ -155,7 +153,6 @@ def select_weights(config: Any, task: str, context: TrainingContext, storage: St
             keep_layout=not request.converts,
         ),
         context,
-        storage,
     )
     choice, chosen = plan.choice, plan.choice.chosen
     shown = (
@@ -189,7 +186,7 @@ def uses_iterations(config: Any) -> bool:
     return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
 
 
-def _select_iterations(config: Any, context: TrainingContext, storage: Storage) -> None:
+def _select_iterations(config: Any, context: TrainingContext) -> None:
     """Sets the keys of both dialects, and the plan of ``context``, to what all ranks selected.
 
     Raises:
@@ -208,7 +205,9 @@ def _select_iterations(config: Any, context: TrainingContext, storage: Storage) 
     if not asked.path and not pretrained:
         return
     plan, resume = None, False
-    if asked.path and not run_on_rank0(context.group, partial(is_pretrained, storage, asked.path)):
+    if asked.path and not run_on_rank0(
+        context.group, partial(is_pretrained, context.resources.storage, asked.path)
+    ):
         health = (config.get("monitor_config") or {}).get("health_checkpoint") or {}
         is_monitored = asked.resume and health.get("embedding_local_norm_threshold")
         health_dir = str(config.get("output_dir") or "") if is_monitored else None
@@ -222,7 +221,6 @@ def _select_iterations(config: Any, context: TrainingContext, storage: Storage) 
                 pretrained=pretrained,
             ),
             context,
-            storage,
         )
         resume = asked.resume and plan is not None
         folder = (
@@ -309,7 +307,7 @@ def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None
 
 
 def select_plan(
-    config: Any, request: SelectionRequest, context: TrainingContext, storage: Storage
+    config: Any, request: SelectionRequest, context: TrainingContext
 ) -> ResumePlan | None:
     """Returns the plan of the checkpoint that all ranks take; None for a fresh start. Puts its read
     lock and its load attempt into the resources of ``context``.
@@ -329,13 +327,13 @@ def select_plan(
     )
     request = replace(request, output_dir=adapter.output_root() if resume and has_monitor else None)
     sources = CheckpointSources(
-        StrategyLookup(storage, config.get("src_strategy_path_or_dir") or None),
+        StrategyLookup(resources.storage, config.get("src_strategy_path_or_dir") or None),
         consolidated,
         saved_to=checkpoint_roots(config) if resume else (),
         remote=resources.remote,
     )
     found = CheckpointSelector(
-        storage, group, context.settings, context.emit, sources, resources.topology
+        resources.storage, group, context.settings, context.emit, sources, resources.topology
     ).select(request)
     if found.choice is None:
         return None
@@ -349,5 +347,5 @@ def select_plan(
         found.lost_work,
     )
     if found.uses_layouts or found.choice.chosen.iteration_dir:
-        plan = prepare(config, plan, context, storage, aside=resume or adapter.is_parallel())
+        plan = prepare(config, plan, context, aside=resume or adapter.is_parallel())
     return plan

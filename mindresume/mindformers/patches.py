@@ -47,7 +47,6 @@ from mindresume.mindformers.pynative.training_run import TrainingRun, configurat
 from mindresume.mindformers.upstream_check import Hooks
 from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
-from mindresume.storage.posix import PosixStorage
 
 # ---- calls of wrapped functions ------------------------------------------------------------------
 
@@ -147,7 +146,7 @@ def _check_config_rules(call: Call) -> Any:
             job_start.select_checkpoint(trainer.config, context)
     elif context.task and not getattr(getattr(trainer, "trainer", None), "pipeline_task", None):
         # if there is a pipeline_task, it has loaded the weights already
-        job_start.select_weights(trainer.config, context.task, context, PosixStorage())
+        job_start.select_weights(trainer.config, context.task, context)
     return call()
 
 

@@ -137,7 +137,7 @@ def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
         settings or Settings(), task, training_context.Resources(group or SingleProcess())
     )
     config = config_of(path, output, **values)
-    job_start.select_weights(config, task, current, STORAGE)
+    job_start.select_weights(config, task, current)
     config.checkpoint = MindFormerConfig(load_path=config.load_checkpoint)
     return config, current
 

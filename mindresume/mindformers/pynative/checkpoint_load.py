@@ -90,16 +90,13 @@ def load(run: TrainingRun, path: str) -> None:
                 "checkpoint, remove the key; what the graph trainer saved with this key cannot be "
                 "loaded"
             )
-    storage = context.resources.storage = caching_storage(
-        PosixStorage(), context.settings, context.group
-    )
+    context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     request = request_of_pynative(run.config, path)
     with context.progress.timed_load():
         plan = select_plan(
             run.config,
             SelectionRequest(request.path, any_layout=True, resume=request.resume),
             context,
-            storage,
         )
         if plan is None:
             return
