@@ -414,10 +414,8 @@ def read_record(file: BinaryIO) -> Record:
     head, checksum = read_head(file, "record")
     record = decode(Record, {**_with_ranks(head), "checksum": checksum}, "record")
     if record.rank not in (record.local_ranks or range(record.world_size)):
-        raise RecordError(
-            f"rank is {record.rank}, expected one of {listed(record.local_ranks)} and below "
-            f"{record.world_size}"
-        )
+        part = f" in its part, rank {listed(record.local_ranks)}" if record.local_ranks else ""
+        raise RecordError(f"rank is {record.rank}, expected one below {record.world_size}{part}")
     _check_files([(record.rank, record.files)])
     return record
 

@@ -26,7 +26,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -164,26 +163,24 @@ class CheckpointManager:
     ) -> SaveSession:
         """Acquires the directory. Arguments and errors: see ``open_save_session``."""
         options = self.options
-        directory = CheckpointDir(self.storage, options.root)
         in_memory = (
-            newest_run(directory, self.group) if self.settings.memory_tier.every_steps else ""
+            newest_run(CheckpointDir(self.storage, options.root), self.group)
+            if self.settings.memory_tier.every_steps
+            else ""
         )
         self.session = open_save_session(
-            directory,
-            options.prefix,
+            self.storage,
+            options,
             self.group,
             self.emit,
             self.settings.heartbeat,
-            options.iterations,
             shared_groups,
             origin,
             remote,
             in_memory,
             leases,
         )
-        self.session.target = target = replace(
-            self.session.target, samples_in_common=options.samples_in_common
-        )
+        target = self.session.target
         prefix = (
             options.prefix
             if options.iterations

@@ -23,6 +23,7 @@ from mindresume.saving.committer import SyncSaver, is_in_meta
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.replication import save_of
 from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.save_session import Resumed, open_save_session
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.interface import Storage
@@ -46,9 +47,13 @@ def publish_completed(
     if run_on_rank0(group, partial(_is_published, directory, chosen)):
         return
     try:
-        session = open_save_session(
-            directory, "", group, emit, heartbeat, bool(chosen.iteration_dir), shared_groups, origin
+        options = SaveOptions(
+            origin.root,
+            "",
+            iterations=bool(chosen.iteration_dir),
+            samples_in_common=samples_in_common,
         )
+        session = open_save_session(storage, options, group, emit, heartbeat, shared_groups, origin)
     except MindResumeError as error:
         emit(
             warning(
@@ -57,8 +62,8 @@ def publish_completed(
         )
         return
     try:
-        target = replace(session.target, samples_in_common=samples_in_common)
-        run_on_all(group, SyncSaver(target, KEEP_ALL if session.is_leader else None, emit).begin)
+        policy = KEEP_ALL if session.is_leader else None
+        run_on_all(group, SyncSaver(session.target, policy, emit).begin)
     finally:
         session.release()
 

@@ -2,7 +2,7 @@
 of file names.
 
 # on all ranks together
-session = open_save_session(directory, prefix, group, emit, settings.heartbeat)
+session = open_save_session(storage, options, group, emit, settings.heartbeat)
 session.begin(resumed)  # warns of other trainings; nodes without a shared disk keep a common one
 session.target                              # where to save
 session.release()
@@ -38,7 +38,9 @@ from mindresume.formatting import counted, listed
 from mindresume.model.manifest import FOLDER, PROBE, is_probe
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
 from mindresume.saving.retention import continued, others
+from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.interface import Storage
 from mindresume.storage.operations import read_bytes, remove_stale
 
 # {directory: lease} of this process, which runs one training at a time
@@ -144,24 +146,22 @@ class SaveSession:
 
 
 def open_save_session(
-    directory: CheckpointDir,
-    prefix: str,
+    storage: Storage,
+    options: SaveOptions,
     group: Group,
     emit: Emit,
     heartbeat: float,
-    iterations: bool = False,
     shared_groups: dict[str, SharedGroups] | None = None,
     origin: Resumed | None = None,
     remote: RemoteCheckpoints | None = None,
     in_memory: str = "",
     leases: dict[str, Lease] | None = None,
 ) -> SaveSession:
-    """Acquires ``root``, on all ranks of ``group`` together.
+    """Acquires ``options.root``, on all ranks of ``group`` together.
 
     Args:
-        prefix: of the names of files.
+        options: where, and in which form, the training saves.
         heartbeat: seconds between two heartbeats; 0: none.
-        iterations: Checkpoint 2.0.
         shared_groups: {directory: groups of ranks that share it}, as far as known; this call adds
             what it finds.
         origin: the checkpoint whose training goes on, before any conversion; None: a new training.
@@ -172,8 +172,10 @@ def open_save_session(
         CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
         ConfigError: Checkpoint 2.0 where nodes share no disk.
     """
+    root, prefix, iterations = options.root, options.prefix, options.iterations
+    directory = CheckpointDir(storage, root)
     run_on_rank0(group, partial(check_directory, directory))
-    root, shared_groups = directory.root, {} if shared_groups is None else shared_groups
+    shared_groups = {} if shared_groups is None else shared_groups
     if root not in shared_groups:
         shared_groups[root] = find_shared_groups(directory, group)
     shared = shared_groups[root]
@@ -227,7 +229,15 @@ def open_save_session(
         )
     )
     target = SaveTarget(
-        directory.storage, root, run, group.rank, group.size, iterations, part, lineage
+        storage,
+        root,
+        run,
+        group.rank,
+        group.size,
+        iterations,
+        part,
+        lineage,
+        options.samples_in_common,
     )
     session = SaveSession(
         target,

@@ -17,6 +17,7 @@ from mindresume.coordination.storage_topology import (
 from mindresume.events import ignore
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import run_sequence
+from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.save_session import SaveSession, open_save_session
 from mindresume.storage.posix import PosixStorage
 
@@ -54,8 +55,8 @@ def test_the_run_of_nodes_that_share_no_disk_is_later_than_all_at_another_place(
     def opened(group):
         root = roots[group.rank]
         session = open_save_session(
-            dir_at(root),
-            "sim",
+            STORAGE,
+            SaveOptions(root, "sim"),
             group,
             ignore,
             0.0,
@@ -77,8 +78,8 @@ def test_a_bucket_that_one_node_alone_knows_numbers_the_run_of_all(tmp_path):
 
     def opened(group):
         session = open_save_session(
-            dir_at(tmp_path),
-            "sim",
+            STORAGE,
+            SaveOptions(str(tmp_path), "sim"),
             group,
             ignore,
             0.0,
