@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,10 @@ class ConversionPlan:
 
     Args:
         files: paths relative to the target.
-        groups: indices of files that are written together.
         fingerprint: 32 hex digits of everything that determines the bytes.
-        shards: indices of the files of each rank; empty for consolidated weights.
+        files_per_rank: of rank folders and iteration folders, whose files are in the order of the
+            ranks; 0 for consolidated weights.
+        group_size: number of files that are written together.
         iteration_dir: the unfinished iteration folder that holds the files; else empty.
         strategy: None for one rank and for consolidated weights.
         documents: (name, JSON value) of the index and the configuration of consolidated weights.
@@ -96,13 +98,23 @@ class ConversionPlan:
 
     source: OpenCheckpoint
     files: tuple[TargetFile, ...]
-    groups: tuple[tuple[int, ...], ...]
     fingerprint: str
-    shards: tuple[tuple[int, ...], ...] = ()
+    files_per_rank: int = 0
+    group_size: int = 1
     iteration_dir: str = ""
     strategy: Strategy | None = None
     documents: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     model_type: str | None = None
+
+    @cached_property
+    def groups(self) -> list[range]:
+        """Indices of files that are written together."""
+        return _split(len(self.files), self.group_size)
+
+    @property
+    def shards(self) -> list[range]:
+        """Indices of the files of each rank; none for consolidated weights."""
+        return _split(len(self.files), self.files_per_rank) if self.files_per_rank else []
 
     @property
     def run(self) -> str:
@@ -126,6 +138,10 @@ class ConversionPlan:
             for file in self.files_of(groups)
             for name, region in file.holds.items()
         )
+
+
+def _split(count: int, size: int) -> list[range]:
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def to_ranks(
@@ -160,9 +176,8 @@ def to_ranks(
     ]
     paths = [f"{folder_name(rank)}/{file}" for rank, file in enumerate(names)]
     files = rank_files(source.weights, strategy, paths, fmt, metadata)
-    return _of_ranks(
-        ConversionPlan(source, tuple(files), (), fingerprint, strategy=strategy), 1, ranks_per_group
-    )
+    size = ranks_per_group or (strategy.stage_size if strategy else 1)
+    return ConversionPlan(source, tuple(files), fingerprint, 1, size, strategy=strategy)
 
 
 def to_iteration(
@@ -199,23 +214,8 @@ def to_iteration(
                     metadata,
                 )
             )
-    plan = ConversionPlan(
-        source, tuple(files), (), fingerprint, iteration_dir=iteration_dir, strategy=strategy
-    )
-    return _of_ranks(plan, 2, ranks_per_group)
-
-
-def _of_ranks(plan: ConversionPlan, per_rank: int, ranks_per_group: int | None) -> ConversionPlan:
-    """Adds the groups and the files of each rank, which has ``per_rank`` of them."""
-    size = per_rank * (ranks_per_group or (plan.strategy.stage_size if plan.strategy else 1))
-    count = len(plan.files)
-    return replace(
-        plan,
-        groups=tuple(
-            tuple(range(first, min(first + size, count))) for first in range(0, count, size)
-        ),
-        shards=tuple(tuple(range(first, first + per_rank)) for first in range(0, count, per_rank)),
-    )
+    size = 2 * (ranks_per_group or (strategy.stage_size if strategy else 1))
+    return ConversionPlan(source, tuple(files), fingerprint, 2, size, iteration_dir, strategy)
 
 
 def ranks_in_group(strategy: Strategy | None, processes: int) -> int:
@@ -235,13 +235,7 @@ def to_consolidated(
     source = with_counters(source) if kind == MINDSPORE else source
     files, index = consolidated_files(source.weights, kind, part_bytes, drop)
     fingerprint = _fingerprint(source, "complete", kind, part_bytes, sorted(drop))
-    return ConversionPlan(
-        source,
-        tuple(files),
-        tuple((i,) for i in range(len(files))),
-        fingerprint,
-        documents=(index,),
-    )
+    return ConversionPlan(source, tuple(files), fingerprint, documents=(index,))
 
 
 def prefix_of(source: OpenCheckpoint) -> str:
