@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import EndedRuns, Lease
-from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock, read_locks
+from mindresume.coordination.lease import Lease, ReadLocks, acquire_read_lock, read_locks
+from mindresume.coordination.lease_acquisition import EndedRuns
 from mindresume.errors import MindResumeError, MissingCheckpointError
 from mindresume.events import warning
 from mindresume.fault_injection.journal import select, wrong_content

@@ -7,9 +7,14 @@ from dataclasses import replace
 
 from rank_folders import RUN, dir_at, records_of
 
-from mindresume.coordination.lease import LOADING, SAVING, Lease, holder_of_this_process
+from mindresume.coordination.lease import (
+    LOADING,
+    SAVING,
+    Lease,
+    acquire_read_lock,
+    holder_of_this_process,
+)
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.coordination.read_locks import acquire_read_lock
 from mindresume.events import ignore
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 

@@ -33,7 +33,7 @@ from rank_folders import (
 )
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.read_locks import read_locks
+from mindresume.coordination.lease import read_locks
 from mindresume.errors import CorruptFileError, RecordError, UnusableCheckpointError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import label

@@ -25,9 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rank_folders import RUN, Ranks, dir_at, flip_bit, path_of, simulated, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import EndedRuns, LeaseHolder
-from mindresume.coordination.lease_acquisition import acquire
-from mindresume.coordination.read_locks import read_locks
+from mindresume.coordination.lease import LeaseHolder, read_locks
+from mindresume.coordination.lease_acquisition import EndedRuns, acquire
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.faults import (
     DEATHS,

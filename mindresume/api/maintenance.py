@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 from mindresume import runtime
 from mindresume.api.checkpoint import existing
 from mindresume.api.results import Problem, Result, problem_of
-from mindresume.coordination.lease import EndedRuns
-from mindresume.coordination.lease_acquisition import check_no_live_job
-from mindresume.coordination.read_locks import ReadLocks, read_locks
+from mindresume.coordination.lease import ReadLocks, read_locks
+from mindresume.coordination.lease_acquisition import EndedRuns, check_no_live_job
 from mindresume.errors import ConfigError, LeaseHeldError, MissingCheckpointError
 from mindresume.events import Event, RemovalPostponed
 from mindresume.events.progress import SILENT, Progress

@@ -1,10 +1,14 @@
 """Leases on a checkpoint directory: of the one job that saves there, and of readers, whose
 checkpoints must not be removed.
 
-    # a job that saves: lease_acquisition.py; readers and removals: read_locks.py
-    lease = Lease(directory, holder)
+    lease = Lease(directory, holder)            # of a job that saves: lease_acquisition.py
     lease.publish();  lease.start();  lease.release()
     fence(directory, run)  # every rank before it writes: LeaseHeldError if a later run took over
+
+    # None: the checkpoint is gone, select again
+    lock = acquire_read_lock(directory, attempt, commit_dir)
+    read_locks(directory)  # {name of an attempt folder: who reads it}
+    announce_removal(directory, names)  # by a removal, before it checks for read locks
 
 A lease is a small sealed file ``.mindresume/claim-{run}.json``. It names its holder and has a
 counter, which the holder increments (a heartbeat). The age of a lease never decides whether its
@@ -12,13 +16,15 @@ holder is alive: on the same machine its process is looked up; on another machin
 watched for some heartbeats. A holder counts as alive if this cannot be known (its lease cannot be
 read, or it is on another machine and has no heartbeat); then a person decides. A job that was taken
 for dead and goes on finds the lease of its successor and stops saving.
+
+The run of readers and removals has the number 0.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,10 +32,10 @@ from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.heartbeat_process import HeartbeatProcess
-from mindresume.coordination.liveness import is_running, machine, start_ticks
+from mindresume.coordination.liveness import Watch, is_running, machine, start_ticks
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats import CheckpointDir
-from mindresume.formats.iterations import parse_iteration
+from mindresume.formats.records import iteration_record_names
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import (
     FOLDER,
@@ -43,7 +49,7 @@ from mindresume.model.manifest import (
     strip_trash,
 )
 from mindresume.storage.interface import Storage
-from mindresume.storage.operations import TEMPORARY, parallel, publish
+from mindresume.storage.operations import parallel, publish
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import uncached
 from mindresume.typed import Count, Limits, Time, decode
@@ -176,16 +182,6 @@ def leased_runs(names: Iterable[str], prefix: str = PREFIX) -> list[str]:
     ]
 
 
-def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns (name, run) of the temporary files among ``names``."""
-    return [
-        (name, run)
-        for name in names
-        if name.endswith(TEMPORARY)
-        and is_run(run := name.removesuffix(TEMPORARY).rpartition(".")[2])
-    ]
-
-
 def lease_holders(directory: CheckpointDir) -> list[LeaseHolder]:
     """Returns the holder of every lease that can be read, for people."""
     return read_leases(directory)[0]
@@ -245,41 +241,6 @@ def known_lease_holders(directory: CheckpointDir) -> list[LeaseHolder]:
         return []
 
 
-def next_run(names: Iterable[str]) -> str:
-    """Returns the name of a run later than every one that left a trace among ``names`` of folders
-    of records."""
-    names = list(names)
-    used = past_runs(names) + leased_runs(names)
-    # of a run that died while it acquired the directory
-    used += [run for _, run in half_written(names)]
-    return run_name(max(map(run_sequence, used), default=0) + 1, runtime.token_hex(4))
-
-
-def past_runs(names: list[str]) -> list[str]:
-    """Returns the runs with a folder of records among ``names``, and those with a marker only."""
-    return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(
-        names, ENDED
-    )
-
-
-def iteration_record_names(directory: CheckpointDir) -> list[str]:
-    """Returns the names of the folders of records in iteration folders, copied ones included."""
-    found: list[str] = []
-    for base in directory.storage.list(directory.root):
-        if parse_iteration(base) is not None:
-            # one that cannot be listed blocks no job; nothing can be removed there
-            with suppress(OSError):
-                found += directory.storage.list(directory.path(base, FOLDER))
-    return found
-
-
-def record_run_number(directory: CheckpointDir, run: str) -> None:
-    """Leaves a marker of ``run``, which saved elsewhere, so that the next run in ``root`` gets a
-    larger number."""
-    directory.storage.make_folder(directory.path(FOLDER))
-    publish(directory.storage, directory.path(FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
-
-
 def fence(directory: CheckpointDir, run: str) -> None:
     """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this
     one was taken for dead. A run that has published its lease and not sent a heartbeat yet may
@@ -301,30 +262,6 @@ def fence(directory: CheckpointDir, run: str) -> None:
             "never mixed: end "
             f"one of them, or give it an output_dir of its own"
         )
-
-
-class EndedRuns:
-    """The runs that are certainly over, those without a lease or whose process is gone: ``run in
-    EndedRuns(directory)``. Leases are read once, at the first question, which must be after the
-    caller has read the directory. ``before``: only runs with a smaller number than this one are
-    over."""
-
-    def __init__(self, directory: CheckpointDir, before: str = ""):
-        self.directory, self.before = directory, before
-        self._living: set[str] | None = None
-
-    def __contains__(self, run: object) -> bool:
-        if self.before and run_sequence(str(run)) >= run_sequence(self.before):
-            return False
-        if self._living is None:
-            holders, unreadable = read_leases(self.directory)
-            self._living = {
-                holder.run
-                for holder in holders
-                if holder.purpose == SAVING and is_alive(holder) is not False
-            }
-            self._living |= unreadable.keys()
-        return run not in self._living
 
 
 class Lease:
@@ -424,3 +361,160 @@ class Lease:
                 return
             finally:
                 self._lock.release()
+
+
+# ---- readers and removals ------------------------------------------------------------------------
+
+# prefix of the names of the leases of readers and removals
+WITHOUT_NUMBER = f"{PREFIX}{run_name(READER, '')}"
+# heartbeats after which the read lock of a silent reader on another machine expires
+GIVEN_UP = 40
+# checks of a reader while a removal is announced, and seconds between
+_LOOKS, _PAUSE = 20, 0.5
+
+
+def acquire_read_lock(
+    directory: CheckpointDir,
+    attempt: str,
+    commit_dir: str,
+    beat: float = BEAT,
+    sleep: Callable[[float], None] = runtime.sleep,
+    purpose: str = LOADING,
+    outwaited: set[str] | None = None,
+) -> Lease | None:
+    """Locks a checkpoint against removal.
+
+    Args:
+        attempt: the name of its folder of records.
+        commit_dir: the folder whose rename un-commits it.
+        purpose: LOADING or SCRUBBING.
+        outwaited: runs whose announcements an earlier call has waited for as long as it waits; more
+            are added. So a process that opens one checkpoint after the other waits once for all
+            that do not go away.
+    Returns:
+        The lock, with heartbeats; None if the checkpoint is gone: select again.
+    Raises:
+        OSError: the lock cannot be written.
+    """
+    lease = _lease_without_number(directory, purpose, (attempt,), beat)
+    outwaited = set() if outwaited is None else outwaited
+    try:
+        stay: list[set[str]] = []
+        while len(stay) < _LOOKS and (
+            announced := _announced_removals(directory, attempt, lease) - outwaited
+        ):
+            stay.append(announced)
+            # the removal may have checked for read locks before this one existed
+            sleep(_PAUSE)
+        if len(stay) == _LOOKS:
+            outwaited |= set.intersection(*stay)
+        there = directory.storage.status(commit_dir) is not None
+    except BaseException:
+        lease.release()
+        raise
+    if not there:  # the removal was faster
+        lease.release()
+        return None
+    return lease.start()
+
+
+def announce_removal(directory: CheckpointDir, names: Iterable[str]) -> Lease:
+    """Announces to readers that the attempts ``names`` are about to be removed. Returns a lease to
+    release after that. A removal announces itself and then checks for read locks; a reader
+    publishes its lock and then checks for announcements: one of the two sees the other, so a folder
+    is never renamed under a reader. Raises OSError if it cannot be written."""
+    return _lease_without_number(directory, REMOVING, tuple(names), 0.0)
+
+
+def _lease_without_number(
+    directory: CheckpointDir, purpose: str, names: tuple[str, ...], beat: float
+) -> Lease:
+    holder = replace(
+        holder_of_this_process(purpose, holds=names),
+        run=run_name(READER, runtime.token_hex(4)),
+        every=beat,
+    )
+    lease = Lease(directory, holder)
+    try:
+        lease.publish()
+    except BaseException:  # the lease may exist after an error, too
+        lease.release()
+        raise
+    return lease
+
+
+def _announced_removals(directory: CheckpointDir, attempt: str, own: Lease) -> set[str]:
+    """Returns the runs of the leases that announce a removal of ``attempt``. An unreadable lease
+    may be one, and counts. Leases of jobs and the ``own`` one, which are none, are not read."""
+    others = [run for run in _reader_runs(directory) if run != own.run]
+    found, unreadable = read_leases(directory, others)
+    return {
+        holder.run
+        for holder in found
+        if holder.purpose == REMOVING and attempt in holder.holds and is_alive(holder) is not False
+    } | unreadable.keys()
+
+
+def _reader_runs(directory: CheckpointDir) -> list[str]:
+    """Returns the runs of the leases of readers and removals."""
+    names = directory.storage.list(directory.path(FOLDER))
+    return [run for run in leased_runs(names) if run_sequence(run) == READER]
+
+
+class ReadLocks:
+    """Returns, when called, the read locks of now: {name of an attempt folder: reader}. It
+    remembers heartbeats between calls, so that the lock of a reader that died on another machine
+    expires. An unreadable lease may lock any checkpoint, for as long."""
+
+    def __init__(self, directory: CheckpointDir, time: runtime.Clock = runtime):
+        self.directory, self._watch = directory, Watch(time.monotonic)
+
+    def __call__(self) -> Mapping[str, str]:
+        held: dict[str, str] = {}
+        found, unreadable = read_leases(self.directory, _reader_runs(self.directory))
+        for run, why in unreadable.items():
+            if not self._silent(run, None, BEAT):
+                held.update(
+                    {
+                        name: f"perhaps, by a reader: {lease_path(self.directory, run)} "
+                        f"cannot be read ({why})"
+                        for name in self._all_attempts()
+                    }
+                )
+        for holder in found:
+            if holder.holds and self._is_active(holder) and holder.purpose != REMOVING:
+                held.update(
+                    {
+                        name: f"{holder.purpose} by process {holder.pid} on host {holder.host}"
+                        for name in holder.holds
+                    }
+                )
+        return held
+
+    def _is_active(self, holder: LeaseHolder) -> bool:
+        silent = self._silent(holder.run, holder.beat, max(holder.every, BEAT))
+        state = is_alive(holder)
+        if state is False or (state is None and silent):
+            with suppress(OSError):
+                self.directory.storage.remove(lease_path(self.directory, holder.run))
+            return False
+        return True
+
+    def _silent(self, run: str, beat: int | None, every: float) -> bool:
+        """Returns whether a lease had no heartbeat for ``GIVEN_UP`` intervals. ``beat``: None while
+        it cannot be read."""
+        seen = self._watch.see(run, beat)
+        return self._watch.clock() - seen.since > every * GIVEN_UP
+
+    def _all_attempts(self) -> set[str]:
+        directory = self.directory
+        names = [
+            *directory.storage.list(directory.path(FOLDER)),
+            *iteration_record_names(directory),
+        ]
+        return {name for name, _, _ in attempts(list(map(strip_trash, names)))}
+
+
+def read_locks(directory: CheckpointDir) -> Mapping[str, str]:
+    """Returns the read locks of now, for a process that checks once."""
+    return ReadLocks(directory)()

@@ -1,4 +1,4 @@
-"""Acquires the lease of a checkpoint directory for a job that saves there.
+"""Acquires the lease of a checkpoint directory for a job that saves there; numbers its runs.
 
     # rank 0; LeaseHeldError if another is alive
     lease = acquire(directory, holder_of_this_process("saving", world_size))
@@ -12,7 +12,7 @@ acquired the directory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -25,16 +25,12 @@ from mindresume.coordination.lease import (
     SUFFIX,
     Lease,
     LeaseHolder,
-    half_written,
     holder_of_this_process,
     is_alive,
     is_job_lease,
-    iteration_record_names,
     lease_holders,
     lease_path,
     leased_runs,
-    next_run,
-    past_runs,
     read_leases,
     run_order,
 )
@@ -42,9 +38,10 @@ from mindresume.coordination.liveness import AwakeClock, Watch
 from mindresume.errors import LeaseHeldError
 from mindresume.events import Emit, LeaseWatched, StaleLeaseRemoved, ignore
 from mindresume.formats import CheckpointDir
+from mindresume.formats.records import iteration_record_names
 from mindresume.formatting import ranks_count
-from mindresume.model.manifest import FOLDER, run_sequence
-from mindresume.storage.operations import remove_stale
+from mindresume.model.manifest import FOLDER, attempts, is_run, run_name, run_sequence, strip_trash
+from mindresume.storage.operations import TEMPORARY, publish, remove_stale
 
 # heartbeats for which a holder on another machine is watched before it counts as dead
 PATIENCE = 3
@@ -285,3 +282,64 @@ class _Others:
 
 def _has_usable_heartbeat(holder: LeaseHolder) -> bool:
     return 0 < holder.every * PATIENCE <= LONGEST
+
+
+# ---- run numbers ---------------------------------------------------------------------------------
+
+
+def half_written(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns (name, run) of the temporary files among ``names``."""
+    return [
+        (name, run)
+        for name in names
+        if name.endswith(TEMPORARY)
+        and is_run(run := name.removesuffix(TEMPORARY).rpartition(".")[2])
+    ]
+
+
+def next_run(names: Iterable[str]) -> str:
+    """Returns the name of a run later than every one that left a trace among ``names`` of folders
+    of records."""
+    names = list(names)
+    used = past_runs(names) + leased_runs(names)
+    # of a run that died while it acquired the directory
+    used += [run for _, run in half_written(names)]
+    return run_name(max(map(run_sequence, used), default=0) + 1, runtime.token_hex(4))
+
+
+def past_runs(names: list[str]) -> list[str]:
+    """Returns the runs with a folder of records among ``names``, and those with a marker only."""
+    return [run for _, _, run in attempts(list(map(strip_trash, names)))] + leased_runs(
+        names, ENDED
+    )
+
+
+def record_run_number(directory: CheckpointDir, run: str) -> None:
+    """Leaves a marker of ``run``, which saved elsewhere, so that the next run in ``root`` gets a
+    larger number."""
+    directory.storage.make_folder(directory.path(FOLDER))
+    publish(directory.storage, directory.path(FOLDER, f"{ENDED}{run}{SUFFIX}"), [b""], run)
+
+
+class EndedRuns:
+    """The runs that are certainly over, those without a lease or whose process is gone: ``run in
+    EndedRuns(directory)``. Leases are read once, at the first question, which must be after the
+    caller has read the directory. ``before``: only runs with a smaller number than this one are
+    over."""
+
+    def __init__(self, directory: CheckpointDir, before: str = ""):
+        self.directory, self.before = directory, before
+        self._living: set[str] | None = None
+
+    def __contains__(self, run: object) -> bool:
+        if self.before and run_sequence(str(run)) >= run_sequence(self.before):
+            return False
+        if self._living is None:
+            holders, unreadable = read_leases(self.directory)
+            self._living = {
+                holder.run
+                for holder in holders
+                if holder.purpose == SAVING and is_alive(holder) is not False
+            }
+            self._living |= unreadable.keys()
+        return run not in self._living

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
-from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders, next_run
+from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders
+from mindresume.coordination.lease_acquisition import next_run
 from mindresume.coordination.liveness import namespace
 from mindresume.errors import LeaseHeldError
 from mindresume.formats import CheckpointDir

@@ -474,3 +474,14 @@ class RecordFolder:
         if self.known is not None:
             self.known[rank] = found
         return found
+
+
+def iteration_record_names(directory: CheckpointDir) -> list[str]:
+    """Returns the names of the folders of records in iteration folders, copied ones included."""
+    found: list[str] = []
+    for base in directory.storage.list(directory.root):
+        if parse_iteration(base) is not None:
+            # one that cannot be listed blocks no job; nothing can be removed there
+            with suppress(OSError):
+                found += directory.storage.list(directory.path(base, FOLDER))
+    return found

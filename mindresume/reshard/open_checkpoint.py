@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mindresume.coordination.lease import Lease
-from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.coordination.lease import Lease, acquire_read_lock
 from mindresume.errors import (
     ConfigError,
     CorruptFileError,

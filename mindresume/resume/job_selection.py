@@ -28,8 +28,7 @@ from mindresume.coordination.collectives import (
     run_on_rank0,
 )
 from mindresume.coordination.host_memory import share_of_rank
-from mindresume.coordination.lease import SAVING, Lease, is_alive, lease_holders
-from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.coordination.lease import SAVING, Lease, acquire_read_lock, is_alive, lease_holders
 from mindresume.coordination.storage_topology import SharedGroups, find_shared_groups, single_group
 from mindresume.coordination.visibility import wait_until_visible
 from mindresume.errors import (

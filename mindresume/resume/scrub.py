@@ -27,13 +27,13 @@ from mindresume.coordination.lease import (
     SCRUBBING,
     Lease,
     LeaseHolder,
-    half_written,
+    acquire_read_lock,
     is_alive,
     is_job_lease,
     lease_holders,
     lease_path,
 )
-from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.coordination.lease_acquisition import half_written
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.weight_files import can_be_scrubbed, publish_result, read_result
 from mindresume.resume.candidates import CheckpointStatus, damaged_metadata_files

@@ -28,8 +28,8 @@ from functools import cached_property, partial
 from operator import attrgetter
 
 from mindresume import runtime
-from mindresume.coordination.lease import EndedRuns, fence
-from mindresume.coordination.read_locks import WITHOUT_NUMBER, ReadLocks
+from mindresume.coordination.lease import WITHOUT_NUMBER, ReadLocks, fence
+from mindresume.coordination.lease_acquisition import EndedRuns
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, RecordError, SaveError
 from mindresume.events import (
     CheckpointsRemoved,

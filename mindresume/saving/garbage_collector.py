@@ -25,8 +25,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 
+from mindresume.coordination.lease import ReadLocks, announce_removal
 from mindresume.coordination.lease_acquisition import check_no_live_job
-from mindresume.coordination.read_locks import ReadLocks, announce_removal
 from mindresume.errors import CorruptFileError, RecordError, UnreadableFileError
 from mindresume.events import Emit, RemovalPostponed, ignore
 from mindresume.formats import Candidate, CheckpointDir

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from mindresume.coordination.lease import next_run, record_run_number
+from mindresume.coordination.lease_acquisition import next_run, record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats import CheckpointDir

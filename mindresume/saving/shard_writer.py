@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from mindresume import runtime
-from mindresume.coordination.lease import fence, half_written
+from mindresume.coordination.lease import fence
+from mindresume.coordination.lease_acquisition import half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import CheckpointDir

@@ -30,8 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from mindresume import runtime
-from mindresume.coordination.lease import Lease
-from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.coordination.lease import Lease, acquire_read_lock
 from mindresume.errors import CorruptFileError, RemoteError
 from mindresume.events import (
     Emit,

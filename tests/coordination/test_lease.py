@@ -10,16 +10,8 @@ import pytest
 from lease_holders import ELSEWHERE, ME, acquire_lease, dead_holder, publish_lease
 from rank_folders import STORAGE, dir_at, save, simulated
 
-from mindresume.coordination.lease import (
-    BEAT,
-    EndedRuns,
-    LeaseHolder,
-    fence,
-    is_alive,
-    lease_holders,
-    next_run,
-)
-from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.lease import BEAT, LeaseHolder, fence, is_alive, lease_holders
+from mindresume.coordination.lease_acquisition import EndedRuns, acquire, next_run
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.model.manifest import FOLDER, encode_head, run_name, run_sequence
 from sim.cluster import current_cluster

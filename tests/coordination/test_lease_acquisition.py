@@ -12,16 +12,14 @@ from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder
 from rank_folders import STORAGE, dir_at, save
 
 from mindresume.coordination import lease as lease_module
-from mindresume.coordination.lease import (
-    BEAT,
+from mindresume.coordination.lease import BEAT, Lease, fence, lease_holders, lease_path
+from mindresume.coordination.lease_acquisition import (
+    PATIENCE,
     EndedRuns,
-    Lease,
-    fence,
-    lease_holders,
-    lease_path,
+    acquire,
+    check_no_live_job,
     next_run,
 )
-from mindresume.coordination.lease_acquisition import PATIENCE, acquire, check_no_live_job
 from mindresume.errors import LeaseHeldError
 from mindresume.events import LeaseWatched, StaleLeaseRemoved
 from mindresume.formats import CheckpointDir

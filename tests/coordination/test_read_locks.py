@@ -8,12 +8,15 @@ import pytest
 from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, publish_lease
 from rank_folders import RUN, dir_at, save
 
-from mindresume.coordination.lease import BEAT, fence, lease_holders, lease_path
-from mindresume.coordination.read_locks import (
+from mindresume.coordination.lease import (
+    BEAT,
     GIVEN_UP,
     ReadLocks,
     acquire_read_lock,
     announce_removal,
+    fence,
+    lease_holders,
+    lease_path,
     read_locks,
 )
 from mindresume.formats import CheckpointDir

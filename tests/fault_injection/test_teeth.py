@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindresume.coordination import lease, lease_acquisition
-from mindresume.coordination.read_locks import ReadLocks
+from mindresume.coordination.lease import ReadLocks
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.fault_injection import oracle, runner, scenarios
 from mindresume.fault_injection.faults import Fault, RankStorage

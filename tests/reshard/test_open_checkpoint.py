@@ -32,7 +32,7 @@ from reshard.plans import (
     shard_file,
 )
 
-from mindresume.coordination.read_locks import read_locks
+from mindresume.coordination.lease import read_locks
 from mindresume.errors import (
     ConfigError,
     CorruptFileError,

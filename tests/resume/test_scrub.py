@@ -25,8 +25,13 @@ from rank_folders import (
 )
 
 from mindresume.coordination import lease as leases
-from mindresume.coordination.lease import SCRUBBING, LeaseHolder, lease_holders
-from mindresume.coordination.read_locks import acquire_read_lock, read_locks
+from mindresume.coordination.lease import (
+    SCRUBBING,
+    LeaseHolder,
+    acquire_read_lock,
+    lease_holders,
+    read_locks,
+)
 from mindresume.errors import RemoteError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName

@@ -12,9 +12,8 @@ from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import holder_of_this_process, known_lease_holders
+from mindresume.coordination.lease import ReadLocks, holder_of_this_process, known_lease_holders
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.coordination.read_locks import ReadLocks
 from mindresume.coordination.storage_topology import newest_committed
 from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS, CheckpointDir

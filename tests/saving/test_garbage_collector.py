@@ -24,7 +24,7 @@ from rank_folders import (
 )
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
+from mindresume.coordination.lease import ReadLocks, acquire_read_lock
 from mindresume.events import CheckpointsRemoved, RemovalPostponed
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import META, meta_json

@@ -30,9 +30,8 @@ from iteration_folders import (
 from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import holder_of_this_process
+from mindresume.coordination.lease import ReadLocks, acquire_read_lock, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.coordination.read_locks import ReadLocks, acquire_read_lock
 from mindresume.errors import LeaseHeldError
 from mindresume.events import CommitDelayed, Notice, ignore
 from mindresume.formats import CheckpointDir

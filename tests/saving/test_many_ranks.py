@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.read_locks import ReadLocks
+from mindresume.coordination.lease import ReadLocks
 from mindresume.events import WARNING, ignore
 from mindresume.formats import CheckpointDir, rank_folders, records, weight_files
 from mindresume.formats.rank_folders import META, FileName, folder_name, label, meta_json

@@ -19,8 +19,8 @@ from rank_folders import STORAGE, Ranks, dir_at, simulated
 from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import holder_of_this_process, next_run
-from mindresume.coordination.lease_acquisition import acquire, check_no_live_job
+from mindresume.coordination.lease import holder_of_this_process
+from mindresume.coordination.lease_acquisition import acquire, check_no_live_job, next_run
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, RemoteError
 from mindresume.events import (
     WARNING,

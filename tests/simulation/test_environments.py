@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from simulation.test_teeth import Edit, mutate
 
-from mindresume.coordination import lease, lease_acquisition, read_locks
+from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError
 from mindresume.fault_injection.faults import Fault
 from mindresume.reshard import open_checkpoint
@@ -239,7 +239,7 @@ def test_a_retention_that_passes_over_the_locks_of_scrubs_is_found(monkeypatch):
         monkeypatch,
         [
             Edit(
-                read_locks.ReadLocks,
+                lease.ReadLocks,
                 "__call__",
                 "holder.purpose != REMOVING",
                 'holder.purpose == "loading"',

@@ -33,7 +33,6 @@ from mindresume.coordination import (
     lease,
     lease_acquisition,
     preemption,
-    read_locks,
     visibility,
 )
 from mindresume.fault_injection.faults import Fault
@@ -603,14 +602,14 @@ MUTANTS = [
         "a reader checks the checkpoint before it takes the read lock",
         [
             Edit(
-                read_locks,
+                lease,
                 "acquire_read_lock",
                 "lease = _lease_without_number(",
                 "early = directory.storage.status(commit_dir) is not None; lease = "
                 "_lease_without_number(",
             ),
             Edit(
-                read_locks,
+                lease,
                 "acquire_read_lock",
                 "there = directory.storage.status(commit_dir) is not None",
                 "there = early",
@@ -625,7 +624,11 @@ MUTANTS = [
     ),
     mutant(
         "a running job counts as ended",
-        [Instead(lease.EndedRuns, "__contains__", lambda right: lambda self, run: True)],
+        [
+            Instead(
+                lease_acquisition.EndedRuns, "__contains__", lambda right: lambda self, run: True
+            )
+        ],
         ("readers", "safetensors", ""),
         LOST,
         deaths=False,
@@ -681,7 +684,7 @@ MUTANTS = [
     ),
     mutant(
         "a run number is reused",
-        [Instead(lease, "next_run", wrong.run_number_reused)],
+        [Instead(lease_acquisition, "next_run", wrong.run_number_reused)],
         ("restarts", "safetensors", ""),
         f"{STUCK} {LEFTOVER} {LOST} {WRONG}",
     ),

@@ -48,7 +48,7 @@ import numpy as np
 
 from mindresume import runtime
 from mindresume.coordination import host_memory
-from mindresume.coordination.read_locks import ReadLocks
+from mindresume.coordination.lease import ReadLocks
 from mindresume.events import Emit, Notice
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.rank_folders import LABEL, folder_rank, label

@@ -12,7 +12,7 @@ from memory_tiers import StepRequest
 from rank_folders import STORAGE, dir_at, tensors_of
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.read_locks import acquire_read_lock
+from mindresume.coordination.lease import acquire_read_lock
 from mindresume.events import TierRefused, TierSaved
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
