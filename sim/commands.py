@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -95,7 +95,7 @@ def convert(sim: Simulation) -> None:
         current_cluster().scheduler.sleep(pause)
         with (
             errors_recorded(sim, "conversion"),
-            ReadHold(current_process().emit) as hold,
+            closing(ReadHold(current_process().emit)) as hold,
         ):
             source = open_checkpoint(storage, training.root, hold=hold)
             _carry_out(storage, source, f"{TARGETS}/{number}", training)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
@@ -73,7 +73,7 @@ class Checkpoint:
         self._holds = hold
         self._notes: list[str] = []
         self._hold = ReadHold(texts_into(self._notes))
-        weakref.finalize(self, self._hold.release)
+        weakref.finalize(self, self._hold.close)
 
     def __repr__(self) -> str:
         return (
@@ -184,7 +184,7 @@ class Checkpoint:
 
     def release(self) -> None:
         """Ends the hold, so that jobs and ``prune`` may remove it. The next read holds it again."""
-        self._hold.release()
+        self._hold.close()
 
     def __enter__(self) -> Checkpoint:
         self.hold()
@@ -273,7 +273,7 @@ def opened(
     storage, path = PosixStorage(), existing(subject)
     path, given = locate(storage, path), None if strategy is None else os.fspath(strategy)
     notes: list[str] = []
-    with ReadHold(texts_into(notes)) as held:
+    with closing(ReadHold(texts_into(notes))) as held:
         source = open_checkpoint(storage, path, step, given, held if hold else None)
         yield replace(source, notes=(*source.notes, *notes))
 

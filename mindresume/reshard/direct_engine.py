@@ -231,12 +231,14 @@ class _OutputFile:
         # those that have not passed yet
         self._literals = [part for part in plan.parts if part.name is None and part.data]
 
-    def ranges(self, name: str, start: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yields (position in the file, bytes) of a tensor from its byte ``start`` on."""
+    def ranges(
+        self, name: str, start: int, data: memoryview
+    ) -> Iterator[tuple[_OutputFile, str, int, memoryview]]:
+        """Yields (this file, tensor, position, bytes) of a tensor from its byte ``start`` on."""
         for position, first, count in self.where[name]:
             low, high = max(start, first), min(start + len(data), first + count)
             if low < high:
-                yield position + low - first, data[low - start : high - start]
+                yield self, name, position + low - first, data[low - start : high - start]
 
     def hash(self, name: str, position: int, data: memoryview) -> None:
         if position != self._passed:
@@ -422,5 +424,4 @@ class _Transfer:
                 data = memoryview(found.reshape(-1).view(np.uint8))
                 start = offset(within(part, wanted), shape_of(wanted)) * chunk.itemsize
                 for out in outs:
-                    for position, range_ in out.ranges(tensor.name, start, data):
-                        yield out, tensor.name, position, range_
+                    yield from out.ranges(tensor.name, start, data)

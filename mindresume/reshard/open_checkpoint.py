@@ -4,7 +4,7 @@ weights, or a single file.
 source = open_checkpoint(storage, "output/checkpoint", step=200)
 source.weights.tensors, source.state, source.identity
 
-with ReadHold() as hold:                                # a read lock: nothing removes it
+with closing(ReadHold()) as hold:                                # a read lock: nothing removes it
     source = open_checkpoint(storage, "output/checkpoint", hold=hold)
 """
 
@@ -100,8 +100,7 @@ class _Gone(MissingCheckpointError):
 
 class ReadHold:
     """Holds a read lock on at most one checkpoint, the last one whose files were read, so that
-    neither a job nor ``prune`` removes it. As a context manager it releases the lock at the end of
-    the block."""
+    neither a job nor ``prune`` removes it, until ``close``."""
 
     def __init__(self, emit: Emit = ignore):
         self._emit, self._outwaited = emit, set[str]()
@@ -114,7 +113,7 @@ class ReadHold:
     def take(self, directory: CheckpointDir, candidate: Candidate) -> None:
         """Holds ``candidate`` instead of the one before; nothing if nothing removes it, and, with a
         warning, if the lock cannot be written. MissingCheckpointError if it was removed already."""
-        self.release()
+        self.close()
         if candidate.origin != OURS or not candidate.commit_dir:  # mindresume never removes it
             return
         try:
@@ -134,16 +133,10 @@ class ReadHold:
                 f"step {candidate.step} of {directory.root} was removed before it could be read"
             )
 
-    def release(self) -> None:
+    def close(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-
-    def __enter__(self) -> ReadHold:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 def open_checkpoint(

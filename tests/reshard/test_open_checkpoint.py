@@ -3,7 +3,7 @@ errors."""
 
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -439,7 +439,7 @@ def test_the_epoch_without_a_name(step, epoch):
 
 @contextmanager
 def held(root):
-    with ReadHold() as hold:
+    with closing(ReadHold()) as hold:
         yield open_checkpoint(STORAGE, str(root), hold=hold)
 
 
