@@ -7,7 +7,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.events import ignore
 from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.selection import preview_selection, select_checkpoint
+from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 
 ALONE = SingleProcess()
@@ -34,13 +34,6 @@ def choose(
         SelectionPolicy(world, requested, every_rank=not is_own, **policy),
         sources,
         emit,
-    )
-
-
-def foresee(root, storage=STORAGE, sources=None, **policy):
-    """Returns what ``which`` finds for a job."""
-    return preview_selection(
-        storage, str(root), SelectionPolicy(every_rank=True, **policy), sources
     )
 
 

@@ -42,11 +42,6 @@ def acquire_lease(root, holder=ME, time=None, emit=ignore):
     return acquire(dir_at(root), holder, emit=emit, time=time)
 
 
-def job_in(root, world=8):
-    """Returns the lease of a job of this process that saves there."""
-    return acquire(dir_at(root), holder_of_this_process(SAVING, world))
-
-
 def publish_lease(root, holder=ME, sequence=1):
     """Writes the lease of run number ``sequence`` of this holder, as if it saved there."""
     lease = Lease(dir_at(root), replace(holder, run=run_name(sequence, "0000aaaa")))

@@ -36,7 +36,6 @@ from rank_folders import (
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import (
     HYPER,
-    ConsolidatedWeights,
     index_document,
     part_name,
     split,
@@ -46,7 +45,7 @@ from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import rank_shard, write_shard
-from mindresume.tensor_files import encode, read_tensor
+from mindresume.tensor_files import encode
 from tests.strategy_files import write_strategy
 
 STEP = PER_EPOCH + 5
@@ -391,15 +390,6 @@ def check_slices(folder: Path, plan: Plan, tensors: Tensors, extra: Tensors = CO
         assert {name: (a.dtype.name, a.shape, a.tobytes()) for name, a in wanted.items()} == {
             name: (a.dtype.name, a.shape, a.tobytes()) for name, a in found.items()
         }
-
-
-def arrays_of(found: ConsolidatedWeights) -> dict[str, np.ndarray]:
-    """{name: array} of all tensors of consolidated weights."""
-    arrays = {}
-    for name, file in found.tensors.items():
-        with open(os.path.join(found.root, file), "rb") as opened:
-            arrays[name] = read_tensor(opened, found.headers[file].tensors[name])
-    return arrays
 
 
 def newest(root: Path) -> Candidate:

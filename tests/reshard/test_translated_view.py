@@ -27,8 +27,6 @@ from mindresume.reshard.geometry import held, slices_of
 from mindresume.reshard.range_reader import scale_blocks
 from mindresume.reshard.translated_view import FP8, SCALE, scales_shape, with_scales
 
-GATE = "model.layers.1.mlp.gate_proj.weight"
-
 
 def quantised(matrix, block, dtype=np.float32):
     """(fp8 values, scales) as DeepSeek makes them: the largest of each block becomes the largest of
