@@ -284,6 +284,8 @@ STRANGERS = [
     [2**60] * 30,
     {"loss": 10**400},
     {"loss": True},
+    ["a", "ckpt", 1],
+    ["a", "ckpt", 1, "x", "more"],
 ]
 
 
