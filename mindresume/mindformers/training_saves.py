@@ -140,14 +140,12 @@ class StateCollector:
         self.monitor, self.target, self.context = monitor, session.target, context
         self.config = monitor._config  # mindspore's CheckpointConfig
         self.suffix = session.suffix
-        self._share: frozenset[str] | None = (
-            None  # with redundancy removal: the tensors with a layout that this rank writes
-        )
+        # with redundancy removal: the tensors with a layout that this rank writes
+        self._share: frozenset[str] | None = None
         self._arrangement: Mapping[str, bool] | None = None
         self._emitted: set[Event] = set()
-        self._laid_out: tuple[dict, dict, dict] | None = (
-            None  # arguments and result of the last ``live.layouts``
-        )
+        # arguments and result of the last ``live.layouts``
+        self._laid_out: tuple[dict, dict, dict] | None = None
         self._known = adapter.SavedParameters()
 
     def shard(self, cb_params: Any, state: TrainingState, emergency: bool = False) -> Shard:
@@ -161,9 +159,6 @@ class StateCollector:
     def state(self, cb_params: Any, emergency: bool = False) -> TrainingState:
         """Returns the training state after this step. ``emergency``: without any exchange with
         other ranks."""
-        optimizer = (
-            cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        )
         monitor, progress = self.monitor, self.context.progress
         outputs, scale = cb_params.net_outputs, monitor._append_dict.get("loss_scale")
         if (
@@ -182,7 +177,7 @@ class StateCollector:
         return TrainingState(
             step,
             int(cb_params.batch_num),
-            number(optimizer.global_step, int),
+            number(_optimizer(cb_params).global_step, int),
             batch,
             None if scale is None else number(scale, float),
             progress.sink_size,
@@ -290,11 +285,10 @@ class StateCollector:
         """Returns the counters that mindformers appends to each file, and reads in its resume
         (callback.py:save_checkpoint)."""
         appended = dict(self.monitor._append_dict)
-        optimizer = (
-            cb_params.optimizer if cb_params.optimizer is not None else cb_params.network.optimizer
-        )
         appended.update(
-            epoch_num=state.epoch, step_num=state.step, global_step=optimizer.global_step
+            epoch_num=state.epoch,
+            step_num=state.step,
+            global_step=_optimizer(cb_params).global_step,
         )
         if "loss_scale" in appended and state.loss_scale is not None:
             appended["loss_scale"] = state.loss_scale
@@ -336,6 +330,11 @@ class StateCollector:
             )
             for folder, kind in wanted
         ]
+
+
+def _optimizer(cb_params: Any) -> Any:
+    found = cb_params.optimizer
+    return found if found is not None else cb_params.network.optimizer
 
 
 def _model(cb_params: Any) -> Any:
