@@ -1,4 +1,4 @@
-"""Work that waits for the import of a module."""
+"""Work that waits for the import of a module; calls of what is wrapped."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""events/supervision.py: phases between moments, with whatever moments are known."""
+"""The phases of a recovery between moments, with whatever moments are known."""
 
 from mindresume.events import Moments, phases_of
 
