@@ -285,6 +285,11 @@ class Scan:
     fresh_start_refusal: str = ""
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether a save was complete, or may have been."""
+        return any(candidate.maybe_completed for candidate in self.candidates)
+
+    @property
     def root(self) -> str:
         """The path of the directory."""
         return self.directory.root

@@ -330,9 +330,7 @@ def _has_checkpoint(storage: Storage, path: str, kind: str) -> bool:
         ):
             # so is every candidate of a scan with a manifest
             return True
-    return any(
-        candidate.maybe_completed for candidate in scan(CheckpointDir(storage, path)).candidates
-    )
+    return scan(CheckpointDir(storage, path)).has_checkpoint
 
 
 def _folders(storage: Storage, path: str) -> tuple[list[tuple[str, str]], list[str]]:

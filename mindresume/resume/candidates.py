@@ -91,16 +91,10 @@ def find_candidates(
         else path
     )
     found = scan(CheckpointDir(storage, root))
-    if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
-        found = scan(
-            CheckpointDir(
-                storage,
-                # a job may have saved later ones, and removed what was listed,
-                # while it was read
-                root,
-            )
-        )
-    if found.exists and not any(candidate.maybe_completed for candidate in found.candidates):
+    if found.exists and not found.has_checkpoint:
+        # a job may have saved later ones, and removed what was listed, while it was read
+        found = scan(found.directory)
+    if found.exists and not found.has_checkpoint:
         inner = find(storage, path)
         if inner not in (None, path):
             found, is_explicit = find_candidates(storage, inner, requested, world_size)

@@ -234,6 +234,12 @@ def refusals_of(rows: Sequence[Mapping[str, Any]]) -> list[Refusal]:
 # ---- a folder that all ranks see -----------------------------------------------------------------
 
 
+_ERRORS = {
+    error.__name__: error
+    for error in (ConfigError, MissingCheckpointError, NoUsableCheckpointError)
+}
+
+
 @dataclass
 class SharedDisk:
     """A folder that all ranks see. All ranks of the job take the same checkpoint of it.
@@ -275,13 +281,12 @@ class SharedDisk:
             )
             refused = tuple(Refusal(**refusal) for refusal in message["refused"])
             notes = tuple(message["notes"])
-            if message["end"] == "config":
+            error = _ERRORS.get(message["error"])
+            if error is ConfigError:
                 raise ConfigError(message["text"])
-            if message["end"] == "missing":
-                raise MissingCheckpointError(message["text"], refused)
-            if message["end"] == "none":
-                raise NoUsableCheckpointError(message["text"], refused)
-            if message["end"]:
+            if error is not None:
+                raise error(message["text"], refused)
+            if message["candidate"] is None:
                 return Choice(None, refused, notes, True, (), message["root"], job.policy.full)
             candidate = Candidate.from_json(message["candidate"])
             ranks = job.policy.ranks_to_verify(job.group, candidate)
@@ -292,8 +297,8 @@ class SharedDisk:
                 return replace(verdict, refused=refused, notes=notes)
 
     def offer(self, refusals: Sequence[Refusal]) -> dict[str, Any]:
-        """Returns the next message to all ranks: a candidate that passes the cheap checks, or the
-        outcome (``end``).
+        """Returns the next message to all ranks: a candidate that passes the cheap checks; if there
+        is none left, none, and perhaps an error.
 
         Args:
             refusals: why the ranks refused the candidate before; empty at the first call.
@@ -304,10 +309,10 @@ class SharedDisk:
                 self.scan, self.is_explicit = find_candidates(
                     job.storage, job.path, policy.requested, policy.world_size
                 )
-            except (MissingCheckpointError, ConfigError) as error:
+            except (MissingCheckpointError, ConfigError) as problem:
                 return {
-                    "end": "missing" if isinstance(error, MissingCheckpointError) else "config",
-                    "text": str(error),
+                    "error": type(problem).__name__,
+                    "text": str(problem),
                     "refused": [],
                     "notes": [],
                 }
@@ -315,8 +320,7 @@ class SharedDisk:
             if policy.max_failed_loads and self.scan.has_load_attempts and not self.is_explicit:
                 self.failed_loads = failed_loads_by_key(self.scan.directory)
         scan = self.scan
-        end = ""
-        text = ""
+        error = text = ""
         candidate = None
         self.refused += refusals[:1]
         while candidate is None and (self.queue or self.suspected):
@@ -326,34 +330,24 @@ class SharedDisk:
                 self.suspected = []
                 self.failed_loads = {}
             candidate = self._usable(scan, self.queue.pop(0))
-        if candidate is None:
-            is_fresh = not any(found.maybe_completed for found in scan.candidates)
-            end = (
-                "missing"
-                if self.is_explicit or scan.fresh_start_refusal
-                else "fresh"
-                if is_fresh
-                else "none"
+        if candidate is None and (self.is_explicit or scan.fresh_start_refusal):
+            error = MissingCheckpointError.__name__
+            text = scan.fresh_start_refusal or "\n".join(
+                [
+                    "the requested checkpoint cannot be used:",
+                    *(f"  {refusal}" for refusal in self.refused),
+                ]
             )
-            if end == "none":
-                text = (
-                    f"{none_usable(scan.root, self.refused)}\nRepair or restore one of them, or "
-                    "set another load_checkpoint"
-                    + (
-                        "; or, to start afresh, set resume_training: False"
-                        if policy.require_counters
-                        else ""
-                    )
-                )
-            elif end == "missing":
-                text = scan.fresh_start_refusal or "\n".join(
-                    [
-                        "the requested checkpoint cannot be used:",
-                        *(f"  {refusal}" for refusal in self.refused),
-                    ]
-                )
+        elif candidate is None and scan.has_checkpoint:
+            error = NoUsableCheckpointError.__name__
+            text = (
+                f"{none_usable(scan.root, self.refused)}\nRepair or restore one of them, or set "
+                "another load_checkpoint"
+            )
+            if policy.require_counters:
+                text += "; or, to start afresh, set resume_training: False"
         return {
-            "end": end,
+            "error": error,
             "text": text,
             "candidate": candidate,
             "root": scan.root,
@@ -451,7 +445,7 @@ class NodeDisks:
             raise MissingCheckpointError(
                 f"the requested checkpoint cannot be used by all ranks:\n{table}", tuple(refused)
             )
-        if any(row["maybe_completed"] for row in rows):
+        if any(row["has_checkpoint"] for row in rows):
             raise NoUsableCheckpointError(
                 f"nodes share no disk, and no checkpoint below {job.path} exists for all "
                 f"ranks:\n{table}\n"
@@ -493,7 +487,7 @@ class NodeDisks:
         return {
             "offers": list(self.offers)[:_MAX_OFFERS],
             "is_explicit": self.is_explicit,
-            "maybe_completed": any(candidate.maybe_completed for candidate in self.scan.candidates),
+            "has_checkpoint": self.scan.has_checkpoint,
             "fresh_start_refusal": self.scan.fresh_start_refusal,
         }
 
