@@ -135,7 +135,7 @@ class RemoteCheckpoints:
     def manifest(self, attempt: str) -> tuple[Manifest, bytes]:
         """Returns the manifest of an attempt, and its bytes. Raises RecordError if it is damaged or
         of another attempt."""
-        data = self.store.read(self.place(attempt, record_path(attempt, MANIFEST)))
+        data = self.store.read(self.record_url(attempt, MANIFEST))
         manifest = Manifest.read(io.BytesIO(data))
         if attempt_name(manifest.state.step, manifest.run) != attempt:
             raise RecordError(f"the manifest is of run {manifest.run}, step {manifest.state.step}")
@@ -143,19 +143,23 @@ class RemoteCheckpoints:
 
     def has(self, attempt: str) -> bool:
         """Returns whether an attempt is committed in the store."""
-        return self.store.size(self.place(attempt, record_path(attempt, MANIFEST))) is not None
+        return self.store.size(self.record_url(attempt, MANIFEST)) is not None
 
     def record(self, attempt: str, rank: int) -> bytes:
         """Returns the bytes of the record of one rank."""
-        return self.store.read(self.place(attempt, record_path(attempt, record_name(rank))))
+        return self.store.read(self.record_url(attempt, record_name(rank)))
 
     def download(self, attempt: str, path: str, target: str) -> None:
         """Downloads a file to ``target``. ``path``: as the manifest names it."""
-        self.store.download(self.place(attempt, path), target)
+        self.store.download(self.object_url(attempt, path), target)
 
-    def place(self, attempt: str, path: str) -> str:
+    def object_url(self, attempt: str, path: str) -> str:
         """Returns the URL of an object of an attempt."""
         return f"{self.url}/{attempt}/{path}"
+
+    def record_url(self, attempt: str, name: str) -> str:
+        """Returns the URL of a record or the manifest of an attempt."""
+        return self.object_url(attempt, record_path(attempt, name))
 
     # ---- runs ------------------------------------------------------------------------------------
 
@@ -194,7 +198,7 @@ class RemoteCheckpoints:
 
     def has_file(self, attempt: str, file: FileRecord) -> bool:
         """See ``mindresume.saving.replication.Place``."""
-        return self.store.size(self.place(attempt, file.path)) == file.size
+        return self.store.size(self.object_url(attempt, file.path)) == file.size
 
     def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
         """See ``Place``. Raises CorruptFileError if the file has another checksum than recorded in
@@ -208,11 +212,11 @@ class RemoteCheckpoints:
                 raise CorruptFileError(
                     path, f"it is not what was saved: checksum {checksum}, recorded {file.checksum}"
                 )
-        self.store.upload(path, self.place(attempt, file.path))
+        self.store.upload(path, self.object_url(attempt, file.path))
 
     def put_record(self, attempt: str, rank: int, record: bytes) -> None:
         """See ``Place``."""
-        self.store.put(self.place(attempt, record_path(attempt, record_name(rank))), record)
+        self.store.put(self.record_url(attempt, record_name(rank)), record)
 
     def committed(self, attempt: str, manifest: Manifest) -> None:
         """Notes the manifest of a save that is complete in the store now."""
@@ -302,14 +306,14 @@ class RemoteCheckpoints:
         others = sorted(seen.objects[attempt] - {manifest})
         if manifest not in seen.objects[attempt]:
             try:
-                if self.store.size(self.place(attempt, manifest)) is not None:
+                if self.store.size(self.object_url(attempt, manifest)) is not None:
                     return False  # the listing was out of date
             except RemoteError as error:
                 failures.append(error)
                 return False
         order = [manifest, *others] if manifest in seen.objects[attempt] else [*others, manifest]
         self.manifests.pop(attempt, None)
-        return self._try(failures, *(self.place(attempt, name) for name in order))
+        return self._try(failures, *(self.object_url(attempt, name) for name in order))
 
     def _try(self, failures: list[RemoteError], *urls: str) -> bool:
         """Deletes objects in this order. Stops at the first one that cannot be deleted, and returns

@@ -108,9 +108,9 @@ class RemoteSave:
         """Returns the path of a record or the manifest on the disk of this rank."""
         return os.path.join(self.data_dir, record_path(self.attempt, name))
 
-    def place(self, name: str) -> str:
+    def record_url(self, name: str) -> str:
         """Returns the URL of a record or the manifest."""
-        return self.remote.place(self.attempt, record_path(self.attempt, name))
+        return self.remote.record_url(self.attempt, name)
 
     def upload(self) -> int:
         """Uploads what this rank saved (rank 0: the metadata files too). Returns the bytes sent.
@@ -128,7 +128,7 @@ class RemoteSave:
 
     def report_lost(self, reason: str) -> None:
         """Puts an object that tells rank 0 that the shard of this rank will never come."""
-        url = self.place(f"{_LOST}{record_name(self.target.rank)}")
+        url = self.record_url(f"{_LOST}{record_name(self.target.rank)}")
         self.remote.store.put(url, reason.encode())
 
     def missing(self) -> list[str]:
@@ -142,7 +142,7 @@ class RemoteSave:
         there = set(store.list(f"{self.remote.url}/{self.attempt}"))
         for rank, name in enumerate(records):
             if record_path(self.attempt, f"{_LOST}{name}") in there:
-                reason = store.read(self.place(f"{_LOST}{name}")).decode(errors="replace")
+                reason = store.read(self.record_url(f"{_LOST}{name}")).decode(errors="replace")
                 raise LostShardError(self.step, f"the part of rank {rank} {reason}")
         paths = [record_path(self.attempt, name) for name in records]
         if there.issuperset(paths):
@@ -158,13 +158,13 @@ class RemoteSave:
         """Puts the manifest, after ``missing`` returned nothing. Raises RemoteError if an object is
         gone by then: a later run took this one for dead, and removed its incomplete attempt."""
         manifest, data = self._whole()
-        self.remote.store.put(self.place(MANIFEST), data)
+        self.remote.store.put(self.record_url(MANIFEST), data)
         # A later run that removes the attempt looks for the manifest before, and deletes it once
         # more after all other objects. This run puts the manifest and then looks for the other
         # objects. So one of the two runs sees what the other has done.
         gone = self.missing()
         if gone:
-            self.remote.store.delete(self.place(MANIFEST))
+            self.remote.store.delete(self.record_url(MANIFEST))
             raise RemoteError(
                 f"{len(gone)} objects were removed during the upload, the first is {gone[0]}"
             )

@@ -383,8 +383,7 @@ class Members:
     def close(self) -> None:
         """Stops tracking."""
         for pid in list(self._members):
-            with suppress(KeyError):
-                self._forget(pid)
+            self._forget(pid)
 
 
 def _has_ended(process: Process) -> bool:

@@ -977,12 +977,7 @@ MUTANTS = [
     mutant(
         "memory: a copy keeps the token of the original",
         [
-            Edit(
-                opening,
-                "open_tier",
-                "any(found[rank] for rank in session.shared_groups.ranks(group.rank))",
-                "True",
-            )
+            Instead(opening._Node, "keeps_mark", lambda right: lambda self, found: True),
         ],
         ("copy with a tier", "safetensors", ""),
         WRONG,

@@ -77,7 +77,7 @@ def open_tier(
     node = _Node(session, group, settings.memory_tier)
     try:
         found = gather_results(group, node.has_tier)
-        node.keep = any(found[rank] for rank in session.shared_groups.ranks(group.rank))
+        node.keep = node.keeps_mark(found)
         node.mark = TierMark(
             *gather_results(group, node.make_mark)[session.shared_groups.leaders[group.rank]]
         )
@@ -157,6 +157,10 @@ class _Node:
 
     def has_tier(self) -> bool:
         return bool(find_tier(self.session.target)[0])
+
+    def keeps_mark(self, found: Sequence[bool]) -> bool:
+        """Returns whether a node that shares the directory has a tier of it. ``found``: by rank."""
+        return any(found[rank] for rank in self.session.shared_groups.ranks(self.group.rank))
 
     def make_mark(self) -> list[str] | None:
         """Makes the mark, on the first rank of those that share the directory."""
