@@ -960,13 +960,11 @@ MUTANTS = [
     mutant(
         "memory: a tier belongs to every directory that has its token",
         [
-            Edit(
-                directory,
-                "find_tier",
-                "not identity\n"
-                "        or (owner.token, owner.identity) != (mark.token, identity)\n        or ",
-                "",
-            )
+            Instead(
+                directory.TierOwner,
+                "is_of",
+                lambda right: lambda self, _, mark: self.token == mark.token,
+            ),
         ],
         ("copy with a tier", "safetensors", ""),
         WRONG,

@@ -100,6 +100,15 @@ class TierOwner:
         ]
         return True if True in states else None if None in states else False
 
+    def is_of(self, directory: CheckpointDir, mark: TierMark) -> bool:
+        """Returns whether the tier belongs to a directory as it is now. Raises OSError."""
+        identity, marked = identity_of(directory)
+        return (
+            identity != ""
+            and (self.token, self.identity) == (mark.token, identity)
+            and (not self.marked or abs(self.marked - marked) <= _PRECISION)
+        )
+
     @property
     def sees_directory(self) -> bool:
         """Whether this process finds the checkpoint directory under its path. In another container
@@ -206,12 +215,7 @@ def find_tier(directory: CheckpointDir) -> tuple[str, str]:
     owner = TierOwner.read(directory.storage, tier)
     if owner is None:
         return "", f"{tier} has no owner file that can be read"
-    identity, marked = identity_of(directory)
-    if (
-        not identity
-        or (owner.token, owner.identity) != (mark.token, identity)
-        or (owner.marked and abs(owner.marked - marked) > _PRECISION)
-    ):
+    if not owner.is_of(directory, mark):
         return "", (
             f"{tier} belongs to another checkpoint directory than {directory.root} is now, which "
             "is a copy, or was "
