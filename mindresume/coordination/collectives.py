@@ -5,8 +5,8 @@
     gather_values(group, value)         # the same, of what each rank has already
     run_on_all(group, work)  # every rank keeps its own result, after all ranks have succeeded
 
-Results are JSON values, or have a method ``to_json``. An error on one rank reaches all ranks as
-text and is raised there as CollectiveError, so that no rank waits for it in vain.
+Results are JSON values; of an object, its attributes are sent. An error on one rank reaches all
+ranks as text and is raised there as CollectiveError, so that no rank waits for it in vain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import methodcaller
 from typing import Any, Protocol, TypeVar
 
 from mindresume import runtime
@@ -87,7 +86,9 @@ def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | Non
     """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for
     work that may take minutes. Raises CollectiveError on all ranks if it fails."""
     own = _reply_of(group, work if group.rank == 0 else _nothing, watchdog)
-    reply = json.loads(group.broadcast(_encoded(own if group.rank == 0 else None)))
+    reply = json.loads(
+        group.broadcast(json.dumps(own if group.rank == 0 else None, default=vars).encode())
+    )
     if "error" in reply:
         raise CollectiveError(f"rank 0: {reply['error']}")
     return reply["value"]
@@ -178,14 +179,9 @@ def _reply_of(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) 
     return own.reply
 
 
-def _encoded(value: Any) -> bytes:
-    """Returns a JSON value; what is none has a method ``to_json``."""
-    return json.dumps(value, default=methodcaller("to_json")).encode()
-
-
 def _gather(group: Group, own: dict[str, Any]) -> list[Any]:
     """Returns the results of all ranks; ``own``: of this one, as of ``_reply_of``."""
-    replies = [json.loads(reply) for reply in group.gather(_encoded(own))]
+    replies = [json.loads(reply) for reply in group.gather(json.dumps(own, default=vars).encode())]
     for rank, reply in enumerate(replies):
         if "error" in reply:
             raise CollectiveError(f"rank {rank}: {reply['error']}")
@@ -204,7 +200,7 @@ def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None
             watchdog.progress.done if watchdog.progress else 0,
             runtime.monotonic(),
         ]
-        rows = [json.loads(row) for row in group.gather(_encoded(own))]
+        rows = [json.loads(row) for row in group.gather(json.dumps(own, default=vars).encode())]
         busy = [rank for rank, (is_done, _, _) in enumerate(rows) if not is_done]
         if not busy:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mindresume.errors import UnreadableFileError
@@ -70,9 +70,6 @@ class Refusal:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))  # JSON has lists
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         where = f" [{self.file}]" if self.file and self.file not in self.reason else ""
@@ -206,12 +203,9 @@ class Candidate(SavedStep):
         """Returns a refusal of this candidate. ``error``: from which it follows."""
         return Refusal(self.step, reason, file, rank, tuple(tensors), may_pass(error))
 
-    def to_json(self) -> dict[str, Any]:
-        return vars(self)
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Candidate:
-        """Returns the candidate without a problem of a result of ``to_json``."""
+        """Returns a candidate without a problem of its attributes as JSON values."""
         lists = ("order", "missing_ranks", "local_ranks", "records")
         files = {
             int(rank): tuple(FileRecord(*row) for row in rows)

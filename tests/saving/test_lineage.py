@@ -4,7 +4,6 @@ earlier versions and of several trainings."""
 import io
 import json
 import shutil
-from operator import methodcaller
 from pathlib import Path
 
 import iteration_folders
@@ -259,5 +258,5 @@ def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
 def test_the_ranks_agree_on_it(trainings):
     trainings.run(10)
     (found,) = trainings.found()
-    sent = json.dumps(found, default=methodcaller("to_json"))
+    sent = json.dumps(found, default=vars)
     assert Candidate.from_json(json.loads(sent)).lineage == RUN
