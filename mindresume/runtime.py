@@ -67,7 +67,9 @@ time = asks_machine(_time.time)
 sleep = asks_machine(_time.sleep)
 localtime = asks_machine(_time.localtime)
 gmtime = asks_machine(_time.gmtime)
-strftime, strptime, mktime = _time.strftime, _time.strptime, _time.mktime
+strftime = _time.strftime
+strptime = _time.strptime
+mktime = _time.mktime
 # for records that only people read: a cluster may give one that is less exact
 timestamp = asks_machine(_time.time)
 

@@ -11,14 +11,14 @@ from typing import Annotated, Any, ClassVar
 from mindresume.errors import ConfigError, RecordError
 from mindresume.typed import Limits, decode, json_value
 
-INFO, WARNING, ERROR = "info", "warning", "error"
+INFO = "info"
+WARNING = "warning"
+ERROR = "error"
 DISK, MEMORY = "disk", "memory"
-FINISHED, PREEMPTED, NOTHING_TO_TRAIN, FAILED = (
-    "finished",
-    "preempted",
-    "nothing_to_train",
-    "failed",
-)
+FINISHED = "finished"
+PREEMPTED = "preempted"
+NOTHING_TO_TRAIN = "nothing_to_train"
+FAILED = "failed"
 
 Measure = Annotated[float, Limits(0, 1e18)]  # of time, or a scale
 

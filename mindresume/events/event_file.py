@@ -78,12 +78,10 @@ class EventFile:
     """
 
     def __init__(self, folder: str, rank: int, limit: int = LIMIT, emit: Emit = ignore):
-        self.folder, self.rank, self.limit, self.emit = (
-            os.path.join(folder, FOLDER),
-            rank,
-            limit,
-            emit,
-        )
+        self.folder = os.path.join(folder, FOLDER)
+        self.rank = rank
+        self.limit = limit
+        self.emit = emit
         self.path: str | None = None
         self._file = -1
         self._kept: deque[bytes] = deque(maxlen=KEPT)

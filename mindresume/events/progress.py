@@ -36,7 +36,9 @@ class ProgressReporter:
     """
 
     def __init__(self, what: str, emit: Emit, unit: str = "bytes"):
-        self.what, self.emit, self.unit = what, emit, unit
+        self.what = what
+        self.emit = emit
+        self.unit = unit
         self._lock = runtime.Lock()
         self.total = self.done = 0
         self.began = self._last = runtime.monotonic()

@@ -215,12 +215,10 @@ class FaultInjector:
         fault: Fault | None = None,
         rng: random.Random | None = None,
     ):
-        self.inner, self.scheduler, self.fault, self.rng = (
-            inner,
-            scheduler,
-            fault,
-            rng or random.Random(0),
-        )
+        self.inner = inner
+        self.scheduler = scheduler
+        self.fault = fault
+        self.rng = rng or random.Random(0)
         self.operations: list[Operation] = []
         self.dead: set[int] = set()
         self.now = 0.0
@@ -397,7 +395,9 @@ class RankStorage:
     width = 1
 
     def __init__(self, injector: FaultInjector, rank: int):
-        self.injector, self.rank, self.inner = injector, rank, injector.inner
+        self.injector = injector
+        self.rank = rank
+        self.inner = injector.inner
         self._listed: dict[str, tuple[float, list[str]]] = {}
 
     def operation(self, name: str, path: str) -> AbstractContextManager[bool]:

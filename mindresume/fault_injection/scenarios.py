@@ -183,10 +183,8 @@ class Scenario:
     def work(self, sandbox: Sandbox, rank: int) -> None:
         """Runs the workload of one rank."""
         policy = KeepLast(self.keep) if self.keep else KEEP_ALL
-        target, committer = (
-            sandbox.target(rank, self.run),
-            sandbox.committer(self.run, policy) if rank == 0 else None,
-        )
+        target = sandbox.target(rank, self.run)
+        committer = sandbox.committer(self.run, policy) if rank == 0 else None
         if self.commits:
             step, _ = self.uncommitted[0]
             sandbox.journal.report((target.run, step), rank)

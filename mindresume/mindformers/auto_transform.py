@@ -56,7 +56,9 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.storage.interface import Storage
 
 # below output_dir
-UNIFIED, TRANSFORMED, STRATEGY = "unified_checkpoint", "transformed_checkpoint", "strategy"
+UNIFIED = "unified_checkpoint"
+TRANSFORMED = "transformed_checkpoint"
+STRATEGY = "strategy"
 OPENING = Watchdog("opening the checkpoint")
 _PATIENCE = 120.0  # seconds until every host sees a folder that another one has made
 _TRANSFORMING = Watchdog("transforming by MindSpore's engine", stall_timeout=math.inf)
@@ -165,7 +167,9 @@ def rewrite(
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    group, setting, storage = context.group, context.settings.conversion, context.resources.storage
+    group = context.group
+    setting = context.settings.conversion
+    storage = context.resources.storage
     if source.candidate is None:
         return source
     by_mindspore = setting.transform_engine == "mindspore"

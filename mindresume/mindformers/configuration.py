@@ -25,7 +25,9 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.object_store import FsspecStore, MoxingStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
 
-TRAIN, EVALUATE, PREDICT = "train", "evaluate", "predict"
+TRAIN = "train"
+EVALUATE = "evaluate"
+PREDICT = "predict"
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ def load_resume(config: Any, model: Any, dataset: Any, context: TrainingContext)
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    early, plan, reporter = None, context.plan, ProgressReporter("loading", context.emit)
+    early = None
+    plan = context.plan
+    reporter = ProgressReporter("loading", context.emit)
     network = GraphNetwork(context, config, model._train_network)
     loading.check_arrangement(plan, network.arrangement)
     # read while the graph is compiled
@@ -171,7 +173,9 @@ def load_weights(
     Raises:
         CollectiveError: On all ranks, if one fails.
     """
-    request, group, storage = context.plan.request, context.group, context.resources.storage
+    request = context.plan.request
+    group = context.group
+    storage = context.resources.storage
     open_source = context.plan.open_source
     path = adapter.load_path(config)
     # mindformers wrote translated names into new files

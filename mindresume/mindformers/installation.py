@@ -115,7 +115,9 @@ class _AfterImport(MetaPathFinder):
     until that succeeds once: an import that fails can be tried again."""
 
     def __init__(self, module: str, work: Callable[[], None]):
-        self.module, self.work, self._searches = module, work, False
+        self.module = module
+        self.work = work
+        self._searches = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -80,10 +80,8 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         return select_weights(config, TRAIN, context)
     if not config.load_checkpoint:
         return None
-    path, requested = (
-        str(config.load_checkpoint),
-        config.resume_training if isinstance(config.resume_training, str) else None,
-    )
+    path = str(config.load_checkpoint)
+    requested = config.resume_training if isinstance(config.resume_training, str) else None
     pretrained = str(config.get("pretrained_model_dir") or "")
     health_dir = (
         str(config.get("output_dir") or "") if config.get("use_checkpoint_health_monitor") else None
@@ -100,7 +98,9 @@ def select_checkpoint(config: Any, context: TrainingContext) -> None:
         context,
     )
     if plan is None:
-        config.resume_training, config.load_checkpoint, config.auto_trans_ckpt = False, "", False
+        config.resume_training = False
+        config.load_checkpoint = ""
+        config.auto_trans_ckpt = False
         # of pretrained_model_dir, if there is one
         return select_weights(config, TRAIN, context)
     choice = plan.choice
@@ -163,11 +163,9 @@ def select_weights(config: Any, task: str, context: TrainingContext) -> None:
         else choice.root
     )
     context.plan = replace(plan, request=replace(request, path=shown))
-    config.load_checkpoint, config.resume_training, config.load_ckpt_format = (
-        shown,
-        False,
-        chosen.format,
-    )
+    config.load_checkpoint = shown
+    config.resume_training = False
+    config.load_ckpt_format = chosen.format
     if config.get("checkpoint"):
         config.checkpoint.load_path = shown
     # mindformers must neither convert nor clear anything
@@ -246,11 +244,9 @@ def _select_iterations(config: Any, context: TrainingContext) -> None:
             plan or ResumePlan(),
             request=replace(asked, path=folder, resume=resume, pretrained=plan is None),
         )
-    config.load_checkpoint, config.resume_training, config.load_ckpt_format = (
-        folder,
-        resume,
-        "safetensors",
-    )
+    config.load_checkpoint = folder
+    config.resume_training = resume
+    config.load_ckpt_format = "safetensors"
     if config.get("checkpoint"):
         config.checkpoint.load_path, config.checkpoint.no_load_optim = folder, not resume
     # mindformers must neither convert nor clear anything

@@ -163,7 +163,10 @@ def read_balanced(
     """Returns ({tensor: array of its region}, bytes that this rank read). With ``balanced``, one
     rank reads what several need, and broadcasts it. All ranks call it; raises CollectiveError on
     all."""
-    group, request, mine, exchanges = context.group, context.plan.request, regions, []
+    group = context.group
+    request = context.plan.request
+    mine = regions
+    exchanges = []
     dtypes = {name: weights.tensors[name].dtype for name in regions}
     if request.balanced:
         mine, exchanges = plan_reads(
@@ -263,11 +266,9 @@ def load_own_files(
     Raises:
         CollectiveError: On all ranks, if it does not fit on one.
     """
-    plan, group, reporter = (
-        context.plan,
-        context.group,
-        reporter or ProgressReporter("loading", context.emit),
-    )
+    plan = context.plan
+    group = context.group
+    reporter = reporter or ProgressReporter("loading", context.emit)
     directory = CheckpointDir(context.resources.storage, plan.choice.root)
     what = plan.request.path if plan.weights_only else ""
     target = run_on_all(
@@ -326,10 +327,8 @@ def _target_of_files(
 def _check_not_of_one_rank(network: Network, target: LoadTarget, context: TrainingContext) -> None:
     """Raises LoadError if all ranks load one file that fits a job which cuts tensors: it holds the
     slices of one rank."""
-    files, group = (
-        {file for row in context.plan.choice.chosen.files.values() for file in row},
-        context.group,
-    )
+    files = {file for row in context.plan.choice.chosen.files.values() for file in row}
+    group = context.group
     if group.size == 1 or len(files) > 1:
         return
     for name, (layout, full) in network.layouts(target).items():

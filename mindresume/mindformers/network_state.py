@@ -46,7 +46,10 @@ class DeviceTensor:
     __slots__ = ("name", "value", "dtype", "shape", "nbytes")
 
     def __init__(self, name: str, value: Any, dtype: np.dtype):
-        self.name, self.value, self.dtype, self.shape = name, value, dtype, tuple(value.shape)
+        self.name = name
+        self.value = value
+        self.dtype = dtype
+        self.shape = tuple(value.shape)
         self.nbytes = math.prod(self.shape) * dtype.itemsize
 
     @classmethod
@@ -109,10 +112,8 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, Shape], emit: 
     for name, row in (table or {}).items():
         if name not in shapes:
             continue
-        matrix, tensor_map = (
-            tuple(row[0]),
-            tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1]),
-        )
+        matrix = tuple(row[0])
+        tensor_map = tuple(tuple(m) if isinstance(m, (list, tuple)) else m for m in row[1])
         held = math.prod(shapes[name])
         try:
             plain = TensorLayout(matrix, tensor_map)
@@ -312,7 +313,9 @@ def _unpack(text: str, dtype: type) -> np.ndarray:
 # bytes of parameters that a rank copies from its device for the comparison, the smallest first
 BUDGET = 1 << 30
 # a larger tensor is compared in 64 blocks of 4 KiB
-_WHOLE, _BLOCK, _BLOCKS = 1 << 20, 1 << 12, 64
+_WHOLE = 1 << 20
+_BLOCK = 1 << 12
+_BLOCKS = 64
 
 
 @dataclass(frozen=True)

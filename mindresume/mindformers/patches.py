@@ -55,7 +55,9 @@ class Call:
     """One call of a wrapped function: ``call()`` calls the function itself."""
 
     def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.original, self.args, self.kwargs = original, args, kwargs
+        self.original = original
+        self.args = args
+        self.kwargs = kwargs
 
     def __call__(self, **changed: Any) -> Any:
         """Calls the function, with the arguments ``changed`` instead of those of the call."""
@@ -235,7 +237,9 @@ def _resume_hf_iterable_dataset(call: Call, dataset: Any) -> None:
 def _check_runner_config(call: Call, config: Any, dataset: Any) -> None:
     call()
     context = training_context.current()
-    runner, run, resumes = config.runner_config, context.progress, context.plan.resumes
+    runner = config.runner_config
+    run = context.progress
+    resumes = context.plan.resumes
     run.dataset_size = config.data_size
     if not resumes:
         counters.skip_data(config, dataset, context)

@@ -299,10 +299,8 @@ def training(config: Any) -> Iterator[TrainingContext]:
     emit = Emitter(MindFormersLog(), TensorBoard())
     emit.add(EventFile(adapter.output_root(), group.rank, emit=emit))
     emit.add(heartbeat.FromEvents(group.rank, adapter.output_root()))
-    context, ended = (
-        TrainingContext(task=TRAIN, resources=Resources(group, emit)),
-        TrainingEnded(FAILED),
-    )
+    context = TrainingContext(task=TRAIN, resources=Resources(group, emit))
+    ended = TrainingEnded(FAILED)
     with ExitStack() as end:  # callbacks run in the reverse order
         # later code of this process gets a new, idle context
         end.callback(set_current, TrainingContext())
@@ -355,10 +353,8 @@ def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None
     choice, resources = context.plan.selected, context.resources
     if choice is None or choice.chosen is None:
         return
-    storage, samples = (
-        uncached(resources.storage),
-        context.run is not None and context.run.samples_in_common,
-    )
+    storage = uncached(resources.storage)
+    samples = context.run is not None and context.run.samples_in_common
     if choice.in_memory:
         context.emit(
             Notice(

@@ -106,11 +106,9 @@ def restore_random(context: TrainingContext, step: int) -> None:
     """Restores the random state, the last part of a resume, and emits the summary of the resume."""
     details = context.shard.details if context.shard else None
     restored = live.restore_random(details.random) if details and details.random else []
-    saved_by, size, lost = (
-        context.plan.choice.chosen.world_size,
-        context.group.size,
-        context.plan.lost,
-    )
+    saved_by = context.plan.choice.chosen.world_size
+    size = context.group.size
+    lost = context.plan.lost
     other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
     rows = (
         *context.progress.summary,
@@ -137,7 +135,9 @@ class StateCollector:
     date."""
 
     def __init__(self, monitor: Any, session: SaveSession, context: TrainingContext):
-        self.monitor, self.target, self.context = monitor, session.target, context
+        self.monitor = monitor
+        self.target = session.target
+        self.context = context
         self.config = monitor._config  # mindspore's CheckpointConfig
         self.suffix = session.suffix
         # with redundancy removal: the tensors with a layout that this rank writes

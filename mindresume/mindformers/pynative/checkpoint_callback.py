@@ -87,10 +87,8 @@ class RunSaver:
         optimizer = None if self._asked["no_save_optim"] else objects.get("optimizer")
         of_model = model_parameters(objects["model"])
         of_optimizer = optimizer_parameters(optimizer, of_model)
-        target, deduplicates = (
-            self.training.manager.target,
-            bool(self._asked["remove_redundancy"]) and bool(self._layouts),
-        )
+        target = self.training.manager.target
+        deduplicates = bool(self._asked["remove_redundancy"]) and bool(self._layouts)
         files = [tensors_of(of_model), tensors_of(of_optimizer)]
         if deduplicates:
             share = live.own_share({**files[0], **files[1]}, self._layouts, target.rank)
@@ -145,7 +143,9 @@ class _PyNativeState(StepState):
 
     def __init__(self, saver: RunSaver, state: Any, objects: dict[str, Any]):
         self.step = int(state.global_step)
-        self.saver, self.state, self.objects = saver, state, objects
+        self.saver = saver
+        self.state = state
+        self.objects = objects
 
     def collect(self) -> Save:
         return Save(self.saver.shard(self.state, self.objects), ())
