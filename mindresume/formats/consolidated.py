@@ -103,8 +103,7 @@ def read_consolidated(storage: Storage, path: str) -> ConsolidatedWeights:
     if what in OF_RANKS:
         raise ConfigError(
             f"{path}: expected consolidated weights, found files of ranks, which may be sharded; "
-            "give the folder "
-            f"that holds the rank folders, to resume from it"
+            "give the folder that holds the rank folders, to resume from it"
         )
     if what == OTHER_FILE:
         raise ConfigError(
@@ -147,8 +146,7 @@ def _read(
     if len(formats) > 1:
         raise ConfigError(
             f"{directory.root}: expected files of one format, found "
-            f"{' and '.join(sorted(formats.values()))}; "
-            f"move those of one format to another folder"
+            f"{' and '.join(sorted(formats.values()))}; move those of one format to another folder"
         )
     files = sorted(files, key=lambda file: (file == HYPER, file))
     records = [FileRecord(file, os.path.splitext(file)[1].removeprefix(".")) for file in files]

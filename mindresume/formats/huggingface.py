@@ -281,15 +281,13 @@ def model_from_config(
     if predictions > 1 or predictions and experts and dense_layers == layers:
         raise ConfigError(
             f"{source}: num_nextn_predict_layers is {predictions}, with {layers - dense_layers} of "
-            f"{layers} layers "
-            "with experts; mindformers trains one such layer at most, and only of the kind of the "
-            "last layer"
+            f"{layers} layers with experts; mindformers trains one such layer at most, and only of "
+            "the kind of the last layer"
         )
     if layers * (groups + experts) > MAX_PARTS:
         raise ConfigError(
             f"{source}: num_hidden_layers {layers} x (num_key_value_heads {groups} + experts "
-            f"{experts}) is "
-            f"more than {MAX_PARTS}; is this the config.json of the model?"
+            f"{experts}) is more than {MAX_PARTS}; is this the config.json of the model?"
         )
     tied = document.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
@@ -397,9 +395,8 @@ def check_contiguous_order(model: Model, layouts: Mapping[str, TensorLayout]) ->
         if contiguous and pieces > 1:
             raise ConfigError(
                 f"{name} is in contiguous order and sharded by tensor parallelism ({pieces}): each "
-                "rank then has "
-                f"its own [q, k, v] or [gate, up], and no rule exists for the whole tensor. Use "
-                "use_contiguous_weight_layout_attention: False and "
+                "rank then has its own [q, k, v] or [gate, up], and no rule exists for the whole "
+                "tensor. Use use_contiguous_weight_layout_attention: False and "
                 "use_interleaved_weight_layout_mlp: True"
             )
 

@@ -72,8 +72,7 @@ class ParallelPlan:
             if name is None or not equals:
                 raise ConfigError(
                     f"plan {text!r}: {part!r} is not dp=, tp= (or mp=), pp= or opt= with a number, "
-                    "as in "
-                    f"dp=2,tp=4,pp=2,opt=2"
+                    "as in dp=2,tp=4,pp=2,opt=2"
                 )
             if name in found:
                 raise ConfigError(
@@ -140,8 +139,7 @@ def strategy_from_plan(
     if plan.tp > 1 and all(cut is None for cut in cuts.values()):
         raise ConfigError(
             f"plan {plan}: no tensor of the source is sharded, so the dimension for tensor "
-            "parallelism is "
-            f"unknown; {_GIVE}"
+            f"parallelism is unknown; {_GIVE}"
         )
     places = _stages(plan, tensors, stages)
     found: list[dict[str, TensorLayout]] = [{} for _ in range(plan.pp)]
@@ -150,8 +148,7 @@ def strategy_from_plan(
         if at is not None and shape[at] % plan.tp:
             raise ConfigError(
                 f"plan {plan}: {name} of shape {shape} has {shape[at]} elements in dimension {at}, "
-                "which "
-                f"tp={plan.tp} does not divide"
+                f"which tp={plan.tp} does not divide"
             )
         layout = TensorLayout(
             (plan.dp, plan.tp), tuple(0 if dim == at else -1 for dim in range(len(shape)))
@@ -189,8 +186,7 @@ def _stages(
     if plan.pp > count:
         raise ConfigError(
             f"plan {plan}: {count} layers (names with layers.<i>, blocks.<i>, h.<i> or layer.<i>) "
-            "do not fill "
-            f"{plan.pp} pipeline stages; take a smaller pp, or {_GIVE}"
+            f"do not fill {plan.pp} pipeline stages; take a smaller pp, or {_GIVE}"
         )
     known = {stage for _, _, held in tensors.values() for stage in held}
     first, last = (min(known), max(known)) if len(known) > 1 else (None, None)
@@ -221,8 +217,7 @@ def _shared(
             return tuple(range(plan.pp))
     raise ConfigError(
         f"plan {plan}: {name} is held by the pipeline stages {', '.join(map(str, held))} of "
-        f"{stages} in the "
-        f"source, so it is unknown which of {plan.pp} stages need it; {_GIVE}"
+        f"{stages} in the source, so it is unknown which of {plan.pp} stages need it; {_GIVE}"
     )
 
 

@@ -267,8 +267,7 @@ class _RankFolders:
                 if name.endswith("_breakpoint.ckpt"):
                     notes.append(
                         f"{path}: written by MindSpore's exception_save, whose step_num counts "
-                        "from the beginning of "
-                        f"the epoch; ignored"
+                        "from the beginning of the epoch; ignored"
                     )
                     continue
                 parsed = parse_name(name)
@@ -442,8 +441,7 @@ def _order_foreign(
     ]
     return placed, [
         f"the names of {', '.join(names)} have no common prefix: they are ordered by the times of "
-        "their files, which "
-        f"copying loses"
+        "their files, which copying loses"
     ]
 
 

@@ -244,14 +244,12 @@ def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool)
     if unlisted:
         return (
             f"{path} holds no visible checkpoint, and {listed(unlisted, 3)}, so whether there is "
-            "one is unknown. "
-            f"Make it readable, or give another folder"
+            "one is unknown. Make it readable, or give another folder"
         )
     if weights == [path]:
         return (
             f"{path} holds only weights, not a checkpoint that a training can resume from; to "
-            "start afresh give a folder "
-            f"that is empty or does not exist"
+            "start afresh give a folder that is empty or does not exist"
         )
     if weights:
         return (
@@ -264,10 +262,8 @@ def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool)
         return ""
     return (
         f"{path} is not a checkpoint directory: expected rank folders, iteration folders or "
-        "nothing yet, found "
-        f"{listed(unexpected)}. Give the folder in which a job saved (often .../{CHECKPOINT}); to "
-        "start afresh one that is "
-        f"empty or does not exist"
+        f"nothing yet, found {listed(unexpected)}. Give the folder in which a job saved (often "
+        f".../{CHECKPOINT}); to start afresh one that is empty or does not exist"
     )
 
 

@@ -58,8 +58,7 @@ class Strategy:
         if not self.stages or not all(self.stages):
             raise StrategyError(
                 f"{self._where}{len(self.stages)} stages, {sum(map(bool, self.stages))} of them "
-                "with parameters; "
-                f"expected at least one stage, each with parameters"
+                "with parameters; expected at least one stage, each with parameters"
             )
         one_form = {
             layout: layout.normalized() for stage in self.stages for layout in stage.values()
@@ -243,8 +242,7 @@ def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> St
         if len(parsed[id(content)]) != 1:
             raise StrategyError(
                 f"{folder}: {name} has the name of rank {rank}'s file, but holds "
-                f"{len(parsed[id(content)])} "
-                f"stages; remove it, or give the path of this file"
+                f"{len(parsed[id(content)])} stages; remove it, or give the path of this file"
             )
         ((stage, layouts),) = parsed[id(content)].items()
         if rank in held:
@@ -260,18 +258,16 @@ def _of_ranks(folder: str, files: list[tuple[int, str]], storage: Storage) -> St
             )
             raise StrategyError(
                 f"{folder}: {other} and {name} are both of stage {stage} and differ in "
-                f"{differing}: "
-                f"{known.get(differing, 'absent')} and {layouts.get(differing, 'absent')}; are "
-                "files of "
-                f"different jobs mixed? Keep those of one job"
+                f"{differing}: {known.get(differing, 'absent')} and "
+                f"{layouts.get(differing, 'absent')}; are files of different jobs mixed? Keep "
+                "those of one job"
             )
     strategy = _complete({stage: layouts for stage, (_, layouts) in first.items()}, folder)
     for rank, (name, stage) in held.items():
         if rank // strategy.stage_size != stage:
             raise StrategyError(
                 f"{folder}: {name} is of stage {stage}; with {strategy.stage_size} ranks a stage "
-                "and "
-                f"{len(strategy.stages)} stages, rank {rank} "
+                f"and {len(strategy.stages)} stages, rank {rank} "
                 + (
                     f"is of stage {rank // strategy.stage_size}"
                     if rank < strategy.world_size

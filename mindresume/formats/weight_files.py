@@ -275,8 +275,7 @@ def known_damage(directory: CheckpointDir, candidate: Candidate) -> Refusal | No
             )
             return candidate.refuse(
                 f"a scrub at {at} found it damaged: {row.reason}{more}; mindresume scrub --repair "
-                "mends what "
-                f"has an intact copy",
+                "mends what has an intact copy",
                 path,
                 row.rank,
                 row.tensors,

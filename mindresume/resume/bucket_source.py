@@ -332,8 +332,7 @@ class _Fetch:
             if needed and room < needed + _SPARE:
                 return (
                     f"{needed / 2**20:.1f} MiB are to be fetched, {self.directory.root} on the "
-                    f"host of rank {number} has "
-                    f"room for {room / 2**20:.1f} MiB; free some space"
+                    f"host of rank {number} has room for {room / 2**20:.1f} MiB; free some space"
                 )
         return None
 

@@ -176,8 +176,7 @@ def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
         return []
     return [
         f"{ranks_count(found.expected_ranks)} assumed from {found.expected_source}, because "
-        "mindformers writes no "
-        f"manifest"
+        "mindformers writes no manifest"
     ]
 
 
@@ -300,8 +299,7 @@ def manifest_warning(candidate: Candidate) -> str:
         return ""
     return (
         f"{MANIFEST} of step {candidate.step}: {candidate.manifest_problem}; the records of all "
-        "ranks exist and agree, "
-        f"so a resume uses them"
+        "ranks exist and agree, so a resume uses them"
     )
 
 

@@ -137,10 +137,9 @@ def check_files(
         problem = _wrong_files(directory, candidate) if files else None
         return problem or candidate.refuse(
             f"only the files of rank {listed(candidate.local_ranks)} of {candidate.world_size} are "
-            "here: nodes that share no "
-            "disk saved it. A job on these nodes takes the newest step that all of them have; for "
-            "any other job, copy the "
-            f"folders of all nodes to one shared disk"
+            "here: nodes that share no disk saved it. A job on these nodes takes the newest step "
+            "that all of them have; for any other job, copy the folders of all nodes to one shared "
+            "disk"
         )
     elif (
         world_size is not None
@@ -149,8 +148,7 @@ def check_files(
     ):
         problem = candidate.refuse(
             f"saved by {ranks_count(candidate.world_size)}, this job has {world_size}; to change "
-            "the "
-            f"number of ranks set auto_trans_ckpt: True"
+            "the number of ranks set auto_trans_ckpt: True"
         )
     else:
         problem = None
@@ -210,8 +208,7 @@ def _wrong_ranks(candidate: Candidate, world_size: int | None) -> Refusal | None
     if more:
         return candidate.refuse(
             f"saved by at least {max(more) + 1} ranks, this job has {world_size}; to change the "
-            "number "
-            f"of ranks set auto_trans_ckpt: True",
+            "number of ranks set auto_trans_ckpt: True",
             candidate.files[more[0]][0].path,
             more[0],
         )

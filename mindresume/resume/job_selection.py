@@ -222,10 +222,9 @@ class CheckpointSelector:
         reason = "holds no checkpoint that was ever complete" if exists else "does not exist"
         if not request.resume:
             raise MissingCheckpointError(
-                f"{path} {reason}, and initial weights were requested (no_load_optim: "
-                "True, resume_training: False). Set another load_checkpoint (load_path), or none "
-                "for "
-                f"random weights"
+                f"{path} {reason}, and initial weights were requested (no_load_optim: True, "
+                "resume_training: False). Set another load_checkpoint (load_path), or none for "
+                "random weights"
             )
         weights = f"of {request.pretrained}" if request.pretrained else "are initialised at random"
         self.emit(FreshStart(path, reason, weights, is_expected=exists))

@@ -221,8 +221,7 @@ class MemorySource:
         ):
             return candidate.refuse(
                 f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}, "
-                "not rank "
-                f"{group.rank} of {group.size}"
+                f"not rank {group.rank} of {group.size}"
             )
         return None
 
@@ -270,9 +269,8 @@ class MemorySource:
         if note is not None and is_known and not self._has(note, found, order):
             return _unwanted(
                 f"{note.key}, which their training had on disk, is gone, and nothing newer is "
-                "there: somebody has "
-                f"removed it to go back. mindresume flush {self.root} writes the newest in memory "
-                "to disk"
+                f"there: somebody has removed it to go back. mindresume flush {self.root} writes "
+                "the newest in memory to disk"
             )
         return {"order": order, "run": run, "reason": ""}
 

@@ -141,8 +141,7 @@ def lift_data_skip(config: MutableMapping) -> list[str]:
         if top not in defaults and top != value:
             raise ConfigError(
                 f"{key} is {top!r} at the top level of the configuration but {value!r} in "
-                "trainer:; "
-                f"keep one of them"
+                "trainer:; keep one of them"
             )
         config[key] = value
         del trainer[key]
@@ -170,8 +169,7 @@ def resume_progress(state: TrainingState, new: RunSettings) -> ResumeProgress:
         raise ProgressError(
             f"step {step} at global batch size {old} is less than one step at global batch size "
             f"{new.global_batch_size}: {step} * {old} samples. Choose a smaller batch, or start a "
-            "new training "
-            f"with these weights (resume_training: False)"
+            "new training with these weights (resume_training: False)"
         )
     before = _position_of(state, new, initial_step)
     changed = tuple(dataset_differences(before.identity, new.identity or {}))
@@ -239,10 +237,9 @@ def check_skip(new: RunSettings) -> str:
     if epochs and skip and size * epochs - skip < (new.sink_size or 1):
         raise ProgressError(
             f"{SKIP_KEY} is {skip}; the data set has {size} steps, {epochs} passes over it have "
-            f"{size * epochs}: "
-            f"nothing of it would be left{', not even one sink' if skip < size * epochs else ''}. "
-            "It counts "
-            f"steps of this data set alone, not of the whole training"
+            f"{size * epochs}: nothing of it would be "
+            f"left{', not even one sink' if skip < size * epochs else ''}. It counts steps of this "
+            "data set alone, not of the whole training"
         )
     if skip >= size:
         return (
@@ -320,10 +317,9 @@ def _check_sink(skip: int, what: str, new: RunSettings) -> None:
     if new.sink_size and skip % new.sink_size:
         raise ProgressError(
             f"{what}: it begins after {skip} steps of the data set, no multiple of sink_size "
-            f"{new.sink_size}. MindSpore skips "
-            f"data in whole sinks and would repeat {skip % new.sink_size} steps of it. Use a "
-            f"sink_size that divides {skip}, or "
-            f"sink_mode: False"
+            f"{new.sink_size}. MindSpore skips data in whole sinks and would repeat "
+            f"{skip % new.sink_size} steps of it. Use a sink_size that divides {skip}, or "
+            "sink_mode: False"
         )
 
 
@@ -419,17 +415,15 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
     if progress.repeats_request:
         found.append(
             f"{progress.position.declared} is still set, and the data set differs from that of the "
-            "checkpoint "
-            f"({'; '.join(progress.changed)}), so it starts as that key says. Remove the key once "
-            "the new data set has "
-            f"started, or the next change of the data set has the same effect"
+            f"checkpoint ({'; '.join(progress.changed)}), so it starts as that key says. Remove "
+            "the key once the new data set has started, or the next change of the data set has the "
+            "same effect"
         )
     if progress.changed and not progress.starts_data_set:
         what = f"the data set differs from that of the checkpoint ({'; '.join(progress.changed)})"
         do = (
             f"If it is a new data set, set {IGNORE_KEY}: True to start at its beginning, or "
-            f"{SKIP_KEY} to the number of its "
-            f"steps that were trained already"
+            f"{SKIP_KEY} to the number of its steps that were trained already"
         )
         if on_change == "error":
             raise ProgressError(
@@ -444,16 +438,13 @@ def resume_warnings(progress: ResumeProgress, new: RunSettings, on_change: str) 
         place = progress.position.passes
         found.append(
             f"sink_size {new.sink_size} does not divide the {new.dataset_size} steps of a pass: "
-            "the data continues "
-            f"with pass {place + 1} instead of {place - progress.moved_passes + 1}, which changes "
-            "only the order of "
-            f"shuffled data"
+            f"the data continues with pass {place + 1} instead of "
+            f"{place - progress.moved_passes + 1}, which changes only the order of shuffled data"
         )
     if progress.repeated:
         found.append(
             f"{progress.repeated} samples are seen again: the checkpoint is within a step of "
-            "global batch size "
-            f"{new.global_batch_size}, and steps are rounded down"
+            f"global batch size {new.global_batch_size}, and steps are rounded down"
         )
     return found
 
@@ -467,8 +458,7 @@ def _data(state: TrainingState, progress: ResumeProgress, new: RunSettings) -> S
     position, size = progress.position, new.dataset_size * new.samples_at_once
     where = (
         f"pass {position.passes + 1}, behind {position.samples} of {size} samples: "
-        f"{progress.data_skip} {_unit(new)} are "
-        f"skipped"
+        f"{progress.data_skip} {_unit(new)} are skipped"
     )
     if progress.starts_data_set:
         return SummaryRow("data", RECOMPUTED, f"as {position.declared} says: {where}")

@@ -109,8 +109,7 @@ def select_checkpoint(
         emit(
             Notice(
                 f"checkpoints at {sources.remote.url} are not considered: load_checkpoint is "
-                f"{path}, and this job saves "
-                f"elsewhere"
+                f"{path}, and this job saves elsewhere"
             )
         )
     try:

@@ -373,8 +373,7 @@ class SharedDisk:
         if refusal is not None and refusal.reason == UNHEALTHY:
             refusal = candidate.refuse(
                 f"{UNHEALTHY} (the embedding's local norm was above "
-                "embedding_local_norm_threshold); to "
-                f"use it anyway, request it by the name of its "
+                "embedding_local_norm_threshold); to use it anyway, request it by the name of its "
                 f"{'folder' if candidate.iteration_dir else 'file'}"
             )
         refusal = refusal or check_files(
@@ -502,14 +501,12 @@ def _refuse_for_rank(candidate: Candidate, group: Group) -> Refusal | None:
     if candidate.records_dir and candidate.world_size != group.size:
         return candidate.refuse(
             f"saved by {ranks_count(candidate.world_size)}, this job has {group.size}; another "
-            "number of "
-            f"ranks needs a disk that all nodes share"
+            "number of ranks needs a disk that all nodes share"
         )
     if candidate.records_dir is None and max(candidate.files) >= group.size:
         return candidate.refuse(
             f"saved by at least {max(candidate.files) + 1} ranks, this job has {group.size}; "
-            "another number "
-            f"of ranks needs a disk that all nodes share",
+            "another number of ranks needs a disk that all nodes share",
             rank=max(candidate.files),
         )
     if group.rank not in candidate.files:

@@ -181,8 +181,7 @@ class Verifier:
             if label is not None and label[1] != self.candidate.step:
                 return self.candidate.refuse(
                     f"rank {rank} holds a file of run {label[0]}, step {label[1]}: files of two "
-                    "saves "
-                    f"are mixed",
+                    "saves are mixed",
                     file.path,
                     rank,
                 )
@@ -279,16 +278,14 @@ class Verifier:
             # save without them.
             return candidate.refuse(
                 f"rank {rank} holds a file of run {written[0]}, step {written[1]}, which has no "
-                "record: the "
-                f"save never completed",
+                "record: the save never completed",
                 file.path,
                 rank,
             )
         if scalars.get("step_num") != candidate.step:
             return candidate.refuse(
                 f"rank {rank} holds step {scalars.get('step_num')}, rank "
-                f"{next(iter(candidate.files))} "
-                f"holds step {candidate.step}",
+                f"{next(iter(candidate.files))} holds step {candidate.step}",
                 file.path,
                 rank,
             )
@@ -350,8 +347,7 @@ class Verifier:
         if tuple(file.below(candidate.iteration_dir) for file in record.files) != files:
             return candidate.refuse(
                 f"the record of rank {rank} names {record.files[0].path}, its manifest another "
-                "file, size or "
-                f"checksum",
+                "file, size or checksum",
                 files[0].path,
                 rank,
             )
@@ -410,8 +406,7 @@ class Verifier:
         damaged = listed(wrong, 3) or "no tensor, but the header or its padding"
         return candidate.refuse(
             f"the file of rank {rank} is not what was written; damaged: {damaged} (checksum "
-            f"{checksum}, "
-            f"recorded {file.checksum})",
+            f"{checksum}, recorded {file.checksum})",
             file.path,
             rank,
             wrong,
@@ -486,8 +481,7 @@ class Verifier:
             ):
                 return (
                     f"{name} differs on rank {rank} and rank {other}, which hold copies of each "
-                    f"other by {strategy.source}; "
-                    f"is that the strategy of another job?"
+                    f"other by {strategy.source}; is that the strategy of another job?"
                 )
         return ""
 
@@ -588,8 +582,7 @@ def stored_slices(directory: CheckpointDir, candidate: Candidate) -> StoredSlice
             if present.isdisjoint(files):
                 return candidate.refuse(
                     f"{METADATA} names {listed(sorted(files), 3)} for slice {number} of "
-                    f"{row.name}, and no "
-                    f"such file exists",
+                    f"{row.name}, and no such file exists",
                     path,
                 )
             for file in files:
