@@ -12,7 +12,7 @@ from mindresume.coordination.lease import Lease
 # Rooms and modules that take longest, as measured, or import mindformers. Their tests have the
 # mark slow; `pytest -m "not slow" tests`, the suite of daily work, does not even import them.
 SLOW = (Path(__file__).parent / "slow.txt").read_text().split()
-LIMIT = 20.0  # seconds of one module, on a machine with other work
+SHARE = 0.06  # of the time of all modules that are not slow: independent of how busy a machine is
 
 
 def module_of(path):
@@ -44,11 +44,10 @@ def pytest_terminal_summary(terminalreporter):
         for report in reports:
             if getattr(report, "when", "") and report.nodeid.startswith("tests/"):
                 seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
-    for name, total in seconds.items():
-        if total > LIMIT and not is_slow(here / name):
-            terminalreporter.line(
-                f"tests/{name}: {total:.0f} s, and not in SLOW of tests/conftest.py"
-            )
+    quick = {name: total for name, total in seconds.items() if not is_slow(here / name)}
+    for name, total in quick.items():
+        if len(quick) > 100 and total > SHARE * sum(quick.values()):
+            terminalreporter.line(f"tests/{name}: {total:.0f} s, and not in tests/slow.txt")
 
 
 @pytest.fixture(scope="session")

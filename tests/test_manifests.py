@@ -115,7 +115,7 @@ def test_the_command_is_accepted(manifest, tmp_path):
 
 def parse(words):
     """Returns what a command of mindresume understands, without starting anything."""
-    for module in ("run", "verify"):
+    for module in ("run", "maintenance"):
         importlib.import_module(f"mindresume.cli.{module}")
     command = typer.main.get_command(app).commands[words[0]]
     return command.make_context(words[0], words[1:]).params
