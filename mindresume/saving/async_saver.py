@@ -96,7 +96,7 @@ class AsyncSaver:
             )
             self._outcomes.append(Outcome(save.step, False, error))
             return
-        reason = self._why_not_staged(save)
+        reason = self.limits.why_not(self._staging.needed(save), self._staging.size)
         if reason is None:
             try:
                 staged = self._staging.pack(save)
@@ -169,9 +169,6 @@ class AsyncSaver:
         if self._lease_error is not None:
             raise self._lease_error
         return outcomes
-
-    def _why_not_staged(self, save: Save) -> str | None:
-        return self.limits.why_not(self._staging.needed(save), self._staging.size)
 
     # ---- the writer's side -----------------------------------------------------------------------
 

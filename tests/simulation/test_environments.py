@@ -14,8 +14,8 @@ from mindresume.reshard import open_checkpoint
 from mindresume.resume import eligible, scrub, sources
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.saving import remote_checkpoints
-from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
+from mindresume.saving.staging import StagingLimits
 from sim.bucket import BUCKET
 from sim.scenarios import Simulation
 from sim.schedule import (
@@ -145,7 +145,7 @@ def test_a_save_prevented_by_a_quota_and_reported_as_saved_is_found(monkeypatch)
 
 
 def test_memory_used_beyond_the_limit_is_found(monkeypatch):
-    monkeypatch.setattr(AsyncSaver, "_why_not_staged", lambda *_: None)
+    monkeypatch.setattr(StagingLimits, "why_not", lambda *_: None)
     assert "stuck" in kinds_of(simulated("memory", Schedule(seed=3), way="thread"))
 
 
