@@ -377,7 +377,6 @@ def acquire_read_lock(
     directory: CheckpointDir,
     attempt: str,
     commit_dir: str,
-    beat: float = BEAT,
     sleep: Callable[[float], None] = runtime.sleep,
     purpose: str = LOADING,
     outwaited: set[str] | None = None,
@@ -396,7 +395,7 @@ def acquire_read_lock(
     Raises:
         OSError: the lock cannot be written.
     """
-    lease = _lease_without_number(directory, purpose, (attempt,), beat)
+    lease = _lease_without_number(directory, purpose, (attempt,), BEAT)
     outwaited = set() if outwaited is None else outwaited
     try:
         stay: list[set[str]] = []

@@ -147,7 +147,7 @@ def test_readers_and_other_storages_have_no_process(tmp_path, processes):
     acquire(CheckpointDir(Other(), str(tmp_path / "a")), ME, beat=EVERY).start().release()
     (tmp_path / "b" / FOLDER / "x").mkdir(parents=True)
     acquire_read_lock(
-        dir_at(tmp_path / "b"), "x", str(tmp_path / "b" / FOLDER / "x"), EVERY, purpose=LOADING
+        dir_at(tmp_path / "b"), "x", str(tmp_path / "b" / FOLDER / "x"), purpose=LOADING
     ).release()
     acquire(dir_at(tmp_path / "c"), ME, beat=0).start().release()
     assert processes == []
