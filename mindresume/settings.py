@@ -121,8 +121,7 @@ class Settings:
     on_save_error: str = setting(
         "warn",
         "a failed save (full disk, quota, I/O error): `warn` logs an error and the training "
-        "continues; `raise` ends the "
-        "training",
+        "continues; `raise` ends the training",
         choices=("warn", "raise"),
     )
     max_failed_saves: int = setting(
@@ -174,8 +173,7 @@ class Settings:
     on_dataset_change: str = setting(
         "warn",
         "the data set differs from that of the checkpoint, and the configuration does not declare "
-        "it: `warn`, or stop with an "
-        "`error`",
+        "it: `warn`, or stop with an `error`",
         choices=("warn", "error"),
     )
     max_failed_loads: int = setting(

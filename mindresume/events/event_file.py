@@ -108,8 +108,7 @@ class EventFile:
             if self._thinning.begins():
                 notice = warning(
                     f"the event file {self.path} is half full: of events that occur often, such as "
-                    "saves at each "
-                    f"step, only a part is recorded from here on. All others are"
+                    "saves at each step, only a part is recorded from here on. All others are"
                 )
             try:
                 if self._append(event, line, time_s) and self._is_reported:
@@ -160,8 +159,7 @@ class EventFile:
         self._is_reported, self._last_warning = True, time_s
         return warning(
             f"the event file {self.path or self.folder} cannot be written, so events are missing "
-            f"in it: {error}; each "
-            f"later event is tried"
+            f"in it: {error}; each later event is tried"
         )
 
     def close(self) -> None:

@@ -98,8 +98,7 @@ class StaleLeaseRemoved(Event):
 
     template = (
         "removed the stale lease of run {run_id}: process {process_id} on host {host} does not "
-        "save here any "
-        "more"
+        "save here any more"
     )
 
 
@@ -234,9 +233,8 @@ class VerifiedBytesKept(Event):
         if self.reread_bytes:
             texts.append(
                 f"{size_text(self.reread_bytes)} of the verified files are read again when they "
-                "are loaded: this rank "
-                f"may keep {size_text(self.budget_bytes)} (half of its share of the free memory; "
-                f"mindresume.staging_gib)"
+                f"are loaded: this rank may keep {size_text(self.budget_bytes)} (half of its share "
+                "of the free memory; mindresume.staging_gib)"
             )
         return "; ".join(texts)
 
@@ -309,8 +307,7 @@ class ProgressRestored(Event):
         )
         return (
             f"continues after step {self.step} ({counted(self.epochs_done, 'epoch')} done), global "
-            "batch size "
-            f"{self.global_batch_size}, loss scale {self.loss_scale}{scaled}"
+            f"batch size {self.global_batch_size}, loss scale {self.loss_scale}{scaled}"
         )
 
 

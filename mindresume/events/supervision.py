@@ -52,8 +52,7 @@ class NodesJoined(Event):
         missing = f"; without {numbers_text('node', self.missing)}" if self.missing else ""
         return (
             f"generation {self.generation}: {numbers_text('node', self.nodes)} start together "
-            f"after {self.wait_seconds:.0f} s"
-            f"{missing}"
+            f"after {self.wait_seconds:.0f} s{missing}"
         )
 
 
@@ -166,8 +165,7 @@ class HangDetected(Event):
         step = "" if self.step is None else f", last step {self.step}"
         return (
             f"{numbers_text('rank', self.ranks)} on {self.host} made no progress for "
-            f"{self.seconds:.0f} s "
-            f"({self.phase}{step}){stacks}"
+            f"{self.seconds:.0f} s ({self.phase}{step}){stacks}"
         )
 
 
@@ -203,14 +201,12 @@ class JobEnded(Event):
             if not self.left_behind
             else (
                 f"; processes {', '.join(map(str, self.left_behind))} do not end after SIGKILL and "
-                "are left behind: they wait for a "
-                f"device or a disk that does not answer"
+                "are left behind: they wait for a device or a disk that does not answer"
             )
         )
         return (
             f"start {self.start} ended with status {self.status} after {self.seconds:.0f} s: "
-            f"{self.reason}; no process was "
-            f"left {self.end_seconds:.1f} s later{left}"
+            f"{self.reason}; no process was left {self.end_seconds:.1f} s later{left}"
         )
 
 

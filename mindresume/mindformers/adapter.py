@@ -174,8 +174,7 @@ def rescued_parameters(network: Any, wanted: Wanted) -> Tensors:
     if received:
         raise SaveError(
             f"the remaining ranks cannot save {min(received)}: another pipeline stage has its "
-            "newest value, and the "
-            f"exchange would wait for lost ranks. The newest checkpoint stays"
+            "newest value, and the exchange would wait for lost ranks. The newest checkpoint stays"
         )
     found: Tensors = []
     stream = hal.Stream()

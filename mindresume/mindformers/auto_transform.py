@@ -110,8 +110,7 @@ def _strategy_of_source(
         if given and has_layouts(directory.storage, candidate):
             notes.append(
                 f"src_strategy_path_or_dir: {given} is not needed; step {candidate.step} has "
-                "records, which hold "
-                f"its layouts"
+                "records, which hold its layouts"
             )
             given = None
         try:
@@ -238,8 +237,7 @@ def transform_files(config: Any, context: TrainingContext, source: OpenCheckpoin
     ):
         raise ConfigError(
             f"transform_process_num is {processes!r}; expected a whole number that divides "
-            f"{group.size}, the "
-            f"number of ranks of the job"
+            f"{group.size}, the number of ranks of the job"
         )
     target = run_on_rank0(
         group, partial(_target_strategy, config, context.resources.storage, group.size)

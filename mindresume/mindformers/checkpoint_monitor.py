@@ -350,8 +350,7 @@ def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
         if given.get(usual) and given.get(other):
             raise ConfigError(
                 f"{usual} ({given[usual]}) and {other} ({given[other]}) contradict each other; set "
-                "one of them to "
-                f"0 or leave it out"
+                "one of them to 0 or leave it out"
             )
         if given.get(other) and usual not in given:
             # only its default contradicts what the user wrote
@@ -366,8 +365,7 @@ def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
         if values.get(name, alone) != alone and values["checkpoint_format"] == "safetensors":
             raise ConfigError(
                 f"{name} is set, and checkpoint_format is 'safetensors'; MindSpore saves such "
-                "checkpoints as ckpt "
-                f"only. Leave out {name}, or set checkpoint_format: ckpt"
+                f"checkpoints as ckpt only. Leave out {name}, or set checkpoint_format: ckpt"
             )
     return values
 

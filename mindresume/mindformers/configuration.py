@@ -22,7 +22,7 @@ from mindresume.events import Emit, ignore, warning
 from mindresume.formats.scan import CHECKPOINT, CONSOLIDATED, kind_of
 from mindresume.mindformers import adapter
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.object_store import FsspecStore, MoxingStore, RetryingStore
+from mindresume.storage.object_store import FsspecStore, MoxingStore, ObjectStore, RetryingStore
 from mindresume.storage.posix import PosixStorage
 
 TRAIN = "train"
@@ -111,16 +111,14 @@ def request_of_iterations(config: Any) -> LoadRequest:
     if path and old and os.path.realpath(path) != os.path.realpath(old):
         raise ConfigError(
             f"checkpoint.load_path is {path}, load_checkpoint is {old}; both name the checkpoint "
-            "to load: "
-            f"remove one of them"
+            "to load: remove one of them"
         )
     path = path or old
     without = section.get("no_load_optim")
     if asked and without is True:
         raise ConfigError(
             "resume_training is set, but checkpoint.no_load_optim: True loads weights alone and "
-            "starts at step 0; "
-            "remove one of them"
+            "starts at step 0; remove one of them"
         )
     # If a configuration that was made in Python has none of the keys, mindformers resumes.
     resume = (
@@ -131,10 +129,8 @@ def request_of_iterations(config: Any) -> LoadRequest:
     if isinstance(asked, str):
         raise ConfigError(
             f"The resume_training must be a boolean value in Checkpoint 2.0, found {asked!r}. To "
-            "resume from a "
-            "certain iteration give its folder as load_checkpoint (checkpoint.load_path), or its "
-            "number in the "
-            f"tracker"
+            "resume from a certain iteration give its folder as load_checkpoint "
+            "(checkpoint.load_path), or its number in the tracker"
         )
     balanced = section.get("load_balanced")
     return LoadRequest(
@@ -207,27 +203,26 @@ def remote_of(config: Any, emit: Emit = ignore) -> RemoteCheckpoints | None:
     if not url:
         return None
     if modelarts_variable() is None and isinstance(url, str):
-        if not url.startswith("obs://"):
-            return RemoteCheckpoints(
-                RetryingStore(FsspecStore(url)), f"{url.rstrip('/')}/{CHECKPOINT}"
+        if url.startswith("obs://"):
+            emit(
+                warning(
+                    f"remote_save_url: {url} is ignored: this job does not run in ModelArts (none "
+                    f"of {', '.join(VARIABLES)} is set). Checkpoints stay on the disk of "
+                    "output_dir. Outside ModelArts give the bucket as s3://, and its endpoint as "
+                    "AWS_ENDPOINT_URL"
+                )
             )
-        emit(
-            warning(
-                f"remote_save_url: {url} is ignored: this job does not run in ModelArts (none of "
-                f"{', '.join(VARIABLES)} is "
-                "set). Checkpoints stay on the disk of output_dir. Outside ModelArts give the "
-                "bucket as s3://, and its "
-                f"endpoint as AWS_ENDPOINT_URL"
-            )
-        )
-        return None
+            return None
+        store: ObjectStore = FsspecStore(url)
     # mindformers' check_obs_url: a TypeError
-    if not isinstance(url, str) or not url.startswith(("obs://", "s3://")):
+    elif not isinstance(url, str) or not url.startswith(("obs://", "s3://")):
         raise ConfigError(
             f"remote_save_url is {url!r}; expected an address in an object store that begins with "
             "obs:// or s3://"
         )
-    return RemoteCheckpoints(RetryingStore(MoxingStore()), f"{url.rstrip('/')}/{CHECKPOINT}")
+    else:
+        store = MoxingStore()
+    return RemoteCheckpoints(RetryingStore(store), f"{url.rstrip('/')}/{CHECKPOINT}")
 
 
 def checkpoint_roots(config: Any) -> set[str]:

@@ -209,8 +209,7 @@ def resume_streaming(dataset: Any, progress: ResumeProgress) -> None:
     expected = {"cur_epoch": passes + 1, "cur_step": steps, "cur_iter": steps * source.batch_size}
     do = (
         "Resume from a checkpoint whose step has a saved state, with the batch size of that time; "
-        "or restart the data "
-        "(ignore_data_skip: True)"
+        "or restart the data (ignore_data_skip: True)"
     )
     try:
         state = read_json(PosixStorage(), path, MAX_SMALL_FILE)["_train_state"]
@@ -218,14 +217,12 @@ def resume_streaming(dataset: Any, progress: ResumeProgress) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ProgressError(
             f"{path}: the state of the streaming data set after {progress.data_skip} steps cannot "
-            "be read "
-            f"({type(error).__name__}: {error}). {do}"
+            f"be read ({type(error).__name__}: {error}). {do}"
         ) from error
     if found != expected:
         raise ProgressError(
             f"{path}: the state of the streaming data set is of another position: {found}, "
-            f"expected {expected}. "
-            f"{do}"
+            f"expected {expected}. {do}"
         )
     source.resume_step = progress.data_skip
 

@@ -80,8 +80,7 @@ class GraphNetwork:
             if not shapes:
                 raise LoadError(
                     f"after the compilation this rank holds none of the {len(of_model)} parameters "
-                    "of the network, "
-                    f"so nothing can be loaded"
+                    "of the network, so nothing can be loaded"
                 )
         optional = {name for name in shapes if allows(name)}
         if request.iterations:
@@ -242,9 +241,8 @@ def load_pretrained(graph: GraphNetwork, folder: str) -> None:
     if not adapter.is_graph_training_network(core):
         raise ConfigError(
             f"{folder}: no rule is known for Hugging Face weights of {type(core).__name__}, only "
-            "for the training "
-            f"networks of {', '.join(FAMILIES)}. Convert the weights first, and give them as "
-            "load_checkpoint"
+            f"for the training networks of {', '.join(FAMILIES)}. Convert the weights first, and "
+            "give them as load_checkpoint"
         )
     # only Qwen3 has one, since mindformers 1.9.0
     template = getattr(core, "template", None)

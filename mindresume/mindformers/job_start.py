@@ -229,10 +229,9 @@ def _select_iterations(config: Any, context: TrainingContext) -> None:
     elif asked.resume and asked.path:
         raise ConfigError(
             f"{asked.path} holds Hugging Face weights, from which no training can resume: they "
-            "have no optimizer "
-            "state and no step. To begin with them set resume_training: False (no_load_optim: "
-            "True), or give them "
-            f"as pretrained_model_dir and the checkpoint folder as load_checkpoint"
+            "have no optimizer state and no step. To begin with them set resume_training: False "
+            "(no_load_optim: True), or give them as pretrained_model_dir and the checkpoint folder "
+            "as load_checkpoint"
         )
     else:
         folder = asked.path or pretrained
@@ -294,8 +293,7 @@ def check_not_cleared(output: str, *sources: Any, load_ckpt_format: str) -> None
             if os.path.commonpath([folder, os.path.realpath(source)]) == folder:
                 raise ConfigError(
                     f"{source} lies in {folder}, which mindformers empties at the start of a "
-                    "conversion "
-                    f"(auto_trans_ckpt). Move the source, or give another output_dir"
+                    "conversion (auto_trans_ckpt). Move the source, or give another output_dir"
                 )
 
 

@@ -127,8 +127,7 @@ def check_arrangement(
             folder = os.path.join(choice.root, chosen.records_dir or chosen.iteration_dir)
             raise ConfigError(
                 f"{folder}: the network that saved this checkpoint has {key}: {saved[key]}, this "
-                f"one {value}, so "
-                f"the elements within its tensors are in another order. "
+                f"one {value}, so the elements within its tensors are in another order. "
                 f"{remedy.format(key=key, value=saved[key])}"
             )
 
@@ -186,8 +185,7 @@ def read_balanced(
         context.emit(
             Notice(
                 "load_balanced (balanced_load) has no effect: no two ranks of this job hold the "
-                "same part of a "
-                "tensor"
+                "same part of a tensor"
             )
         )
     elif exchanges:
@@ -317,8 +315,7 @@ def _target_of_files(
         context.emit(
             warning(
                 f"{own} is missing; rank {context.group.rank} reads its tensors from replicas, as "
-                "records or "
-                f"layouts prove: {', '.join(replicas)}"
+                f"records or layouts prove: {', '.join(replicas)}"
             )
         )
     return target
@@ -336,12 +333,10 @@ def _check_not_of_one_rank(network: Network, target: LoadTarget, context: Traini
             path = os.path.join(context.plan.choice.root, files.pop().path)
             raise LoadError(
                 f"{path} is one file, which each of the {group.size} ranks would load, and it "
-                f"holds {name} as "
-                f"{target.shapes[name][0]}. This job cuts that tensor of {full}, so the file holds "
-                "the slices of one "
-                "rank. Give the folder with the rank folders of all ranks as load_checkpoint, or "
-                "merged weights "
-                f"(mindresume merge) with auto_trans_ckpt: True"
+                f"holds {name} as {target.shapes[name][0]}. This job cuts that tensor of {full}, "
+                "so the file holds the slices of one rank. Give the folder with the rank folders "
+                "of all ranks as load_checkpoint, or merged weights (mindresume merge) with "
+                "auto_trans_ckpt: True"
             )
 
 
@@ -462,11 +457,9 @@ def renamed(target: LoadTarget, stored: Mapping[str, Any], what: str, emit: Emit
     if not names and not any(name in stored for name in target.shapes):
         raise LoadError(
             f"{what} holds none of the {len(target.shapes)} parameters of the network, expected "
-            "names such as "
-            f"{listed(sorted(target.shapes), 3)}; it holds "
-            f"{listed(sorted(stored), 3) or 'nothing'}. If these are "
-            "weights of another model or framework, convert them first, or give another "
-            "load_checkpoint"
+            f"names such as {listed(sorted(target.shapes), 3)}; it holds "
+            f"{listed(sorted(stored), 3) or 'nothing'}. If these are weights of another model or "
+            "framework, convert them first, or give another load_checkpoint"
         )
     shapes, dtypes = {}, {}
     for parameter, (shape, dtype) in target.shapes.items():
@@ -502,9 +495,8 @@ def convert(arrays: dict[str, np.ndarray], target: LoadTarget, emit: Emit) -> No
         ):
             raise LoadError(
                 f"{target.parameter(name)} is {array.dtype.name} in the checkpoint and has values "
-                f"that {dtype}, the "
-                "dtype of the parameter, cannot hold; set param_init_type of the model to "
-                f"{array.dtype.name}"
+                f"that {dtype}, the dtype of the parameter, cannot hold; set param_init_type of "
+                f"the model to {array.dtype.name}"
             )
         kinds[f"{array.dtype.name} to {dtype}"] += 1
         arrays[name] = converted

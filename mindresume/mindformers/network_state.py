@@ -358,12 +358,10 @@ class LoadedWeights:
         ]
         return (
             f"{len(altered)} of {len(self.fingerprints)} tensors are not what was loaded: "
-            f"{listed(altered, 3)}. Something "
-            f"has replaced them between the load and the first step; callbacks of this training: "
-            f"{', '.join(others) or 'none'}. The checkpoint is right. Remove the callback that "
-            "loads weights of its own "
-            "(OnRequestExit with save_ckpt: True and BackupAndRestore of MindSpore do), or the "
-            "file that it loads"
+            f"{listed(altered, 3)}. Something has replaced them between the load and the first "
+            f"step; callbacks of this training: {', '.join(others) or 'none'}. The checkpoint is "
+            "right. Remove the callback that loads weights of its own (OnRequestExit with "
+            "save_ckpt: True and BackupAndRestore of MindSpore do), or the file that it loads"
         )
 
 

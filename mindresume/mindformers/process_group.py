@@ -34,10 +34,9 @@ def check_launch(environment: Mapping[str, str]) -> None:
     ):
         raise ConfigError(
             f"msrun started {workers} processes, but they do not communicate: use_parallel is "
-            "False, or "
-            "the communication was not initialised. All of them would save into one folder as "
-            "rank 0. Set "
-            f"use_parallel: True, or start one process (without msrun, or with --worker_num 1)"
+            "False, or the communication was not initialised. All of them would save into one "
+            "folder as rank 0. Set use_parallel: True, or start one process (without msrun, or "
+            "with --worker_num 1)"
         )
 
 

@@ -184,8 +184,7 @@ def _rows(
 _CHECKPOINT_ARGUMENTS = "auto_trans_ckpt=None, src_strategy=None, transform_process_num=None"
 _TRAIN_ARGUMENTS = (
     "resume_from_checkpoint=None, resume_training=None, ignore_data_skip=None, "
-    "data_skip_steps=None, "
-    f"{_CHECKPOINT_ARGUMENTS}, do_eval=False"
+    f"data_skip_steps=None, {_CHECKPOINT_ARGUMENTS}, do_eval=False"
 )
 _LOAD_ARGUMENTS = "config, model, network, dataset, optimizer=None, do_eval=False, do_predict=False"
 _COMPILE_ARGUMENTS = (
@@ -194,15 +193,12 @@ _COMPILE_ARGUMENTS = (
 _COMMON = "epoch_num=None, step_num=None, global_step=None, loss_scale=None, global_batch_size=None"
 _MONITOR_ARGUMENTS = (
     "self, prefix='CKP', directory=None, config=None, save_checkpoint_steps=1, "
-    "save_checkpoint_seconds=0, keep_checkpoint_max=5, "
-    "keep_checkpoint_per_n_minutes=0, integrated_save=True, save_network_params=False, "
-    "save_trainable_params=False, "
+    "save_checkpoint_seconds=0, keep_checkpoint_max=5, keep_checkpoint_per_n_minutes=0, "
+    "integrated_save=True, save_network_params=False, save_trainable_params=False, "
     "async_save=False, saved_network=None, append_info=None, enc_key=None, enc_mode='AES-GCM', "
-    "exception_save=False, "
-    "global_batch_size=None, checkpoint_format='ckpt', remove_redundancy=False, "
-    "embedding_size=4096, "
-    "embedding_local_norm_threshold=1.0, use_checkpoint_health_monitor=False, "
-    "health_ckpts_record_dir='./output', "
+    "exception_save=False, global_batch_size=None, checkpoint_format='ckpt', "
+    "remove_redundancy=False, embedding_size=4096, embedding_local_norm_threshold=1.0, "
+    "use_checkpoint_health_monitor=False, health_ckpts_record_dir='./output', "
     "use_legacy_format=True, save_optimizer=True"
 )
 
@@ -217,8 +213,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
         "Trainer.evaluate(self, eval_dataset=None, eval_checkpoint=False, "
         f"{_CHECKPOINT_ARGUMENTS}, **kwargs)",
         f"Trainer.predict(self, predict_checkpoint=None, {_CHECKPOINT_ARGUMENTS}, input_data=None, "
-        "batch_size=None, "
-        "**kwargs)",
+        "batch_size=None, **kwargs)",
     ),
     # ---- the selection
     *_rows(
@@ -322,8 +317,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
         WRAPPED,
         ITERATION_LOAD,
         "Model(network, loss_fn=None, optimizer=None, metrics=None, eval_network=None, "
-        "eval_indexes=None, amp_level='O0', "
-        "boost_level='O0', **kwargs)",
+        "eval_indexes=None, amp_level='O0', boost_level='O0', **kwargs)",
         f"compile_model({_COMPILE_ARGUMENTS})",
     ),
     *_rows(
@@ -382,8 +376,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
         CALLED,
         INSTALLATION,
         "MindFormerRegister.register_cls(cls, register_class, module_type='tools', alias=None, "
-        "legacy=True, "
-        "search_names=None)",
+        "legacy=True, search_names=None)",
     ),
     *_rows(REGISTER, READ, INSTALLATION, "MindFormerModuleType.CALLBACK"),
     *_rows(MONITOR, CALLED, SAVE, "CheckpointMonitor"),
@@ -459,8 +452,7 @@ MINDFORMERS: tuple[Symbol, ...] = (
 
 _CALLBACK = (
     "self, save_path, save_max=3, save_interleaved_steps=1000, no_save_optim=False, "
-    "async_save=False, "
-    "prefix='checkpoint', remove_redundancy=False"
+    "async_save=False, prefix='checkpoint', remove_redundancy=False"
 )
 _MORE = "save_global_layout_cache=True"
 _CALLBACKS = "mindformers.pynative.callback.checkpoint_callback"
@@ -672,19 +664,16 @@ MINDSPORE: tuple[Symbol, ...] = (
         TRANSFORM,
         "rank_list_for_transform(rank_id, src_strategy_file=None, dst_strategy_file=None)",
         "transform_checkpoint_by_rank(rank_id, checkpoint_files_map, save_checkpoint_file_name, "
-        "src_strategy_file=None, "
-        "dst_strategy_file=None)",
+        "src_strategy_file=None, dst_strategy_file=None)",
         "transform_checkpoints(src_checkpoints_dir, dst_checkpoints_dir, ckpt_prefix, "
-        "src_strategy_file=None, "
-        "dst_strategy_file=None, process_num=1, output_format='ckpt')",
+        "src_strategy_file=None, dst_strategy_file=None, process_num=1, output_format='ckpt')",
     ),
     *_rows(
         "mindspore.parallel",
         CALLED,
         TRANSFORM,
-        "unified_safetensors(src_dir, src_strategy_file, dst_dir, "
-        "merge_with_redundancy=True, file_suffix=None, max_process_num=64, choice_func=None, "
-        "split_dst_file=())",
+        "unified_safetensors(src_dir, src_strategy_file, dst_dir, merge_with_redundancy=True, "
+        "file_suffix=None, max_process_num=64, choice_func=None, split_dst_file=())",
     ),
     *_rows(
         "mindspore.parallel",

@@ -58,8 +58,7 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             raise ConfigError(
                 f"{name} is not installed; mindresume trains with {PROFILES[0].name} or newer. "
-                "Install it into the "
-                f"environment of {sys.executable}"
+                f"Install it into the environment of {sys.executable}"
             ) from None
     return found
 
@@ -193,8 +192,7 @@ def require(
         wanted = " and ".join(f"{name} {version}" for name, version in profile.versions.items())
         raise ConfigError(
             f"mindresume cannot be used with {installed}: {len(refused)} of {len(profile.symbols)} "
-            "symbols differ "
-            f"from {profile.name}:"
+            f"symbols differ from {profile.name}:"
             + "".join(f"\n  {finding}" for finding in refused)
             + f"\nInstall {wanted}, or train without mindresume"
         )

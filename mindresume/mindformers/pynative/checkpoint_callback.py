@@ -233,6 +233,5 @@ def check_callbacks(trainer: Any, built_in: type) -> None:
     if twice is not None:
         raise ConfigError(
             f"two callbacks of type {built_in.__name__} save into {twice}: each would overwrite "
-            "and remove "
-            f"checkpoints of the other. Remove one of them, or give it another save_path"
+            "and remove checkpoints of the other. Remove one of them, or give it another save_path"
         )

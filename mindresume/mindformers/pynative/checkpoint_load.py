@@ -84,11 +84,9 @@ def load(run: TrainingRun, path: str) -> None:
         if key in model and bool(model[key]) is not value:
             raise ConfigError(
                 f"model.{key} is {model[key]}, and the PyNative trainer ignores it: it would take "
-                "the elements of "
-                "such a tensor of the graph trainer in another order. If the PyNative trainer "
-                "saved the "
-                "checkpoint, remove the key; what the graph trainer saved with this key cannot be "
-                "loaded"
+                "the elements of such a tensor of the graph trainer in another order. If the "
+                "PyNative trainer saved the checkpoint, remove the key; what the graph trainer "
+                "saved with this key cannot be loaded"
             )
     context.resources.storage = caching_storage(PosixStorage(), context.settings, context.group)
     request = request_of_pynative(run.config, path)
