@@ -231,14 +231,11 @@ def checkpoint_roots(config: Any) -> set[str]:
     ``save_path`` of the section ``checkpoint``, which mindformers passes on only later; all are
     returned."""
     section = config.get("checkpoint") or {}
-    given = [
-        callback.get("directory") or section.get("save_path")
+    folders = [
+        folder
         for callback in config.get("callbacks") or []
         if callback.get("type") == adapter.ALIAS
+        and (folder := callback.get("directory") or section.get("save_path"))
     ]
-    folders = [folder for folder in given if folder]
-    found = [*folders, *(os.path.join(folder, CHECKPOINT) for folder in folders)]
-    return {
-        os.path.realpath(folder)
-        for folder in found or [os.path.join(adapter.output_root(), CHECKPOINT)]
-    }
+    roots = [*folders, *(os.path.join(folder, CHECKPOINT) for folder in folders)]
+    return set(map(os.path.realpath, roots or [os.path.join(adapter.output_root(), CHECKPOINT)]))
