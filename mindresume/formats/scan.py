@@ -188,14 +188,19 @@ def locate(storage: Storage, path: str) -> str:
 
 def find(storage: Storage, path: str) -> str | None:
     """Returns ``path`` if it holds checkpoints that a training can resume from, or is a checkpoint
-    or a part of one; else the only folder below it that holds some, else None. The folder in which
-    the job saves precedes all others. Raises MissingCheckpointError, which names them, if there are
-    several others."""
+    or a part of one; else what ``below`` returns, and raises."""
     kind = kind_of(storage, path)
     if kind == MISSING:
         return None
     if kind not in (ROOT, OTHER) or _has_checkpoint(storage, path, kind):
         return path
+    return below(storage, path)
+
+
+def below(storage: Storage, path: str) -> str | None:
+    """Returns the only folder below ``path`` that holds checkpoints, None if there is none. The
+    folder in which the job saves precedes all others. Raises MissingCheckpointError, which names
+    them, if there are several others."""
     for inner in (os.path.join(path, name) for name in JOB_FOLDERS):
         if _has_checkpoint(storage, inner, kind_of(storage, inner)):
             return inner
@@ -214,7 +219,7 @@ def find(storage: Storage, path: str) -> str | None:
 
 
 def fresh_start_refusal(storage: Storage, path: str, has_incomplete_saves: bool) -> str:
-    """Returns why no training may start afresh in ``path``, in which neither a scan nor ``find``
+    """Returns why no training may start afresh in ``path``, in which neither a scan nor ``below``
     found a checkpoint, in sentences. Empty if a training may: the folder is empty, or holds only
     traces of first starts and of saves that never completed.
 

@@ -38,8 +38,10 @@ from mindresume.formats.scan import (
     ITERATION,
     MISSING,
     NO_FOLDER,
+    OTHER,
     PART,
-    find,
+    ROOT,
+    below,
     fresh_start_refusal,
     kind_of,
     scan,
@@ -95,8 +97,8 @@ def find_candidates(
         # a job may have saved later ones, and removed what was listed, while it was read
         found = scan(found.directory)
     if found.exists and not found.has_checkpoint:
-        inner = find(storage, path)
-        if inner not in (None, path):
+        inner = below(storage, path) if kind in (ROOT, OTHER) else None
+        if inner is not None:
             found, is_explicit = find_candidates(storage, inner, requested, world_size)
             notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)
             return replace(found, notes=notes), is_explicit
