@@ -24,9 +24,13 @@ EXAMPLES = (
         "/data/output/checkpoint/.mindresume/claim-2-5f0c21aa.json", "2-5f0c21aa", "node-7", 45.0
     ),
     ev.StaleLeaseRemoved("2-5f0c21aa", "node-7", 4242),
-    ev.CandidateRefused(600, "rank 5 has no record: the save never completed"),
     ev.CandidateRefused(
-        500, "recorded 1024 bytes, found 512", "rank_1/qwen3_rank_1-500_1.safetensors"
+        600, "the save never completed: 7 of 8 ranks recorded what they wrote, missing: rank 5"
+    ),
+    ev.CandidateRefused(
+        500,
+        "the file of rank 1 has 512 bytes, 1024 were written",
+        "rank_1/qwen3_rank_1-500_1.safetensors",
     ),
     ev.CheckpointSelected(
         400,
@@ -154,29 +158,30 @@ EXAMPLES = (
 )
 
 
-def fullest() -> Iterable[ev.Event]:
-    """Returns of each kind, level and outcome the example with most fields, for the pages."""
-    found: dict[object, ev.Event] = {}
+def examples() -> Iterable[list[ev.Event]]:
+    """Returns the examples of each kind, for the pages."""
+    found: dict[str, list[ev.Event]] = {}
     for event in EXAMPLES:
-        key = event.kind, event.log_level, getattr(event, "outcome", "")
-        known = found.setdefault(key, event)
-        if len(event.to_json()) > len(known.to_json()):
-            found[key] = event
+        found.setdefault(event.kind, []).append(event)
     return found.values()
 
 
 def table(page: str) -> str:
-    """Returns the table of a page: event, its line in the event file, and its line in the log."""
+    """Returns the table of a page: event, its lines in the event file, and its lines in the log."""
     heads, not_logged = WORDS[page]
     rows = [f"| {' | '.join(heads)} |", "|---|---|---|"]
-    for event in fullest():
-        level, text = event.log_level, event.line()
-        log = f"{level.upper()} {text}" if text else not_logged
-        values = json.dumps(
-            {key: value for key, value in event.to_json().items() if key != "event"}
-        )
+    for events in examples():
+        values = [
+            json.dumps({key: value for key, value in event.to_json().items() if key != "event"})
+            for event in events
+        ]
+        logs = [
+            f"{event.log_level.upper()} {event.line()}" if event.line() else not_logged
+            for event in events
+        ]
+        log = shown("\n".join(logs), keep="\n").replace("\n", "<br>")
         rows.append(
-            f"| `{event.kind}` | `{values}` | {shown(log, keep=chr(10)).replace(chr(10), '<br>')} |"
+            f"| `{events[0].kind}` | {'<br>'.join(f'`{each}`' for each in values)} | {log} |"
         )
     return "\n".join(rows)
 
