@@ -128,7 +128,7 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: A
 def _table(rows: Sequence[Parameter]) -> str:
     lines = ["| argument or option | default | meaning |", "|---|---|---|"]
     panel = ""
-    for row in rows:
+    for row in sorted(rows, key=lambda each: each.panel != ""):  # without a panel: above the panels
         if row.panel != panel:
             panel = row.panel
             lines.append(f"| **{panel}** | | |")
