@@ -3,6 +3,7 @@ an error in the training."""
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from st.run_attempts import (
     assert_resumed,
     committed_steps,
     events,
+    resume_summary,
     run_beside,
 )
 from st.training_run import FORMAT_2, Run
@@ -56,6 +58,18 @@ def killed(run: Run, command: str, memory: str, step: int = 19, every: int = EVE
     run.start(command, **settings(memory, every)).wait_for_step(step)
     run.kill()
     return run
+
+
+@pytest.mark.parametrize("command", ["", "--callbacks.1.async_save thread"])
+def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command):
+    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), command, memory)
+    newest, disk = in_memory(run)[0].step, max(committed_steps(run))
+    assert newest >= 18 and newest % EVERY == 0 and disk <= newest
+    run.start(command, **settings(memory)).wait_for_success(LIMIT)
+    assert_resumed(run, whole_single, max(newest, disk))
+    assert sources(run) == ["memory"] and resume_summary(run)["checkpoint"][0] == "restored"
+    assert not os.path.exists(tier_of(run))  # the last step is on disk
+    assert events(run, "tier_saved") and not events(run, "tier_refused")
 
 
 @pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), FORMAT_2])
