@@ -76,7 +76,9 @@ def memory(kind: str, root: str, mib: int, fmt: str, saves: int) -> dict[str, An
     if saver is None:
         built_in(live, f"{root}/built_in.{fmt}", False, fmt)
     gc.collect()
-    before, after, stops = sum(footprint().values()), [], []
+    before = sum(footprint().values())
+    after = []
+    stops = []
     seen = Peak()
     for step in range(1, saves + 1):
         started = time.perf_counter()
@@ -232,11 +234,15 @@ def begin(
 def run(work: Callable[[], None], goes_on: Callable[[], bool]) -> tuple[float, float, float]:
     """Steps a second, the longest step and all of the time in seconds. ``goes_on`` is asked after
     each step, as a callback is."""
-    count, longest, begun = 0, 0.0, time.perf_counter()
+    count = 0
+    longest = 0.0
+    begun = time.perf_counter()
     last = begun
     while True:
         work()
-        going, count, now = goes_on(), count + 1, time.perf_counter()
+        going = goes_on()
+        count = count + 1
+        now = time.perf_counter()
         longest, last = max(longest, now - last), now
         if not going:
             return count / (now - begun), longest, now - begun

@@ -23,7 +23,10 @@ from typing import Any
 import numpy as np
 from _drill_kill import Fault, Watch
 
-STEPS_PER_EPOCH, EPOCHS, INTERVAL, BATCH = 5, 3, 5, 8
+STEPS_PER_EPOCH = 5
+EPOCHS = 3
+INTERVAL = 5
+BATCH = 8
 # seconds: background writers get time, as steps of a real model give it
 STEP_TIME = 0.02
 LOGGED = ("resume", "resuming", "fresh start", "checkpoint", "meta.json", "tracker", "mindresume")
@@ -144,12 +147,10 @@ def register() -> None:
 
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.relu, self.loss = (
-                nn.Dense(8, 16),
-                nn.Dense(16, 4),
-                ops.ReLU(),
-                nn.MSELoss(),
-            )
+            self.first = nn.Dense(8, 16)
+            self.second = nn.Dense(16, 4)
+            self.relu = ops.ReLU()
+            self.loss = nn.MSELoss()
             self.config = None
 
         def construct(self, x, y):

@@ -50,7 +50,10 @@ class Watch:
     def __init__(self, folder: str, log: str, fault: Fault):
         self.folder, self.fault = os.path.abspath(folder), fault
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._count, self._active, self._lock, self._before = 0, False, threading.RLock(), set()
+        self._count = 0
+        self._active = False
+        self._lock = threading.RLock()
+        self._before = set()
         self._touched: set[str] = set()
 
     def install(self) -> None:

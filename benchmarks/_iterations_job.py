@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [path for path in (str(ROOT), str(ROOT / "st" / "programs")) if path not in sys.path]
 
 PREFIX = "bench"
-WIDTH, MATRICES, NORMS = 1024, 18, 2
+WIDTH = 1024
+MATRICES = 18
+NORMS = 2
 Model = dict[str, tuple[tuple[int, ...], TensorLayout]]
 
 

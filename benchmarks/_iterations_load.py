@@ -39,7 +39,9 @@ class Ours:
     """Loads as mindresume.mindformers.loading does."""
 
     def __init__(self, optimizer: Any, strategies: job.Strategies, rank: int):
-        self.optimizer, self.strategies, self.rank = optimizer, strategies, rank
+        self.optimizer = optimizer
+        self.strategies = strategies
+        self.rank = rank
 
     def load(self, root: str) -> int:
         from mindresume.formats.scan import scan
@@ -77,7 +79,9 @@ class Ours:
             (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names),
             key=os.path.getsize,
         )
-        total, size, position = 0, os.path.getsize(path), 0
+        total = 0
+        size = os.path.getsize(path)
+        position = 0
         with open(path, "rb", buffering=0) as file:
             arrays = []
             for shape, dtype in adapter.parameters_to_load(self.optimizer).values():
@@ -86,7 +90,9 @@ class Ours:
                 while left:
                     position = 0 if position == size else position
                     found = os.preadv(file.fileno(), [left], position)
-                    position, left, total = position + found, left[found:], total + found
+                    position = position + found
+                    left = left[found:]
+                    total = total + found
         return total
 
     def prove(self, root: str) -> None:
@@ -158,7 +164,9 @@ def characters_read() -> int:
 
 
 def main() -> None:
-    kind, rank, mib = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    kind = sys.argv[1]
+    rank = int(sys.argv[2])
+    mib = int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # MindSpore prints
     import builtin_20_read as builtin

@@ -40,7 +40,9 @@ from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard, iteration_shard
 from mindresume.storage.posix import PosixStorage
 
-RANKS, DATA, TENSOR = 4, 2, 2
+RANKS = 4
+DATA = 2
+TENSOR = 2
 PAUSE = 0.01  # seconds of a step of the training in which its thread only waits
 PATIENCE = 600.0
 PHASES = {
@@ -80,12 +82,12 @@ class Rank:
         from mindformers.checkpoint import checkpoint
         from mindspore.communication import comm_func, get_rank
 
-        self.checkpoint, self.barrier, self.all_reduce = (
-            checkpoint,
-            comm_func.barrier,
-            comm_func.all_reduce,
-        )
-        self.folder, self.rank, self.step = folder, get_rank(), 0
+        self.checkpoint = checkpoint
+        self.barrier = comm_func.barrier
+        self.all_reduce = comm_func.all_reduce
+        self.folder = folder
+        self.rank = get_rank()
+        self.step = 0
         self.tensors = job.model(mib, DATA, TENSOR)
         spec = job.spec_of(self.tensors)
         self.strategies = job.Strategies(spec, RANKS)
@@ -311,7 +313,9 @@ class Rank:
         """Bytes of the own files, whose tensors are compared with the parameters."""
         from safetensors.numpy import load_file
 
-        parameters, total, names = self.optimizer.parameters_dict(), 0, set()
+        parameters = self.optimizer.parameters_dict()
+        total = 0
+        names = set()
         for path in self.own_files(way):
             for name, array in load_file(path).items():
                 if not np.array_equal(array, parameters[name].asnumpy()):

@@ -167,7 +167,9 @@ def _version(package: str) -> str:
 
 def _file_system(folder: str) -> str:
     """Returns type and options of the mount of ``folder``."""
-    real, best, found = os.path.realpath(folder), "", "unknown"
+    real = os.path.realpath(folder)
+    best = ""
+    found = "unknown"
     with open("/proc/mounts") as file:
         for line in file:
             _, point, kind, options, *_ = line.split()

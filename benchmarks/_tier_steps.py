@@ -120,6 +120,5 @@ def text(result: measure.Rounds) -> str:
     ]
     return (
         f"{measure.table(columns, rows)}\nA save of {size / 2**20:.1f} MiB stops the training for "
-        f"{copy * 1000:.2f} ms "
-        f"(median of {len(result.values['copy'])})\n"
+        f"{copy * 1000:.2f} ms (median of {len(result.values['copy'])})\n"
     )

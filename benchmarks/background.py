@@ -39,7 +39,9 @@ from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KeepLast
 
-COPIES, SHARE, MEMORY = 1.3, 0.10, 1.0
+COPIES = 1.3
+SHARE = 0.10
+MEMORY = 1.0
 PATIENCE = 600.0
 
 
@@ -56,7 +58,9 @@ def main() -> None:
     parser.add_argument("--only", choices=["stop", "memory", "speed"])
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="bench-background-", dir=options.dir)
-    rounds, texts, more = measure.Rounds(), [], {}
+    rounds = measure.Rounds()
+    texts = []
+    more = {}
     try:
         if options.only in (None, "memory"):
             more["memory"] = memory(folder, options)
@@ -86,7 +90,10 @@ def main() -> None:
 
 class Stop:
     def __init__(self, folder: str, mib: int, fmt: str, rounds: measure.Rounds):
-        self.folder, self.fmt, self.rounds, self.step = os.path.join(folder, "stop"), fmt, rounds, 0
+        self.folder = os.path.join(folder, "stop")
+        self.fmt = fmt
+        self.rounds = rounds
+        self.step = 0
         self.arrays = measure.arrays(mib)
         self.live = measure.parameters(self.arrays)
         self.size = measure.size_of(self.arrays)
@@ -152,10 +159,8 @@ class Stop:
             "synchronous, live",
             *(f"mindspore, {kind}" for kind in KINDS),
         ):
-            copies, share = (
-                self.rounds.ratio(name, "copy"),
-                self.rounds.ratio(name, "synchronous, live"),
-            )
+            copies = self.rounds.ratio(name, "copy")
+            share = self.rounds.ratio(name, "synchronous, live")
             ours = name.startswith(KINDS)
             written = (
                 f"{self.rounds.median(f'{name}: written'):.2f}"

@@ -407,7 +407,9 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="drill-", dir=options.dir)
     os.environ["LOG_MF_PATH"] = os.path.join(folder, "log")
     prepare()
-    started, rows, table = time.monotonic(), [], []
+    started = time.monotonic()
+    rows = []
+    table = []
     try:
         for setup in setups(options):
             cells, operations = drill(setup, options, folder)

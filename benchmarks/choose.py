@@ -83,7 +83,9 @@ def main() -> None:
 
 class Bench:
     def __init__(self, folder: str, worlds: list[int], steps: int):
-        self.folder, self.worlds, self.steps = folder, worlds, steps
+        self.folder = folder
+        self.worlds = worlds
+        self.steps = steps
         self.rounds = measure.Rounds()
         self.operations: dict[str, int] = {}
         self.message: dict[str, int] = {}

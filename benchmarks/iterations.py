@@ -45,7 +45,12 @@ from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import Save, SaveTarget, iteration_shard
 from mindresume.storage.posix import PosixStorage
 
-STALL, SLOWER, FASTER, LIMIT, OVER, MEMORY = 0.5, 1.0, 2.0, 1.4, 1.02, 256
+STALL = 0.5
+SLOWER = 1.0
+FASTER = 2.0
+LIMIT = 1.4
+OVER = 1.02
+MEMORY = 256
 HERE = Path(__file__).resolve().parent
 PATIENCE = 3600.0
 
@@ -61,7 +66,9 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="bench-iterations-", dir=options.dir)
-    rounds, texts, more = measure.Rounds(), [], {}
+    rounds = measure.Rounds()
+    texts = []
+    more = {}
     try:
         for part, work in (("save", save), ("load", load)):
             if options.only in (None, part):
@@ -239,7 +246,9 @@ def phases_text(phases: dict[str, list[dict[str, float]]]) -> str:
 
 class Child:
     def __init__(self, kind: str, rank: int, folder: str, mib: int):
-        self.kind, self.rank, self.log = kind, rank, os.path.join(folder, f"{kind}-{rank}.log")
+        self.kind = kind
+        self.rank = rank
+        self.log = os.path.join(folder, f"{kind}-{rank}.log")
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "_iterations_load.py"), kind, str(rank), str(mib)],

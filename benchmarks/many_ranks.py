@@ -54,7 +54,9 @@ from mindresume.tensor_files import encode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # sim is not installed
 from sim.disk import Disk, File, Folder
 
-ROOT, RUN, PER_EPOCH = "/c", run_name(1, "00000000"), 1000
+ROOT = "/c"
+RUN = run_name(1, "00000000")
+PER_EPOCH = 1000
 ACTIONS = ("commit", "prune", "choice", "mindformers", "clean-up")
 
 
@@ -151,10 +153,8 @@ class First:
 
 
 def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
-    state, arrays = (
-        TrainingState(step, PER_EPOCH, step, 8),
-        {"w": np.full((1, 4), step, np.float32)},
-    )
+    state = TrainingState(step, PER_EPOCH, step, 8)
+    arrays = {"w": np.full((1, 4), step, np.float32)}
     if not target.iterations:
         return rank_shard(
             FileName("net", target.rank, 0, 1, step, fmt),
@@ -171,7 +171,9 @@ def shard_of(target: SaveTarget, step: int, fmt: str) -> Shard:
 
 class Bench:
     def __init__(self, ranks: int, fmt: str, delay: float):
-        self.ranks, self.format, self.delay = ranks, fmt, delay
+        self.ranks = ranks
+        self.format = fmt
+        self.delay = delay
         self.disk = Disk()
         self.disk.make_folder(ROOT)
 
@@ -233,10 +235,8 @@ class Bench:
         }
         data = b"".join(bytes(piece) for _, piece in encode("safetensors", state, {"format": "ms"}))
         for rank in range(self.ranks):
-            name, folder = (
-                FileName("net", rank, 0, 1, 20, "safetensors"),
-                f"{ROOT}/{folder_name(rank)}",
-            )
+            name = FileName("net", rank, 0, 1, 20, "safetensors")
+            folder = f"{ROOT}/{folder_name(rank)}"
             self.disk.make_folder(folder)
             self.disk.create(f"{folder}/{name}", data)
             self.disk.create(f"{folder}/{META}", json.dumps(meta_json(name)).encode())

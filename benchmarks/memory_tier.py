@@ -44,7 +44,9 @@ from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache
 
-STORAGE, RUN, MEMORY = PosixStorage(), "0001-00000000", "/dev/shm"
+STORAGE = PosixStorage()
+RUN = "0001-00000000"
+MEMORY = "/dev/shm"
 
 
 def main() -> None:
@@ -99,7 +101,9 @@ class Request:
 
 class Bench:
     def __init__(self, folder: str, memory: str, mib: int):
-        self.folder, self.memory, self.rounds = folder, memory, measure.Rounds()
+        self.folder = folder
+        self.memory = memory
+        self.rounds = measure.Rounds()
         self.arrays = measure.arrays(mib)
         self.size = measure.size_of(self.arrays)
         self.buffers = {name: np.empty_like(array) for name, array in self.arrays.items()}

@@ -351,11 +351,9 @@ class BuiltIn:
         from mindspore.parallel import Layout
 
         logging.disable(logging.WARNING)
-        self.metadata, self.of_rank, self.layout = (
-            metadata,
-            get_sharded_tensor_from_strategy_metadata,
-            Layout,
-        )
+        self.metadata = metadata
+        self.of_rank = get_sharded_tensor_from_strategy_metadata
+        self.layout = Layout
 
     def infos(self, tensors: list[TensorMetadata]) -> dict[str, list[Any]]:
         """Returns, for each rank, the rows of mindspore.parallel.strategy.get_strategy_metadata."""

@@ -73,7 +73,9 @@ class PlainRun(Run):
 
 class Bench:
     def __init__(self, folder: Path):
-        self.folder, self.rounds, self.chance = folder, measure.Rounds(), random.Random(0)
+        self.folder = folder
+        self.rounds = measure.Rounds()
+        self.chance = random.Random(0)
         self.memory = Path(tempfile.mkdtemp(prefix="bench-recovery-", dir="/dev/shm"))
         self.data = folder / "data"
         subprocess.run(

@@ -36,11 +36,9 @@ from mindresume.tensor_files import encode
 
 CASES = ("tp=8 > tp=4", "dp=2,tp=2,pp=2,opt=2 > tp=4", "tp=4,dp=2,opt=2 > tp=8", "tp=8 > merged")
 CANDIDATES = ("copy", "direct", "transform", "unified")
-ROW, COLUMN, WHOLE = (
-    TensorLayout((2,), (0, -1)),
-    TensorLayout((2,), (-1, 0)),
-    TensorLayout((2,), (-1,)),
-)
+ROW = TensorLayout((2,), (0, -1))
+COLUMN = TensorLayout((2,), (-1, 0))
+WHOLE = TensorLayout((2,), (-1,))
 
 
 def model(size: float) -> dict[str, tuple[tuple[int, ...], TensorLayout, tuple[int, ...]]]:
@@ -247,7 +245,9 @@ def planning() -> str:
     first_of = {name: stage * 128 for name, stage in stages.items()}
 
     def plan(rank: int) -> int:
-        stage, local, count = rank // 96, rank % 96, 0
+        stage = rank // 96
+        local = rank % 96
+        count = 0
         for name, kind in names.items():
             if stages[name] == stage:
                 shape = kinds[kind][0]

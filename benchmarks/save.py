@@ -74,8 +74,7 @@ class Bench:
                 work()
         measure.finish(
             f"One rank's file, {self.size / 2**20:.0f} MiB in {len(self.arrays)} tensors, float32 "
-            "and bfloat16, "
-            f"{rounds} rounds",
+            f"and bfloat16, {rounds} rounds",
             self.folder,
             self.rounds,
             self.text(),

@@ -36,7 +36,9 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
 from mindresume.storage.posix import PosixStorage
 
-RUN, WORLD, FLIPS = run_name(1, "0000aaaa"), 4, 200
+RUN = run_name(1, "0000aaaa")
+WORLD = 4
+FLIPS = 200
 AGAIN = """import sys, mindresume
 print("begins", flush=True)
 while True:
@@ -150,7 +152,9 @@ def main() -> int:
     parser.add_argument("--dir")
     parser.add_argument("--json", metavar="FILE")
     asked = parser.parse_args()
-    folder, result, good = Path(tempfile.mkdtemp(dir=asked.dir)), {}, True
+    folder = Path(tempfile.mkdtemp(dir=asked.dir))
+    result = {}
+    good = True
     try:
         if "steps" in asked.only:
             found = steps(folder / "steps", asked.mib, asked.rounds, asked.seconds)
@@ -165,8 +169,7 @@ def main() -> int:
                 mean = found.ratio(f"{kind}, mean", "no scrub, mean")
                 print(
                     f"| {kind} | {found.median(kind) * 1000:.2f} | {statistics.median(each):.3f} | "
-                    f"{min(each):.2f} to "
-                    f"{max(each):.2f} | {mean:.3f} |"
+                    f"{min(each):.2f} to {max(each):.2f} | {mean:.3f} |"
                 )
             result["steps"] = found.values
         if "rate" in asked.only:

@@ -181,8 +181,7 @@ def main() -> None:
         found = walk.functions()
         print(
             f"{name:8} {sum(map(len, found.values())):4} functions {len(found):3} files, depth "
-            f"{walk.depth}, "
-            f"{len(walk.climbs)} kinds of climbs"
+            f"{walk.depth}, {len(walk.climbs)} kinds of climbs"
         )
         if options.verbose:
             for file, names in sorted(found.items()):

@@ -38,7 +38,9 @@ class CorruptFileError(MindResumeError):
 
     def __init__(self, path: str, reason: str, *, tensor: str | None = None):
         super().__init__(f"{path}: {reason}")
-        self.path, self.reason, self.tensor = str(path), reason, tensor
+        self.path = str(path)
+        self.reason = reason
+        self.tensor = tensor
 
 
 class UnreadableFileError(CorruptFileError):

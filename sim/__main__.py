@@ -173,7 +173,10 @@ def run_search(options: SearchOptions) -> int:
     else:
         what, work = f"simulating at most {options.systematic} switches", search.search_switches
         parts = search.systematic_shards(wanted, options.systematic)
-    counts, found, stopped, began = Counts(), {}, None, time.monotonic()
+    counts = Counts()
+    found = {}
+    stopped = None
+    began = time.monotonic()
     try:
         with (
             stopped_by_signals(),

@@ -96,7 +96,9 @@ class Bucket(Disk):
     def copy(self) -> Bucket:
         """Returns a copy with the same objects whose listings do not lag."""
         made = Bucket()
-        made.now, made.changed, made.objects = self.now, self.changed, dict(self.objects)
+        made.now = self.now
+        made.changed = self.changed
+        made.objects = dict(self.objects)
         made.unreadable = set(self.unreadable)
         return made
 
@@ -106,7 +108,9 @@ class PodStore:
     ``process``."""
 
     def __init__(self, cluster: Cluster, process: Process):
-        self.cluster, self.process, self.disk = cluster, process, Mount(cluster, process)
+        self.cluster = cluster
+        self.process = process
+        self.disk = Mount(cluster, process)
         self.bucket: Bucket = cluster.disks[BUCKET]  # type: ignore[assignment]
 
     def list(self, prefix: str) -> list[str]:

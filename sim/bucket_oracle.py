@@ -215,17 +215,14 @@ def check_faulty_bucket(
             [saved for saved, healthy, _ in rows if healthy],
         ),
     ):
-        required, newest = (
-            max(saved, key=save_order, default=None),
-            max(there, key=save_order, default=None),
-        )
+        required = max(saved, key=save_order, default=None)
+        newest = max(there, key=save_order, default=None)
         if required is not None and (newest is None or save_order(newest) < save_order(required)):
             findings.append(
                 Finding(
                     LOST,
                     f"the newest {what}checkpoint in the bucket is {newest}, though rank 0 was "
-                    "told that "
-                    f"{required} is uploaded",
+                    f"told that {required} is uploaded",
                 )
             )
     if not restart or findings:
@@ -246,8 +243,7 @@ def check_faulty_bucket(
                 Finding(
                     WRONG,
                     f"none of {[saved for saved, *_ in rows]} can be taken, and the job reports no "
-                    "error: "
-                    f"{'; '.join(map(str, found)) or 'it starts fresh'}",
+                    f"error: {'; '.join(map(str, found)) or 'it starts fresh'}",
                 )
             )
         return findings

@@ -427,8 +427,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(
             "unreadable",
             "files of intact checkpoints cannot be read for a while, beside a job on two hosts and "
-            "a scrub that "
-            "repairs",
+            "a scrub that repairs",
             workloads.scrubbed,
             REPLICAS,
             REPLICAS_PAST,

@@ -48,7 +48,10 @@ class Host:
     """
 
     def __init__(self, cluster: Cluster, name: str, disk: Disk, offset: float = 0.0):
-        self.cluster, self.name, self.disk, self.offset = cluster, name, disk, offset
+        self.cluster = cluster
+        self.name = name
+        self.disk = disk
+        self.offset = offset
         self.memory = 1 << 40  # memory limit of its container in bytes
         self.shm = Disk(local=True)  # files in its memory
         self.operations = 0  # number of operations of its processes
@@ -125,7 +128,10 @@ class Process:
     program that it runs."""
 
     def __init__(self, cluster: Cluster, host: Host, name: str, pid: int):
-        self.cluster, self.host, self.name, self.pid = cluster, host, name, pid
+        self.cluster = cluster
+        self.host = host
+        self.name = name
+        self.pid = pid
         self.dead = False
         self.paused_until = 0.0
         self.exit: int | None = None

@@ -136,11 +136,9 @@ def verify(sim: Simulation) -> None:
 def scrub(sim: Simulation) -> None:
     """Scrubs all checkpoints ``REPEATS`` times, as ``mindresume scrub --repair`` does. Nothing is
     ever damaged here."""
-    storage, training, sleep = (
-        _Slow(sim.cluster, current_process()),
-        sim.training,
-        current_cluster().scheduler.sleep,
-    )
+    storage = _Slow(sim.cluster, current_process())
+    training = sim.training
+    sleep = current_cluster().scheduler.sleep
     for pause in pauses(sim):
         sleep(pause)
         with errors_recorded(sim, "scrub"):

@@ -70,7 +70,9 @@ class RankGroup:
     """The ``Group`` of one rank."""
 
     def __init__(self, communicator: Communicator, rank: int):
-        self._shared, self.rank, self.size = communicator, rank, communicator.size
+        self._shared = communicator
+        self.rank = rank
+        self.size = communicator.size
         self._number = 0
 
     def broadcast(self, message: bytes) -> bytes:

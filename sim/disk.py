@@ -30,7 +30,10 @@ class File:
     __slots__ = ("data", "mtime", "whole", "inode", "moved", "written", "_key")
 
     def __init__(self, data: bytes, mtime: float, whole: bool, inode: int = 0):
-        self.data, self.mtime, self.whole, self.inode = data, mtime, whole, inode
+        self.data = data
+        self.mtime = mtime
+        self.whole = whole
+        self.inode = inode
         self.moved: Change | None = None  # the last change of its name
         self.written: bytes | None = None
         self._key: int | None = None
@@ -56,7 +59,9 @@ class Change:
     __slots__ = ("number", "after", "durable")
 
     def __init__(self, number: int, after: tuple[Change, ...] = ()):
-        self.number, self.after, self.durable = number, after, False
+        self.number = number
+        self.after = after
+        self.durable = False
 
     def make_durable(self) -> None:
         """Marks this change and all changes that it depends on as durable: no journal holds a
@@ -216,13 +221,11 @@ class Disk:
         if len(data) - len(file.data) > self.room:
             fail(errno.ENOSPC, path)
         self.room -= len(data) - len(file.data)
-        file.data, file.whole, file.mtime, file.written, file._key = (
-            data,
-            whole,
-            self.now,
-            None,
-            None,
-        )
+        file.data = data
+        file.whole = whole
+        file.mtime = self.now
+        file.written = None
+        file._key = None
         self.changed += 1
 
     def rename(self, old: str, new: str) -> None:
@@ -362,12 +365,10 @@ class Disk:
                 if isinstance(node, Folder):
                     stack.append(node)
                 elif not node.whole:
-                    node.data, node.whole, node.written, node._key = (
-                        torn(node.data),
-                        True,
-                        None,
-                        None,
-                    )
+                    node.data = torn(node.data)
+                    node.whole = True
+                    node.written = None
+                    node._key = None
         self.room += used - sum(len(file.data) for _, file in self.walk())
         self.changed += 1
 
@@ -408,7 +409,9 @@ class Disk:
         """Returns a copy with the same names and contents, durable and not, that shares no mutable
         state."""
         made = Disk(self.room, self.local)
-        made.now, made.changed, made.rots = self.now, self.changed, self.rots
+        made.now = self.now
+        made.changed = self.changed
+        made.rots = self.rots
         made._changes, made._inodes = self._changes, self._inodes
         nodes: dict[int, Node] = {}
         changes: dict[Change, Change] = {}

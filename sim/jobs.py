@@ -167,7 +167,9 @@ class _StepState(StepState):
 
     def __init__(self, step: int, manager: CheckpointManager, training: Training, history: History):
         self.step = step
-        self.manager, self.training, self.history = manager, training, history
+        self.manager = manager
+        self.training = training
+        self.history = history
 
     def collect(self) -> Save:
         """Collects this rank's shard. It is a collective, as where pipeline stages share a
@@ -244,13 +246,11 @@ class Job:
         hosts: list[Host],
         name: str = "job",
     ):
-        self.cluster, self.history, self.training, self.hosts, self.name = (
-            cluster,
-            history,
-            training,
-            hosts,
-            name,
-        )
+        self.cluster = cluster
+        self.history = history
+        self.training = training
+        self.hosts = hosts
+        self.name = name
         self.communicator = Communicator(
             training.ranks, 2.0 + 400 * cluster.scheduler.tick if training.rescue else LIMIT
         )
@@ -324,7 +324,9 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
     process, known = current_process(), _Known(job)
     group = job.communicator.member(rank, process)
     storage = Mount(job.cluster, process)
-    choice, load_attempt, hold = None, None, None
+    choice = None
+    load_attempt = None
+    hold = None
     shared_groups: dict[str, Any] = {}
     remote = _remote_of(job, process) if training.url else None
     if not training.fresh:
@@ -341,7 +343,9 @@ def _train_as_rank(job: Job, rank: int, opened: list[str]) -> None:
                 health_dir=training.output if training.health_monitored else None,
             )
         )
-        choice, load_attempt, hold = found.choice, found.load_attempt, found.read_lock
+        choice = found.choice
+        load_attempt = found.load_attempt
+        hold = found.read_lock
         if choice is None and history.uploaded:
             history.wrong.append(
                 f"{job.name} starts fresh, though {max(history.uploaded, key=save_order)} is at "

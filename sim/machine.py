@@ -186,7 +186,9 @@ class _Training:
     """The training's process, for the writer."""
 
     def __init__(self, process: Any, inbox: SimpleQueue, outbox: SimpleQueue):
-        self._process, self._inbox, self._outbox = process, inbox, outbox
+        self._process = process
+        self._inbox = inbox
+        self._outbox = outbox
 
     def receive(self) -> Any:
         while self._inbox.empty():
@@ -214,10 +216,8 @@ class WriterProcess:
         training, cluster = current_process(), current_cluster()
         self._process = cluster.process(training.host, f"{training.name}.writer", lambda: None)
         self._process.sigterm_handler = lambda: None
-        (target, policy), memory = (
-            _pickled((replace(target, storage=None), policy)),
-            Staging(fd=os.dup(staging.fd)),
-        )
+        (target, policy) = _pickled((replace(target, storage=None), policy))
+        memory = Staging(fd=os.dup(staging.fd))
         mine = replace(target, storage=Mount(cluster, self._process))
         cluster.cleanups.append(memory.close)
         cluster.scheduler.start(

@@ -27,7 +27,9 @@ class Mount:
     width = 1
 
     def __init__(self, cluster: Cluster, process: Process):
-        self.cluster, self.process, self.host = cluster, process, process.host
+        self.cluster = cluster
+        self.process = process
+        self.host = process.host
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -170,7 +172,9 @@ class _NewFile(NewFile):
     ``finish`` flushes it."""
 
     def __init__(self, mount: Mount, path: str, file: File):
-        self.mount, self.path, self.file = mount, path, file
+        self.mount = mount
+        self.path = path
+        self.file = file
         self._content = bytearray(file.data)
         self._open = True
 

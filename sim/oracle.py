@@ -54,14 +54,12 @@ from sim.schedule import Schedule
 from sim.scheduler import Deadlock, OperationLimit
 
 UNKNOWN, UNUSABLE = "?", "nothing can be used"
-WRONG, LOST, STUCK, LEFTOVER, MISREPORTED, INCONSISTENT = (
-    "wrong",
-    "lost",
-    "stuck",
-    "leftover",
-    "misreported",
-    "inconsistent",
-)
+WRONG = "wrong"
+LOST = "lost"
+STUCK = "stuck"
+LEFTOVER = "leftover"
+MISREPORTED = "misreported"
+INCONSISTENT = "inconsistent"
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,8 @@ def check_disks(
 ) -> list[Finding]:
     """Returns the violations. Changes ``disks``: the restarted job saves there. ``restart`` False:
     inspects only."""
-    rotted, suspected = (
-        rotted_saves(disks.values()),
-        set() if training.node_local else _suspected_saves(disks, training),
-    )
+    rotted = rotted_saves(disks.values())
+    suspected = set() if training.node_local else _suspected_saves(disks, training)
     # no resume has to take these; what else is acknowledged must be taken
     if rotted or suspected:
         history = history.copy()
@@ -156,8 +152,7 @@ def _check_refusal(disks: Mapping[str, Disk], training: Training) -> list[Findin
         Finding(
             WRONG,
             f"the next run: {process.name} ended with {process.exit}, "
-            f"{type(process.error).__name__}, though no "
-            f"checkpoint can be used",
+            f"{type(process.error).__name__}, though no checkpoint can be used",
         )
         for process in job.ranks
         if not isinstance(process.error, NoUsableCheckpointError)
@@ -327,8 +322,7 @@ def _check_retention(
         yield Finding(
             LOST,
             f"{max(gone, key=save_order)} was removed, though {training.keep} must be kept and "
-            "only "
-            f"{len(committed)} are committed",
+            f"only {len(committed)} are committed",
         )
 
 
@@ -376,17 +370,14 @@ def check_pointers(
             wanted = newest.step, iteration_name(newest.step or 0)
         else:
             meta = f"{training.root}/{folder_name(0)}/{META}"
-            pointed_to, wanted = (
-                read_json(storage, meta)["last_ckpt_file"],
-                os.path.basename(newest.all_files[0].path),
-            )
+            pointed_to = read_json(storage, meta)["last_ckpt_file"]
+            wanted = os.path.basename(newest.all_files[0].path)
         if pointed_to != wanted:
             findings.append(
                 Finding(
                     LOST,
                     f"{TRACKER if training.format == ITERATION else META} leads to {pointed_to}, "
-                    "not "
-                    f"{wanted}, though no fault prevented {newest.name}",
+                    f"not {wanted}, though no fault prevented {newest.name}",
                 )
             )
 

@@ -64,7 +64,10 @@ class Simulation:
     def __init__(
         self, scenario: Scenario, fmt: str, schedule: Schedule, way: str = "", most: int = 20_000
     ):
-        self.scenario, self.format, self.way, self.schedule = scenario, fmt, way, schedule
+        self.scenario = scenario
+        self.format = fmt
+        self.way = way
+        self.schedule = schedule
         self.training = _in_time(
             replace(scenario.training, format=fmt, async_save=way or False), schedule.tick
         )
@@ -148,8 +151,7 @@ class Simulation:
                 Finding(
                     STUCK,
                     f"{job.name}: a rank waited in a collective for "
-                    f"{job.communicator.longest_wait:.0f} s while "
-                    f"others did file operations",
+                    f"{job.communicator.longest_wait:.0f} s while others did file operations",
                 )
                 for job in self.jobs
                 if job.communicator.longest_wait > limit

@@ -62,13 +62,11 @@ EXPLAINED = {
 _PICKS = 24  # picks are drawn for the first moments at which a task blocks
 _TICKS = (TICK, TICK, TICK, 0.05, 0.25)
 OUTAGE = "outage"  # every call to the object store fails
-QUOTA, QUOTA_OF_HOST, MEMORY, KILL_LAUNCHER, UNREADABLE = (
-    "quota",
-    "quota of the host",
-    "memory",
-    "kill launcher",
-    "unreadable",
-)
+QUOTA = "quota"
+QUOTA_OF_HOST = "quota of the host"
+MEMORY = "memory"
+KILL_LAUNCHER = "kill launcher"
+UNREADABLE = "unreadable"
 ROT, ROT_IN_MEMORY = SILENT = "rot", "rot in memory"
 # errors of reading that pass
 UNREADABLE_FILE, UNREADABLE_DISK = PASSING = "unreadable file", "unreadable disk"
@@ -192,7 +190,9 @@ class _ScriptedChooser:
     __slots__ = ("switches", "picks", "picked")
 
     def __init__(self, switches: dict[int, int], picks: dict[int, int]):
-        self.switches, self.picks, self.picked = switches, picks, 0
+        self.switches = switches
+        self.picks = picks
+        self.picked = 0
 
     def may_switch(self, number: int) -> bool:
         return number in self.switches
@@ -256,5 +256,7 @@ def random_schedule(
                 }.items()
             )
         )
-    seed, lag, tick = rng.randrange(1 << 30), rng.choice(lags), rng.choice(_TICKS)
+    seed = rng.randrange(1 << 30)
+    lag = rng.choice(lags)
+    tick = rng.choice(_TICKS)
     return Schedule(seed, switches, picks, tuple(struck), lag, clocks, tick)

@@ -67,7 +67,9 @@ class Task:
     def __init__(
         self, number: int, process: Any, name: str, work: Callable[[], Any], hub: greenlet
     ):
-        self.number, self.process, self.name = number, process, name
+        self.number = number
+        self.process = process
+        self.name = name
         self.wake_time: float | None = None
         self.woken = False
         self.done = False
@@ -91,7 +93,9 @@ class Scheduler:
     many. ``tick``: seconds of each."""
 
     def __init__(self, chooser: Chooser, most: int = 20_000, tick: float = TICK):
-        self.chooser, self.most, self.tick = chooser, most, tick
+        self.chooser = chooser
+        self.most = most
+        self.tick = tick
         self.now = 0.0
         self.operations = 0
         self.tasks: list[Task] = []
@@ -141,11 +145,9 @@ class Scheduler:
         if me is None:
             self.now += seconds or 0.0
             return False
-        me.wake_time, me.woken, me.where = (
-            (NEVER if seconds is None else self.now + seconds),
-            False,
-            where,
-        )
+        me.wake_time = NEVER if seconds is None else self.now + seconds
+        me.woken = False
+        me.where = where
         self._hub.switch()
         self.check()
         return me.woken
@@ -153,7 +155,9 @@ class Scheduler:
     def wake(self, task: Task) -> None:
         """Makes a blocked task ready."""
         if task.wake_time is not None:
-            task.wake_time, task.woken, task.where = None, True, ""
+            task.wake_time = None
+            task.woken = True
+            task.where = ""
 
     def _me(self) -> Task | None:
         """Returns the running task. Raises Killed if its process is gone: when Python unwinds the

@@ -64,7 +64,9 @@ class Failure:
     def from_json(cls, value: dict[str, Any]) -> Failure:
         """Reads what ``to_json`` returns; "how" and "findings" are optional. Raises KeyError,
         TypeError or ValueError for anything else."""
-        scenario, fmt, way = SCENARIOS[value["scenario"]], value["format"], value["way"]
+        scenario = SCENARIOS[value["scenario"]]
+        fmt = value["format"]
+        way = value["way"]
         if fmt not in scenario.formats or way not in scenario.ways:
             raise ValueError(f"scenario {scenario.name!r} has no format {fmt!r} with way {way!r}")
         findings = tuple(Finding(*text.split(": ", 1)) for text in value.get("findings", ()))
@@ -297,12 +299,10 @@ def search_seeds(
 ) -> tuple[Counts, list[tuple[int, Failure]]]:
     """Runs the schedules of all seeds. Returns the counts and (seed, failure) of the first failure
     of each kind, shrunk. ``seen``: kinds that are not reported again; new ones are added."""
-    counts, found, configurations, seen = (
-        Counts(),
-        [],
-        wanted.configurations(),
-        set() if seen is None else seen,
-    )
+    counts = Counts()
+    found = []
+    configurations = wanted.configurations()
+    seen = set() if seen is None else seen
     first, count = wanted.seeds
     for seed in range(first, first + count):
         rng = random.Random(seed)

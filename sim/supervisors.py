@@ -101,8 +101,7 @@ class Jobs:
             ) and fewest == NODES:
                 self.wrong.append(
                     f"node {part.node} starts generation {part.generation} of {part.members} while "
-                    "node "
-                    f"{other.node} runs generation {other.generation} of {other.members}"
+                    f"node {other.node} runs generation {other.generation} of {other.members}"
                 )
         if part.node not in part.members or len(part.members) < fewest:
             self.wrong.append(f"node {part.node} starts with the members {part.members}")
@@ -138,7 +137,10 @@ class _SimulatedJob:
         self, jobs: Jobs, nodes: Rendezvous, number: int, fewest: int, chance: random.Random
     ):
         members = tuple(sorted(nodes.states.mine.members))
-        self.jobs, self.number, self.fewest, self.chance = jobs, number, fewest, chance
+        self.jobs = jobs
+        self.number = number
+        self.fewest = fewest
+        self.chance = chance
         self.part = _Part(nodes.node, nodes.generation, members, current_process())
         self.states = nodes.states
         self.heartbeats, self.members = Heartbeats(""), Members()
@@ -205,7 +207,9 @@ class _SimulatedSupervisor(Supervisor):
             [BackgroundHandler(_FullPipe())] if isinstance(nodes.states, BackgroundStates) else []
         )
         super().__init__(("train",), settings, Emitter(*printer), nodes)
-        self.jobs, self.fewest, self.chance = jobs, fewest, chance
+        self.jobs = jobs
+        self.fewest = fewest
+        self.chance = chance
 
     def make_job(self, command: Sequence[str], number: int) -> _SimulatedJob:
         return _SimulatedJob(self.jobs, self.nodes, number, self.fewest, self.chance)

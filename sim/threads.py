@@ -181,7 +181,9 @@ class Thread:
         kwargs: dict[str, Any] | None = None,
         daemon: bool | None = None,
     ):
-        self._target, self._values, self._named = target, args, kwargs or {}
+        self._target = target
+        self._values = args
+        self._named = kwargs or {}
         self.name, self.daemon = name, daemon
         self._task: Task | None = None
         self._ended = Event()

@@ -71,7 +71,9 @@ def save_only(sim: Simulation, steps: tuple[int, ...], keep: int = 0) -> None:
 
 
 def _save(sim: Simulation, rank: int, steps: tuple[int, ...], keep: int) -> None:
-    training, history, process = sim.training, sim.history, current_process()
+    training = sim.training
+    history = sim.history
+    process = current_process()
     target = SaveTarget(
         Mount(sim.cluster, process),
         training.root,
@@ -379,12 +381,10 @@ def snapshot(sim: Simulation, same_host: bool = False, is_restarted: bool = Fals
         current_cluster().scheduler.sleep(MOMENTS[sim.schedule.seed % len(MOMENTS)])
         clone_folder(disk, OTHER, "/out")
         then = history.copy()
-        sim.history.reported, sim.history.failed, sim.history.sizes, sim.history.began = (
-            then.reported,
-            then.failed,
-            then.sizes,
-            then.began,
-        )
+        sim.history.reported = then.reported
+        sim.history.failed = then.failed
+        sim.history.sizes = then.sizes
+        sim.history.began = then.began
         if is_restarted:
             current_cluster().scheduler.sleep(LATE)  # the other job has made newer saves
             restarted(sim, lambda attempt: sim.job(sim.training, hosts=[host]))
@@ -503,10 +503,8 @@ def scrubbed(sim: Simulation) -> None:
 def rotten_in_memory(sim: Simulation) -> None:
     """A platform restarts the same command on the same hosts. Meanwhile some files in their memory
     have rotted."""
-    hosts, rng = (
-        [sim.cluster.host("", node) for node in range(sim.training.hosts)],
-        random.Random(sim.schedule.seed),
-    )
+    hosts = [sim.cluster.host("", node) for node in range(sim.training.hosts)]
+    rng = random.Random(sim.schedule.seed)
 
     def job_of(attempt: int) -> Job:
         if attempt:

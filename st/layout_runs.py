@@ -53,8 +53,7 @@ class Layout:
             f"{strategy} "
             f"--parallel_config.data_parallel {self.dp} --parallel_config.model_parallel {self.tp} "
             # with no threshold, or nothing so small is cut
-            "--parallel.enable_parallel_optimizer True "
-            "--parallel.parallel_optimizer_config "
+            "--parallel.enable_parallel_optimizer True --parallel.parallel_optimizer_config "
             "'{gradient_accumulation_shard: False, parallel_optimizer_threshold: 0}'"
         )
 

@@ -121,8 +121,7 @@ def main() -> int:
     if not quick and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         print(
             f"The 4-process CPU cluster needs x86-64 Linux; this is {platform.system()} "
-            f"{platform.machine()}: it runs on one "
-            f"process instead (--quick)."
+            f"{platform.machine()}: it runs on one process instead (--quick)."
         )
         quick = True
     folder, workers, began = options.folder.resolve(), 1 if quick else 4, time.time()
@@ -160,8 +159,7 @@ def main() -> int:
         print(f"    refused: step {refusal['step']}: {refusal['reason']}")
     print(
         f"    chosen:  step {chosen}, epoch {answer['chosen']['epoch']}, "
-        f"{len(answer['chosen']['files'])} file(s), every byte "
-        f"checked",
+        f"{len(answer['chosen']['files'])} file(s), every byte checked",
         flush=True,
     )
     broken.start()

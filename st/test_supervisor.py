@@ -69,9 +69,8 @@ def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path
     with capsys.disabled():
         print(
             f"\nafter SIGKILL: noticed {died['time'] - killed:.2f} s, all gone "
-            f"{first['time'] - killed:.2f} s, started again "
-            f"{began[1] - killed:.2f} s, trains {measured[-1]['time'] - killed:.1f} s; parts of "
-            "the starts:"
+            f"{first['time'] - killed:.2f} s, started again {began[1] - killed:.2f} s, trains "
+            f"{measured[-1]['time'] - killed:.1f} s; parts of the starts:"
         )
         for event in measured:
             print(

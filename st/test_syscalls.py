@@ -196,8 +196,7 @@ def strace() -> str:
     if shutil.which("strace") is None:
         pytest.fail(
             "strace is missing: apt-get install strace (scripts/test.sh does that as root), or "
-            "leave these tests out: "
-            "--ignore st/test_syscalls.py"
+            "leave these tests out: --ignore st/test_syscalls.py"
         )
     tried = subprocess.run(
         ["strace", "-f", "-o", os.devnull, "true"], capture_output=True, text=True, check=False

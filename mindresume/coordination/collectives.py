@@ -192,7 +192,9 @@ def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None
     """Waits until the work of all ranks is ``done``. Raises CollectiveError on all ranks if nothing
     goes on any more."""
     idle = runtime.Event()
-    pause, before, since = FIRST_PAUSE, None, 0.0
+    pause = FIRST_PAUSE
+    before = None
+    since = 0.0
     while True:
         (idle if done.is_set() else done).wait(pause)
         own = [

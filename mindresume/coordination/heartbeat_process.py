@@ -134,12 +134,10 @@ class HeartbeatProcess:
 def main(path: str, encoded: str, every: str, tag: str, parent: str) -> None:
     """Runs the process. Arguments: as of ``start``, and the number of the parent."""
     head, _ = read_head(io.BytesIO(bytes.fromhex(encoded)), "claim")
-    storage, due, poll, heard = (
-        PosixStorage(),
-        runtime.monotonic() + float(every),
-        select.poll(),
-        b"",
-    )
+    storage = PosixStorage()
+    due = runtime.monotonic() + float(every)
+    poll = select.poll()
+    heard = b""
     poll.register(0, select.POLLIN)
     while True:
         if poll.poll(max(0.0, min(_CHECK, due - runtime.monotonic())) * 1000):

@@ -126,10 +126,8 @@ def _folders(root: str, version: _Version) -> Iterator[str]:
             continue
         if controller and controller not in options[2].split(","):
             continue
-        top, above = (
-            os.path.normpath(os.path.join(root, _unescaped(fields[4]).lstrip("/"))),
-            _unescaped(fields[3]),
-        )
+        top = os.path.normpath(os.path.join(root, _unescaped(fields[4]).lstrip("/")))
+        above = _unescaped(fields[3])
         below = os.path.relpath(own, above)
         folder = os.path.normpath(os.path.join(top, "" if below.startswith("..") else below))
         # the paths are of another namespace

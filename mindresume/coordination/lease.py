@@ -55,7 +55,10 @@ from mindresume.storage.read_cache import uncached
 from mindresume.typed import Count, Limits, Time, decode
 
 BEAT = 15.0  # seconds between two heartbeats
-SAVING, LOADING, REMOVING, SCRUBBING = "saving", "loading", "removing", "scrubbing"
+SAVING = "saving"
+LOADING = "loading"
+REMOVING = "removing"
+SCRUBBING = "scrubbing"
 READER = 0  # run number of readers and removals: never later than any job
 _Text = Annotated[str, Limits(0, 4095)]
 PREFIX, SUFFIX = "claim-", ".json"
@@ -259,8 +262,7 @@ def fence(directory: CheckpointDir, run: str) -> None:
         raise LeaseHeldError(
             f"{known.get(newest, f'run {newest}')} has taken over {directory.root}; this job, "
             f"{known.get(run, f'run {run}')}, stops saving there. Checkpoints of two jobs are "
-            "never mixed: end "
-            f"one of them, or give it an output_dir of its own"
+            "never mixed: end one of them, or give it an output_dir of its own"
         )
 
 
@@ -274,7 +276,9 @@ class Lease:
     def __init__(
         self, directory: CheckpointDir, holder: LeaseHolder, keep_run_marker: bool = False
     ):
-        self.directory, self.holder, self.keep_run_marker = directory, holder, keep_run_marker
+        self.directory = directory
+        self.holder = holder
+        self.keep_run_marker = keep_run_marker
         self.run, self.path = holder.run, lease_path(directory, holder.run)
         self.step = 0  # reached by the training; published with the next heartbeat
         self._stop = runtime.Event()

@@ -260,23 +260,20 @@ class _Others:
     def in_use(self, other: str) -> LeaseHeldError:
         return LeaseHeldError(
             f"{self.directory.root} is in use: {other} is saving there. {self._refused()}: wait "
-            "for the other "
-            f"to end, or set another output_dir"
+            "for the other to end, or set another output_dir"
         )
 
     def _unknown(self, run: str, why: str) -> LeaseHeldError:
         return LeaseHeldError(
             f"{self.directory.root} may be in use: {why}, so it is not known whether that job "
-            "still saves "
-            f"there. {self._refused()}. If it has certainly ended, remove "
+            f"still saves there. {self._refused()}. If it has certainly ended, remove "
             f"{lease_path(self.directory, run)} and start again; or set another output_dir"
         )
 
     def _refused(self) -> str:
         return (
             f"This job (host {self.me.host}, process {self.me.pid}, "
-            f"{ranks_count(self.me.world_size)}) does not start, or "
-            f"their checkpoints would mix"
+            f"{ranks_count(self.me.world_size)}) does not start, or their checkpoints would mix"
         )
 
 

@@ -239,7 +239,9 @@ class AwakeClock:
     read several times a second, and a gap between two readings shows that nobody could."""
 
     def __init__(self, time: runtime.Clock = runtime):
-        self._time, self._last, self._lock = time, time.monotonic(), runtime.Lock()
+        self._time = time
+        self._last = time.monotonic()
+        self._lock = runtime.Lock()
         self._gaps: list[tuple[float, float]] = []  # (end, seconds that do not count)
 
     def __call__(self) -> float:

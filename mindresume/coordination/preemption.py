@@ -50,7 +50,9 @@ from mindresume.typed import parse_json
 
 # exit status of a process that stopped because of the signal
 STATUS = 128 + signal.SIGTERM
-BY_SIGNAL, BY_FILE, BY_UNKNOWN = "SIGTERM", "graceful exit", "SIGTERM of an unknown sender"
+BY_SIGNAL = "SIGTERM"
+BY_FILE = "graceful exit"
+BY_UNKNOWN = "SIGTERM of an unknown sender"
 REASONS = BY_SIGNAL, BY_FILE, BY_UNKNOWN  # what counts first
 SIGNALS = BY_SIGNAL, BY_UNKNOWN  # the process ends with STATUS
 # with MS_ENABLE_GRACEFUL_EXIT=1, where no OnRequestExit names another
@@ -113,10 +115,8 @@ class ExitFile:
             return ""
         return (
             f"{os.path.abspath(self.path)} requested a stop ({_KEY}: 1) before this training "
-            "began, and most likely ended "
-            f"the previous one: it is ignored until it is written again. Set {_KEY} to 0, or "
-            "remove the file; a 1 after that "
-            f"stops this training"
+            "began, and most likely ended the previous one: it is ignored until it is written "
+            f"again. Set {_KEY} to 0, or remove the file; a 1 after that stops this training"
         )
 
     def asks(self) -> bool:
@@ -155,7 +155,10 @@ class PreemptionHandler:
         before: Mapping[str, Version | None] | None = None,
         on_own_signal: Callable[[], None] | None = None,
     ):
-        self.group, self.seconds, self.peers, self.time = group, seconds, peers, time
+        self.group = group
+        self.seconds = seconds
+        self.peers = peers
+        self.time = time
         self.others = [
             callback for callback in callbacks if hasattr(callback, "remote_config_file")
         ]
@@ -270,7 +273,9 @@ def request(path: str) -> Version | None:
 
 # ---- who has sent SIGTERM ------------------------------------------------------------------------
 
-OWN, OTHER, UNKNOWN = "own", "other", "unknown"
+OWN = "own"
+OTHER = "other"
+UNKNOWN = "unknown"
 # bytes of the stack; a frame of the kernel has up to 12 KiB
 _SIZE = 1 << 18
 # seconds between two looks while somebody else has the pipe's place
@@ -303,7 +308,10 @@ class SignalSenders:
     thread, when all of them came from this process itself."""
 
     def __init__(self, on_own: Callable[[], None] | None = None):
-        self.on_own, self._seen, self._lock, self._is_closed = on_own, set(), runtime.Lock(), False
+        self.on_own = on_own
+        self._seen = set()
+        self._lock = runtime.Lock()
+        self._is_closed = False
 
     @runtime.asks_machine
     def begin(self) -> None:

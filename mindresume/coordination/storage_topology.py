@@ -216,11 +216,9 @@ def check_not_shared(lease: Lease) -> None:
         ):
             raise LeaseHeldError(
                 f"{lease.directory.root} counted as a separate folder on each node, because the "
-                "nodes did not "
-                f"see each other's files there, but host {other.host} and host {me.host} now find "
-                "each "
-                "other's lease in it. The file system shows new files too late: start the job "
-                "again"
+                f"nodes did not see each other's files there, but host {other.host} and host "
+                f"{me.host} now find each other's lease in it. The file system shows new files too "
+                "late: start the job again"
             )
 
 

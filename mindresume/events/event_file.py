@@ -112,10 +112,8 @@ class EventFile:
                 )
             try:
                 if self._append(event, line, time_s) and self._is_reported:
-                    self._is_reported, notice = (
-                        False,
-                        Notice(f"the event file {self.path} is written again"),
-                    )
+                    self._is_reported = False
+                    notice = Notice(f"the event file {self.path} is written again")
             except OSError as error:
                 notice = self._failed(error, time_s) or notice
         # without the lock: another handler can wait for a lock of its own

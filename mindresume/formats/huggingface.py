@@ -240,8 +240,7 @@ def model_from_config(
         if document.get(key) not in plain:
             raise ConfigError(
                 f"{source}: {key} is {document[key]!r}"[:400]
-                + "; no rule is known for weights of such a model. "
-                f"Supported: {plain[-1]!r}"
+                + f"; no rule is known for weights of such a model. Supported: {plain[-1]!r}"
             )
     config = _Config(document, source)
     heads = config.number("num_attention_heads")

@@ -138,8 +138,7 @@ def _structure(text: str) -> Any:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{text[:200]!r} begins like a list, dictionary or quoted text but cannot be read as "
-            "one; check the "
-            f"brackets, or put it in quotes inside the quotes: '\"...\"'"
+            "one; check the brackets, or put it in quotes inside the quotes: '\"...\"'"
         ) from error
 
 
@@ -437,8 +436,7 @@ def _free_pairs(words: Sequence[str]) -> list[tuple[str, Any]]:
         if not word.startswith("--") or not key:
             raise ValueError(
                 f"unexpected argument {word!r}: it follows no flag; other keys of the "
-                "configuration "
-                f"are written --key value or --key=value"
+                "configuration are written --key value or --key=value"
             )
         if not equals:
             if not words or (words[0].startswith("--") and words[0] != "--"):

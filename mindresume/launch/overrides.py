@@ -112,8 +112,7 @@ def set_key(config: MutableMapping, key: str, value: Any, origin: str) -> list[s
     if not isinstance(node, MutableMapping):
         raise ConfigError(
             f"{origin}: {path or 'the configuration'} is {_describe(node)}, so it has no key "
-            f"{last!r}. "
-            f"To replace all of it: {path}=VALUE."
+            f"{last!r}. To replace all of it: {path}=VALUE."
         )
     if not last:
         raise ConfigError(f"{origin}: the key {key!r} ends in a dot.")

@@ -156,8 +156,7 @@ class TensorLayout:
             if size < 0 or size % count:
                 raise ValueError(
                     f"dimension {dim} of shape {tuple(shape)} has {size} elements and does not "
-                    "divide "
-                    f"into {count} equal pieces: {self}"
+                    f"divide into {count} equal pieces: {self}"
                 )
         return tuple(counts)
 
@@ -227,11 +226,9 @@ class TensorLayout:
         """Reads the result of ``to_json``; ignores unknown keys. Raises ValueError for anything
         else, and for more than MAX_RANKS ranks or MAX_AXES axes."""
         try:
-            matrix, cuts, shards = (
-                value["device_matrix"],
-                value["tensor_map"],
-                value["optimizer_shards"],
-            )
+            matrix = value["device_matrix"]
+            cuts = value["tensor_map"]
+            shards = value["optimizer_shards"]
             numbers = [
                 *matrix,
                 shards,
@@ -392,7 +389,9 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
         return TensorLayout(layout.device_matrix, layout.tensor_map).normalized()
     used = set(itertools.chain(*layout.axes))
     # left: copies not yet found on the axes, major first
-    matrix, shard, left = [], [], layout.copies
+    matrix = []
+    shard = []
+    left = layout.copies
     split = len(layout.device_matrix)  # no axis is split yet
     for axis, size in zip(
         reversed(range(len(layout.device_matrix))), layout.device_matrix, strict=True

@@ -62,8 +62,7 @@ def run_name(sequence: int, token: str) -> str:
     if sequence > MAX_SEQUENCE:
         raise RecordError(
             f"the next run would be number {sequence}, at most {MAX_SEQUENCE} are possible: a name "
-            f"in {FOLDER} "
-            f"holds the number before it; mindresume cannot have written it, remove it"
+            f"in {FOLDER} holds the number before it; mindresume cannot have written it, remove it"
         )
     return f"{sequence:04d}-{token}"
 
@@ -134,7 +133,9 @@ VERSION = 1  # newest version of the format that can be read
 # Limits of a line in bytes. A head has a few hundred bytes. A manifest has about 200 for each rank;
 # the limit allows 600 for each of MAX_RANKS. The details of a tensor are about as long as its entry
 # in a safetensors header, which may have 100 MB.
-HEAD_LIMIT, MANIFEST_LIMIT, DETAILS_LIMIT = 1 << 20, 64 << 20, 128 << 20
+HEAD_LIMIT = 1 << 20
+MANIFEST_LIMIT = 64 << 20
+DETAILS_LIMIT = 128 << 20
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
@@ -463,8 +464,7 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
                 if not is_count(index, 0, len(layouts) - 1) or whole is None:
                     raise RecordError(
                         f"tensor {name}: layout {index!r} of global shape {whole}"[:400]
-                        + f"; there are "
-                        f"{len(layouts)} layouts"
+                        + f"; there are {len(layouts)} layouts"
                     )
                 if (index, whole) not in fits:
                     fits[index, whole] = layouts[index].local_shape(whole)

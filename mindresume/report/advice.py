@@ -416,8 +416,7 @@ def lines_of(advice: Advice) -> Iterator[tuple[str, str]]:
                 "advised",
                 (
                     f"a save to {tier.name} {_every(tier.steps_advised, advice)}; 90 %: "
-                    f"{tier.steps_low} {high}; "
-                    f"it served {served}{limit}"
+                    f"{tier.steps_low} {high}; it served {served}{limit}"
                 ),
             )
     yield "change", advice.change

@@ -105,7 +105,10 @@ def _skip_hole(file: BinaryIO) -> None:
 
 LINE_LIMIT = 1 << 16  # bytes; a longer line is no log line
 
-START, OVER, LAST_CARD, LOSS = "start", "over", "last card", "loss"
+START = "start"
+OVER = "over"
+LAST_CARD = "last card"
+LOSS = "loss"
 
 
 class LogLine(NamedTuple):

@@ -471,10 +471,8 @@ class _Attempt:
     def _origin(self, losses: Losses) -> Origin:
         choice = self.newest.get(ev.CheckpointSelected)
         progress, resumed = self.newest.get(ev.ProgressRestored), self.newest.get(ev.Resumed)
-        is_fresh, is_inferred = (
-            isinstance(choice, ev.FreshStart),
-            choice is None and progress is None,
-        )
+        is_fresh = isinstance(choice, ev.FreshStart)
+        is_inferred = choice is None and progress is None
         step: int | None = None
         if is_inferred:
             step = max(int(losses.steps[0]) - losses.interval, 0) if len(losses) else 0

@@ -64,13 +64,11 @@ class AsyncSaver:
         emit: Emit = ignore,
         watcher: Watcher | None = None,
     ):
-        self.target, self.policy, self.kind, self.timeout, self.emit = (
-            target,
-            policy,
-            kind,
-            timeout,
-            emit,
-        )
+        self.target = target
+        self.policy = policy
+        self.kind = kind
+        self.timeout = timeout
+        self.emit = emit
         self.limits = limits or StagingLimits()
         self.watcher = watcher if kind == "thread" else None
         self._staging = staging_buffer(shared=kind == "process")
@@ -91,8 +89,7 @@ class AsyncSaver:
         if busy and not self._wait_until_idle(self.timeout):
             error = SaveError(
                 f"step {save.step} was not saved on rank {self.target.rank}: step "
-                f"{self._in_flight.step} is still "
-                f"being written after {self.timeout:.0f} s"
+                f"{self._in_flight.step} is still being written after {self.timeout:.0f} s"
             )
             self._outcomes.append(Outcome(save.step, False, error))
             return

@@ -125,13 +125,11 @@ class CheckpointManager:
         pending: PendingLoadAttempt | None = None,
         watcher: Watcher | None = None,
     ):
-        self.storage, self.group, self.settings, self.options, self.emit = (
-            storage,
-            group,
-            settings,
-            options,
-            emit,
-        )
+        self.storage = storage
+        self.group = group
+        self.settings = settings
+        self.options = options
+        self.emit = emit
         self.pending, self.watcher = pending or PendingLoadAttempt(), watcher
         self.policy = SavePolicy(options, settings, group, emit)
         self.session: SaveSession | None = None
@@ -276,10 +274,8 @@ class CheckpointManager:
 
     def count_hosts(self) -> None:
         """Counts the host names of all ranks together, for the load attempt."""
-        names, load_attempt = (
-            set(gather_values(self.group, runtime.gethostname())),
-            self.pending.attempt,
-        )
+        names = set(gather_values(self.group, runtime.gethostname()))
+        load_attempt = self.pending.attempt
         if load_attempt is not None:
             load_attempt.run, load_attempt.hosts = self.target.run, len(names)
 
@@ -464,9 +460,8 @@ class CheckpointManager:
         if failing:
             raise SaveError(
                 f"the training ends at step {step}, because rank {listed(failing)} ends with an "
-                "error of a save, "
-                "which the log of that rank tells. What all ranks have written counts; start the "
-                "same command again"
+                "error of a save, which the log of that rank tells. What all ranks have written "
+                "counts; start the same command again"
             )
         return not all(is_saved for is_saved, _ in rows)
 

@@ -106,7 +106,10 @@ class Committer:
         emit: Emit = ignore,
         time: runtime.Clock = runtime,
     ):
-        self.target, self.policy, self.emit, self.time = target, policy, emit, time
+        self.target = target
+        self.policy = policy
+        self.emit = emit
+        self.time = time
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._emitted: set[Event] = set()
@@ -178,8 +181,7 @@ class Committer:
                     SaveAbandoned(
                         step,
                         f"{error}, after {timeout:.0f} s; the next start commits it if all ranks "
-                        "have "
-                        f"saved it",
+                        "have saved it",
                     )
                 )
                 continue
@@ -267,7 +269,9 @@ class Committer:
     def recover(self) -> list[int]:
         """Commits and publishes what earlier runs completed before they died. Returns the steps,
         newest first."""
-        storage, root, recovered = self.target.storage, self.target.root, []
+        storage = self.target.storage
+        root = self.target.root
+        recovered = []
         found = scan_records(self.target)[0]
         order = found
         # the tracker may have been set back
@@ -452,8 +456,7 @@ def publish_manifest(target: SaveTarget, step: int, tag: str = "", emit: Emit = 
         ):
             raise RecordError(
                 f"the record of rank {rank} is of run {record.run}, rank {record.rank}, step "
-                f"{record.state.step}, {record.world_size} ranks; expected run {first.run}, "
-                "step "
+                f"{record.state.step}, {record.world_size} ranks; expected run {first.run}, step "
                 f"{first.state.step}, {target.world_size} ranks"
             )
     manifest = Manifest.from_records(records, target.local_ranks)

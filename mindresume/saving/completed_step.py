@@ -88,18 +88,16 @@ def upload_completed(
     chosen, started = origin.chosen, runtime.monotonic()
     if chosen.origin != OURS or chosen.missing_ranks:
         return
-    step, target = (
-        chosen.step,
-        SaveTarget(
-            storage,
-            origin.checkpoint_dir,
-            chosen.run,
-            0,
-            chosen.world_size,
-            bool(chosen.iteration_dir),
-            chosen.local_ranks,
-            chosen.lineage,
-        ),
+    step = chosen.step
+    target = SaveTarget(
+        storage,
+        origin.checkpoint_dir,
+        chosen.run,
+        0,
+        chosen.world_size,
+        bool(chosen.iteration_dir),
+        chosen.local_ranks,
+        chosen.lineage,
     )
     ranks = range(group.rank, chosen.world_size, group.size)
     try:

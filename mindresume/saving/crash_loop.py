@@ -152,9 +152,8 @@ def suspicion(failed_loads: Sequence[FailedLoad], limit: int) -> str:
     where = f", all on host {failed_loads[0].host}" if all_on_one_host(failed_loads) else ""
     return (
         f"it is suspected: {len(failed_loads)} jobs in a row loaded it and died before their first "
-        f"step was done{where}, the "
-        f"last one: {failed_loads[-1]} (mindresume.max_failed_loads: {limit}); name it explicitly "
-        "to load it all the same"
+        f"step was done{where}, the last one: {failed_loads[-1]} (mindresume.max_failed_loads: "
+        f"{limit}); name it explicitly to load it all the same"
     )
 
 
@@ -234,9 +233,14 @@ class LoadAttempt:
         rank: int = 0,
         limit: int = 0,
     ):
-        self.directory, self.output, self.rank, self.limit = directory, output, rank, limit
+        self.directory = directory
+        self.output = output
+        self.rank = rank
+        self.limit = limit
         self.path = directory.path(FOLDER, LOAD_ATTEMPTS + key_of(candidate))
-        self.run, self.hosts, self.begun = "", 1, False
+        self.run = ""
+        self.hosts = 1
+        self.begun = False
         # (our file, the descriptor that received the numbers before)
         self._signals: tuple[int, int] | None = None
 

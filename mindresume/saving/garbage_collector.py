@@ -189,10 +189,8 @@ def empty_trash(
     """
     folder = directory.path(FOLDER)
     names = [name for name in directory.storage.list(folder) if name.startswith(TRASH)]
-    ready, others = (
-        [name for name in names if name in checked],
-        [name for name in names if name not in checked],
-    )
+    ready = [name for name in names if name in checked]
+    others = [name for name in names if name not in checked]
     if others:
         try:
             for path in (

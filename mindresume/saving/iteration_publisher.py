@@ -114,13 +114,13 @@ def _free_iteration_name(target: SaveTarget, step: int, emit: Emit) -> None:
     becomes trash, and so does one that no training can resume from. What is of another training or
     of mindformers, a copy, cannot be read, or is no folder, is kept under another name, by which it
     can be loaded."""
-    storage, root, name = target.storage, target.root, iteration_name(step)
+    storage = target.storage
+    root = target.root
+    name = iteration_name(step)
     ours, _, _ = scan_records(target, attempts_within(target, name))
     if ours:
-        removable, replaced = (
-            ours[0].step == step and ours[0].lineage == target.lineage,
-            ours[0].name,
-        )
+        removable = ours[0].step == step and ours[0].lineage == target.lineage
+        replaced = ours[0].name
     else:
         foreign = candidate_without_records(target, name)
         removable = (
@@ -182,10 +182,8 @@ def finish_tracker(directory: CheckpointDir, candidates: Iterable[Candidate], ta
     )
     if newest is not None and newest.step in pending:
         set_tracker(directory, newest.step or 0, tag)
-    seen, there = (
-        {c.step for c in candidates if not c.listing_error},
-        directory.storage.list(directory.root),
-    )
+    seen = {c.step for c in candidates if not c.listing_error}
+    there = directory.storage.list(directory.root)
     for step in pending:
         # else it is not listed now, and may be the newest
         if step in seen or iteration_name(step) not in there:

@@ -190,8 +190,7 @@ class RemoteCheckpoints:
         if (run_sequence(latest), latest) > (run_sequence(run), run):
             raise SupersededError(
                 f"{self.url} has been taken over by run {latest}; this job, run {run}, uploads "
-                "nothing more. "
-                f"End one of them, or give each job a remote_save_url of its own"
+                "nothing more. End one of them, or give each job a remote_save_url of its own"
             )
 
     # ---- putting ---------------------------------------------------------------------------------

@@ -135,10 +135,8 @@ class RemoteSave:
         """Returns the names of missing objects that rank 0 needs before it puts the manifest. A
         rank puts its record after all files in it, so their sizes are not compared again. Raises
         LostShardError if a rank has reported that its shard is lost."""
-        store, records = (
-            self.remote.store,
-            [record_name(rank) for rank in range(self.target.world_size)],
-        )
+        store = self.remote.store
+        records = [record_name(rank) for rank in range(self.target.world_size)]
         there = set(store.list(f"{self.remote.url}/{self.attempt}"))
         for rank, name in enumerate(records):
             if record_path(self.attempt, f"{_LOST}{name}") in there:

@@ -120,8 +120,7 @@ class KeepPerMinutes:
         ):
             raise ConfigError(
                 f"retention: the minutes between checkpoints to keep are {self.minutes!r}; "
-                "expected a number "
-                f"above 0"
+                "expected a number above 0"
             )
 
     def keeps(self, newest_first: Sequence[Saved]) -> set[int]:
@@ -286,9 +285,8 @@ def policy_of(
         )
         raise ConfigError(
             f"mindresume: {keys} is set, but neither keep_checkpoint_max nor "
-            "keep_checkpoint_per_n_minutes of "
-            "CheckpointMonitor: every checkpoint is kept anyway. Set keep_checkpoint_max, or "
-            f"remove {keys}"
+            "keep_checkpoint_per_n_minutes of CheckpointMonitor: every checkpoint is kept anyway. "
+            f"Set keep_checkpoint_max, or remove {keys}"
         )
     return any_of([base, *more])
 

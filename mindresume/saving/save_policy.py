@@ -64,7 +64,10 @@ class SavePolicy:
     """
 
     def __init__(self, options: SaveOptions, settings: Settings, group: Group, emit: Emit):
-        self.options, self.settings, self.group, self.emit = options, settings, group, emit
+        self.options = options
+        self.settings = settings
+        self.group = group
+        self.emit = emit
         self.saved: set[int] = set()
         self.failed_in_a_row = self.skipped = 0
         self.begun_at = 0

@@ -137,10 +137,9 @@ class SaveSession:
             self.emit(
                 warning(
                     f"{root} holds {counted(len(rows), 'checkpoint')} of another training, step "
-                    f"{listed(steps)}, "
-                    f"which this run does not continue. They are not counted and never removed: "
-                    "mindresume prune --all-trainings removes them; or give each training an "
-                    "output_dir of its own"
+                    f"{listed(steps)}, which this run does not continue. They are not counted and "
+                    "never removed: mindresume prune --all-trainings removes them; or give each "
+                    "training an output_dir of its own"
                 )
             )
 
@@ -172,7 +171,9 @@ def open_save_session(
         CollectiveError: on all ranks, if one cannot save there (SaveError, LeaseHeldError).
         ConfigError: Checkpoint 2.0 where nodes share no disk.
     """
-    root, prefix, iterations = options.root, options.prefix, options.iterations
+    root = options.root
+    prefix = options.prefix
+    iterations = options.iterations
     directory = CheckpointDir(storage, root)
     run_on_rank0(group, partial(check_directory, directory))
     shared_groups = {} if shared_groups is None else shared_groups
@@ -183,10 +184,9 @@ def open_save_session(
         blind = [rank for rank, leader in enumerate(shared.leaders) if leader != shared.leaders[0]]
         raise ConfigError(
             "Checkpoint 2.0 is not supported in non-shared storage environments with multiple "
-            "hosts: rank "
-            f"{listed(blind)} cannot see what rank 0 writes to {root}. Put save_path (output_dir) "
-            "on a disk that "
-            f"all nodes share, and name it in SHARED_PATHS; or set use_legacy_format: True"
+            f"hosts: rank {listed(blind)} cannot see what rank 0 writes to {root}. Put save_path "
+            "(output_dir) on a disk that all nodes share, and name it in SHARED_PATHS; or set "
+            "use_legacy_format: True"
         )
     # By all ranks: whether one has a ``remote`` follows from the environment of its node, which can
     # differ.
@@ -303,7 +303,9 @@ def check_directory(directory: CheckpointDir) -> None:
     """Tests, before a training begins, whether it can hold checkpoints: runs every operation of a
     save once, with a small file. Raises SaveError that names the operation that failed or had
     another effect. Removes old probe files of dead jobs."""
-    storage, root, folder = directory.storage, directory.root, directory.path(FOLDER)
+    storage = directory.storage
+    root = directory.root
+    folder = directory.path(FOLDER)
     first, second = (os.path.join(folder, f"{PROBE}{runtime.token_hex(4)}") for _ in range(2))
     what = "making a folder"
     try:
@@ -360,6 +362,5 @@ def _check_listed(root: str, path: str, names: set[str], expected: bool) -> None
     if (os.path.basename(path) in names) != expected:
         raise SaveError(
             f"{root} cannot hold checkpoints: {path} is {'not ' if expected else 'still '}listed "
-            "after it was "
-            f"{'made' if expected else 'renamed or removed'}"
+            f"after it was {'made' if expected else 'renamed or removed'}"
         )

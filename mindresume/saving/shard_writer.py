@@ -305,16 +305,17 @@ def write_shard(
         if room < needed + _RECORD_ROOM:
             raise OutOfSpaceError(
                 f"step {step} was not saved on rank {target.rank}: its file needs "
-                f"{needed / 2**20:.1f} MiB, {target.root} has "
-                f"room for {room / 2**20:.1f} MiB. Nothing was written, the checkpoints saved "
-                "before are untouched; free some "
-                f"space, or keep fewer (keep_checkpoint_max, mindresume prune)"
+                f"{needed / 2**20:.1f} MiB, {target.root} has room for {room / 2**20:.1f} MiB. "
+                "Nothing was written, the checkpoints saved before are untouched; free some space, "
+                "or keep fewer (keep_checkpoint_max, mindresume prune)"
             )
         progress = progress or ProgressReporter.silent()
         progress.expect(needed)
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, paths)]):
             target.storage.make_folder(folder)
-        made, rows, sums = [], [], [Checksums() for _ in files]
+        made = []
+        rows = []
+        sums = [Checksums() for _ in files]
         try:
             for where, file, plan, into in zip(paths, files, plans, sums, strict=True):
                 if where in there:
@@ -357,14 +358,11 @@ def write_shard(
             raise
     except (OSError, ValueError) as error:
         # ValueError: a dtype or name that the format cannot hold
-        reason, where = (
-            getattr(error, "strerror", None) or error,
-            getattr(error, "filename", None) or where,
-        )
+        reason = getattr(error, "strerror", None) or error
+        where = getattr(error, "filename", None) or where
         raise _error_type(error)(
             f"step {step} was not saved on rank {target.rank}: {reason} ({where}). The checkpoints "
-            "saved "
-            f"before are untouched"
+            "saved before are untouched"
         ) from error
     return WrittenShard(record)
 
@@ -387,10 +385,8 @@ def _resolve_unconfirmed(target: SaveTarget, step: int, error: UnknownOutcomeErr
     if found is None:
         raise _error_type(error)(
             f"step {step} may not be saved on rank {target.rank}: {error.strerror} "
-            f"({error.filename}), and "
-            "its record cannot be read now. Nothing was removed: it counts if the record turns "
-            "out to be "
-            f"there"
+            f"({error.filename}), and its record cannot be read now. Nothing was removed: it "
+            "counts if the record turns out to be there"
         ) from error
     record, committed = found
     # with the manifest rank 0 has flushed the folder of records
@@ -400,9 +396,8 @@ def _resolve_unconfirmed(target: SaveTarget, step: int, error: UnknownOutcomeErr
         record,
         SaveError(
             f"step {step} may not stay saved on rank {target.rank}: its record is there, but a "
-            "loss of power could undo that: "
-            f"{error.strerror} ({error.filename}). Nothing was removed: it counts if all ranks "
-            "have recorded it"
+            f"loss of power could undo that: {error.strerror} ({error.filename}). Nothing was "
+            "removed: it counts if all ranks have recorded it"
         ),
     )
 

@@ -172,8 +172,7 @@ class UploadQueue:
             self._warned = step
             self.warn(
                 f"the upload of step {step} to {self.uploads.remote.url} has taken more than "
-                f"{timeout:.0f} s; "
-                f"steps saved since then are on this machine only"
+                f"{timeout:.0f} s; steps saved since then are on this machine only"
             )
         with self.changed:
             errors, self.errors = self.errors, []
@@ -211,8 +210,7 @@ class UploadQueue:
             )
             self.warn(
                 f"step {self.last} is not complete in {self.uploads.remote.url}{late}: rank "
-                f"{target.rank} {state}. "
-                f"A job on an empty disk would resume from an older step"
+                f"{target.rank} {state}. A job on an empty disk would resume from an older step"
             )
         return self.poll()
 
@@ -385,7 +383,10 @@ class Uploader:
         """Uploads this rank's part of a step, waits for those of the others, commits, and prunes
         the store."""
         uploads, queue = self.uploads, self.queue
-        remote, run, step, started = uploads.remote, uploads.target.run, save.step, uploads.clock()
+        remote = uploads.remote
+        run = uploads.target.run
+        step = save.step
+        started = uploads.clock()
         lock = self._protect(save)
         try:
             remote.check_not_superseded(run)
@@ -428,8 +429,7 @@ class Uploader:
             self.uploads.emit(
                 Notice(
                     f"step {step} is uploaded without a lock against its removal, because the disk "
-                    "takes none: "
-                    f"{error}"
+                    f"takes none: {error}"
                 )
             )
             return None
@@ -508,7 +508,9 @@ class Uploader:
         the disk of its own node at once. On a shared disk it can see late that a folder was
         renamed, so it waits first. Returns False while it waits; raises LostShardError after the
         report."""
-        uploads, queue, step = self.uploads, self.queue, save.step
+        uploads = self.uploads
+        queue = self.queue
+        step = save.step
         unsaved = step > queue.last
         if unsaved and not queue.closing:
             return False

@@ -168,8 +168,7 @@ class RetryingStore:
                     tried = f", tried {number} times" if number > 1 else ""
                     raise RemoteError(
                         f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check "
-                        "that the bucket "
-                        f"exists and that this job may read and write it"
+                        "that the bucket exists and that this job may read and write it"
                     ) from error
             self.time.sleep(pause)
             pause *= 4
@@ -374,8 +373,7 @@ def _driver_class(url: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{url} needs a Python package that cannot be imported ({error.__cause__ or error}); "
-            "install it: "
-            f"{install or error}"
+            f"install it: {install or error}"
         ) from error
     except ValueError as error:
         raise ConfigError(

@@ -153,7 +153,9 @@ class _PosixFile:
     """Implements ``NewFile`` with positional writes."""
 
     def __init__(self, path: str, size: int):
-        self.path, self.size, self._begun = path, size, 0
+        self.path = path
+        self.size = size
+        self._begun = 0
         self._handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             if size:
@@ -193,9 +195,8 @@ class _PosixFile:
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _OF_AN_IMAGE = (
     "this folder cannot be renamed: it comes from the image of the container (overlayfs), or a "
-    "file system is "
-    "mounted there; keep checkpoints and outputs on a mounted volume, or copy the folder and "
-    "remove it"
+    "file system is mounted there; keep checkpoints and outputs on a mounted volume, or copy the "
+    "folder and remove it"
 )
 # no such file: a file or a link to itself stands where a folder should, or the name is too long for
 # any file

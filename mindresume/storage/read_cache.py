@@ -226,7 +226,9 @@ class _RecordingFile(WrappedFile):
         self._recorded = max(self._recorded, start)
 
     def _discard(self) -> None:
-        copy, self._copy, self._recording = self._copy, None, False
+        copy = self._copy
+        self._copy = None
+        self._recording = False
         if copy is not None:
             self._files.release(copy, self._size)
 

@@ -56,7 +56,9 @@ class BackgroundHandler:
     def __init__(
         self, handler: Handler | None, emit: Emitter | None = None, patience: float = PATIENCE
     ):
-        self._handler, self._patience, self._emit = handler, patience, emit
+        self._handler = handler
+        self._patience = patience
+        self._emit = emit
         self._waiting: deque[tuple[Event, float]] = deque(maxlen=KEPT)
         self._changed = runtime.Condition()
         self._thread: runtime.Thread | None = None

@@ -163,7 +163,9 @@ def find_hang(
             # a script can go on after its training for as long as it likes
             continue
         if heartbeat.phase in (TRAINING, SAVING):
-            since, limit, name = heartbeat.times.progressed, settings.hang_timeout, "--hang-timeout"
+            since = heartbeat.times.progressed
+            limit = settings.hang_timeout
+            name = "--hang-timeout"
         else:
             since = heartbeat.times.changed if heartbeat.phase in (ENDING, ENDED) else started
             limit, name = settings.start_timeout, "--start-timeout"
@@ -285,7 +287,9 @@ def _dump(tool: str, pid: int, path: str) -> bool:
 def _wait_until_written(paths: Sequence[str]) -> None:
     """Waits until all files have content and none has grown for a moment. A process in state D
     writes none."""
-    until, sizes, since = runtime.monotonic() + _WAIT, [-1] * len(paths), runtime.monotonic()
+    until = runtime.monotonic() + _WAIT
+    sizes = [-1] * len(paths)
+    since = runtime.monotonic()
     while paths and runtime.monotonic() < until:
         now = [os.path.getsize(path) if os.path.exists(path) else 0 for path in paths]
         if now != sizes:

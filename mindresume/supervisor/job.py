@@ -115,7 +115,9 @@ class Command:
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str], to_stderr: bool = False
     ):
-        self.words, self.environment, self.to_stderr = words, environment, to_stderr
+        self.words = words
+        self.environment = environment
+        self.to_stderr = to_stderr
         self.pid = 0
         self.error: OSError | None = None
         self._is_tried = runtime.Event()
@@ -176,13 +178,11 @@ class Job:
         ignored: Collection[int] = (),
         recorder: EventRecorder | None = None,
     ):
-        self.command, self.number, self.settings, self.emit, self.recorder = (
-            command,
-            number,
-            settings,
-            emit,
-            recorder,
-        )
+        self.command = command
+        self.number = number
+        self.settings = settings
+        self.emit = emit
+        self.recorder = recorder
         self.members = Members(ignored)
         self.heartbeats = Heartbeats(folder)
         # by process, of those that have ended: the command ends before
@@ -286,10 +286,8 @@ class Job:
 
     def _died(self, ended: Ended) -> JobEnd:
         member, beat = ended.member, self.heartbeats.of(ended.member.pid)
-        noticed, path = (
-            runtime.monotonic(),
-            call_within(PATIENCE, "", self.members.log_file, member),
-        )
+        noticed = runtime.monotonic()
+        path = call_within(PATIENCE, "", self.members.log_file, member)
         log = call_within(PATIENCE, (), excerpt, path) if path else ()
         status = ended.status
         if status is None and path:
@@ -361,10 +359,8 @@ class Job:
             self.emit(
                 warning(
                     f"heartbeats in {self.heartbeats.folder} were removed while their ranks run, "
-                    "so a hang of these "
-                    "ranks is not noticed. systemd does that when a user logs out: set "
-                    "RemoveIPC=no, or loginctl "
-                    f"enable-linger"
+                    "so a hang of these ranks is not noticed. systemd does that when a user logs "
+                    "out: set RemoveIPC=no, or loginctl enable-linger"
                 )
             )
         hang = find_hang(alive, self._began, runtime.monotonic(), self.settings, self._clock)

@@ -86,7 +86,9 @@ class Ending:
     after a second Ctrl-C."""
 
     def __init__(self, job: EndingJob, why: JobEnd, observer: Hurry):
-        self.job, self.why, self.observer = job, why, observer
+        self.job = job
+        self.why = why
+        self.observer = observer
         self.members, self.settings = job.members, job.settings
         self.left: set[int] = set()
         self._asked: dict[int, float] = {}  # {process: when it received SIGTERM}
@@ -215,7 +217,9 @@ def find_orphans(command: Sequence[str]) -> list[Process]:
     """Returns the processes of this command whose supervisor is gone. A host sees the processes of
     its containers, but their supervisors have other numbers there, so that those are never orphans
     of the host."""
-    suffix, found, table = f".{namespace('pid')}.{job_key(command)}", [], all_processes()
+    suffix = f".{namespace('pid')}.{job_key(command)}"
+    found = []
+    table = all_processes()
     # started by what that supervisor had started
     mine = {os.getpid(), *ancestors([os.getpid()], table, 0)}
     for process in table.values():

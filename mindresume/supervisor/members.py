@@ -29,7 +29,10 @@ from mindresume.coordination.rank_heartbeat import Heartbeat
 
 PROC = Path("/proc")
 _SET_PDEATHSIG, _SET_SUBREAPER = 1, 36  # of prctl
-RANK, SCHEDULER, WRITER, OTHER = "rank", "scheduler", "writer", "other"
+RANK = "rank"
+SCHEDULER = "scheduler"
+WRITER = "writer"
+OTHER = "other"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

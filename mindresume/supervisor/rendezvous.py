@@ -47,14 +47,20 @@ from mindresume.supervisor.restart_policy import PEER, STOPPED, JobEnd
 from mindresume.typed import Count, Limits, decode
 
 KIND = "node state"
-READY, RUNNING, FAILED, FINISHED, LEFT = "ready", "running", "failed", "finished", "left"
+READY = "ready"
+RUNNING = "running"
+FAILED = "failed"
+FINISHED = "finished"
+LEFT = "left"
 _NAME = re.compile(r"node-(\d{5})-([0-9a-f]{8,32})-(\d{8})\.json")
 # files of one supervisor: a listing can still show the one before the newest
 _KEPT = 2
 _Text = Annotated[str, Limits(0, 1000)]
 # seconds for which a caller waits: most disks answer sooner, and the answer counts at once
 _MOMENT = 0.2
-_PUBLISH, _READ, _REMOVE = "publish", "read", "remove"
+_PUBLISH = "publish"
+_READ = "read"
+_REMOVE = "remove"
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,10 @@ class NodeStates:
     def __init__(
         self, storage: Storage, folder: str, state: NodeState, beat: float, clock: AwakeClock
     ):
-        self.storage, self.folder, self.mine, self.beat = storage, folder, state, beat
+        self.storage = storage
+        self.folder = folder
+        self.mine = state
+        self.beat = beat
         self.watch = Watch(clock)
         self.error: OSError | None = None
         self._published_at = 0.0
@@ -350,12 +359,10 @@ class Rendezvous:
         session: str = "",
         states: type[NodeStates] = NodeStates,
     ):
-        self.node, self.nodes, self.min_nodes, self.timeout = (
-            place.node,
-            place.nodes,
-            place.min_nodes,
-            place.timeout,
-        )
+        self.node = place.node
+        self.nodes = place.nodes
+        self.min_nodes = place.min_nodes
+        self.timeout = place.timeout
         self.clock = clock
         state = NodeState(place.node, session or runtime.token_hex(4), address=place.address)
         self.states = states(
@@ -433,8 +440,7 @@ class Rendezvous:
                 return _last(0, "all nodes had finished the job before this one was started again")
             reason = (
                 f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} did "
-                "not come within "
-                f"{self.timeout:.0f} s (--node-timeout)"
+                f"not come within {self.timeout:.0f} s (--node-timeout)"
                 + (f"; {self.states.error}" if self.states.error else "")
             )
             self.leave(NODE_LOST, reason)
@@ -595,8 +601,7 @@ class Rendezvous:
                 return _last(
                     NODE_LOST,
                     f"another supervisor of node {node} is alive (session {session}); give each "
-                    "node its "
-                    f"own --node-rank",
+                    "node its own --node-rank",
                 )
         return None
 

@@ -31,18 +31,25 @@ from mindresume.coordination.rank_heartbeat import ENDED, NONE
 from mindresume.formatting import shown
 
 # kinds of ends of a start
-EXITED, DIED, HUNG, STOPPED, PEER = "exited", "died", "hung", "stopped", "peer"
+EXITED = "exited"
+DIED = "died"
+HUNG = "hung"
+STOPPED = "stopped"
+PEER = "peer"
 NOT_STARTED = "not started"
 EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"  # what follows
-WRONG_USE, ALTERED_WEIGHTS, HANG_STATUS, INTERRUPTED, TERMINATED = 2, 65, 124, 130, 143
+WRONG_USE = 2
+ALTERED_WEIGHTS = 65
+HANG_STATUS = 124
+INTERRUPTED = 130
+TERMINATED = 143
 MAX_DELAY = 60.0  # seconds
 _FINAL = {
     0: "it finished",
     WRONG_USE: "status 2 means a wrong argument or setting: another start would fail in the same "
     "way",
     ALTERED_WEIGHTS: "status 65 means that a callback or another loader has put other weights into "
-    "the network than the "
-    "loaded ones: another start would fail in the same way",
+    "the network than the loaded ones: another start would fail in the same way",
     INTERRUPTED: "it was interrupted",
 }
 
@@ -139,7 +146,9 @@ def fruitless_starts(starts: Sequence[StartOutcome]) -> int:
 def decide(max_restarts: int, starts: Sequence[StartOutcome]) -> Decision:
     """Returns what follows the last of ``starts``, at least one. ``max_restarts``: in a row without
     progress; 0: the job is never started again."""
-    last, end, fruitless = starts[-1], starts[-1].end, fruitless_starts(starts)
+    last = starts[-1]
+    end = starts[-1].end
+    fruitless = fruitless_starts(starts)
     # Status 2, although the same command has worked before: its script or interpreter cannot be
     # read now.
     is_away = (

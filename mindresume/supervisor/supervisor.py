@@ -113,7 +113,10 @@ class Supervisor:
         nodes: Rendezvous | None = None,
         flush: Flush | None = None,
     ):
-        self.command, self.settings, self.emit, self.nodes = tuple(command), settings, emit, nodes
+        self.command = tuple(command)
+        self.settings = settings
+        self.emit = emit
+        self.nodes = nodes
         self.flush = flush
         self.starts: list[StartOutcome] = []
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
@@ -323,8 +326,7 @@ class Supervisor:
             self.emit(
                 Notice(
                     "the ranks write no heartbeats, because mindresume is not installed in them: "
-                    "only their exits are "
-                    "watched"
+                    "only their exits are watched"
                 )
             )
         if self._signals:

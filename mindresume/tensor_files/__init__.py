@@ -288,8 +288,12 @@ def checksummed(
 
     Raises ValueError if the pieces of a tensor are not contiguous.
     """
-    whole, current, tensor = xxh3_128(), None, xxh3_128()
-    result.file, result.size, result.tensors = "", 0, {}
+    whole = xxh3_128()
+    current = None
+    tensor = xxh3_128()
+    result.file = ""
+    result.size = 0
+    result.tensors = {}
     for name, piece in pieces:
         if name is not None:  # header bytes between two parts of one tensor do not end it
             if name != current:
@@ -317,7 +321,9 @@ def array_checksum(array: np.ndarray) -> str:
 
 def file_checksum(file: BinaryIO, progress: Progress | None = None) -> tuple[str, int]:
     """Returns checksum and size in bytes of the whole file, whatever its current position."""
-    whole, size, buffer = xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    whole = xxh3_128()
+    size = 0
+    buffer = memoryview(bytearray(CHUNK))
     file.seek(0)
     while found := file.readinto(buffer):
         whole.update(buffer[:found])
@@ -376,7 +382,9 @@ def read_whole(
     """
     entries = [entry for entry in header.tensors.values() if entry.dtype in DTYPES]
     memory = new_memory({entry: entry.nbytes for entry in entries})
-    handle, name, whole = file.fileno(), file_name(file), xxh3_128()
+    handle = file.fileno()
+    name = file_name(file)
+    whole = xxh3_128()
 
     def read(piece: tuple[int, memoryview]) -> memoryview:
         position, out = piece
@@ -459,7 +467,6 @@ def read_into(handle: int, position: int, out: memoryview, name: str) -> None:
             raise CorruptFileError(
                 name,
                 f"the file ends at byte {position}, {len(out)} bytes are expected from there: "
-                "truncated "
-                f"since its header was read",
+                "truncated since its header was read",
             )
         position, out = position + found, out[found:]

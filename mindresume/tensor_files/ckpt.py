@@ -77,7 +77,10 @@ def read_header(file: BinaryIO, path: str) -> Header:
     if not scan.size:
         raise CorruptFileError(path, "the file is empty")
     groups: dict[str, list[_Value]] = {}
-    metadata, position, last, values = None, 0, None, 0
+    metadata = None
+    position = 0
+    last = None
+    values = 0
     while position < scan.size and not scan.at_crc(position):
         number, start, end = scan.message(position, scan.size)
         if metadata is not None:
@@ -122,7 +125,10 @@ def _value(scan: _Scanner, position: int, limit: int) -> _Value:
 def _tensor(
     scan: _Scanner, position: int, limit: int, name: str
 ) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    begin, tag, dims, content = position, None, [], None
+    begin = position
+    tag = None
+    dims = []
+    content = None
     while position < limit:
         number, wire, after = scan.key(position, limit)
         if number == 1 and wire == 0:
@@ -190,7 +196,10 @@ class _Scanner:
 
     def __init__(self, file: BinaryIO, path: str):
         self.size = file.seek(0, 2)
-        self._file, self._path, self._start, self._data = file, path, 0, b""
+        self._file = file
+        self._path = path
+        self._start = 0
+        self._data = b""
 
     def damage(self, position: int, reason: str, tensor: str | None = None) -> CorruptFileError:
         return CorruptFileError(

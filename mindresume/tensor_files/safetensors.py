@@ -86,7 +86,9 @@ def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[st
                 f"tensor {name} should have dtype, shape and data_offsets, found {row!r}"[:400],
                 tensor=name,
             )
-        tag, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+        tag = row["dtype"]
+        shape = row["shape"]
+        offsets = row["data_offsets"]
         if not isinstance(tag, str) or tag not in _DTYPES:
             raise CorruptFileError(
                 path,
@@ -146,15 +148,11 @@ def parts_of(
             f"MindSpore could not load the file"
         )
     rows: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    order, position = (
-        [
-            name
-            for _, name in sorted(
-                (-DTYPES[spec.dtype].itemsize, name) for name, spec in specs.items()
-            )
-        ],
-        0,
-    )
+    order = [
+        name
+        for _, name in sorted((-DTYPES[spec.dtype].itemsize, name) for name, spec in specs.items())
+    ]
+    position = 0
     for name in order:
         dtype, shape, nbytes = specs[name]
         rows[name] = {

@@ -163,10 +163,8 @@ def identity_of(directory: CheckpointDir) -> tuple[str, float]:
     """Returns what no copy of ``root`` has: the identities (``Status.identity``) of the folder and
     of the file with its mark, empty if one of them is not known, and the time of the last change of
     that file, 0 if it is not known. Raises OSError."""
-    folder, mark = (
-        directory.storage.status(directory.root),
-        directory.storage.status(directory.path(FOLDER, MARK)),
-    )
+    folder = directory.storage.status(directory.root)
+    mark = directory.storage.status(directory.path(FOLDER, MARK))
     if folder is None or mark is None or not (folder.identity and mark.identity):
         return "", 0.0
     return f"{folder.identity} {mark.identity}", mark.changed
@@ -218,8 +216,7 @@ def find_tier(directory: CheckpointDir) -> tuple[str, str]:
     if not owner.is_of(directory, mark):
         return "", (
             f"{tier} belongs to another checkpoint directory than {directory.root} is now, which "
-            "is a copy, or was "
-            f"restored or replaced"
+            "is a copy, or was restored or replaced"
         )
     return tier, ""
 
@@ -301,7 +298,10 @@ class DiskNotes:
     """
 
     def __init__(self, storage: Storage, tier: str, run: str, key: str = ""):
-        self.storage, self.tier, self.run, self.key = storage, tier, run, key
+        self.storage = storage
+        self.tier = tier
+        self.run = run
+        self.key = key
         self._has_committed = False
 
     def committed(self, step: int) -> None:

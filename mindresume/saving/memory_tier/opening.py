@@ -67,11 +67,9 @@ def open_tier(
         share: bytes of host memory for this rank.
         resumed: what the training has loaded, from this tier or from elsewhere.
     """
-    storage, root, every_steps = (
-        session.target.storage,
-        session.target.root,
-        settings.memory_tier.every_steps,
-    )
+    storage = session.target.storage
+    root = session.target.root
+    every_steps = settings.memory_tier.every_steps
     if not every_steps:
         return None
     node = _Node(session, group, settings.memory_tier)
@@ -118,8 +116,7 @@ def open_tier(
         emit(
             Notice(
                 f"{os.path.dirname(tier)}: whether tiers of earlier jobs can be removed was not "
-                "found out in "
-                f"{_PATIENCE:.0f} s: perhaps the disk of one of them hangs"
+                f"found out in {_PATIENCE:.0f} s: perhaps the disk of one of them hangs"
             )
         )
     chosen, origin = (resumed.chosen, resumed.root) if resumed is not None else (None, "")
@@ -131,9 +128,8 @@ def open_tier(
     emit(
         Notice(
             f"memory of this node, {tier}, also receives a save every "
-            f"{counted(every_steps, 'step')}: "
-            f"{ranks_count(len(ranks))}, "
-            f"for a restart on the same nodes"
+            f"{counted(every_steps, 'step')}: {ranks_count(len(ranks))}, for a restart on the same "
+            "nodes"
         )
     )
     target = replace(session.target, root=tier, local_ranks=ranks if nodes.is_split else ())

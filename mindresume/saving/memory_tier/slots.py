@@ -232,12 +232,10 @@ class FormerSaves:
     def paths(self) -> list[str]:
         """Returns the files and folders of earlier runs, except those of the loaded save. Raises
         OSError."""
-        storage, root, run, loaded = (
-            self.target.storage,
-            self.target.root,
-            self.target.run,
-            self.loaded,
-        )
+        storage = self.target.storage
+        root = self.target.root
+        run = self.target.run
+        loaded = self.loaded
         kept = set()
         if loaded is not None:
             kept = {os.path.join(FOLDER, loaded.name), *(file.path for file in loaded.all_files)}
@@ -260,7 +258,9 @@ class FormerSaves:
 
     def size(self) -> int:
         """Returns the bytes of ``paths``. Raises OSError."""
-        storage, size, paths = self.target.storage, 0, self.paths()
+        storage = self.target.storage
+        size = 0
+        paths = self.paths()
         while paths:
             path = paths.pop()
             status = storage.status(path)
@@ -273,10 +273,8 @@ class FormerSaves:
     def set_aside(self, emit: Emit) -> str:
         """Renames these saves into one folder, to be removed. Returns it. No rank of this run has
         saved yet; the removal itself can be late, when a rank uses one of the names again."""
-        storage, stale = (
-            self.target.storage,
-            os.path.join(self.target.root, f"stale-{self.target.run}"),
-        )
+        storage = self.target.storage
+        stale = os.path.join(self.target.root, f"stale-{self.target.run}")
         try:
             paths = self.paths()
             storage.make_folder(stale)
@@ -342,7 +340,10 @@ class TierSlots:
     def __init__(
         self, target: SaveTarget, settings: MemoryTierSettings, share: int = host_memory.UNKNOWN
     ):
-        self.target, self.settings, self.share, self.count = target, settings, share, 0
+        self.target = target
+        self.settings = settings
+        self.share = share
+        self.count = 0
         self._slots: list[Slot] = []
         self._plans = FilePlans()
         self._read_locks = ReadLocks(target)
@@ -427,13 +428,17 @@ class TierSlots:
                 position += len(piece)
         # The arrays of the training change from here on: only their names, dtypes and shapes are
         # used.
-        slot.step, slot.shard, slot.plans = step, replace(shard, files=tuple(files)), plans
+        slot.step = step
+        slot.shard = replace(shard, files=tuple(files))
+        slot.plans = plans
         self._interval, self._last_save = step - self._last_save, step
         return slot
 
     def _vacate(self, slot: Slot) -> None:
         """Makes the files of a slot writable: nothing refers to their content any more."""
-        storage, target, step = self.target.storage, self.target, slot.step
+        storage = self.target.storage
+        target = self.target
+        step = slot.step
         if step is None:
             return
         slot.recorded = False
@@ -458,7 +463,9 @@ class TierSlots:
     def record(self, slot: Slot) -> int:
         """Computes the checksums of a copy, gives its files their names, publishes the record.
         Returns the bytes of the files."""
-        target, shard, step = self.target, slot.shard, slot.step
+        target = self.target
+        shard = slot.shard
+        step = slot.step
         sums, rows = [Checksums() for _ in slot.files], []
         for file, plan, mapped, into in zip(shard.files, slot.plans, slot.files, sums, strict=True):
             for _ in checksummed(_pieces(plan, mapped.data), into):

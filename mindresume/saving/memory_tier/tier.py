@@ -120,7 +120,9 @@ class MemoryTier:
         loaded: Candidate | None = None,
         on_disk: str = "",
     ):
-        self.group, self.settings, self.emit = group, settings, emit
+        self.group = group
+        self.settings = settings
+        self.emit = emit
         self.slots = TierSlots(target, settings.memory_tier, share)
         self.former = FormerSaves(target, loaded)
         self.notes = DiskNotes(target.storage, target.root, target.run, on_disk)
@@ -144,7 +146,9 @@ class MemoryTier:
         step, or why it could not be: a second attempt could be a collective that the other ranks do
         not join. Raises only the error of a collective."""
         step, before = request.step, self._last_step
-        self._last_step, after_save, self._saved_at_last_end = step, self._saved_at_last_end, False
+        self._last_step = step
+        after_save = self._saved_at_last_end
+        self._saved_at_last_end = False
         # see slots.py: no rank begins a step before this work is done
         self._join(self._work)
         self._emit_done()
@@ -196,7 +200,9 @@ class MemoryTier:
     def _reserve(self, request: StepState, save: Save | Exception | None, jump: int) -> None:
         """Decides with all ranks whether there is memory for the slots, and reserves it in the
         background."""
-        problem, sizes, count = "", [], slots_needed(self.settings.memory_tier.every_steps, jump)
+        problem = ""
+        sizes = []
+        count = slots_needed(self.settings.memory_tier.every_steps, jump)
         try:
             sizes = self.slots.sizes(_collected(request, save).shard)
             problem = self.slots.why_not(count * sum(sizes), self.former.size())
