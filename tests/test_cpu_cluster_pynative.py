@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 
-from st.cpu_cluster.pynative.faults import Place, SaveKill
+from st.cpu_cluster.pynative.faults import Place
 from st.releases import why_not
 from st.training_run import ROOT
 
@@ -29,20 +29,6 @@ def test_a_place_is_due_on_its_rank_once_its_step_is_trained(monkeypatch):
     assert Place("1@5").is_due and Place("all@4:7").is_due
     assert not Place("0@5").is_due and not Place("1@6").is_due
     assert Place("all@4:before:a:b").rest == "before:a:b"
-
-
-def test_operations_that_change_the_folder_of_checkpoints_are_counted(tmp_path):
-    kill = SaveKill(Place("0@1:3"))
-    kill.folder = os.path.join(str(tmp_path), "")
-    inside, outside = str(tmp_path / "a"), "/elsewhere/a"
-    assert kill.is_change("open", (inside, "w", os.O_WRONLY | os.O_CREAT))
-    assert not kill.is_change("open", (inside, "r", os.O_RDONLY))
-    assert kill.is_change("os.rename", (inside, outside, -1, -1)) and not kill.is_change(
-        "os.rename", (outside, inside, -1, -1)
-    )
-    assert kill.is_change("os.remove", ("a", 5)) and not kill.is_change("os.remove", (outside, -1))
-    assert not kill.is_change("os.listdir", (inside,))
-    assert not kill.is_change("open", (7, "w", os.O_WRONLY))  # a descriptor
 
 
 def test_the_process_ends_before_the_operation(tmp_path):

@@ -99,26 +99,6 @@ def test_content_is_durable_after_the_flush_and_not_before():
     assert left == [b"", b"abcdef"] and files(cluster)["/c/b"] == b"abcdef"
 
 
-# ---- a full disk ---------------------------------------------------------------------------------
-
-
-def test_a_full_disk_stays_full_for_a_while_and_can_be_read():
-    def work(mount):
-        results = []
-        for _ in range(3):
-            for name in ("write", "list", "make_folder"):
-                try:
-                    OPERATIONS[name](mount)
-                    results.append("ok")
-                except OSError as error:
-                    results.append(error.errno)
-        return results
-
-    _, (found,) = run(work, faults=(Fault(1, "ENOSPC", 5),))
-    full = errno.ENOSPC
-    assert found == [full, "ok", full, full, "ok", full, "ok", "ok", "ok"]
-
-
 # ---- the view of other hosts ---------------------------------------------------------------------
 
 
