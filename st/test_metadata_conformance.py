@@ -30,7 +30,7 @@ from mindresume.formats.metadata import (
     read_metadata,
     slice_key,
 )
-from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, region_of, shares
+from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, shares
 from st.training_run import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))
@@ -73,6 +73,12 @@ def theirs(layout: TensorLayout, first: int = 0):
         tuple(map(name, cut)) if isinstance(cut, tuple) else name(cut) for cut in layout.tensor_map
     ]
     return Layout(layout.device_matrix, names, list(range(first, first + layout.stage_size)))(*cuts)
+
+
+def region_of(layout: TensorLayout | None, shape, number: int) -> tuple[slice, ...]:
+    if layout is None:
+        return tuple(slice(0, size) for size in shape)
+    return layout.slices(ordinals(layout, shape).index(number), shape)
 
 
 def areas(region) -> tuple[tuple[int, int], ...]:

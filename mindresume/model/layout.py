@@ -327,52 +327,6 @@ def ordinals(layout: TensorLayout, shape: Shape) -> tuple[int, ...]:
     return tuple((_row_major(indices, counts) + 0 * ranks).tolist())
 
 
-def ordinal(layout: TensorLayout | None, shape: Sequence[int], region: Sequence[slice]) -> int:
-    """Returns the ordinal of the slice that equals ``region``. Raises ValueError if there is none,
-    or several in an empty tensor."""
-    counts, lengths = _counts(layout, shape)
-    if math.prod(shape) == 0 and math.prod(counts) > 1:
-        raise ValueError(
-            f"shape {tuple(shape)} is empty: its {math.prod(counts)} slices cannot be distinguished"
-        )
-    found: int = _row_major(
-        ((part.start or 0) // max(length, 1) for part, length in zip(region, lengths, strict=True)),
-        counts,
-    )
-    if not 0 <= found < math.prod(counts) or region_of(layout, shape, found) != tuple(region):
-        raise ValueError(
-            f"{tuple(region)} is not a slice of shape {tuple(shape)} with {counts} pieces"
-        )
-    return found
-
-
-def region_of(layout: TensorLayout | None, shape: Sequence[int], ordinal: int) -> tuple[slice, ...]:
-    """Returns the part of the global tensor that slice ``ordinal`` covers. Raises ValueError if
-    there is no such slice."""
-    counts, lengths = _counts(layout, shape)
-    if not 0 <= ordinal < math.prod(counts):
-        raise ValueError(
-            f"slice {ordinal} of shape {tuple(shape)} with {counts} pieces: expected 0 to "
-            f"{math.prod(counts) - 1}"
-        )
-    region = []
-    for count, length in zip(reversed(counts), reversed(lengths), strict=True):
-        ordinal, index = divmod(ordinal, count)
-        region.append(slice(index * length, (index + 1) * length))
-    return tuple(reversed(region))
-
-
-def _counts(
-    layout: TensorLayout | None, shape: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns number and size of the slices in each dimension."""
-    return (
-        ((1,) * len(shape), tuple(shape))
-        if layout is None
-        else (layout.counts(shape), layout.local_shape(shape))
-    )
-
-
 def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
     found = 0
     for index, count in zip(indices, counts, strict=True):
@@ -418,7 +372,8 @@ class Slices:
 
     def __init__(self, layout: TensorLayout | None, shape: Shape):
         self.layout = layout
-        self.counts, self.lengths = _counts(layout, shape)
+        self.lengths = shape if layout is None else layout.local_shape(shape)
+        self.counts = (1,) * len(shape) if layout is None else layout.counts(shape)
         self.slices = math.prod(self.counts)
         self.ordinals = () if layout is None else ordinals(layout, shape)
 

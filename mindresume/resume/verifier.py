@@ -30,7 +30,7 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of, scalars_of
 from mindresume.formatting import listed
-from mindresume.model.layout import is_scalar, region_of
+from mindresume.model.layout import is_scalar
 from mindresume.model.manifest import (
     FOLDER,
     Details,
@@ -218,9 +218,7 @@ class Verifier:
                         file.path,
                         rank,
                     )
-                expected = tuple(
-                    part.stop - part.start for part in region_of(row.layout, row.shape, number)
-                )
+                expected = row.layout.local_shape(row.shape) if row.layout else row.shape
                 if entry is not None and (entry.dtype, entry.shape) != (row.dtype, expected):
                     return self.candidate.refuse(
                         f"rank {rank} holds {row.name} as {entry.dtype} of shape {entry.shape}, by "

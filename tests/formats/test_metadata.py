@@ -24,7 +24,6 @@ from mindresume.model.layout import (
     TensorLayout,
     fold_optimizer_shards,
     ordinals,
-    region_of,
 )
 from mindresume.model.manifest import Details, TensorRecord
 
@@ -526,7 +525,7 @@ def test_an_optimizer_shard_splits_slices():
         2: 1,
         3: 3,
     }
-    assert region_of(tensor.layout, (8, 4), 1)[0] == slice(2, 4)
+    assert tensor.layout.slices(2, (8, 4))[0] == slice(2, 4)
 
 
 def test_stages_have_their_own_ranks_and_a_shared_tensor_has_the_copies_of_both():
