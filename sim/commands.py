@@ -95,7 +95,7 @@ def convert(sim: Simulation) -> None:
         current_cluster().scheduler.sleep(pause)
         with (
             errors_recorded(sim, "conversion"),
-            closing(ReadHold(current_process().emit)) as hold,
+            closing(ReadHold()) as hold,
         ):
             source = open_checkpoint(storage, training.root, hold=hold)
             _carry_out(storage, source, f"{TARGETS}/{number}", training)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mindresume.api.results import CheckpointInfo, Problem, problem_of
 from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.errors import ConfigError, CorruptFileError
-from mindresume.events import texts_into
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
 from mindresume.formats.scan import ROOT, kind_of, locate
@@ -71,8 +70,8 @@ class Checkpoint:
         self._candidate = candidate
         self._strategy = strategy
         self._holds = hold
-        self._notes: list[str] = []
-        self._hold = ReadHold(texts_into(self._notes))
+        self._notes: tuple[str, ...] = ()
+        self._hold = ReadHold()
         weakref.finalize(self, self._hold.close)
 
     def __repr__(self) -> str:
@@ -92,7 +91,7 @@ class Checkpoint:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed or ignored when its tensors were opened, as sentences."""
-        return tuple(self._notes)
+        return (*self._hold.notes, *self._notes)
 
     @cached_property
     def state(self) -> TrainingState | None:
@@ -211,7 +210,7 @@ class Checkpoint:
             source = open_consolidated(self._directory.storage, self._consolidated_path)
         else:
             source = open_candidate(self._directory, self._candidate, self._strategy)
-        self._notes += source.notes
+        self._notes = source.notes
         return source
 
 
@@ -272,10 +271,9 @@ def opened(
         return
     storage, path = PosixStorage(), existing(subject)
     path, given = locate(storage, path), None if strategy is None else os.fspath(strategy)
-    notes: list[str] = []
-    with closing(ReadHold(texts_into(notes))) as held:
+    with closing(ReadHold()) as held:
         source = open_checkpoint(storage, path, step, given, held if hold else None)
-        yield replace(source, notes=(*source.notes, *notes))
+        yield replace(source, notes=(*source.notes, *held.notes))
 
 
 def refused_of(source: OpenCheckpoint) -> tuple[Problem, ...]:

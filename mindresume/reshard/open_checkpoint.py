@@ -25,7 +25,6 @@ from mindresume.errors import (
     NoUsableCheckpointError,
     StrategyError,
 )
-from mindresume.events import Emit, ignore, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal, steps_text
 from mindresume.formats.consolidated import FILE
 from mindresume.formats.rank_folders import FileName, parse_name
@@ -100,10 +99,12 @@ class _Gone(MissingCheckpointError):
 
 class ReadHold:
     """Holds a read lock on at most one checkpoint, the last one whose files were read, so that
-    neither a job nor ``prune`` removes it, until ``close``."""
+    neither a job nor ``prune`` removes it, until ``close``. ``notes``: sentences on checkpoints
+    that it could not hold."""
 
-    def __init__(self, emit: Emit = ignore):
-        self._emit, self._outwaited = emit, set[str]()
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._outwaited: set[str] = set()
         self._lease: Lease | None = None
 
     @property
@@ -112,7 +113,7 @@ class ReadHold:
 
     def take(self, directory: CheckpointDir, candidate: Candidate) -> None:
         """Holds ``candidate`` instead of the one before; nothing if nothing removes it, and, with a
-        warning, if the lock cannot be written. MissingCheckpointError if it was removed already."""
+        note, if the lock cannot be written. MissingCheckpointError if it was removed already."""
         self.close()
         if candidate.origin != OURS or not candidate.commit_dir:  # mindresume never removes it
             return
@@ -121,11 +122,9 @@ class ReadHold:
                 directory, candidate.name, candidate.commit_dir, outwaited=self._outwaited
             )
         except OSError as error:
-            self._emit(
-                warning(
-                    f"step {candidate.step} of {directory.root} is read without a lock and may be "
-                    f"removed meanwhile: {error}"
-                )
+            self.notes.append(
+                f"step {candidate.step} of {directory.root} is read without a lock and may be "
+                f"removed meanwhile: {error}"
             )
             return
         if self._lease is None:

@@ -19,6 +19,7 @@ from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, Refusal
 from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, kind_of
+from mindresume.model.manifest import FOLDER
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_checkpoints
 from mindresume.resume.eligible import Choice, SelectionPolicy
@@ -34,8 +35,8 @@ from mindresume.resume.sources import (
     job_directory,
 )
 from mindresume.resume.verifier import Verifier
+from mindresume.saving.memory_tier.directory import MARK
 from mindresume.storage.interface import Storage
-from mindresume.storage.read_cache import uncached
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,12 @@ def select_checkpoint(
     """
     policy = policy or SelectionPolicy()
     sources = sources or CheckpointSources()
-    disk = uncached(storage)
     job = Job(storage, path, group, policy, sources, emit, progress or ProgressReporter.silent())
     root = job_directory(path, sources.saved_to)
     if (
         not job.is_split
         and sources.consolidated is not None
-        and run_on_rank0(group, partial(selects_consolidated, disk, path, policy.any_layout))
+        and run_on_rank0(group, partial(selects_consolidated, storage, path, policy.any_layout))
     ):
         return replace(sources.consolidated.choose(storage, path), consolidated=True)
     memory = bucket = None
@@ -156,6 +156,10 @@ def preview_selection(
     try:
         place = find(storage, path) or path
         sources = replace(sources, saved_to={os.path.realpath(place)})
+        with suppress(OSError):  # then the tier is looked for
+            if storage.status(os.path.join(place, FOLDER, MARK)) is None:
+                # no training there has a tier in memory
+                sources = replace(sources, memory=None)
         choice = select_checkpoint(
             storage, place, SingleProcess(), policy, sources, progress=progress
         )
@@ -170,7 +174,7 @@ def preview_selection(
     except CollectiveError as error:
         # damage of consolidated weights ends the job
         if sources.consolidated is None or not selects_consolidated(
-            uncached(storage), place, policy.any_layout
+            storage, place, policy.any_layout
         ):
             raise
         failure = NoUsableCheckpointError(str(error).removeprefix("rank 0: "))

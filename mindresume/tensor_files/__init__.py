@@ -426,24 +426,20 @@ def new_memory(sizes: Mapping[Name, int]) -> dict[Name, np.ndarray]:
     """Returns {name: uninitialised bytes}. Arrays that follow each other lie in one arena of huge
     pages: in arrays of their own, the first touch of their last pages, 4 KiB each, costs a fifth of
     the read. Raises MemoryError."""
-    return {name: array for chunk in _arenas(sizes) for name, array in chunk.items()}
-
-
-def _arenas(sizes: Mapping[Name, int]) -> Iterator[dict[Name, np.ndarray]]:
-    """Yields the arrays of one arena after the other."""
-    chunk: dict[Name, range] = {}
+    memory: dict[Name, np.ndarray] = {}
+    places: dict[Name, range] = {}
     used = 0
     for name, size in sizes.items():
-        if chunk and used + size > ARENA:
-            yield _arena(chunk, used)
-            chunk, used = {}, 0
-        chunk[name] = range(used, used + size)
+        if places and used + size > ARENA:
+            memory |= _arena(places, used)
+            places, used = {}, 0
+        places[name] = range(used, used + size)
         used += size + -size % _ALIGNED
-    if chunk:
-        yield _arena(chunk, used)
+    return memory | _arena(places, used)
 
 
-def _arena(chunk: Mapping[Name, range], size: int) -> dict[Name, np.ndarray]:
+def _arena(places: Mapping[Name, range], size: int) -> dict[Name, np.ndarray]:
+    """Returns arrays at these places of one arena."""
     if size < _SMALL:
         memory = np.empty(size, np.uint8)
     else:
@@ -454,7 +450,7 @@ def _arena(chunk: Mapping[Name, range], size: int) -> dict[Name, np.ndarray]:
         with suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(mapped, np.uint8)
-    return {name: memory[part.start : part.stop] for name, part in chunk.items()}
+    return {name: memory[place.start : place.stop] for name, place in places.items()}
 
 
 def read_into(handle: int, position: int, out: memoryview, name: str) -> None:
