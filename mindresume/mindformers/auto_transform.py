@@ -114,7 +114,7 @@ def _strategy_of_source(
             )
             given = None
         try:
-            strategy = strategy_for(directory, candidate, given, identity)
+            strategy = strategy_for(directory, candidate, given)
         except StrategyError as error:
             if candidate.origin != OURS:
                 raise

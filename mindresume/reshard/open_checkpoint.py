@@ -228,7 +228,7 @@ def open_candidate(
             raise NoUsableCheckpointError(f"{directory.root}: {refusal}", (refusal,))
         identity, layouts = identity_of(directory, candidate), None
         if not candidate.iteration_dir:
-            layouts = strategy_for(directory, candidate, strategy, identity)
+            layouts = strategy_for(directory, candidate, strategy)
         elif strategy is not None:
             raise ConfigError(
                 f"{directory.path(candidate.iteration_dir)} holds its layouts; remove the strategy "

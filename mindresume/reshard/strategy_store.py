@@ -55,7 +55,7 @@ def file_identity(storage: Storage, path: str) -> list[Any]:
 
 
 def strategy_for(
-    directory: CheckpointDir, candidate: Candidate, given: str | None, identity: Any
+    directory: CheckpointDir, candidate: Candidate, given: str | None
 ) -> Strategy | None:
     """Returns the strategy of the job that saved ``candidate``; None if it is not known.
 
@@ -64,27 +64,23 @@ def strategy_for(
     only one left). If that folder was set aside for this very checkpoint, the strategy in the
     renamed folder is used.
 
-    Args:
-        identity: identity of the checkpoint (``identity_of``).
     Raises:
         StrategyError: the files cannot be read.
     """
-    path = _find_strategy(directory, candidate, given, identity)
+    path = _find_strategy(directory, candidate, given)
     return None if path is None else read_strategy(path, directory.storage)
 
 
-def _find_strategy(
-    directory: CheckpointDir, candidate: Candidate, given: str | None, identity: Any = None
-) -> str | None:
+def _find_strategy(directory: CheckpointDir, candidate: Candidate, given: str | None) -> str | None:
     if given is None and candidate.origin == OURS:
         return None
     path = (
         given or os.path.join(os.path.dirname(os.path.abspath(directory.root)), "strategy")
     ).rstrip("/")
     if kept := _kept(directory.storage, path):
-        this = identity_of(directory, candidate) if identity is None else identity
+        identity = identity_of(directory, candidate)
         for other in kept:
-            if this in _marked(directory.storage, other):
+            if identity in _marked(directory.storage, other):
                 return other
     return path if given or directory.storage.list(path) else None
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from rank_folders import STORAGE, dir_at
@@ -38,10 +39,10 @@ def content(folder):
 def test_the_folder_beside_is_found_and_an_explicit_one_wins(job, tmp_path):
     root, candidate, _ = job
     write_strategy(NEW.strategy(), str(tmp_path / "other"))
-    assert strategy_for(dir_at(root), candidate, None, "x") == OLD.strategy()
-    assert strategy_for(dir_at(root), candidate, f"{tmp_path}/other/", "x") == NEW.strategy()
+    assert strategy_for(dir_at(root), candidate, None) == OLD.strategy()
+    assert strategy_for(dir_at(root), candidate, f"{tmp_path}/other/") == NEW.strategy()
     with pytest.raises(StrategyError, match="nowhere: there is no such strategy"):
-        strategy_for(dir_at(root), candidate, str(tmp_path / "nowhere"), "x")
+        strategy_for(dir_at(root), candidate, str(tmp_path / "nowhere"))
 
 
 def test_none_is_needed_for_records_and_for_one_rank(job, tmp_path):
@@ -51,36 +52,34 @@ def test_none_is_needed_for_records_and_for_one_rank(job, tmp_path):
             dir_at(tmp_path / "ours" / "checkpoint"),
             recorded(tmp_path / "ours" / "checkpoint", OLD, TENSORS),
             None,
-            "x",
         )
         is None
     )
     one = foreign(tmp_path / "one" / "checkpoint", Plan.parse("dp1", MODEL), TENSORS)
-    assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+    assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None) is None
     # mindformers makes it for every training
     (tmp_path / "one" / "strategy").mkdir()
-    assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None, "x") is None
+    assert strategy_for(dir_at(tmp_path / "one" / "checkpoint"), one, None) is None
 
 
 def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
     root, candidate, folder = job
     before, identity = content(folder), identity_of(dir_at(root), candidate)
-    kept = set_aside(
-        STORAGE, folder, strategy_for(dir_at(root), candidate, None, identity), identity
-    )
+    kept = set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None), identity)
     assert os.listdir(folder) == [] and kept.startswith(f"{folder}_")
     assert {name: data for name, data in content(kept).items() if name != MARK} == before
     # the next job is compiled, and killed
     write_strategy(NEW.strategy(), folder)
     for given in (None, folder, f"{folder}/"):
-        assert strategy_for(dir_at(root), candidate, given, identity) == OLD.strategy()
-    assert strategy_for(dir_at(root), candidate, None, ["another"]) == NEW.strategy()
+        assert strategy_for(dir_at(root), candidate, given) == OLD.strategy()
+    another = replace(candidate, files={0: candidate.files[0]})
+    assert strategy_for(dir_at(root), another, None) == NEW.strategy()
     assert open_checkpoint(STORAGE, root).weights.tensors.keys() >= TENSORS.keys()
     # of the second start: that of the new job is not it
-    again = strategy_for(dir_at(root), candidate, None, identity)
+    again = strategy_for(dir_at(root), candidate, None)
     other = set_aside(STORAGE, folder, again, identity)
     assert other != kept and os.listdir(folder) == [] and MARK not in os.listdir(other)
-    assert strategy_for(dir_at(root), candidate, None, identity) == OLD.strategy()
+    assert strategy_for(dir_at(root), candidate, None) == OLD.strategy()
 
 
 def test_the_same_files_are_kept_once(job):
@@ -98,12 +97,13 @@ def test_the_same_files_are_kept_once(job):
 
 def test_a_damaged_mark_is_no_mark(job):
     root, candidate, folder = job
-    kept = set_aside(STORAGE, folder, read_strategy(folder), ["a"])
+    kept = set_aside(STORAGE, folder, read_strategy(folder), identity_of(dir_at(root), candidate))
     write_strategy(NEW.strategy(), folder)
+    assert strategy_for(dir_at(root), candidate, None) == OLD.strategy()
     for text in ("", "{", '{"a": 1}', "7"):
         with open(os.path.join(kept, MARK), "w") as file:
             file.write(text)
-        assert strategy_for(dir_at(root), candidate, None, ["a"]) == NEW.strategy()
+        assert strategy_for(dir_at(root), candidate, None) == NEW.strategy()
 
 
 def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many(job):
@@ -123,7 +123,7 @@ def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     set_aside(
         STORAGE,
         folder,
-        strategy_for(dir_at(root), candidate, None, "x"),
+        strategy_for(dir_at(root), candidate, None),
         identity_of(dir_at(root), candidate),
     )
     write_strategy(NEW.strategy(), folder)

@@ -35,7 +35,7 @@ def next_job(root, folder, plan):
     """Sets the strategy aside, compiles, and is killed."""
     candidate = scan(dir_at(root)).candidates[0]
     identity = identity_of(dir_at(root), candidate)
-    set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None, identity), identity)
+    set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None), identity)
     write_strategy(plan.strategy(), folder)
 
 
