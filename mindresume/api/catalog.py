@@ -357,8 +357,10 @@ class Catalog:
         )
         if location.is_consolidated:
             verdicts = [
-                consolidated_checkpoint.verify(self._storage, location.path, read.advance, part)
-                for _ in wanted
+                consolidated_checkpoint.verify(
+                    self._storage, location.path, row, read.advance, part
+                )
+                for row in wanted
             ]
         else:
             verdicts = verify_checkpoints(

@@ -3,8 +3,8 @@ and ``verify``.
 
 source = ConsolidatedSource(group, full=True, resume=True)
 choice = source.choose(storage, path)           # and source.opened
-candidate, problem = look(storage, path)
-candidate, problems = verify(storage, path, progress)
+scan, (row,) = survey(storage, path)
+candidate, problems = verify(storage, path, row, progress)
 """
 
 from __future__ import annotations
@@ -111,12 +111,13 @@ class ConsolidatedSource:
         return source.state.to_json() if source.state else None
 
 
-def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
-    """Checks names, index, headers and sizes; reads no tensor. Returns the candidate, and why it
-    cannot be used."""
+def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
+    """Checks names, index, headers and sizes; reads no tensor. Returns for consolidated weights
+    what ``resume.candidates.list_checkpoints`` returns for folders with several steps."""
+    problem = None
     try:
         source = open_consolidated(storage, path)
-        return candidate_of(source, source.state), None
+        candidate = candidate_of(source, source.state)
     except (MindResumeError, OSError) as error:
         problem = Refusal(None, str(error))
         if isinstance(error, CorruptFileError):
@@ -126,34 +127,32 @@ def look(storage: Storage, path: str) -> tuple[Candidate, Refusal | None]:
                 os.path.relpath(error.path, _folder(path)),
                 tensors=(error.tensor,) if error.tensor else (),
             )
-        return Candidate(None, MINDFORMERS, "safetensors", {}, 1, problem=problem), problem
-
-
-def survey(storage: Storage, path: str) -> tuple[Scan, tuple[CheckpointStatus, ...]]:
-    """Returns for consolidated weights what ``resume.candidates.list_checkpoints`` returns for
-    folders with several steps."""
-    candidate, problem = look(storage, path)
+        candidate = Candidate(None, MINDFORMERS, "safetensors", {}, 1, problem=problem)
     return Scan(CheckpointDir(storage, _folder(path)), (candidate,)), (
         CheckpointStatus(candidate, problem),
     )
 
 
 def verify(
-    storage: Storage, path: str, progress: OnBytesRead, part: tuple[int, int] = (1, 1)
+    storage: Storage,
+    path: str,
+    row: CheckpointStatus,
+    progress: OnBytesRead,
+    part: tuple[int, int] = (1, 1),
 ) -> tuple[Candidate, list[Refusal]]:
     """Reads every byte of the files that have a checksum in ``conversion.json``, of those of
-    ``part``, and checks what ``look`` checks. Returns the candidate and the refusals."""
-    candidate, problem = look(storage, path)
+    ``part``. Returns the candidate and the refusals; if it finds none, that of ``row``, the result
+    of ``survey``."""
     try:
         made = conversion_manifest_of(storage, path)
     except CorruptFileError:
-        made = None  # it is the problem that ``look`` found
+        made = None  # it is the problem that ``survey`` found
     found = []
     if made is not None:
         for file in made.files[part[0] - 1 :: part[1]]:
             if bad := _file_problem(storage, _folder(path), made, file, progress):
                 found.append(bad)
-    return candidate, found or ([problem] if problem else [])
+    return row.candidate, found or ([row.problem] if row.problem else [])
 
 
 def _file_problem(

@@ -75,7 +75,7 @@ def test_other_shapes_and_dtypes_are_refused_by_all(merged, change, whole):
     with pytest.raises(CorruptFileError, match="was written: its header was changed"):
         open_checkpoint(STORAGE, path)
     assert "its header was changed" in survey(STORAGE, path)[1][0].problem.reason
-    assert verify(STORAGE, path, lambda count: None)[1]
+    assert verify(STORAGE, path, survey(STORAGE, path)[1][0], lambda count: None)[1]
     for target in (merged.parent / "again", merged.parent / "ranks"):
         with pytest.raises(MindResumeError):
             mindresume.merge(path, target) if target.name == "again" else mindresume.convert(
@@ -89,7 +89,7 @@ def test_another_size_is_told_before_any_byte_is_read(merged, more):
     with open(merged / "part0.safetensors", "ab") as file:
         file.write(more)
     read = []
-    _, (problem, *_) = verify(STORAGE, str(merged), read.append)
+    _, (problem, *_) = verify(STORAGE, str(merged), survey(STORAGE, str(merged))[1][0], read.append)
     assert "bytes" in problem.reason and sum(read) < 1 << 20
     assert survey(STORAGE, str(merged))[1][0].problem is not None
 

@@ -56,14 +56,15 @@ def damage(folder: Path, tensor: str) -> str:
 
 def verify(path):
     read = []
-    return *consolidated_checkpoint.verify(STORAGE, str(path), read.append), sum(read)
+    _, (row,) = consolidated_checkpoint.survey(STORAGE, str(path))
+    return *consolidated_checkpoint.verify(STORAGE, str(path), row, read.append), sum(read)
 
 
 def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     folder = merge(tmp_path, kind)
     name = damage(folder, "layers.1.weight")
     # names, headers and sizes are right
-    assert consolidated_checkpoint.look(STORAGE, str(folder))[1] is None
+    assert consolidated_checkpoint.survey(STORAGE, str(folder))[1][0].problem is None
     _, (problem,), _ = verify(folder)
     assert problem.file == name and "damaged: layers.1.weight (checksum " in problem.reason
     assert verify(folder / name)[1] == [problem]  # one file of it
@@ -146,7 +147,7 @@ def test_weights_of_others_have_no_checksums(tmp_path):
     candidate, problems, read = verify(folder)
     assert (candidate.origin, candidate.step, problems, read) == ("mindformers", STEP, [], 0)
     assert "written by mindformers without records" in describe_candidate(candidate)
-    ours = consolidated_checkpoint.look(STORAGE, str(merge(tmp_path)))[0]
+    ours = consolidated_checkpoint.survey(STORAGE, str(merge(tmp_path)))[1][0].candidate
     assert (
         "consolidated weights that mindresume wrote, every byte of the tensors checked"
         in describe_candidate(ours)
