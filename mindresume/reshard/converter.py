@@ -53,7 +53,7 @@ from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.geometry import shape_of
 from mindresume.reshard.region_load import check_source
-from mindresume.saving.committer import missing_ranks, publish_manifest, publish_meta
+from mindresume.saving.committer import publish_manifest, publish_meta
 from mindresume.saving.iteration_publisher import publish_iteration
 from mindresume.saving.retention import continued
 from mindresume.saving.shard_writer import SaveTarget
@@ -587,8 +587,6 @@ class Conversion:
                 [record.encode(Details(rows))],
                 plan.run,
             )
-        if missing := missing_ranks(place, state.step):
-            raise SaveError(f"{self.work}: no record of rank {missing}")
         manifest = publish_manifest(place, state.step, emit=self._notice)
         if plan.iteration_dir:
             publish_iteration(place, state.step, emit=self.emit)
