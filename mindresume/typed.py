@@ -13,14 +13,15 @@ checks each value against the annotation of its field.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -215,27 +216,42 @@ class _Decoder:
             () if self.choices else tuple(_Decoder(each) for each in inner if each is not ...)
         )
         self.is_list = isinstance(origin, type) and issubclass(origin, tuple)
-        self.names: Sequence[str] = getattr(origin, "_fields", ())  # of a NamedTuple
-        if self.names:
-            self.inner = tuple(map(_Decoder, get_type_hints(origin, include_extras=True).values()))
-        is_pair = self.is_list and not self.is_any_length
-        self.limits = (
-            Limits(len(self.inner), len(self.inner)) if is_pair else limits or _NUMBERS.get(origin)
+        if self.is_list and origin is not tuple:
+            hints = get_type_hints(origin, include_extras=True)
+            self.inner = tuple(map(_Decoder, hints.values()))
+        # of a list of one length: (index, or name in a NamedTuple; decoder)
+        self.columns = tuple(
+            zip(getattr(origin, "_fields", itertools.count()), self.inner, strict=False)
         )
-        self.match: Any = limits and (
-            limits.accepts or limits.pattern and re.compile(limits.pattern).fullmatch
-        )
+        if self.is_list and not self.is_any_length:
+            limits = Limits(len(self.inner), len(self.inner))
+        self.limits = limits or _NUMBERS.get(origin)
         self.is_number = origin in _NUMBERS
-        self.is_bounded = self.limits is not None and (self.is_number or not self.match)
+        # says whether a value of its types is allowed; else the bounds of a number or a length do
+        self.accepts: Any = None
+        if self.choices:
+            self.accepts = self.choices.__contains__
+        elif limits and not self.is_number:
+            self.accepts = limits.accepts or (
+                re.compile(limits.pattern).fullmatch if limits.pattern else None
+            )
+        self.least, self.most = None, math.inf
+        if self.limits and not self.accepts:
+            self.least, self.most = self.limits.least, self.limits.most
         self.types = (
             None if origin is Any else (list,) if self.is_list else _JSON.get(origin, (dict,))
         )
-        # of a dataclass: (key, field, decoder)
-        self.fields: list[tuple[str, Field[Any], _Decoder]] = []
+        # of a dataclass: (key, name, whether it has a default, decoder)
+        self.fields: list[tuple[str, str, bool, _Decoder]] = []
         if is_dataclass(origin):
             hints = get_type_hints(origin, include_extras=True)
             self.fields = [
-                (field.metadata.get("key", field.name), field, _Decoder(hints[field.name]))
+                (
+                    field.metadata.get("key", field.name),
+                    field.name,
+                    field.default is not MISSING or field.default_factory is not MISSING,
+                    _Decoder(hints[field.name]),
+                )
                 for field in fields(origin)
             ]
         self.is_leaf = not self.is_list and self.origin is not Mapping and not is_dataclass(origin)
@@ -245,24 +261,28 @@ class _Decoder:
         if value is None and self.is_optional:
             return None
         allowed = self.types is None or type(value) in self.types
-        if allowed and self.is_bounded:
-            size = value if self.is_number else len(value)
-            allowed = self.limits.least <= size <= self.limits.most
-        elif allowed and self.match:
-            allowed = bool(self.match(value))
-        if not allowed or self.choices and value not in self.choices:
+        if allowed:
+            if self.least is not None:
+                size = value if self.is_number else len(value)
+                allowed = self.least <= size <= self.most
+            else:
+                accepts = self.accepts
+                allowed = accepts is None or accepts(value)
+        if not allowed:
             raise RecordError(f"{_place(at)} is {value!r}"[:300] + f", expected {self._expected()}")
         if self.is_leaf:
             return float(value) if self.origin is float else value
         if self.is_list:
-            rows, one = [], self.inner[0].decode if self.is_any_length else None
-            for index, row in enumerate(value):
-                if one is not None:
-                    rows.append(one(row, (at, index)))
-                else:
-                    key = self.names[index] if self.names else index
-                    rows.append(self.inner[index].decode(row, (at, key)))
-            return self.origin(*rows) if self.names else tuple(rows)
+            # no comprehension: it would slow down all of this method
+            rows = []
+            if self.is_any_length:
+                one = self.inner[0]
+                for row in value:
+                    rows.append(one.decode(row, (at, len(rows))))
+                return tuple(rows)
+            for key, one in self.columns:
+                rows.append(one.decode(value[len(rows)], (at, key)))
+            return tuple.__new__(self.origin, rows)  # also a NamedTuple
         given: dict[Any, Any] = {}
         if self.origin is Mapping:
             of_key, of_value = self.inner
@@ -273,13 +293,13 @@ class _Decoder:
                     )
                 given[of_key.origin(key)] = of_value.decode(row, (at, key))
             return given
-        for key, field, decoder in self.fields:
+        for key, name, has_default, decoder in self.fields:
             if key in value:
-                given[field.name] = decoder.decode(value[key], (at, key))
-            elif field.default is MISSING and field.default_factory is MISSING:
+                given[name] = decoder.decode(value[key], (at, key))
+            elif not has_default:
                 if not decoder.is_optional:
                     raise RecordError(f"{_place((at, key))} is missing"[:300])
-                given[field.name] = None
+                given[name] = None
         return self.origin(**given)
 
     def _expected(self) -> str:

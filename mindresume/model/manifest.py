@@ -271,25 +271,25 @@ def _check_files(groups: Iterable[tuple[int | None, Sequence[FileRecord]]]) -> N
     paths = []
     for rank, files in groups:
         formats, folders = ("json",) if rank is None else FORMATS, (None, str(rank))
-        for file in files:
-            found = _PATH.fullmatch(file.path)
+        for path, extension, size, checksum in files:
+            found = _PATH.fullmatch(path)
+            folder, name, ending = found.groups() if found else (None, "", None)
             if (
-                found is None
-                or found[1] not in folders
-                or found[3] != file.format
-                or file.format not in formats
-                or file.size is None
-                or file.checksum is None
-                or len(found[2].encode()) > MAX_NAME
+                folder not in folders
+                or ending != extension
+                or extension not in formats
+                or size is None
+                or checksum is None
+                or len(name.encode()) > MAX_NAME
             ):
                 where = "" if rank is None else f" or in the folder rank_{rank}"
                 raise RecordError(
-                    f"file path {file.path!r}"[:200]
-                    + f" of format {file.format!r}"[:200]
+                    f"file path {path!r}"[:200]
+                    + f" of format {extension!r}"[:200]
                     + f": expected size, checksum, and a file without a folder{where}, with this "
                     f"extension and at most {MAX_NAME} bytes in its name"
                 )
-            paths.append(file.path)
+            paths.append(path)
     if len(set(paths)) < len(paths):
         raise RecordError(f"{Counter(paths).most_common(1)[0][0]} is named twice")
 
