@@ -286,20 +286,16 @@ class Catalog:
             True,
             max_failed_loads=Settings.load().max_failed_loads,
         )
-        strategy_of = StrategyLookup(self._storage)
         sources = CheckpointSources(
-            strategy_of, ConsolidatedSource(SingleProcess(), verify, resume=True), memory={}
+            StrategyLookup(self._storage),
+            ConsolidatedSource(SingleProcess(), verify, resume=True),
+            memory={},
         )
         preview = preview_selection(self._storage, self.path, policy, sources, progress)
         choice = preview.choice
         root = choice.root
-        local = None
         chosen = CheckpointStatus(choice.chosen, None, choice.warnings) if choice.chosen else None
-        if preview.node_local is not None:
-            found, _ = find_candidates(self._storage, self.path)
-            local = info_of(
-                found.directory, status_of_candidate(found, preview.node_local, strategy_of)
-            )
+        local = preview.node_local
         location = _Location(preview.place, kind_of(self._storage, preview.place) in CONSOLIDATED)
         return Selection(
             root,
@@ -309,7 +305,7 @@ class Catalog:
             choice.is_fresh_start,
             choice.bytes_verified,
             describe_candidate(choice.chosen, choice.bytes_verified) if choice.chosen else "",
-            local,
+            info_of(CheckpointDir(self._storage, root), local) if local else None,
             preview.error,
             MEMORY if choice.in_memory else DISK,
             preview.code,

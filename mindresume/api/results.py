@@ -15,13 +15,13 @@ from typing import Any
 
 from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, CheckpointDir, Refusal
+from mindresume.formats.weight_files import existing
 from mindresume.resume.candidates import (
     COMPLETE,
     INCOMPLETE,
     NODE_LOCAL,
     UNUSABLE,
     CheckpointStatus,
-    size_of,
 )
 from mindresume.typed import json_value
 
@@ -167,7 +167,7 @@ def info_of(directory: CheckpointDir, status: CheckpointStatus) -> CheckpointInf
         found.missing_ranks,
         found.local_ranks,
         found.saved_at,
-        size_of(directory, found),
+        sum(status.size for status in existing(directory, found.all_files)),
         tuple(directory.path(file.path) for file in found.all_files),
     )
 

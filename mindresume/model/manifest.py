@@ -210,10 +210,15 @@ def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def parse_ranks(value: Any, world_size: int) -> tuple[int, ...]:
-    """Returns a proper subset of the ``world_size`` ranks, ascending. ``value`` lists ranks (in a
-    manifest) or ranges (in a record)."""
+def ranks_of_node(head: Mapping[str, Any]) -> list[int]:
+    """Returns the ranks of one node that a head names as its ``part``, a proper subset, ascending:
+    a list of ranks in a manifest, of ranges in a record. Empty without a part."""
     ranks: list[int] = []
+    world_size = head.get("world_size")
+    # another number of ranks is refused with the other fields
+    if "part" not in head or not is_count(world_size, 1, MAX_RANKS):
+        return ranks
+    value = head["part"]
     for row in value if isinstance(value, list) else [None]:
         first, last = row if isinstance(row, list) and len(row) == 2 else (row, row)
         if not is_count(first, ranks[-1] + 1 if ranks else 0) or not is_count(
@@ -223,7 +228,7 @@ def parse_ranks(value: Any, world_size: int) -> tuple[int, ...]:
         ranks += range(first, last + 1)
     else:
         if 0 < len(ranks) < world_size:
-            return tuple(ranks)
+            return ranks
     raise RecordError(
         f"part is {value!r}"[:200] + f", expected some of the {world_size} ranks, ascending"
     )
@@ -398,22 +403,12 @@ class Record:
         )
 
 
-def _with_ranks(head: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``head`` with its ranks of one node, if any, as a list."""
-    size = head.get("world_size")
-    ranks = (
-        {}
-        if head.get("part") is None
-        else {"part": list(parse_ranks(head["part"], size if is_count(size, 1, MAX_RANKS) else 0))}
-    )
-    return {**head, **ranks}
-
-
 def read_record(file: BinaryIO) -> Record:
     """Returns the head of a record. Raises RecordError if it is torn, altered or of another
     kind, or a field is missing or wrong."""
     head, checksum = read_head(file, "record")
-    record = decode(Record, {**_with_ranks(head), "checksum": checksum}, "record")
+    head |= {"part": ranks_of_node(head), "checksum": checksum}
+    record = decode(Record, head, "record")
     if record.rank not in (record.local_ranks or range(record.world_size)):
         part = f" in its part, rank {listed(record.local_ranks)}" if record.local_ranks else ""
         raise RecordError(f"rank is {record.rank}, expected one below {record.world_size}{part}")
@@ -577,7 +572,7 @@ class Manifest:
     def read(cls, file: BinaryIO) -> Manifest:
         """Reads a manifest. Raises RecordError if it is torn, altered or of another kind."""
         head, _ = read_head(file, "manifest", MANIFEST_LIMIT)
-        manifest = decode(cls, _with_ranks(head), "manifest")
+        manifest = decode(cls, head | {"part": ranks_of_node(head)}, "manifest")
         ranks = manifest.local_ranks or range(manifest.world_size)
         if not len(manifest.files) == len(manifest.records) == len(ranks):
             raise RecordError(

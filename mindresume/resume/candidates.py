@@ -48,7 +48,6 @@ from mindresume.formats.scan import (
     scan_one,
 )
 from mindresume.formats.weight_files import (
-    existing,
     file_sizes,
     header_of,
     is_as_recorded,
@@ -268,11 +267,6 @@ def _warnings(directory: CheckpointDir, candidate: Candidate) -> tuple[str, ...]
         missing_ranks_text(candidate),
     ]
     return tuple(filter(None, found))
-
-
-def size_of(directory: CheckpointDir, candidate: Candidate) -> int:
-    """Returns the size of those of its files that exist, in bytes."""
-    return sum(status.size for status in existing(directory, candidate.all_files))
 
 
 # ---- defects that do not prevent its use ---------------------------------------------------------

@@ -17,11 +17,16 @@ from mindresume.coordination.collectives import Group, SingleProcess, run_on_ran
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import Candidate, Refusal
+from mindresume.formats import Refusal
 from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, kind_of
 from mindresume.model.manifest import FOLDER
 from mindresume.resume.bucket_source import BucketSource
-from mindresume.resume.candidates import NODE_LOCAL, find_candidates, list_checkpoints
+from mindresume.resume.candidates import (
+    NODE_LOCAL,
+    CheckpointStatus,
+    find_candidates,
+    list_checkpoints,
+)
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf
@@ -51,7 +56,7 @@ class SelectionPreview:
     choice: Choice
     place: str
     error: str = ""
-    node_local: Candidate | None = None
+    node_local: CheckpointStatus | None = None
     code: str = ""
 
 
@@ -194,7 +199,7 @@ def preview_selection(
 
 def newest_node_local(
     storage: Storage, path: str, policy: SelectionPolicy, strategy_of: StrategyOf
-) -> Candidate | None:
+) -> CheckpointStatus | None:
     """Returns the newest step for which all files of this node's ranks are present and verified;
     None if there is none."""
     try:
@@ -205,7 +210,7 @@ def newest_node_local(
         if row.state == NODE_LOCAL:
             verifier = Verifier(found.directory, row.candidate, full=policy.full)
             if not any(isinstance(verifier.verify(rank), Refusal) for rank in row.candidate.files):
-                return row.candidate
+                return row
     return None
 
 

@@ -23,8 +23,8 @@ from mindresume.model.manifest import (
     attempts,
     encode_head,
     parse_attempt,
-    parse_ranks,
     rank_ranges,
+    ranks_of_node,
     read_details,
     read_head,
     read_record,
@@ -314,7 +314,8 @@ def test_a_head_that_could_not_be_read_back_is_not_written():
 )
 def test_ranks_as_ranges(ranks, ranges):
     assert rank_ranges(ranks) == ranges
-    assert not ranks or parse_ranks(ranges, 10) == parse_ranks(list(ranks), 10) == ranks
+    for part in (ranges, list(ranks)) if ranks else ():
+        assert ranks_of_node({"part": part, "world_size": 10}) == list(ranks)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ def test_ranks_as_ranges(ranks, ranges):
 )
 def test_invalid_subsets_of_ranks_are_refused(value):
     with pytest.raises(RecordError, match="part"):
-        parse_ranks(value, 2)
+        ranks_of_node({"part": value, "world_size": 2})
 
 
 # ---- names ---------------------------------------------------------------------------------------

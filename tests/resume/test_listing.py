@@ -7,10 +7,11 @@ import pytest
 from rank_folders import STORAGE, dir_at
 from reshard.plans import MODEL, Plan, foreign, random_tensors
 
+from mindresume.api.results import info_of
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.formats.scan import scan
 from mindresume.reshard.strategy_store import StrategyLookup, identity_of, set_aside, strategy_for
-from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints, size_of
+from mindresume.resume.candidates import COMPLETE, UNUSABLE, CheckpointStatus, list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
@@ -73,9 +74,10 @@ def test_size_is_of_the_files_that_are_there(root):
     root, _, _ = root
     candidate = scan(dir_at(root)).candidates[0]
     files = [root / file.path for file in candidate.all_files]
-    assert size_of(dir_at(root), candidate) == sum(file.stat().st_size for file in files) > 0
+    row = CheckpointStatus(candidate, None)
+    assert info_of(dir_at(root), row).size_bytes == sum(file.stat().st_size for file in files) > 0
     files[0].unlink()
-    assert size_of(dir_at(root), candidate) == sum(file.stat().st_size for file in files[1:])
+    assert info_of(dir_at(root), row).size_bytes == sum(file.stat().st_size for file in files[1:])
 
 
 def test_a_job_that_replaces_all_that_was_listed_hides_no_checkpoint(tmp_path):

@@ -145,9 +145,9 @@ def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_pa
     assert (
         found.choice.chosen is None
         and found.error
-        and (found.node_local.step, found.node_local.local_ranks) == (5, (0, 1))
+        and (found.node_local.candidate.step, found.node_local.candidate.local_ranks) == (5, (0, 1))
     )
-    assert preview(tmp_path, full=False).node_local.step == 10
+    assert preview(tmp_path, full=False).node_local.candidate.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
 
 

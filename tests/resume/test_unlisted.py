@@ -11,6 +11,7 @@ from rank_folders import EVERY_RUN, RUN, path_of, save, write_foreign, write_ran
 from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
 
+from mindresume.api.results import info_of
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, holder_of_this_process, known_lease_holders
 from mindresume.coordination.lease_acquisition import acquire
@@ -21,7 +22,7 @@ from mindresume.formats.iterations import intent_name
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategy_store import StrategyLookup
-from mindresume.resume.candidates import list_checkpoints, size_of
+from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
@@ -114,7 +115,7 @@ def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, 
     ]:
         storage = Closed(folder, code, only_list)
         found, rows = list_checkpoints(storage, str(root), StrategyLookup(storage), 2)
-        sizes = [size_of(CheckpointDir(storage, str(root)), row.candidate) for row in rows]
+        sizes = [info_of(CheckpointDir(storage, str(root)), row).size_bytes for row in rows]
         assert (
             len(sizes) == len(rows) and known_lease_holders(CheckpointDir(storage, str(root))) == []
         )
