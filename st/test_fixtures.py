@@ -183,26 +183,6 @@ def test_a_step_is_refused_if_a_missing_file_held_unique_slices(folder):
     ]
 
 
-def test_a_missing_file_is_replaced_by_replicas(folder):
-    """MindIO TTP leaves such a folder: by the strategy files rank 0 has all slices of rank 2."""
-    next((folder / "checkpoint" / "rank_2").glob("*-2_5.*")).unlink()
-    status, answer = call("which", folder)
-    assert (
-        status == 0
-        and answer["refused"] == []
-        and (answer["chosen"]["step"], answer["chosen"]["missing_ranks"]) == (15, [2])
-    )
-    _, listed = call("ls", folder)
-    assert [(row["usable"], row["missing_ranks"]) for row in listed["checkpoints"]] == [
-        (True, [2]),
-        (True, []),
-    ]
-    status, report = call("verify", folder)
-    assert status == 0 and [
-        (row["state"], row["missing_ranks"]) for row in report["checkpoints"]
-    ] == [("unverifiable", [2]), ("unverifiable", [])]
-
-
 @pytest.mark.parametrize("folder", [SHARDED], indirect=True)
 def test_a_missing_rank_folder_is_detected_by_the_strategy_folder(folder):
     shutil.rmtree(folder / "checkpoint" / "rank_3")
@@ -213,28 +193,6 @@ def test_a_missing_rank_folder_is_detected_by_the_strategy_folder(folder):
         (10, 3),
     ]
     assert all("no file of rank 3" in refusal["reason"] for refusal in answer["refused"])
-
-
-def test_another_number_of_ranks_is_refused(folder):
-    status, answer = call("which", folder, "--world-size", "8")
-    assert status == 3 and "no file of rank 4, 5, 6, 7" in answer["refused"][0]["reason"]
-    status, answer = call("which", folder, "--world-size", "2")
-    assert status == 3 and "auto_trans_ckpt: True" in answer["refused"][0]["reason"]
-
-
-def test_meta_json_is_a_hint_only(folder):
-    """It is truncated by a crash on one rank, and names a missing file on another: the files
-    decide, with a note."""
-    (folder / "checkpoint" / "rank_0" / "meta.json").write_bytes(b"")
-    (folder / "checkpoint" / "rank_1" / "meta.json").write_text(
-        '{"last_epoch": 9, "last_step": 1, "last_ckpt_file": "qwen3_rank_1-9_1.safetensors"}'
-    )
-    status, answer = call("which", folder)
-    assert status == 0 and answer["chosen"]["step"] == 15
-    _, listed = call("ls", folder)
-    assert len(listed["notes"]) == 3  # and on the number of ranks
-    assert "rank_0/meta.json is empty or truncated" in listed["notes"][0]
-    assert "rank_1/meta.json names qwen3_rank_1-9_1.safetensors" in listed["notes"][1]
 
 
 def test_no_step_is_selected_and_reasons_are_given_if_all_are_damaged(folder):

@@ -1,26 +1,33 @@
-"""One process: the other ways to start a training with mindresume, and the files of weights for
-inference beside a checkpoint."""
+"""One process: the other ways to start a training with mindresume and to name its checkpoint, a
+first save that was killed, and the files of weights for inference beside a checkpoint."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from mindresume.model.manifest import FOLDER
 from st.checkpoint_files import flip_bit, names, records, weights
 from st.run_attempts import (
     assert_event,
     assert_resumed,
     contains,
     in_parallel,
+    notices,
+    refused_steps,
     run_beside,
+    selected_step,
+    steps_of,
+    train,
     train_well,
     use_program,
     use_register_path,
 )
-from st.training_run import Run
+from st.training_run import Run, differences
 
 EXTRA = (
     "--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
@@ -30,8 +37,8 @@ EXTRA = (
 
 @pytest.fixture(scope="module")
 def started(whole_single, tmp_path_factory) -> SimpleNamespace:
-    """Each continues from step 35 of the uninterrupted run: step 40 is damaged, or step 35 is
-    requested by name."""
+    """Each continues from step 35 of the uninterrupted run: step 40 is damaged, or the file of step
+    35 is requested, beside a name that does not count then."""
     base = tmp_path_factory.mktemp("ways")
     unmodified, python = (
         run_beside(whole_single, base / name) for name in ("unmodified", "python")
@@ -46,7 +53,8 @@ def started(whole_single, tmp_path_factory) -> SimpleNamespace:
         lambda: train_well(python),
         lambda: train_well(
             extra,
-            f"--load_checkpoint {whole_single.checkpoints} --resume_training qwen3_rank_0-4_5",
+            f"--load_checkpoint {weights(whole_single, 35)}",
+            "--resume_training qwen3_rank_0-3_10.safetensors",
             EXTRA,
         ),
     )
@@ -76,23 +84,71 @@ def test_an_import_in_python(started, whole_single):
     resumed_and_saved(started.python, whole_single)
 
 
+def test_complete_already(started):
+    """The same command once more: nothing to train, nothing saved, exit status 0."""
+    run = started.python
+    files = [path for path in run.checkpoints.rglob("*") if path.is_file()]
+    before = [path.stat().st_mtime_ns for path in files]
+    train_well(run)
+    assert steps_of(run) == []
+    assert_event(
+        run,
+        "training_ended",
+        outcome="nothing_to_train",
+        reason=contains("step 40", "runner_config.epochs"),
+    )
+    assert [path.stat().st_mtime_ns for path in files] == before
+
+
+def test_a_file_and_a_name_ignores_the_name_and_warns(started, whole_single):
+    assert_resumed(started.extra, whole_single, 35)
+    (_,) = notices(
+        started.extra,
+        "qwen3_rank_0-3_10.safetensors",
+        str(weights(whole_single, 35)),
+        level="warning",
+    )
+
+
+# ---- a first save that was killed ----------------------------------------------------------------
+
+
+def starts_afresh(run: Run, whole: Run, folder: str) -> None:
+    assert selected_step(run) is None
+    assert_event(run, "fresh_start", checkpoint_dir=contains(folder))
+    rows = run.steps(-1)
+    assert rows and rows[0]["step"] == 1
+    assert differences(whole.steps()[: len(rows)], rows) == []
+
+
+def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
+    """Kills a run while the weight file of step 5 is half-written. A save takes some milliseconds;
+    if the kill comes too late, it is tried again."""
+    for attempt in range(4):
+        run = run_beside(whole, folder / str(attempt), copied=False).start()
+        half = run.stop_in_a_save(3)
+        run.kill()
+        if records(run) == {} and any("qwen3_rank_0-1_5" in path for path in half):
+            return run
+    raise AssertionError("the first save could not be cut")
+
+
+@pytest.mark.soak
+def test_a_killed_first_save_is_a_fresh_start_and_is_cleaned_up(whole_single, tmp_path):
+    """The next run starts afresh, cleans up and saves."""
+    run = killed_in_its_first_save(whole_single, tmp_path)
+    assert (
+        len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 1 and run.which()["chosen"] is None
+    )
+    train(run, CPU_CLUSTER_KILL="0@7")
+    starts_afresh(run, whole_single, "./output/checkpoint")
+    assert 5 in refused_steps(run) and notices(run, ".qwen3_rank_0-1_5.safetensors")
+    assert run.half_written() == []
+    assert names(run) == {5: "qwen3_rank_0-1_5.safetensors"}
+    assert run.which()["chosen"]["step"] == 5
+
+
 # ---- weights for inference -----------------------------------------------------------------------
-
-
-def test_network_and_trainable_weights_side_by_side(started):
-    """As many as keep_checkpoint_max remain, under the names of mindformers; a resume does not use
-    them."""
-    run, output = started.extra, started.extra.folder / "output"
-    assert sorted(names(run)) == [39, 40]
-    for folder, kind in (
-        ("checkpoint_network", "network"),
-        ("checkpoint_trainable", "trainable_params"),
-    ):
-        assert sorted(path.name for path in (output / folder / "rank_0").iterdir()) == [
-            f"qwen3_rank_0-{kind}-4_10.safetensors",
-            f"qwen3_rank_0-{kind}-4_9.safetensors",
-        ]
-    assert sorted(records(run)) == [39, 40] and run.which()["chosen"]["step"] == 40
 
 
 def test_mindspore_reads_them_and_they_are_the_weights_of_the_step(started, whole_single):

@@ -1,36 +1,23 @@
-"""One process: .ckpt files, data sink mode, and a folder that mindformers wrote without
-mindresume."""
+"""One process: .ckpt files, and data sink mode."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
-from mindresume.formats.rank_folders import LABEL
 from st.checkpoint_files import counter, meta, names, records, weights
 from st.run_attempts import (
-    FIXTURES,
     assert_event,
     contains,
-    failure,
     in_parallel,
-    resume_summary,
     run_beside,
-    run_from_fixture,
     steps_of,
     train,
     train_well,
 )
-from st.training_run import ROOT, Run, differences
-
-FIXTURE = "mf190_10_safetensors_single"
-
+from st.training_run import Run, differences
 
 # ---- .ckpt ---------------------------------------------------------------------------------------
 
@@ -62,36 +49,6 @@ def test_ckpt_resumed_in_mid_epoch_is_the_uninterrupted_run(llama):
     assert differences(whole.steps(), broken.steps(-1)) == []
     assert_event(
         broken, "checkpoint_selected", step=15, description=contains("llama_rank_0-2_5.ckpt")
-    )
-
-
-def test_a_callback_that_loads_other_weights_ends_the_job_before_it_trains(llama, tmp_path):
-    """MindSpore's OnRequestExit loads what it finds under its name, after the checkpoint was
-    loaded."""
-    whole, _ = llama
-    run, own = run_beside(whole, tmp_path / "run"), tmp_path / "rank_0" / "mine_train.ckpt"
-    own.parent.mkdir()
-    shutil.copy(weights(run, 30), own)
-    last = "llama_rank_0-4_10.ckpt"
-    # so that steps are left: it continues after step 35
-    (run.checkpoints / "rank_0" / last).unlink()
-    callbacks = [
-        *yaml.safe_load((ROOT / "configs" / run.config).read_text(encoding="utf-8"))["callbacks"],
-        {
-            "type": "OnRequestExit",
-            "file_name": "mine",
-            "directory": str(tmp_path),
-            "save_mindir": False,
-        },
-    ]
-    train(run.configure({"callbacks": callbacks}))
-    assert run.process.returncode == 65 and steps_of(run) == []
-    assert "AlteredWeightsError" in failure(run) and "OnRequestExit" in failure(run)
-    own.unlink()  # nothing to load: the same job trains
-    train_well(run)
-    assert (
-        steps_of(run) == list(range(36, 41))
-        and differences(whole.steps()[35:], run.steps(-1)) == []
     )
 
 
@@ -148,12 +105,6 @@ SINKS = {
         15,
         {step: f"qwen3_rank_0-{step}_1.safetensors" for step in (5, 10, 15)},
         {step: f"qwen3_rank_0_1-{step}_1.safetensors" for step in (20, 25, 30, 35, 40)},
-    ),
-    2: (
-        17,
-        16,
-        {step: f"qwen3_rank_0-{step // 2}_2.safetensors" for step in (6, 10, 16)},
-        {step: f"qwen3_rank_0_1-{step // 2}_2.safetensors" for step in (20, 26, 30, 36, 40)},
     ),
     -1: (
         27,
@@ -219,35 +170,3 @@ def test_sink_mode_saves_on_absolute_multiples_under_the_names_of_sinks(sunk, si
             state.dataset_size,
         ) == (step, steps, step, steps, 10)
         assert counter(weights(run, step), "step_num") == step
-
-
-# ---- written by mindformers alone ----------------------------------------------------------------
-
-
-def test_a_folder_of_mindformers_is_resumed_to_the_same_losses(tmp_path, sequences, device):
-    """mindformers 1.9.0 saved steps 5, 10 and 15 and was killed in step 18; we go on to the end,
-    step 20."""
-    run = run_from_fixture(FIXTURE, tmp_path / "run", sequences, device)
-    before = {
-        path.name: path.read_bytes() for path in (run.checkpoints / "rank_0").glob("*.safetensors")
-    }
-    train_well(run, "--load_checkpoint ./output/checkpoint --resume_training True")
-    selected = assert_event(
-        run, "checkpoint_selected", step=15, description=contains("qwen3_rank_0-2_5.safetensors")
-    )
-    # mindformers saved it
-    assert "run_id" not in selected and resume_summary(run)["random state"][0] == "absent"
-    expected = [
-        row
-        for row in json.loads((FIXTURES / FIXTURE / "losses.json").read_text())["uninterrupted"]
-        if row["step"] > 15
-    ]
-    assert [(row["step"], row["hex"], row["batch"]) for row in run.steps()] == [
-        (row["step"], row["hex"], row["batch"]) for row in expected
-    ]
-    assert [row["step"] for row in run.steps()] == [16, 17, 18, 19, 20]
-    assert names(run) == {20: "qwen3_rank_0_1-2_10.safetensors"}
-    # keep_checkpoint_max is 3, but these are not ours to remove
-    for name, content in before.items():
-        assert (Path(run.checkpoints) / "rank_0" / name).read_bytes() == content
-    assert LABEL.encode() in weights(run, 20).read_bytes()[:100_000]

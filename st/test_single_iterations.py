@@ -140,10 +140,7 @@ def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
                 "saves",
                 "weights",
                 "stateless",
-                "both",
                 "larger",
-                "odd",
-                "missing",
                 "sinks",
             )
         },
@@ -169,8 +166,6 @@ def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
     use_section(runs.stateless, True, load_path=base / "absent")
     use_section(runs.returned, True, load_path="./output/checkpoint")
     use_section(runs.weights, False, load_path=root, no_load_optim=True)
-    use_section(runs.both, True, load_path=root, no_load_optim=True)
-    use_section(runs.missing, True, load_path=base / "absent", no_load_optim=False)
 
     def saves_and_what_comes_of_it() -> None:
         start_recorded(runs.saves).wait_for_success(LIMIT)
@@ -187,17 +182,12 @@ def others(broken, whole_single, tmp_path_factory) -> SimpleNamespace:
         twice_in_sinks,
         lambda: start_recorded(runs.returned).wait_for_success(LIMIT),
         lambda: start_recorded(runs.weights, "--epochs 1").wait_for_success(LIMIT),
-        lambda: start_recorded(runs.both).wait(LIMIT),
         lambda: start_recorded(
             runs.larger,
             FORMAT_2,
             f"--load_checkpoint {root}/{iteration_name(30)} --batch_size 16",
             "--num_samples 160 --epochs 5 --callbacks.1.save_checkpoint_steps 4",
         ).wait_for_success(LIMIT),
-        lambda: start_recorded(
-            runs.odd, FORMAT_2, f"--load_checkpoint {root}/{iteration_name(35)}", "--batch_size 16"
-        ).wait_for_success(LIMIT),
-        lambda: start_recorded(runs.missing, CPU_CLUSTER_KILL="0@3").wait(LIMIT),
     )
     return runs
 

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from st.checkpoint_files import names, records
+from st.checkpoint_files import names
 from st.run_attempts import (
     assert_event,
     in_parallel,
     notices,
     resume_summary,
     run_beside,
-    selected_step,
     train_well,
     use_register_path,
 )
@@ -31,9 +30,9 @@ def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
     )
     runs = {
         name: run_beside(whole_single, base / name, copied=False)
-        for name in ("larger", "odd", "again", "third")
+        for name in ("odd", "again", "third")
     }
-    at_30, at_35 = (f"{there} --resume_training qwen3_rank_0-{name}" for name in ("3_10", "4_5"))
+    at_35 = f"{there} --resume_training qwen3_rank_0-4_5"
     # the way of an unmodified script; the other runs take run_mindformer.py
     skip = use_register_path(
         runs["third"],
@@ -44,9 +43,6 @@ def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
         },
     )
     in_parallel(
-        lambda: train_well(
-            runs["larger"], at_30, "--batch_size 16 --callbacks.1.save_checkpoint_steps 4"
-        ),
         lambda: train_well(runs["odd"], at_35, "--batch_size 16"),
         lambda: train_well(runs["again"], at_35, "--trainer.ignore_data_skip True"),
         lambda: train_well(runs["third"], skip),
@@ -57,27 +53,6 @@ def resumed(whole_single, tmp_path_factory) -> SimpleNamespace:
 def samples(run: Run) -> dict[int, list[str]]:
     """{step: ids of its samples} of the last attempt."""
     return {row["step"]: row["samples"] for row in run.steps(-1)}
-
-
-def test_twice_the_global_batch_size_is_half_the_steps(resumed, whole_single):
-    """Step 30 of 40 becomes 15 of 20, and the data continues after the same sample."""
-    run, before = resumed.larger, samples(whole_single)
-    assert selected_step(run) == 30
-    assert_event(
-        run,
-        "progress_restored",
-        step=15,
-        epochs_done=3,
-        global_batch_size=16,
-        step_scale=0.5,
-        saved_step=30,
-    )
-    assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(16, 21)}
-    assert names(run) == {16: "qwen3_rank_0-4_1.safetensors", 20: "qwen3_rank_0-4_5.safetensors"}
-    assert [
-        (state.global_step, state.global_batch_size, state.dataset_size)
-        for state in (record.state for record in records(run).values())
-    ] == [(16, 16, 5), (20, 16, 5)]
 
 
 def test_a_batch_size_that_cuts_a_step_is_rounded_down(resumed, whole_single):

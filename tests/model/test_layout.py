@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from mindresume.model.layout import TensorLayout, is_scalar, same_shape
 
-ALL = slice(0, 4)
-
 
 @st.composite
 def layouts(draw):
@@ -36,63 +34,24 @@ def layouts(draw):
 @pytest.mark.parametrize(
     "tensor_map, shards, stride, shape, held",
     [
-        (
-            (0, -1),
-            0,
-            0,
-            (8, 4),
-            [(slice(0, 4), ALL), (slice(4, 8), ALL), (slice(0, 4), ALL), (slice(4, 8), ALL)],
-        ),
-        (
-            (0, -1),
-            2,
-            2,
-            (8, 4),
-            [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)],
-        ),
-        (
-            (0, -1),
-            -1,
-            2,
-            (8, 4),
-            [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)],
-        ),
-        *(
-            (
-                (-1, 0),
-                shards,
-                2,
-                (8, 4),
-                [
-                    (slice(0, 4), slice(0, 2)),
-                    (slice(0, 4), slice(2, 4)),
-                    (slice(4, 8), slice(0, 2)),
-                    (slice(4, 8), slice(2, 4)),
-                ],
-            )
-            for shards in (2, -1)
-        ),
-        ((-1,), 2, 1, (8,), [(slice(0, 4),), (slice(4, 8),), (slice(0, 4),), (slice(4, 8),)]),
-        ((-1,), -1, 1, (8,), [(slice(0, 2),), (slice(2, 4),), (slice(4, 6),), (slice(6, 8),)]),
-        (
-            ((0, 1), -1),
-            0,
-            0,
-            (8, 4),
-            [(slice(0, 2), ALL), (slice(4, 6), ALL), (slice(2, 4), ALL), (slice(6, 8), ALL)],
-        ),
-        (
-            ((1, 0), -1),
-            0,
-            0,
-            (8, 4),
-            [(slice(0, 2), ALL), (slice(2, 4), ALL), (slice(4, 6), ALL), (slice(6, 8), ALL)],
-        ),
-        ((), -1, 0, (), [(), (), (), ()]),
+        ((0, -1), 0, 0, (8, 4), "0:4,0:4 4:8,0:4 0:4,0:4 4:8,0:4"),
+        ((0, -1), 2, 2, (8, 4), "0:2,0:4 4:6,0:4 2:4,0:4 6:8,0:4"),
+        ((0, -1), -1, 2, (8, 4), "0:2,0:4 4:6,0:4 2:4,0:4 6:8,0:4"),
+        ((-1, 0), 2, 2, (8, 4), "0:4,0:2 0:4,2:4 4:8,0:2 4:8,2:4"),
+        ((-1, 0), -1, 2, (8, 4), "0:4,0:2 0:4,2:4 4:8,0:2 4:8,2:4"),
+        ((-1,), 2, 1, (8,), "0:4 4:8 0:4 4:8"),
+        ((-1,), -1, 1, (8,), "0:2 2:4 4:6 6:8"),
+        (((0, 1), -1), 0, 0, (8, 4), "0:2,0:4 4:6,0:4 2:4,0:4 6:8,0:4"),
+        (((1, 0), -1), 0, 0, (8, 4), "0:2,0:4 2:4,0:4 4:6,0:4 6:8,0:4"),
+        ((), -1, 0, (), "   "),
     ],
 )
 def test_dp2_tp2(tensor_map, shards, stride, shape, held):
     layout = TensorLayout((2, 2), tensor_map, shards)
+    held = [
+        tuple(slice(*map(int, part.split(":"))) for part in region.split(",") if part)
+        for region in held.split(" ")
+    ]
     assert [layout.slices(rank, shape) for rank in range(4)] == held
     assert layout.optimizer_stride == stride
     assert layout.local_shape(shape) == tuple(part.stop - part.start for part in held[0])
