@@ -1,10 +1,9 @@
-"""The tier in memory with the real Trainer: SIGKILL of all ranks, loss of the node, a flipped bit,
-an error in the training."""
+"""The tier in memory with the real Trainer: SIGKILL of all ranks. The loss of a rank or of the node is
+in st/test_supervised_recovery.py; saves that stop the training, and rot, are cases of the judge."""
 
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 
@@ -60,8 +59,8 @@ def killed(run: Run, command: str, memory: str, step: int = 19, every: int = EVE
     return run
 
 
-@pytest.mark.parametrize("command", ["", "--callbacks.1.async_save thread"])
-def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command):
+def test_one_process_resumes_from_memory(whole_single, tmp_path, memory):
+    command = "--callbacks.1.async_save thread"
     run = killed(run_beside(whole_single, tmp_path / "run", copied=False), command, memory)
     newest, disk = in_memory(run)[0].step, max(committed_steps(run))
     assert newest >= 18 and newest % EVERY == 0 and disk <= newest
@@ -72,7 +71,8 @@ def test_one_process_resumes_from_memory(whole_single, tmp_path, memory, command
     assert events(run, "tier_saved") and not events(run, "tier_refused")
 
 
-@pytest.mark.parametrize("command", [pytest.param("", marks=pytest.mark.soak), FORMAT_2])
+@pytest.mark.soak
+@pytest.mark.parametrize("command", ["", FORMAT_2])
 def test_several_processes_resume_from_memory_at_every_step(
     whole_several, tmp_path, memory, command
 ):
@@ -84,12 +84,3 @@ def test_several_processes_resume_from_memory_at_every_step(
     run.start(command, **settings(memory, 1)).wait_for_success(LIMIT)
     assert_resumed(run, whole_several, newest)
     assert sources(run) == ["memory"] * run.workers
-
-
-def test_without_the_node_the_disk_is_taken(whole_single, tmp_path, memory):
-    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), "", memory)
-    disk = max(committed_steps(run))
-    shutil.rmtree(tier_of(run))
-    run.start("", **settings(memory)).wait_for_success(LIMIT)
-    assert_resumed(run, whole_single, disk)
-    assert sources(run) == ["disk"]

@@ -51,6 +51,7 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     ] == []
 
 
+@pytest.mark.soak  # of two: st/test_supervised_recovery.py
 def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path, capsys):
     run = supervised(run_beside(whole_four, tmp_path / "run", copied=False))
     train_until(run, 8)

@@ -51,11 +51,9 @@ from mindresume.model.manifest import (
     Record,
     TensorRecord,
     attempt_name,
-    parse_attempt,
     read_details,
     read_record,
     record_name,
-    record_rank,
     run_name,
     run_sequence,
 )
@@ -334,20 +332,13 @@ def test_the_unaltered_files_are_good():
     "line",
     [
         b"",
-        b"{",
-        b"nonsense",
         b'{"kind":"record","kind":"record"}',
         b"\xff\xfe",
         b"\xef\xbb\xbf{}",
         '{"kind":"record"}'.encode("utf-16"),
         b"[" * 100_000,
-        b'{"a":' * 100_000,
-        b"9" * 10_000,
         b'{"\\ud800":1}',
         b"NaN",
-        b"[]",
-        b"null",
-        b'"record"',
     ],
     ids=lambda line: str(line[:20]),
 )
@@ -423,26 +414,6 @@ def test_values_that_cannot_be_read_back_are_not_written():
 
 
 # ---- names ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "step-00000000015-run-0001-0000aaaa",
-        "step-0000000015-run-00001-0000aaaa",
-        "step-٠٠٠٠٠٠٠٠١٥-run-0001-0000aaaa",
-        "step-0000000015-run-٠٠٠١-0000aaaa",
-        f"step-{'9' * 100}-run-0001-0000aaaa",
-        f"step-0000000015-run-{'9' * 100}-0000aaaa",
-    ],
-)
-def test_an_attempt_has_one_name(name):
-    assert parse_attempt(name) is None
-
-
-@pytest.mark.parametrize("name", ["rank_000001.json", "rank_٠٠٠٠١.json", f"rank_{'9' * 100}.json"])
-def test_a_record_has_one_name(name):
-    assert record_rank(name) is None
 
 
 def test_no_run_follows_one_of_an_absurd_number():
@@ -659,33 +630,19 @@ def test_no_file_where_a_record_or_manifest_should_be(root, name, kind):
 # ---- hostile weights -----------------------------------------------------------------------------
 
 
-def safetensors(header, data=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
+def safetensors(text):
+    return len(text).to_bytes(8, "little") + text
 
 
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+# more headers: tests/tensor_files
 hostile_weights = {
     "gigabytes of header": (2**40).to_bytes(8, "little") + b"{}",
-    "more header than there is": (2**63).to_bytes(8, "little") + b"{" * 64,
-    "overlap": safetensors({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
-    "same bytes": safetensors({"a": ENTRY, "b": ENTRY}, bytes(8)),
-    "gap": safetensors({"a": {**ENTRY, "data_offsets": [8, 16]}}, bytes(16)),
-    "twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(ENTRY).encode(),) * 2), bytes(8)),
-    "nested": safetensors(b'{"a":' * 50_000),
     "list": safetensors(b"[]"),
-    "digits": safetensors(b'{"a":' + b"9" * 6000 + b"}"),
-    "shape of gigabytes": safetensors({"a": {**ENTRY, "shape": [2**31, 2**31]}}, bytes(8)),
-    "negative": safetensors({"a": {**ENTRY, "shape": [-2, -1]}}, bytes(8)),
-    "metadata": safetensors({"__metadata__": {"a": 1}}),
-    "dtype": safetensors({"a": {**ENTRY, "dtype": ["F32"]}}, bytes(8)),
     "nothing but lists": safetensors(b'{"a":[' + b"[]," * 9_000_000 + b"[]]}"),
     "nested shape": safetensors(
         b'{"a":{"dtype":"F32","shape":%s,"data_offsets":[0,0]}}' % (b"[" * 500 + b"]" * 500)
     ),
     "pickle": b"\x80\x04cos\nsystem\n(S'false'\ntR.",
-    "empty": b"",
-    "short": b"1234567",
 }
 
 
@@ -703,17 +660,8 @@ def test_hostile_weights_without_a_record(root, content):
     assert choice.chosen.step == NEW and "net_rank_1_1-2_10.safetensors" in str(choice.refused[0])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
-        b"\x0a\x00" * 1000,
-        b"\xff" * 64,
-        b"\x80\x04cos\nsystem\n(S'false'\ntR.",
-    ],
-)
-def test_hostile_weights_of_the_other_format(root, content):
-    put_file(root, content, name="rank_1/net_rank_1-1_10.ckpt")
+def test_hostile_weights_of_the_other_format(root):
+    put_file(root, hostile_weights["pickle"], name="rank_1/net_rank_1-1_10.ckpt")
     assert_falls_back(root, "rank_1/net_rank_1-1_10.ckpt")
 
 
@@ -741,7 +689,8 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
     path, nbytes = tmp_path / "x.safetensors", 2**36
     path.write_bytes(
         safetensors(
-            {"step_num": {"dtype": "I64", "shape": [nbytes // 8], "data_offsets": [0, nbytes]}}
+            b'{"step_num":{"dtype":"I64","shape":[%d],"data_offsets":[0,%d]}}'
+            % (nbytes // 8, nbytes)
         )
     )
     os.truncate(path, path.stat().st_size + nbytes)
@@ -827,26 +776,6 @@ def test_a_strategy_file_of_an_absurd_rank(root):
     (root.parent / "strategy" / "ckpt_strategy_rank_999999999999.ckpt").write_bytes(b"")
     write_foreign(root, 20, WORLD, suffix=1)
     assert choose(root, world=None).chosen.step in (NEW, 20)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"[" * 100_000,
-        b'{"last_ckpt_file":' * 50_000,
-        b'{"last_ckpt_file":["a"]}',
-        b"9" * 10_000,
-        b'{"last_ckpt_file":"\\ud800"}',
-        b"\xff",
-        b"[]",
-        b"null",
-    ],
-    ids=lambda text: str(text[:20]),
-)
-def test_a_hostile_hint(root, content):
-    (root / "rank_0" / "meta.json").write_bytes(content)
-    choice = choose(root)
-    assert choice.chosen.step == NEW and any("rank_0/meta.json" in note for note in choice.notes)
 
 
 def sparse(path, size=64 << 30):

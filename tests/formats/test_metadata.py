@@ -5,9 +5,9 @@ import copy
 import json
 
 import pytest
-from formats.layouts import cuts, representable
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from layouts import cuts, representable
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats.metadata import (

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from formats.layouts import cuts, representable
 from hypothesis import given
+from layouts import cuts, representable
 
 from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals
 

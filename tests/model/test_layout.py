@@ -4,31 +4,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import given
+from layouts import cuts
 
 from mindresume.model.layout import TensorLayout, is_scalar, same_shape
-
-
-@st.composite
-def layouts(draw):
-    """(layout, a global shape that divides), of every kind: unused, single, nested axes, any
-    optimizer shard."""
-    matrix = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    assume(math.prod(matrix) <= 64)
-    axes = draw(st.permutations(range(len(matrix))))
-    cuts = []
-    for _ in range(draw(st.integers(0, 3))):
-        count = draw(st.integers(0, min(2, len(axes))))
-        taken, axes = tuple(axes[:count]), axes[count:]
-        cuts.append(-1 if not taken else taken[0] if count == 1 and draw(st.booleans()) else taken)
-    replicas = TensorLayout(matrix, cuts).replicas
-    shards = draw(
-        st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0])
-    )
-    layout = TensorLayout(matrix, cuts, shards)
-    factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
-    return layout, tuple(map(math.prod, zip(factors, layout.counts([0] * len(cuts)), strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +39,7 @@ def test_dp2_tp2(tensor_map, shards, stride, shape, held):
         assert layout.holders(part, shape) == [rank for rank in range(4) if held[rank] == part]
 
 
-@given(layouts())
+@given(cuts(least=0, tuples=True))
 def test_every_element_has_as_many_ranks_as_copies(case):
     layout, shape = case
     count = np.zeros(shape, int)
@@ -69,7 +48,7 @@ def test_every_element_has_as_many_ranks_as_copies(case):
     assert (count == layout.copies).all()
 
 
-@given(layouts())
+@given(cuts(least=0, tuples=True))
 def test_holders_is_the_inverse_of_slices(case):
     layout, shape = case
     held = [layout.slices(rank, shape) for rank in range(layout.stage_size)]
@@ -102,7 +81,7 @@ def test_slices_that_no_rank_holds_have_no_holders(part):
     assert TensorLayout((2, 2), (0,)).holders((part,), (8,)) == []
 
 
-@given(layouts())
+@given(cuts(least=0, tuples=True))
 def test_json_round_trip(case):
     found = TensorLayout.from_json(
         json.loads(json.dumps({**case[0].to_json(), "of a later version": 1}))

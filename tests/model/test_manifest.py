@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import tensor_layouts
 
 from mindresume.errors import RecordError
 from mindresume.model.layout import TensorLayout
@@ -77,23 +78,9 @@ shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 
 
 @st.composite
-def layouts(draw):
-    """Draws any division of the device axes over the dimensions: nested maps, uncut dimensions,
-    unused axes, no dimensions."""
-    matrix = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
-    axes = draw(st.permutations(range(len(matrix))))
-    cuts, rest = [], list(axes)
-    for _ in range(draw(st.integers(0, 3))):
-        taken = draw(st.integers(0, len(rest)))
-        part, rest = tuple(rest[:taken]), rest[taken:]
-        cuts.append(part[0] if len(part) == 1 else part if part else -1)
-    return TensorLayout(matrix, tuple(cuts), draw(st.sampled_from([0, -1, 1])))
-
-
-@st.composite
 def tensor_records(draw):
     """Draws tensors of any layout, with the local shape that follows from the global one."""
-    layout, whole = draw(st.none() | layouts()), draw(st.none() | shapes)
+    layout, whole = draw(st.none() | tensor_layouts()), draw(st.none() | shapes)
     shape = draw(shapes)
     if layout is not None:
         pieces = layout.counts((0,) * len(layout.tensor_map))
@@ -387,6 +374,12 @@ def test_invalid_run_ids_are_refused(name):
         "rank_00000.json",
         "step-0000000015-run-0001-1f3a9c04.tmp",
         ".nfs0001",
+        "step-00000000015-run-0001-0000aaaa",
+        "step-0000000015-run-00001-0000aaaa",
+        "step-٠٠٠٠٠٠٠٠١٥-run-0001-0000aaaa",
+        "step-0000000015-run-٠٠٠١-0000aaaa",
+        f"step-{'9' * 100}-run-0001-0000aaaa",
+        f"step-0000000015-run-{'9' * 100}-0000aaaa",
     ],
 )
 def test_other_names_are_not_attempts(name):
@@ -395,7 +388,15 @@ def test_other_names_are_not_attempts(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["rank_0.json", "rank_00000.json.tmp", ".rank_00000.json.x.mindresume-tmp", "manifest.json"],
+    [
+        "rank_0.json",
+        "rank_00000.json.tmp",
+        ".rank_00000.json.x.mindresume-tmp",
+        "manifest.json",
+        "rank_000001.json",
+        "rank_٠٠٠٠١.json",
+        f"rank_{'9' * 100}.json",
+    ],
 )
 def test_other_names_are_not_records(name):
     assert record_rank(name) is None

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import cuts
 
 from mindresume.model.layout import TensorLayout, shares
 
@@ -21,23 +22,7 @@ def held(draw):
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
     if draw(st.integers(0, 5)) == 0:
         return None, tuple(draw(st.lists(st.integers(0, 5), max_size=3))), itemsize
-    matrix = draw(st.sampled_from(MATRICES))
-    axes, cuts = draw(st.permutations(range(len(matrix)))), []
-    for _ in range(draw(st.integers(0, 3))):
-        count = draw(st.integers(0, min(2, len(axes))))
-        taken, axes = tuple(axes[:count]), axes[count:]
-        cuts.append(taken if count > 1 else taken[0] if taken else -1)
-    replicas = TensorLayout(matrix, cuts).replicas
-    shards = draw(
-        st.sampled_from([-1, 0] + [n for n in range(1, replicas + 1) if replicas % n == 0])
-    )
-    layout = TensorLayout(matrix, cuts, shards)
-    factors = draw(st.lists(st.integers(0, 3), min_size=len(cuts), max_size=len(cuts)))
-    return (
-        layout,
-        tuple(map(math.prod, zip(factors, layout.counts([0] * len(cuts)), strict=True))),
-        itemsize,
-    )
+    return *draw(cuts(st.sampled_from(MATRICES), least=0)), itemsize
 
 
 models = st.dictionaries(st.text("abc.é", min_size=1, max_size=4), held(), max_size=12)

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import layouts
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,39 +28,6 @@ from mindresume.reshard.geometry import (
 
 RELAXED = settings(max_examples=60)
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def layouts(draw):
-    """(layout, global shape that divides): unused, single and nested axes, any optimizer shard,
-    empty and 0-d tensors."""
-    matrix = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
-    axes = draw(st.permutations(range(len(matrix))))
-    tensor_map = []
-    for _ in range(draw(st.integers(0, 3))):
-        count = draw(st.integers(0, min(2, len(axes))))
-        taken, axes = tuple(axes[:count]), axes[count:]
-        tensor_map.append(-1 if not taken else taken[0] if count == 1 else taken)
-    replicas = math.prod(matrix) // math.prod(
-        matrix[-1 - axis]
-        for axes in tensor_map
-        if axes != -1
-        for axis in (axes if isinstance(axes, tuple) else (axes,))
-    )
-    shards = draw(
-        st.sampled_from([-1, 0, *(n for n in range(1, replicas + 1) if replicas % n == 0)])
-    )
-    layout = TensorLayout(matrix, tuple(tensor_map), shards)
-    shape = []
-    for dim, axes in enumerate(tensor_map):
-        count = math.prod(
-            matrix[-1 - axis]
-            for axis in (axes if isinstance(axes, tuple) else (axes,))
-            if axis != -1
-        )
-        count *= (replicas if shards == -1 else max(shards, 1)) if dim == 0 else 1
-        shape.append(count * draw(st.integers(0, 3)))
-    return layout, tuple(shape)
 
 
 @st.composite
@@ -188,7 +156,7 @@ def test_chunks_are_the_tensor_in_its_order(shape, most):
 
 
 @RELAXED
-@given(layouts(), st.integers(1, 40))
+@given(layouts.cuts(least=0), st.integers(1, 40))
 def test_chunks_follow_each_other_in_every_slice(case, most):
     """This makes reading and writing sequential: each slice is covered from its first to its last
     element, in contiguous parts."""
@@ -230,7 +198,7 @@ def test_chunks_have_the_maximum_size(shape, most, count):
 
 
 @RELAXED
-@given(layouts(), st.data())
+@given(layouts.cuts(least=0), st.data())
 def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
     layout, shape = case
     region = data.draw(regions_of(shape))
@@ -254,7 +222,7 @@ def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
 
 
 @RELAXED
-@given(layouts())
+@given(layouts.cuts(least=0))
 def test_slices_of_a_rank_equal_those_of_numpy(case):
     layout, shape = case
     for rank in range(layout.stage_size):
