@@ -1,5 +1,6 @@
-"""The tier in memory with the real Trainer: SIGKILL of all ranks. The loss of a rank or of the node is
-in st/test_supervised_recovery.py; saves that stop the training, and rot, are cases of the judge."""
+"""The tier in memory with the real Trainer: SIGKILL of all ranks. The loss of a rank or of the node
+is in st/test_supervised_recovery.py; saves that stop the training, and rot, are cases of the
+judge."""
 
 from __future__ import annotations
 
