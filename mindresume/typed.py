@@ -129,7 +129,8 @@ def json_value(value: Any, is_text: bool = False) -> Any:
 class Limits:
     """Bounds a value, in an annotation: ``Annotated[int, Limits(1, 8)]``. ``least``, ``most``: of a
     number, of the length of anything else. ``pattern``: of a whole text. ``what``: describes what
-    is allowed, for people. ``accepts``: says whether a value that may be Any is allowed."""
+    is allowed, for people. ``accepts``: says whether a value that may be Any is allowed. Either
+    of the two stands alone."""
 
     least: float = 0
     most: float = math.inf

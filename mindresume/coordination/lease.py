@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Annotated
 
 from mindresume import runtime
@@ -198,13 +199,14 @@ def read_leases(
     its holder counts as alive. ``runs``: only their leases."""
     if runs is None:
         runs = leased_runs(directory.storage.list(directory.path(FOLDER)))
+    runs = list(dict.fromkeys(runs))  # a listing of NFS can name a file twice
     here = _identity(directory) if runs else ""
     rows = parallel(directory.storage, partial(_read_lease, directory, here), runs)
     return (
         [row for row in rows if isinstance(row, LeaseHolder)],
         {
             run: row
-            for run, row in sorted(zip(runs, rows, strict=True))
+            for run, row in sorted(zip(runs, rows, strict=True), key=itemgetter(0))
             if row and isinstance(row, str)
         },
     )

@@ -588,10 +588,20 @@ class Conversion:
                 plan.run,
             )
         manifest = publish_manifest(place, state.step, emit=self._notice)
-        if plan.iteration_dir:
-            publish_iteration(place, state.step, emit=self.emit)
-        else:
-            publish_meta(place, manifest.files[0][0].path, plan.run)
+        try:
+            if plan.iteration_dir:
+                publish_iteration(place, state.step, emit=self.emit)
+            else:
+                publish_meta(place, manifest.files[0][0].path, plan.run)
+        except OSError as error:  # hours of work are not thrown away for a pointer
+            final = self._in_work(iteration_name(state.step))
+            if plan.iteration_dir and self.storage.status(final) is None:
+                raise
+            self.emit(
+                warning(
+                    f"step {state.step} is committed, but its pointers are not updated: {error}"
+                )
+            )
 
     def _notice(self, event: Event) -> None:
         """Emits an event of the commit as a notice: it is no save of a training."""

@@ -339,8 +339,8 @@ def tensor_checksum(file: BinaryIO, entry: TensorEntry, buffer: memoryview | Non
     tensor = xxh3_128()
     buffer = memoryview(bytearray(min(CHUNK, entry.nbytes))) if buffer is None else buffer
     for start, count in entry.ranges:
-        for position in range(start, start + count, CHUNK):
-            piece = buffer[: min(CHUNK, start + count - position)]
+        for position in range(start, start + count, max(len(buffer), 1)):
+            piece = buffer[: start + count - position]
             read_ranges(file, [(position, len(piece))], piece)
             tensor.update(piece)
     return tensor.hexdigest()

@@ -13,7 +13,9 @@ from rank_folders import STORAGE, dir_at, save, simulated
 from mindresume.coordination.lease import BEAT, LeaseHolder, fence, is_alive, lease_holders
 from mindresume.coordination.lease_acquisition import EndedRuns, acquire, next_run
 from mindresume.errors import LeaseHeldError, RecordError
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, encode_head, run_name, run_sequence
+from mindresume.storage.posix import PosixStorage
 from sim.cluster import current_cluster
 
 
@@ -125,6 +127,25 @@ def test_runs_of_dead_processes_have_ended(tmp_path):
     over = EndedRuns(dir_at(tmp_path))
     assert [lease.run in over for lease in (living, dead, far)] == [False, True, False]
     assert run_name(9, "00000009") in over
+
+
+class _ListedTwice(PosixStorage):
+    """An NFS listing of a folder that changes can name a file twice; each reading replaces it."""
+
+    lease = None
+
+    def list(self, path):
+        return sorted(2 * super().list(path))
+
+    def open(self, path):
+        self.lease.beat()
+        return super().open(path)
+
+
+def test_a_lease_that_a_listing_names_twice_is_read_once(tmp_path):
+    lease, storage = publish_lease(tmp_path, ELSEWHERE), _ListedTwice()
+    storage.lease = lease
+    assert len(lease_holders(CheckpointDir(storage, str(tmp_path)))) == 1
 
 
 def test_a_lease_sends_heartbeats_by_itself(tmp_path):

@@ -220,6 +220,8 @@ def test_an_error_or_ctrl_c_at_any_operation(in_memory, root, expected, what, ki
             carry_out(conversion(on(failing, job), out / "new", failing, log.append))
         except (OSError, SaveError, KeyboardInterrupt):
             raised += 1
+            # meta.json is a hint: hours of work are not thrown away for it
+            assert kind == CTRL_C or META not in failing.injector.operations[at - 1].path
             assert not out.exists() or not os.listdir(out) or contents(out / "new") == wanted, (
                 failing.injector.operations[at - 1]
             )
