@@ -403,10 +403,13 @@ def arrangement_of(network: Any) -> dict[str, bool]:
     return {key: bool(getattr(config, key)) for key in keys if hasattr(config, key)}
 
 
-def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool = False) -> list[str]:
+def load_into(
+    network: Any, arrays: dict[str, Any], remove_redundancy: bool = False
+) -> tuple[list[str], list[str]]:
     """Hands the arrays to the parameters without a copy, and empties ``arrays``. With
-    ``remove_redundancy`` replicas receive what other ranks loaded. Returns the names of the
-    network's parameters that got no value.
+    ``remove_redundancy`` replicas receive what other ranks loaded. Returns (names of the network's
+    parameters that got no value, names of arrays that none took). MindSpore tells of a parameter
+    that it skips, such as one that pipeline stages share, only in the second.
 
     Without ``strict_load`` MindSpore gives a parameter that has no array the array of a longer name
     with the same end: that of ``adam_m.weight`` for ``weight``.
@@ -416,7 +419,7 @@ def load_into(network: Any, arrays: dict[str, Any], remove_redundancy: bool = Fa
     parameters = {name: _parameter(name, to_tensor(arrays.pop(name))) for name in list(arrays)}
     return load_param_into_net(
         network, parameters, strict_load=True, remove_redundancy=remove_redundancy
-    )[0]
+    )
 
 
 def pynative_layouts(cell: Any) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class GraphNetwork:
         required = {target.parameter(name) for name in target.shapes if name not in target.optional}
         left = [
             name
-            for name in adapter.load_into(self.cell, arrays, target.deduplicated)
+            for name in adapter.load_into(self.cell, arrays, target.deduplicated)[0]
             if not may_be_absent(name) and (name in required or request.resumes_from_files)
         ]
         if left:

@@ -138,7 +138,7 @@ _LOSS = re.compile(
     rf"\{{ (?:Epoch:\[ *{_FEW}/ *\d+\], )?step:\[ *{_FEW}/ *{_FEW}\], "
     rf"(?:consumed_samples: \d+, global_batch_size: \d+, )?"
     rf"loss:(?:\[{_NUMBER}/{_NUMBER}\]| *{_NUMBER}), "
-    rf".*?per_step_time: *(-?\d{{1,12}})ms, "
+    rf"[^{{]*?per_step_time: *(-?\d{{1,12}})ms, "
 )
 
 

@@ -98,7 +98,7 @@ def device(monkeypatch):
     monkeypatch.setattr(
         adapter,
         "load_into",
-        lambda network, arrays, deduplicated: setattr(network, "taken", dict(arrays)) or [],
+        lambda network, arrays, deduplicated: setattr(network, "taken", dict(arrays)) or ([], []),
     )
 
 

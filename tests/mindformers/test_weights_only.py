@@ -110,7 +110,7 @@ def device(monkeypatch):
 
     def load_into(network, arrays, deduplicated):
         network.loaded = dict(arrays)
-        return [name for name in network.wanted if name not in arrays]
+        return [name for name in network.wanted if name not in arrays], []
 
     monkeypatch.setattr(adapter, "load_into", load_into)
     yield

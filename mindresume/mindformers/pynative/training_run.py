@@ -222,7 +222,8 @@ def restore_parameters(model: Any, optimizer: Any, arrays: Mapping[str, np.ndarr
     left = set(arrays)
     for cell in cells_of(model, optimizer):
         names = left & set(cell.parameters_dict())
-        left -= names.difference(adapter.load_into(cell, {name: arrays[name] for name in names}))
+        _, not_taken = adapter.load_into(cell, {name: arrays[name] for name in names})
+        left -= names.difference(not_taken)
     if left:
         raise LoadError(f"{len(left)} parameters got no value, for example {min(left)}")
 

@@ -277,6 +277,14 @@ def test_an_array_that_nothing_takes_is_an_error():
         )
 
 
+def test_an_array_that_mindspore_skips_is_an_error():
+    """It skips a parameter that pipeline stages share, and names only its array."""
+    model = Model("weight")
+    model.weight.param_info.is_pipeline_shared_param = True
+    with pytest.raises(LoadError, match="1 parameters got no value, for example weight"):
+        training_run.restore_parameters(model, None, {"weight": np.ones(WIDTH, np.float32)})
+
+
 def test_float32_copies_are_taken_from_the_model_if_the_checkpoint_has_none():
     optimizer = Optimizer(Model(), masters=True)
     training_run.refresh_masters(optimizer, ["weight", "adam_m.weight"])
