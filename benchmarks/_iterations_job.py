@@ -19,6 +19,8 @@ from unittest import mock
 import numpy as np
 
 from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import held as region_of
+from mindresume.reshard.geometry import view
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [path for path in (str(ROOT), str(ROOT / "st" / "programs")) if path not in sys.path]
@@ -64,7 +66,7 @@ def whole(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def part(tensors: Model, name: str, rank: int) -> np.ndarray:
     """Returns the slice of a rank."""
     shape, layout = tensors[name]
-    return np.ascontiguousarray(whole(name, shape)[layout.slices(rank, shape)])
+    return np.ascontiguousarray(view(whole(name, shape), region_of(layout, rank, shape)))
 
 
 def spec_of(tensors: Model) -> dict[str, dict[str, Any]]:

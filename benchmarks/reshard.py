@@ -30,8 +30,8 @@ import numpy as np
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, encode_strategy
-from mindresume.model.layout import TensorLayout
-from mindresume.reshard.geometry import cuts, held
+from mindresume.model.layout import TensorLayout, held
+from mindresume.reshard.geometry import cuts, view
 from mindresume.tensor_files import encode
 
 CASES = ("tp=8 > tp=4", "dp=2,tp=2,pp=2,opt=2 > tp=4", "tp=4,dp=2,opt=2 > tp=8", "tp=8 > merged")
@@ -72,9 +72,10 @@ def write_source(folder: Path, strategy: Strategy, tensors: dict[str, Any]) -> N
         layouts = strategy.of_rank(rank)
         arrays = {
             name: np.ascontiguousarray(
-                values(name, tensors[name][0])[
-                    layout.slices(rank % strategy.stage_size, tensors[name][0])
-                ]
+                view(
+                    values(name, tensors[name][0]),
+                    held(layout, rank % strategy.stage_size, tensors[name][0]),
+                )
             )
             for name, layout in layouts.items()
         }
@@ -207,7 +208,7 @@ def check(folder: Path, strategy: Strategy | None, tensors: dict[str, Any]) -> N
         for name, array in arrays.items():
             shape = tensors[name][0]
             part = (
-                strategy.of_rank(rank)[name].slices(rank % strategy.stage_size, shape)
+                held(strategy.of_rank(rank)[name], rank % strategy.stage_size, shape)
                 if strategy
                 else ...
             )

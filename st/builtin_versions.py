@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from mindresume.formats.strategy import Strategy, read_strategy
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
+from mindresume.reshard.geometry import view
 from mindresume.tensor_files import encode, read_header, read_tensor
 from st.releases import HERE
 from st.training_run import ROOT
@@ -119,8 +120,10 @@ def fixture(name: str, step: int = 15) -> tuple[dict[str, np.ndarray], Strategy 
                         expected["tensors"][tensor]["global_shape"],
                     )
                     layout = strategy and strategy.of_rank(int(rank)).get(tensor)
-                    where = layout.slices(int(rank) % strategy.stage_size, shape) if layout else ...
-                    whole.setdefault(tensor, np.zeros(shape, part.dtype))[where] = part
+                    here = whole.setdefault(tensor, np.zeros(shape, part.dtype))
+                    if layout:
+                        here = view(here, held(layout, int(rank) % strategy.stage_size, here.shape))
+                    here[...] = part
     assert step != expected["step"] or {
         tensor: sha256(array) for tensor, array in whole.items()
     } == {tensor: row["sha256"] for tensor, row in expected["tensors"].items()}
@@ -174,7 +177,7 @@ def parts(tensors: Mapping[str, np.ndarray], layouts: Layouts, rank: int) -> dic
     return {
         name: array
         if name in everywhere
-        else array[here[name].slices(rank % strategy.stage_size, array.shape)]
+        else view(array, held(here[name], rank % strategy.stage_size, array.shape))
         for name, array in tensors.items()
         if name in everywhere or name in here
     }

@@ -15,6 +15,7 @@ import numpy as np
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import TRACKER, iteration_name, parse_iteration
 from mindresume.formats.scan import scan
+from mindresume.model.layout import held
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
@@ -26,6 +27,8 @@ from mindresume.model.manifest import (
     read_record,
     record_name,
 )
+from mindresume.reshard.geometry import view
+from mindresume.reshard.geometry import whole as whole_region
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_scalar, read_tensor
 from st.training_run import Run
@@ -198,7 +201,7 @@ def layout_table(root: Path, step: int, legacy: bool = False) -> dict[str, Tenso
 def slices_of(root: Path, step: int, legacy: bool = False) -> list[tuple[str, str]]:
     """(tensor, which slice of it) of everything with a layout in the files of all ranks."""
     return [
-        (name, str(row.layout.slices(rank, row.global_shape)))
+        (name, str(held(row.layout, rank, row.global_shape)))
         for rank, rows in tensors_of_ranks(root, step, legacy).items()
         for name, row in rows.items()
         if row.layout is not None
@@ -245,14 +248,13 @@ def merged(
             record, array = rows.get(name), np.atleast_1d(array)
             cut = record is not None and record.layout is not None
             shape = record.global_shape if cut else array.shape
-            part = record.layout.slices(rank, shape) if cut else ...
-            whole.setdefault(name, np.zeros(shape, array.dtype))
-            known.setdefault(name, np.zeros(shape, bool))
-            before = known[name][part].copy()
-            assert whole[name][part][before].tobytes() == array[before].tobytes(), (
+            region = held(record.layout, rank, shape) if cut else whole_region(shape)
+            values = view(whole.setdefault(name, np.zeros(shape, array.dtype)), region)
+            seen = view(known.setdefault(name, np.zeros(shape, bool)), region)
+            assert values[seen].tobytes() == array[seen].tobytes(), (
                 f"{name} of rank {rank} is not its replicas"
             )
-            whole[name][part], known[name][part] = array, True
+            values[...], seen[...] = array, True
     assert [name for name in known if not known[name].all()] == []
     return whole
 

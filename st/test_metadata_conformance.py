@@ -30,7 +30,16 @@ from mindresume.formats.metadata import (
     read_metadata,
     slice_key,
 )
-from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals, shares
+from mindresume.model.layout import (
+    Region,
+    TensorLayout,
+    fold_optimizer_shards,
+    held,
+    ordinals,
+    shares,
+)
+from mindresume.reshard.geometry import shape_of, view
+from mindresume.reshard.geometry import whole as whole_region
 from st.training_run import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))
@@ -75,14 +84,10 @@ def theirs(layout: TensorLayout, first: int = 0):
     return Layout(layout.device_matrix, names, list(range(first, first + layout.stage_size)))(*cuts)
 
 
-def region_of(layout: TensorLayout | None, shape, number: int) -> tuple[slice, ...]:
+def region_of(layout: TensorLayout | None, shape, number: int) -> Region:
     if layout is None:
-        return tuple(slice(0, size) for size in shape)
-    return layout.slices(ordinals(layout, shape).index(number), shape)
-
-
-def areas(region) -> tuple[tuple[int, int], ...]:
-    return tuple((part.start, part.stop) for part in region)
+        return whole_region(shape)
+    return held(layout, ordinals(layout, shape).index(number), shape)
 
 
 def groups_of(layout: TensorLayout, shape, first: int = 0) -> dict[int, tuple[int, ...]]:
@@ -106,7 +111,7 @@ def test_ordinals_and_regions_are_those_of_mindformers(case, first):
     assert numbers == ordinals(layout, shape)
     for rank, number in enumerate(numbers):
         area = infer_slice_area_by_rank(layout.device_matrix, layout.tensor_map, rank, shape)
-        assert area == areas(region_of(layout, shape, number))
+        assert area == region_of(layout, shape, number)
     head = json.loads(b"".join(encode_metadata([stored_by_all("w", layout, shape, first=first)])))[
         "state_dict_metadata"
     ]["w"]
@@ -226,10 +231,7 @@ def test_metadata_of_a_real_run_is_read(path):
     found = read_metadata(path.read_bytes(), str(path))
     for tensor in found.values():
         for number, copies in tensor.stored.items():
-            shape = [
-                stop - start
-                for start, stop in areas(region_of(tensor.layout, tensor.shape, number))
-            ]
+            shape = list(shape_of(region_of(tensor.layout, tensor.shape, number)))
             for copy in copies:
                 with safe_open(path.parent / copy.file, "np") as file:
                     assert file.get_slice(tensor.name).get_shape() == shape
@@ -341,11 +343,13 @@ def check_load(name: str, tensor: TensorMetadata, files, found, storage, target,
         for source, searched, area in rows:
             # What lies in that file is the slice that we say its rank stored.
             [number] = {number for other, number in files.values() if other == file}
-            held = whole[region_of(tensor.layout, tensor.shape, number)]
-            pieces[searched] = held[tuple(slice(*part) for part in area)]
+            stored = view(whole, region_of(tensor.layout, tensor.shape, number))
+            pieces[searched] = stored[tuple(slice(*part) for part in area)]
             assert source == name
     handler = loader.params_info[name]["reshard_handler"]
-    assert np.array_equal(handler.get_real_tensor(pieces), whole[layout.slices(rank, tensor.shape)])
+    assert np.array_equal(
+        handler.get_real_tensor(pieces), view(whole, held(layout, rank, tensor.shape))
+    )
 
 
 def test_a_parameter_without_layout_is_loaded_from_the_rank_that_stored_it(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from st.training_run import ROOT
 from tests.strategy_files import encode_strategy, write_strategy
 
@@ -188,8 +188,8 @@ def test_a_plan_cuts_as_mindspore_compiles(name, text):
         local = rank % found.stage_size
         for parameter, layout in found.of_rank(rank).items():
             shape = tensors[parameter][0]
-            assert layout.slices(local, shape) == compiled.of_rank(rank)[parameter].slices(
-                local, shape
+            assert held(layout, local, shape) == held(
+                compiled.of_rank(rank)[parameter], local, shape
             ), (rank, parameter)
         assert {
             parameter for parameter in compiled.of_rank(rank) if "accu_grads" not in parameter

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, strategies
 
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
@@ -213,7 +213,7 @@ def test_device_axes_describe_the_same_slices_without_optimizer_shards(data):
         return
     assert plain.optimizer_shards == 0 and plain.stage_size == layout.stage_size
     for rank in range(layout.stage_size):
-        assert plain.slices(rank, shape) == layout.slices(rank, shape)
+        assert held(plain, rank, shape) == held(layout, rank, shape)
 
 
 # ---- folders of real trainings -------------------------------------------------------------------

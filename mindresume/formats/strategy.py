@@ -3,7 +3,7 @@ job. Neither mindspore nor protobuf is imported; field numbers are those of
 ``mindspore/train/node_strategy_pb2.py``.
 
     strategy = read_strategy("output/strategy")  # a folder, or one file: .ckpt (protobuf) or .json
-    strategy.of_rank(5)["embedding.weight"].slices(5 % strategy.stage_size, (8, 4))
+    held(strategy.of_rank(5)["embedding.weight"], 5 % strategy.stage_size, (8, 4))
     encode_strategy({0: strategy.stages[0]})                    # a file that MindSpore reads
 
 MindSpore writes one file per rank, ``ckpt_strategy_rank_<R>.ckpt``, with the parameters of that

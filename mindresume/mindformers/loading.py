@@ -31,12 +31,11 @@ from mindresume.mindformers import auto_transform
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
-from mindresume.model.layout import Layouts
+from mindresume.model.layout import Layouts, Region
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.geometry import Region
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import (
     WORKERS,

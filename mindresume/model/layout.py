@@ -2,8 +2,8 @@
 files.
 
     layout = TensorLayout((2, 2), (0, -1))          # dp 2 x tp 2, rows sharded over tp
-    layout.slices(rank=1, shape=(8, 4))             # (slice(4, 8), slice(0, 4))
-    layout.holders((slice(4, 8), slice(0, 4)), (8, 4))      # [1, 3]
+    held(layout, rank=1, shape=(8, 4))              # ((4, 8), (0, 4))
+    layout.holders(((4, 8), (0, 4)), (8, 4))        # [1, 3]
 
 Ranks are local: they count from 0 within the stage. Shapes are global, in elements. MindSpore is
 not imported.
@@ -31,6 +31,8 @@ MAX_RANKS = 100_000
 MAX_AXES = 32  # axes of a device matrix, and dimensions of a tensor (numpy's limit)
 
 Shape = tuple[int, ...]  # of a tensor, in elements
+# (start, stop) for each dimension of a tensor, in elements; () for a 0-d tensor
+Region = tuple[tuple[int, int], ...]
 
 
 def is_scalar(shape: Sequence[int]) -> bool:
@@ -171,43 +173,19 @@ class TensorLayout:
             size * count for size, count in zip(held, self.counts([0] * len(held)), strict=True)
         )
 
-    def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Returns the part of a tensor of global ``shape`` that local ``rank`` holds. Raises
-        ValueError if the rank or the shape does not fit."""
-        if not 0 <= rank < self.stage_size:
-            raise ValueError(
-                f"rank {rank} is not one of the {self.stage_size} ranks of a stage: {self}"
-            )
-        held = []
-        for dim, (length, axes) in enumerate(zip(self.local_shape(shape), self.axes, strict=True)):
-            index = self._index(rank, axes)
-            if dim == 0:
-                index = (
-                    index * self.optimizer_slices
-                    + self._index(rank, self.unused_axes) % self.optimizer_slices
-                )
-            held.append(slice(index * length, (index + 1) * length))
-        return tuple(held)
-
-    def holders(self, slices: Sequence[slice], shape: Sequence[int]) -> list[int]:
-        """Returns the local ranks, ascending, for which ``slices(rank, shape)`` equals ``slices``;
-        empty if there are none. Raises ValueError if the shape does not fit. The cost grows with
-        the number of holders, not of ranks."""
+    def holders(self, region: Region, shape: Sequence[int]) -> list[int]:
+        """Returns the local ranks, ascending, whose slice (``held``) equals ``region``; empty if
+        there are none. Raises ValueError if the shape does not fit. The cost grows with the number
+        of holders, not of ranks."""
         counts, lengths = self.counts(shape), self.local_shape(shape)
-        if len(slices) != len(shape):
-            raise ValueError(f"{len(slices)} slices for shape {tuple(shape)}")
+        if len(region) != len(shape):
+            raise ValueError(f"a region of {len(region)} dimensions for shape {tuple(shape)}")
         # per dimension the slice, or all if an empty tensor leaves it open
         indices: list[Sequence[int]] = []
-        for part, length, count in zip(slices, lengths, counts, strict=True):
-            found = (
-                range(count)
-                if not length
-                else ()
-                if part.start is None
-                else (part.start // length,)
-            )
+        for part, length, count in zip(region, lengths, counts, strict=True):
+            found = (part[0] // length,) if length else range(count)
             indices.append(
-                [i for i in found if 0 <= i < count and part == slice(i * length, (i + 1) * length)]
+                [i for i in found if 0 <= i < count and part == (i * length, (i + 1) * length)]
             )
         return sorted(
             rank for choice in itertools.product(*indices) for rank in self._ranks(choice)
@@ -292,6 +270,26 @@ class TensorLayout:
         )
         for index in range(replica, self.replicas, self.optimizer_slices):
             yield base + self._offset(index, self.unused_axes)
+
+
+@lru_cache(maxsize=1 << 16)  # a model has thousands of tensors, but few layouts and shapes
+def held(layout: TensorLayout, rank: int, shape: Shape) -> Region:
+    """Returns the slice of a tensor of global ``shape`` that local ``rank`` holds. Raises
+    ValueError if the rank or the shape does not fit."""
+    if not 0 <= rank < layout.stage_size:
+        raise ValueError(
+            f"rank {rank} is not one of the {layout.stage_size} ranks of a stage: {layout}"
+        )
+    region = []
+    for dim, (length, axes) in enumerate(zip(layout.local_shape(shape), layout.axes, strict=True)):
+        index = layout._index(rank, axes)
+        if dim == 0:
+            index = (
+                index * layout.optimizer_slices
+                + layout._index(rank, layout.unused_axes) % layout.optimizer_slices
+            )
+        region.append((index * length, (index + 1) * length))
+    return tuple(region)
 
 
 # ---- slices by number ----------------------------------------------------------------------------

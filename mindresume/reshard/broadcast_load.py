@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.model.layout import Layouts, shares
-from mindresume.reshard.geometry import Region, elements, shape_of, slices_of
+from mindresume.model.layout import Layouts, Region, shares
+from mindresume.reshard.geometry import elements, shape_of
 from mindresume.tensor_files.header import DTYPES
 
 MAX_EXCHANGE_BYTES = 64 << 20  # bytes in one exchange
@@ -75,7 +75,7 @@ def plan_reads(
     mine = {name: region for name, region in regions.items() if name not in held}
     for name in sorted(held):
         layout, full, _ = held[name]
-        holders = layout.holders(slices_of(regions[name]), full)
+        holders = layout.holders(regions[name], full)
         owner = first + next(holder for holder in holders if name in table[holder])
         groups.setdefault((tuple(first + holder for holder in holders), owner), []).append(name)
         if owner == rank:

@@ -27,9 +27,9 @@ from mindresume.formats import Candidate
 from mindresume.formats.consolidated import ConsolidatedWeights
 from mindresume.formats.records import RecordFolder
 from mindresume.formatting import listed
-from mindresume.model.layout import TensorLayout, is_scalar
+from mindresume.model.layout import Region, TensorLayout, is_scalar
 from mindresume.model.manifest import Details
-from mindresume.reshard.geometry import Cut, Region, chunks, cuts, shape_of
+from mindresume.reshard.geometry import Cut, chunks, cuts, shape_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry, read_header

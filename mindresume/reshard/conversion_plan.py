@@ -35,11 +35,12 @@ from mindresume.formats.rank_folders import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import SCALARS
 from mindresume.formatting import listed
+from mindresume.model.layout import Region, held
 from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.geometry import Region, elements, held, shape_of, whole
+from mindresume.reshard.geometry import elements, shape_of, whole
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.tensor_checks import check_order, missing_parameters, prefix_splits
 from mindresume.tensor_files import FilePlan, TensorSpec, encode, plan_file, read_header

@@ -29,10 +29,10 @@ from xxhash import xxh3_128
 from mindresume import runtime
 from mindresume.errors import ConfigError, CorruptFileError, EngineError, SaveError
 from mindresume.events import Emit, Notice, ignore
+from mindresume.model.layout import Region
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
 from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile, in_order
 from mindresume.reshard.geometry import (
-    Region,
     chunks,
     elements,
     offset,

@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindresume.model.layout import TensorLayout
-
-Region = tuple[tuple[int, int], ...]
+from mindresume.model.layout import Region, TensorLayout
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -48,20 +46,9 @@ def within(inner: Region, outer: Region) -> Region:
     )
 
 
-def slices_of(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
-
-
 def view(array: np.ndarray, region: Region) -> np.ndarray:
     """Returns a region of an array as a view; for a 0-d array the whole."""
     return array[(*(slice(start, stop) for start, stop in region), ...)]
-
-
-@lru_cache(maxsize=1 << 16)
-def held(layout: TensorLayout, rank: int, shape: tuple[int, ...]) -> Region:
-    """Returns the region of a tensor of global ``shape`` that local ``rank`` holds. ValueError: see
-    ``TensorLayout.slices``."""
-    return tuple((part.start, part.stop) for part in layout.slices(rank, shape))
 
 
 class Cut(NamedTuple):
@@ -95,7 +82,7 @@ def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) ->
         )
         part = overlap(stored, region) if stored else ()
         if part is not None:
-            found.append(Cut(stored, tuple(layout.holders(slices_of(stored), shape)), part))
+            found.append(Cut(stored, tuple(layout.holders(stored, shape)), part))
     return tuple(found)
 
 

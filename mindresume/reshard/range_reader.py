@@ -20,8 +20,9 @@ import numpy as np
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
+from mindresume.model.layout import Region
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
-from mindresume.reshard.geometry import Region, elements, offset, runs, shape_of, view, within
+from mindresume.reshard.geometry import elements, offset, runs, shape_of, view, within
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry, read_into
 from mindresume.tensor_files.header import DTYPES

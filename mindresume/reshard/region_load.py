@@ -19,12 +19,12 @@ import numpy as np
 from mindresume import runtime
 from mindresume.errors import LoadError
 from mindresume.formatting import counted
-from mindresume.model.layout import Layouts, Shape, TensorLayout, same_shape
+from mindresume.model.layout import Layouts, Region, Shape, TensorLayout, held, same_shape
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
 from mindresume.reshard.conversion_plan import model_names
 from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
-from mindresume.reshard.geometry import Cut, Region, elements, held, shape_of, view, whole, within
+from mindresume.reshard.geometry import Cut, elements, shape_of, view, whole, within
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
 from mindresume.reshard.tensor_checks import check_order, check_replicas
 from mindresume.reshard.translated_view import TranslatedView

@@ -14,6 +14,8 @@ from training_logs import history
 import mindresume
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.strategy import read_strategy
+from mindresume.model.layout import held
+from mindresume.reshard.geometry import view
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import rank_shard, write_shard
 
@@ -56,19 +58,19 @@ def training(tmp_path, small_model):
     for step in STEPS:
         state = replace(state_of(step), metrics={"loss": 5.0 - step / 200})
         for rank in range(WORLD):
-            held = {
-                name: array[layouts[name].slices(rank, array.shape)].copy()
+            shard = {
+                name: view(array, held(layouts[name], rank, array.shape)).copy()
                 if name in layouts
                 else array
                 for name, array in arrays.items()
             }
-            held["step_num"] = held["step_num"] * 0 + step
+            shard["step_num"] = shard["step_num"] * 0 + step
             known = {name: (layout, arrays[name].shape) for name, layout in layouts.items()}
             name = FileName("qwen3", rank, 0, state.epoch, state.step_in_epoch, "safetensors")
             metadata = {"format": "ms", "remove_redundancy": "False"}
             write_shard(
                 target_of(directory, rank, WORLD),
-                rank_shard(name, state, held, known, metadata=metadata),
+                rank_shard(name, state, shard, known, metadata=metadata),
                 saved_at=1.7e9 + step,
             )
         committer = Committer(target_of(directory, 0, WORLD))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from layouts import cuts, representable
 
-from mindresume.model.layout import TensorLayout, fold_optimizer_shards, ordinals
+from mindresume.model.layout import TensorLayout, fold_optimizer_shards, held, ordinals
 
 
 @given(cuts())
@@ -17,8 +17,8 @@ def test_ordinals_number_the_regions_of_the_ranks(case):
     assert set(numbers) == set(range(math.prod(counts)))
     for rank, number in enumerate(numbers):
         indices = np.unravel_index(number, counts) if counts else ()
-        assert layout.slices(rank, shape) == tuple(
-            slice(index * size, (index + 1) * size)
+        assert held(layout, rank, shape) == tuple(
+            (index * size, (index + 1) * size)
             for index, size in zip(indices, layout.local_shape(shape), strict=True)
         )
 
@@ -42,8 +42,8 @@ def test_folded_layouts_have_the_same_slices(case):
         assert not representable(layout)
         return
     assert representable(layout) and found.optimizer_shards == 0
-    assert [found.slices(rank, shape) for rank in range(found.stage_size)] == [
-        layout.slices(rank, shape) for rank in range(layout.stage_size)
+    assert [held(found, rank, shape) for rank in range(found.stage_size)] == [
+        held(layout, rank, shape) for rank in range(layout.stage_size)
     ]
 
 

@@ -8,8 +8,8 @@ from rank_folders import Ranks
 
 from mindresume.mindformers import loading
 from mindresume.mindformers.configuration import LoadRequest
-from mindresume.model.layout import TensorLayout
-from mindresume.reshard.geometry import held, slices_of
+from mindresume.model.layout import TensorLayout, held
+from mindresume.reshard.geometry import view
 from sim.threads import Condition
 
 RANKS = 4
@@ -53,8 +53,7 @@ def broadcaster(monkeypatch):
 def read_regions(weights, regions, *_):
     weights.read.update(regions)
     return {
-        name: np.ascontiguousarray(WHOLE[name][slices_of(region)])
-        for name, region in regions.items()
+        name: np.ascontiguousarray(view(WHOLE[name], region)) for name, region in regions.items()
     }
 
 
@@ -85,7 +84,7 @@ def load(layouts, enabled=True):
 def same(results):
     for _, arrays, regions, _ in results.values():
         assert {name: array.tolist() for name, array in arrays.items()} == {
-            name: WHOLE[name][slices_of(region)].tolist() for name, region in regions.items()
+            name: view(WHOLE[name], region).tolist() for name, region in regions.items()
         }
 
 

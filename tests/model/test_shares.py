@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import cuts
 
-from mindresume.model.layout import TensorLayout, shares
+from mindresume.model.layout import TensorLayout, held, shares
+from mindresume.reshard.geometry import view, whole
 
 RANKS = 8
 MATRICES = [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]
 
 
 @st.composite
-def held(draw):
+def rows(draw):
     """(layout of 8 ranks, shape, itemsize), of every kind; now and then no layout, or an empty
     tensor."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
@@ -25,7 +26,7 @@ def held(draw):
     return *draw(cuts(st.sampled_from(MATRICES), least=0)), itemsize
 
 
-models = st.dictionaries(st.text("abc.é", min_size=1, max_size=4), held(), max_size=12)
+models = st.dictionaries(st.text("abc.é", min_size=1, max_size=4), rows(), max_size=12)
 
 
 @given(models)
@@ -37,7 +38,8 @@ def test_every_element_is_written_by_exactly_one_of_its_ranks(tensors):
         writers = [rank for rank in range(RANKS) if name in found[rank]]
         written = np.zeros(shape, int)
         for rank in writers:
-            written[... if layout is None else layout.slices(rank, shape)] += 1
+            part = whole(shape) if layout is None else held(layout, rank, shape)
+            view(written, part)[...] += 1
         assert (written == 1).all()
         # an empty tensor too is there in all its pieces, which its elements cannot show
         assert len(writers) == (math.prod(layout.counts(shape)) if layout else 1)

@@ -27,8 +27,8 @@ from reshard.plans import (
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import TensorLayout
-from mindresume.reshard.geometry import held, shape_of, slices_of, view, whole, within
+from mindresume.model.layout import TensorLayout, held
+from mindresume.reshard.geometry import shape_of, view, whole, within
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, read_tensor
@@ -57,7 +57,7 @@ def content(weights, name):
             found = read_tensor(file, place.entry)
         assert found.shape == shape_of(cut.stored) and place.rank - tensor.first in cut.holders
         assert place.checksum in (None, array_checksum(found))
-        array[(*slices_of(cut.part), ...)] = view(found, within(cut.part, cut.stored))
+        view(array, cut.part)[...] = view(found, within(cut.part, cut.stored))
     return array
 
 

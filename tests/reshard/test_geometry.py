@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import MODEL, Plan, part_of, region_of
 
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard.geometry import (
     chunks,
     cuts,
     elements,
-    held,
     offset,
     overlap,
     runs,
     shape_of,
-    slices_of,
     view,
     whole,
     within,
@@ -70,15 +68,15 @@ def numbered(shape):
 def test_an_overlap_is_the_common_region(case):
     shape, one, other = case
     marks = np.zeros(shape, int)
-    marks[slices_of(one)] += 1
-    marks[slices_of(other)] += 1
+    view(marks, one)[...] += 1
+    view(marks, other)[...] += 1
     found = overlap(one, other)
     assert found == overlap(other, one)
     if found is None:
         assert 2 not in marks
         return
     mask = np.zeros(shape, bool)
-    mask[slices_of(found)] = True
+    view(mask, found)[...] = True
     assert (mask == (marks == 2)).all() and elements(found) == mask.sum() > 0
 
 
@@ -91,7 +89,7 @@ def test_a_region_within_another_is_found_again(case, data):
         for dim, (a, b) in enumerate(data.draw(regions_of(shape_of(outer))))
     )
     array = numbered(shape)
-    assert (view(view(array, outer), within(inner, outer)) == array[slices_of(inner)]).all()
+    assert (view(view(array, outer), within(inner, outer)) == view(array, inner)).all()
 
 
 @RELAXED
@@ -118,7 +116,7 @@ def test_runs_are_the_region_in_its_order(case):
     length, starts = runs(region, shape)
     starts = list(starts)
     found = [start + i for start in starts for i in range(length)]
-    assert found == numbered(shape)[slices_of(region)].reshape(-1).tolist()
+    assert found == view(numbered(shape), region).reshape(-1).tolist()
     assert starts == sorted(starts)
 
 
@@ -126,7 +124,7 @@ def test_runs_are_the_region_in_its_order(case):
 @given(regions(least=1))
 def test_a_region_that_is_contiguous_is_one_run(case):
     shape, region = case
-    positions = numbered(shape)[slices_of(region)].reshape(-1)
+    positions = view(numbered(shape), region).reshape(-1)
     contiguous = (np.diff(positions) == 1).all()
     length, starts = runs(region, shape)
     if length == elements(region):
@@ -140,7 +138,7 @@ def test_a_region_that_is_contiguous_is_one_run(case):
 @given(regions(least=1))
 def test_the_offset_is_the_position_of_the_first_element(case):
     shape, region = case
-    assert offset(region, shape) == numbered(shape)[slices_of(region)].reshape(-1)[0]
+    assert offset(region, shape) == view(numbered(shape), region).reshape(-1)[0]
 
 
 # ---- chunks --------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def test_the_offset_is_the_position_of_the_first_element(case):
 @given(shapes, st.integers(1, 70))
 def test_chunks_are_the_tensor_in_its_order(shape, most):
     array = numbered(shape)
-    found = [array[slices_of(region)].reshape(-1) for region in chunks(whole(shape), most)]
+    found = [view(array, region).reshape(-1) for region in chunks(whole(shape), most)]
     assert all(0 < chunk.size <= most for chunk in found)
     assert np.concatenate([*found, np.zeros(0, int)]).tolist() == list(range(math.prod(shape)))
 
@@ -168,7 +166,7 @@ def test_chunks_follow_each_other_in_every_slice(case, most):
             if part is None:
                 continue
             length, starts = runs(within(part, region), shape_of(region))
-            in_slice = numbered(shape_of(region))[slices_of(within(part, region))].reshape(-1)
+            in_slice = view(numbered(shape_of(region)), within(part, region)).reshape(-1)
             assert in_slice.tolist() == list(range(position, position + in_slice.size))
             assert next(starts) == offset(within(part, region), shape_of(region)) == position
             assert length == in_slice.size, "in one run, so in one call"
@@ -205,19 +203,17 @@ def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
     array, marks = numbered(shape), np.zeros(shape, int)
     owned = {rank: part_of(array, layout, rank) for rank in range(layout.stage_size)}
     for cut in cuts(layout, shape, region):
-        marks[slices_of(cut.part)] += 1
+        view(marks, cut.part)[...] += 1
         assert elements(cut.part) and list(cut.holders) == sorted(set(cut.holders))
-        piece = array[slices_of(cut.stored)]
+        piece = view(array, cut.stored)
         assert list(cut.holders) == [
             rank for rank, part in owned.items() if np.array_equal(part, piece)
         ]
         assert overlap(cut.stored, region) == cut.part or not shape
         for rank in cut.holders:
-            assert (
-                view(owned[rank], within(cut.part, cut.stored)) == array[slices_of(cut.part)]
-            ).all()
+            assert (view(owned[rank], within(cut.part, cut.stored)) == view(array, cut.part)).all()
     wanted = np.zeros(shape, int)
-    wanted[slices_of(region)] = 1
+    view(wanted, region)[...] = 1
     assert (marks == wanted).all()
 
 

@@ -28,13 +28,13 @@ from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.events import ignore
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, HEAD, inverse_rules, rules
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard import region_load
 from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine, Traffic
-from mindresume.reshard.geometry import held, slices_of, whole
+from mindresume.reshard.geometry import view, whole
 from mindresume.reshard.huggingface import (
     NetworkModel,
     check_network,
@@ -108,7 +108,7 @@ def test_any_region(tmp_path, data):
         start = data.draw(st.integers(0, size - 1))
         region.append((start, data.draw(st.integers(start + 1, size))))
     found = read_regions(weights, {name: tuple(region)})[name]
-    np.testing.assert_array_equal(found, assemble(rules(model), tensors)[name][slices_of(region)])
+    np.testing.assert_array_equal(found, view(assemble(rules(model), tensors)[name], region))
 
 
 def read_network(
@@ -175,9 +175,7 @@ def test_each_rank_reads_its_slices(tmp_path, model, layout):
         same(
             found,
             {
-                name: array[slices_of(held(layout, rank, array.shape))]
-                if array.ndim == 2
-                else array
+                name: view(array, held(layout, rank, array.shape)) if array.ndim == 2 else array
                 for name, array in whole_.items()
             },
         )

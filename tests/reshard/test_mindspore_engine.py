@@ -24,7 +24,7 @@ from mindresume.errors import EngineError, StrategyError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy, decode_strategy
 from mindresume.mindformers import transform_worker
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
@@ -369,9 +369,7 @@ def test_a_complete_result_is_accepted(tmp_path, work, small):
         for name, layout in small.target.layouts(rank).items():
             tensor = found.tensors[name]
             assert (tensor.layout, tensor.first) == (layout, rank // 2 * 2)
-            (cut,) = tensor.cuts(
-                tuple((part.start, part.stop) for part in layout.slices(rank % 2, tensor.shape))
-            )
+            (cut,) = tensor.cuts(held(layout, rank % 2, tensor.shape))
             assert found.locate(name, cut).path == found.path_of(rank // 2 * 2, name)
             assert (
                 array_of(found, name, rank).tobytes()

@@ -16,10 +16,10 @@ from mindresume.errors import ConfigError, CorruptFileError, LoadError, Strategy
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import METADATA, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.model.layout import fold_optimizer_shards, shares
+from mindresume.model.layout import fold_optimizer_shards, held, shares
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import step_view
-from mindresume.reshard.geometry import held, slices_of, whole
+from mindresume.reshard.geometry import view, whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.reshard.step_view import view_of_iteration
@@ -238,7 +238,7 @@ def test_a_load_in_the_same_layout_reads_the_disk_once(tmp_path, plan, keeps_ten
         }
         found = read_regions(weights, regions)
         assert all(
-            found[name].tobytes() == TENSORS[name][slices_of(region)].tobytes()
+            found[name].tobytes() == view(TENSORS[name], region).tobytes()
             for name, region in regions.items()
         )
         cache.clear()

@@ -21,9 +21,9 @@ from reshard.test_huggingface import (
 
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface import copies, rules
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard.checkpoint_view import Tensor
-from mindresume.reshard.geometry import held, slices_of
+from mindresume.reshard.geometry import view
 from mindresume.reshard.range_reader import scale_blocks
 from mindresume.reshard.translated_view import FP8, SCALE, scales_shape, with_scales
 
@@ -139,9 +139,7 @@ def test_each_rank_reads_its_slices(tmp_path, layout):
         same(
             found,
             {
-                name: array[slices_of(held(layout, rank, array.shape))]
-                if array.ndim == 2
-                else array
+                name: view(array, held(layout, rank, array.shape)) if array.ndim == 2 else array
                 for name, array in whole.items()
             },
         )

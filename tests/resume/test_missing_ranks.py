@@ -27,8 +27,9 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.metadata import missing_slices
 from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, held
 from mindresume.model.manifest import Details, TensorRecord, run_name
+from mindresume.reshard.geometry import view
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import replica_sources
@@ -61,9 +62,9 @@ def whole(name, step):
     return np.random.default_rng([len(name), step]).standard_normal(SHAPES[name]).astype(np.float32)
 
 
-def held(rank, step):
+def slices_held(rank, step):
     return {
-        name: np.ascontiguousarray(whole(name, step)[LAYOUTS[name].slices(rank, SHAPES[name])])
+        name: np.ascontiguousarray(view(whole(name, step), held(LAYOUTS[name], rank, SHAPES[name])))
         for name in SHAPES
     }
 
@@ -75,7 +76,7 @@ def shard_of(rank, step, target=None):
         parts = [
             {
                 name: array
-                for name, array in held(rank, step).items()
+                for name, array in slices_held(rank, step).items()
                 if name.startswith("adam") is last
             }
             for last in (False, True)
@@ -92,7 +93,7 @@ def shard_of(rank, step, target=None):
     return rank_shard(
         name_of(rank, step),
         state_of(step),
-        {**held(rank, step), **counters(step)},
+        {**slices_held(rank, step), **counters(step)},
         tables,
         random,
         {"format": "ms", "remove_redundancy": "False"},
@@ -149,7 +150,7 @@ def test_a_subset_of_ranks_that_covers_all_slices_is_a_checkpoint(tmp_path, iter
     )
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
-        for name, array in held(rank, 7).items():
+        for name, array in slices_held(rank, 7).items():
             np.testing.assert_array_equal(arrays[name], array)
         assert choice.shards[rank].state.step == 7
         assert choice.shards[rank].details.random == (
@@ -279,7 +280,7 @@ def foreign(root, step, ranks, fmt="ckpt"):
         path.parent.mkdir(parents=True, exist_ok=True)
         pieces = encode(
             fmt,
-            {**held(rank, step), **counters(step)},
+            {**slices_held(rank, step), **counters(step)},
             {"format": "ms"} if fmt == "safetensors" else {},
         )
         path.write_bytes(b"".join(bytes(piece) for _, piece in pieces))
@@ -302,7 +303,7 @@ def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, 
     for rank in range(WORLD):
         arrays = loaded(choice, rank)
         assert choice.shards[rank].scalars["step_num"] == 7
-        for name, array in held(rank, 7).items():
+        for name, array in slices_held(rank, 7).items():
             np.testing.assert_array_equal(arrays[name], array)
 
 
@@ -410,7 +411,7 @@ def test_the_proof_is_that_of_counting_elements(job):
                 seen = np.zeros(shape, bool)
                 for rank in there:
                     if rank // size == stage:
-                        seen[layout.slices(rank % size, shape)] = True
+                        view(seen, held(layout, rank % size, shape))[...] = True
                 if not seen.all():
                     return True
         return any(not any(rank // size == stage for rank in there) for stage in range(stages))
@@ -429,7 +430,7 @@ def test_the_proof_is_that_of_counting_elements(job):
             for name, (layout, shape) in tables.items():
                 holder = found[f"{stage}.{name}"][0]
                 assert holder in there and holder // size == stage
-                assert layout.slices(holder % size, shape) == layout.slices(rank % size, shape)
+                assert held(layout, holder % size, shape) == held(layout, rank % size, shape)
 
 
 def test_shares_of_several_ranks_are_looked_at_one_by_one():
