@@ -218,7 +218,7 @@ class CheckpointSelector:
     def _start_afresh(self, request: SelectionRequest, path: str) -> None:
         """Emits FreshStart. Raises MissingCheckpointError if weights were requested."""
         drop_cached_files(self.storage)
-        exists = any(gather_results(self.group, partial(_exists, uncached(self.storage), path)))
+        exists = any(gather_results(self.group, partial(_exists, self.storage, path)))
         reason = "holds no checkpoint that was ever complete" if exists else "does not exist"
         if not request.resume:
             raise MissingCheckpointError(

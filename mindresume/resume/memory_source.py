@@ -277,7 +277,7 @@ class MemorySource:
     def _has(self, note: DiskNote, found: Sequence[Candidate], order: list[int] | None) -> bool:
         """Returns whether the disk or the object store has the noted checkpoint, or a newer one.
         ``order``: of the newest that can be used."""
-        storage, is_ours = uncached(self.job.storage), parse_attempt(note.key) is not None
+        storage, is_ours = self.job.storage, parse_attempt(note.key) is not None
         least = order_of(note.key) if is_ours else (run_sequence(note.run), 0)
         if (
             order is not None
@@ -379,7 +379,7 @@ class MemorySource:
         for refusal in refusals:
             if refusal.rank in ranks:
                 with suppress(OSError):
-                    uncached(self.job.storage).remove(
+                    self.job.storage.remove(
                         os.path.join(candidate.records_dir or "", record_name(refusal.rank))
                     )
 
