@@ -161,7 +161,7 @@ class _Share:
 
     def verify(self) -> dict[str, Any]:
         """Returns, for the other ranks, the first refusal; or (rank, path) of each file that is
-        missing, and is replaced."""
+        missing, and is replaced, and on rank 0 what is wrong with the metadata files."""
         job, candidate = self.job, self.candidate
         is_guessed = candidate.missing_ranks and candidate.records_dir is None
         strategy = job.sources.strategy_of(self.directory.root, candidate) if is_guessed else None
@@ -173,7 +173,10 @@ class _Share:
             if isinstance(result, Refusal):
                 return {"refusal": result}
             self.shards.append(result)
-        return {"lost": [row for shard in self.shards for row in shard.missing_files(candidate)]}
+        lost = [row for shard in self.shards for row in shard.missing_files(candidate)]
+        is_first = job.group.rank == 0
+        damaged = damaged_metadata_files(self.directory, candidate) if is_first else []
+        return {"lost": lost, "damaged": [refusal.reason for refusal in damaged]}
 
     def advance(self, count: int) -> None:
         self.done += count
@@ -205,11 +208,6 @@ def verify_on_all_ranks(
     if refusals := refusals_of(rows):
         return refusals
     missing = sorted({(rank, path) for row in rows for rank, path in row.get("lost", ())})
-    damaged = run_on_rank0(
-        job.group,
-        partial(damaged_metadata_files, directory, candidate),
-        Watchdog("checking the metadata files"),
-    )
     return Choice(
         candidate,
         (),
@@ -218,10 +216,7 @@ def verify_on_all_ranks(
         tuple(share.shards),
         directory.root,
         job.policy.full,
-        (
-            *([replica_warning(missing)] if missing else ()),
-            *(refusal["reason"] for refusal in damaged),
-        ),
+        (*([replica_warning(missing)] if missing else ()), *rows[0]["damaged"]),
     )
 
 
