@@ -27,7 +27,7 @@ import threading
 import time as _time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 # all that ``asks_machine`` has returned
@@ -72,14 +72,6 @@ strptime = _time.strptime
 mktime = _time.mktime
 # for records that only people read: a cluster may give one that is less exact
 timestamp = asks_machine(_time.time)
-
-
-class Clock(Protocol):
-    """Time that passes, and can be waited for. This module is one."""
-
-    def monotonic(self) -> float: ...
-
-    def sleep(self, seconds: float) -> None: ...
 
 
 # ---- threads -------------------------------------------------------------------------------------

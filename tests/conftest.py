@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from lease_holders import ManualClock
+from rank_folders import by_clock
 
 from mindresume.coordination import lease as lease_module
 from mindresume.coordination.lease import Lease
@@ -48,6 +50,14 @@ def pytest_terminal_summary(terminalreporter):
     for name, total in quick.items():
         if len(quick) > 100 and total > SHARE * sum(quick.values()):
             terminalreporter.line(f"tests/{name}: {total:.0f} s, and not in tests/slow.txt")
+
+
+@pytest.fixture
+def clock():
+    """A clock that only ``sleep`` advances answers in the place of the machine's."""
+    time = ManualClock()
+    with by_clock(time):
+        yield time
 
 
 @pytest.fixture(scope="session")

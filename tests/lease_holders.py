@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from rank_folders import RUN, dir_at, records_of
+from rank_folders import RUN, STORAGE, by_clock, dir_at, records_of
 
 from mindresume.coordination.lease import (
     LOADING,
@@ -16,6 +16,7 @@ from mindresume.coordination.lease import (
 )
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.events import ignore
+from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 
 ME = holder_of_this_process(SAVING, 4)
@@ -36,10 +37,10 @@ class ManualClock:
         self.also(self.now)
 
 
-def acquire_lease(root, holder=ME, time=None, emit=ignore):
+def acquire_lease(root, holder=ME, time=None, emit=ignore, storage=STORAGE):
     """Acquires the folder without real waiting."""
-    time = time or ManualClock()
-    return acquire(dir_at(root), holder, emit=emit, time=time)
+    with by_clock(time or ManualClock()):
+        return acquire(CheckpointDir(storage, str(root)), holder, emit=emit)
 
 
 def publish_lease(root, holder=ME, sequence=1):

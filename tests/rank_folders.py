@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import mindresume
+from mindresume import runtime
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName, folder_name, meta_json
 from mindresume.model.manifest import TRASH, attempt_name, run_name
@@ -37,6 +38,17 @@ LONGEST = 20_000  # simulated seconds that ranks may take
 
 def dir_at(root: str | Path) -> CheckpointDir:
     return CheckpointDir(STORAGE, str(root))
+
+
+def by_clock(time):
+    """Lets the ``monotonic`` and the ``sleep`` of ``time`` answer for those of the machine."""
+    return runtime.answers(
+        {
+            getattr(runtime, name): getattr(time, name)
+            for name in ("monotonic", "sleep")
+            if hasattr(time, name)
+        }
+    )
 
 
 class _EveryRun:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from fakes import moxing
 
@@ -63,7 +62,9 @@ def failing(name: str, *operations: str, number: int = errno.ESTALE) -> Hooked:
 
 def retrying(driver):
     """Returns an object store that tries again at once."""
-    return RetryingStore(driver, SimpleNamespace(sleep=lambda seconds: None))
+    store = RetryingStore(driver)
+    store.first_pause = 0.0
+    return store
 
 
 def moxing_store():

@@ -15,14 +15,14 @@ import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rank_folders import RUN, Ranks, dir_at, flip_bit, path_of, simulated, write_rank
+from lease_holders import ManualClock
+from rank_folders import RUN, Ranks, by_clock, dir_at, flip_bit, path_of, simulated, write_rank
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import LeaseHolder, read_locks
@@ -115,13 +115,10 @@ class Training(RuleBasedStateMachine):
         self.entries: list[Entry] = []
         self.run: Run | None = None
         self.world, self.run_count, self.copies, self.ticks = 2, 0, 0, 0
-        self.now = 0.0
+        self.time = ManualClock()
 
     def teardown(self):
         shutil.rmtree(self.base)
-
-    def _sleep(self, seconds: float) -> None:
-        self.now += seconds
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -310,12 +307,8 @@ class Training(RuleBasedStateMachine):
         """Starts as ``CheckpointMonitor`` does: lease, suffix, clean-up, commit of complete
         saves."""
         holder = LeaseHolder("saving", "", "simulated", "", 1, 1, 0.0, self.world)
-        run = acquire(
-            CheckpointDir(STORAGE, self.root),
-            holder,
-            1.0,
-            time=SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep),
-        ).run
+        with by_clock(self.time):
+            run = acquire(CheckpointDir(STORAGE, self.root), holder, 1.0).run
         known = [
             parse_name(os.path.basename(path))
             for path in scan_records(CheckpointDir(STORAGE, self.root))[1]
@@ -420,7 +413,7 @@ class Training(RuleBasedStateMachine):
         def work(rank: int) -> None:
             target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)
             saver = SyncSaver(target)
-            saver.committer = Committer(target, policy, time=machine) if rank == 0 else None
+            saver.committer = Committer(target, policy) if rank == 0 else None
             saver.save(Save(self._shard(entry, rank)))
             if all(outcome.saved for outcome in saver.wait(0.0)):
                 said.add(rank)
@@ -428,9 +421,11 @@ class Training(RuleBasedStateMachine):
                 # of simulated seconds: every operation takes some
                 saver.finish(60.0)
 
-        for error in machine.scheduler.run(
-            [lambda rank=rank: work(rank) for rank in range(run.world)]
-        ):
+        with machine.clock():
+            errors = machine.scheduler.run(
+                [lambda rank=rank: work(rank) for rank in range(run.world)]
+            )
+        for error in errors:
             assert error is None or isinstance(error, (Killed, MindResumeError)), repr(error)
         self._saved(entry, said, before)
 

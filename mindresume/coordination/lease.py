@@ -471,8 +471,8 @@ class ReadLocks:
     remembers heartbeats between calls, so that the lock of a reader that died on another machine
     expires. An unreadable lease may lock any checkpoint, for as long."""
 
-    def __init__(self, directory: CheckpointDir, time: runtime.Clock = runtime):
-        self.directory, self._watch = directory, Watch(time.monotonic)
+    def __init__(self, directory: CheckpointDir):
+        self.directory, self._watch = directory, Watch(runtime.monotonic)
 
     def __call__(self) -> Mapping[str, str]:
         held: dict[str, str] = {}

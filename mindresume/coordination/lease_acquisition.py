@@ -54,7 +54,6 @@ def acquire(
     holder: LeaseHolder,
     beat: float = BEAT,
     emit: Emit = ignore,
-    time: runtime.Clock = runtime,
     keep_run_marker: bool = False,
 ) -> Lease:
     """Acquires ``root`` for a job that saves there, as a run later than all before.
@@ -71,7 +70,7 @@ def acquire(
     """
     folder = directory.path(FOLDER)
     directory.storage.make_folder(folder)
-    others = _Others(directory, holder, emit, time)
+    others = _Others(directory, holder, emit)
     dead = others.watch()
     names = directory.storage.list(folder)
     run = holder.run or next_run([*names, *iteration_record_names(directory)])
@@ -96,7 +95,7 @@ def acquire(
         again = next_run(
             [*names, *directory.storage.list(folder), *iteration_record_names(directory)]
         )
-        return acquire(directory, replace(holder, run=again), beat, emit, time, keep_run_marker)
+        return acquire(directory, replace(holder, run=again), beat, emit, keep_run_marker)
     for other in dead:
         emit(StaleLeaseRemoved(other.run, other.host, other.pid))
     _remove_left_over(lease, dead, names)
@@ -122,9 +121,7 @@ def _remove_left_over(lease: Lease, dead: Sequence[LeaseHolder], names: Sequence
     )
 
 
-def check_no_live_job(
-    directory: CheckpointDir, emit: Emit = ignore, time: runtime.Clock = runtime
-) -> None:
+def check_no_live_job(directory: CheckpointDir, emit: Emit = ignore) -> None:
     """Waits like ``acquire``, and acquires nothing. Raises LeaseHeldError if a job that saves into
     ``root`` is or may be alive. A lease that an earlier job of this process has left does not
     count."""
@@ -134,7 +131,7 @@ def check_no_live_job(
         for holder in lease_holders(directory)
         if (holder.machine, holder.pid, holder.started) == (me.machine, me.pid, me.started)
     ]
-    _Others(directory, me, emit, time).watch(own)
+    _Others(directory, me, emit).watch(own)
 
 
 def _publish_and_look(lease: Lease, dead: list[LeaseHolder], others: _Others) -> list[LeaseHolder]:
@@ -185,7 +182,6 @@ class _Others:
     directory: CheckpointDir
     me: LeaseHolder
     emit: Emit
-    time: runtime.Clock
 
     def watch(self, besides: Collection[str] = ()) -> list[LeaseHolder]:
         """Returns the dead holders, without the runs ``besides``. A holder on another machine is
@@ -193,7 +189,7 @@ class _Others:
         process of this machine may end in this time, and an unreadable lease may become readable.
         Time in which this process was suspended itself does not count: a holder may have been, too.
         Raises LeaseHeldError if a holder is or may be alive."""
-        watch, said = Watch(AwakeClock(self.time)), False
+        watch, said = Watch(AwakeClock()), False
         while True:
             now = watch.clock()
             found, unreadable = read_leases(self.directory)
@@ -228,7 +224,7 @@ class _Others:
                 )
                 self.emit(LeaseWatched(lease_path(self.directory, run), run, host, left))
                 said = True
-            self.time.sleep(min(1.0, max(0.01, left)))
+            runtime.sleep(min(1.0, max(0.01, left)))
         self._refuse(alive, states, unreadable)
         return owners
 

@@ -238,15 +238,14 @@ class AwakeClock:
     suspend, a paused container or machine): nobody could make progress then, or be heard of. It is
     read several times a second, and a gap between two readings shows that nobody could."""
 
-    def __init__(self, time: runtime.Clock = runtime):
-        self._time = time
-        self._last = time.monotonic()
+    def __init__(self) -> None:
+        self._last = runtime.monotonic()
         self._lock = runtime.Lock()
         self._gaps: list[tuple[float, float]] = []  # (end, seconds that do not count)
 
     def __call__(self) -> float:
         with self._lock:
-            now = self._time.monotonic()
+            now = runtime.monotonic()
             # a slow disk counts a little, so that no watch is endless
             if now - self._last > _GAP:
                 self._gaps.append((now, now - self._last - _GAP))

@@ -91,14 +91,12 @@ class ExitFile:
         before: as of ``requests``, before the network was compiled; other files are read now.
     """
 
-    def __init__(
-        self, callbacks: Sequence[Any], before: Mapping[str, Version | None], time: runtime.Clock
-    ):
+    def __init__(self, callbacks: Sequence[Any], before: Mapping[str, Version | None]):
         self.path = next(
             (str(other.remote_config_file) for other in callbacks if other.remote_config_file),
             FILE if os.environ.get("MS_ENABLE_GRACEFUL_EXIT") == "1" else "",
         )
-        self._time, self._looked = time, -_FILE_CHECK
+        self._looked = -_FILE_CHECK
         asks = request(self.path) if self.path else None
         # a request that does not count
         self._stale = asks if asks == before.get(self.path, asks) else None
@@ -121,9 +119,9 @@ class ExitFile:
 
     def asks(self) -> bool:
         """Returns whether the file requests a stop now. Looks at it once in a second."""
-        if self._time.monotonic() - self._looked < _FILE_CHECK:
+        if runtime.monotonic() - self._looked < _FILE_CHECK:
             return False
-        self._looked = self._time.monotonic()
+        self._looked = runtime.monotonic()
         asks = request(self.path)
         if asks == self._stale:
             return False
@@ -150,7 +148,6 @@ class PreemptionHandler:
         group: Group,
         seconds: float,
         callbacks: Iterable[Any] = (),
-        time: runtime.Clock = runtime,
         peers: Peers | None = None,
         before: Mapping[str, Version | None] | None = None,
         on_own_signal: Callable[[], None] | None = None,
@@ -158,11 +155,10 @@ class PreemptionHandler:
         self.group = group
         self.seconds = seconds
         self.peers = peers
-        self.time = time
         self.others = [
             callback for callback in callbacks if hasattr(callback, "remote_config_file")
         ]
-        self.file = ExitFile(self.others, before or {}, time)
+        self.file = ExitFile(self.others, before or {})
         self.signalled = False
         # the ranks stop, or this one ends by its own signal
         self._is_decided = False
@@ -227,7 +223,7 @@ class PreemptionHandler:
         if self.peers:
             self.peers.on_peer_state([state for _, _, state in rows])
         self._interval = rows[0][1]
-        self._next, self._asked = step + self._interval, (step, self.time.monotonic())
+        self._next, self._asked = step + self._interval, (step, runtime.monotonic())
         return next((reason for reason in REASONS for row in rows if row[0] == reason), "")
 
     def _own_row(self, step: int) -> list[Any]:
@@ -243,7 +239,7 @@ class PreemptionHandler:
         if self._asked is None:
             return 1
         before, then = self._asked
-        each = max(self.time.monotonic() - then, 1e-6) / max(step - before, 1)
+        each = max(runtime.monotonic() - then, 1e-6) / max(step - before, 1)
         return max(1, min(2 * self._interval, int(self.seconds / each)))
 
 

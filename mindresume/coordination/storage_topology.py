@@ -81,9 +81,7 @@ def single_group(size: int) -> SharedGroups:
     return SharedGroups((0,) * size)
 
 
-def find_shared_groups(
-    directory: CheckpointDir, group: Group, time: runtime.Clock = runtime
-) -> SharedGroups:
+def find_shared_groups(directory: CheckpointDir, group: Group) -> SharedGroups:
     """Finds the groups of ranks that share ``root``. In each container one rank writes a probe
     file; ranks that see the file of another rank, or whose file it sees, share storage with it.
 
@@ -109,7 +107,7 @@ def find_shared_groups(
         gather_results(group, probes.write)
         for attempt in range(LOOKS if all(mount[3] for mount in mounts) else PATIENCE):
             if attempt:
-                time.sleep(1.0)
+                runtime.sleep(1.0)
             rows = gather_results(group, probes.visible)
             leaders = _leaders([int(row, 16) for row in rows], probes.ranks)
             if not any(leaders):

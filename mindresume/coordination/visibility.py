@@ -60,7 +60,6 @@ def wait_until_visible(
     path: str,
     group: Group,
     shared_groups: SharedGroups,
-    time: runtime.Clock = runtime,
 ) -> Visibility:
     """Waits, on all ranks together, until the selecting ranks list all files of the newest saves in
     ``path`` that any rank sees.
@@ -84,7 +83,7 @@ def wait_until_visible(
         unlisted = gather_results(group, partial(view.not_listed, sources, visible))
         if not any(unlisted) or seconds == PATIENCE:
             break
-        time.sleep(1.0)
+        runtime.sleep(1.0)
         now = gather_results(group, view.visible)
         # some may be removed
         visible = [

@@ -236,6 +236,10 @@ class FaultInjector:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
+    def clock(self) -> AbstractContextManager[None]:
+        """Lets simulated time pass in this process."""
+        return runtime.answers({runtime.monotonic: self.monotonic, runtime.sleep: self.sleep})
+
     @contextmanager
     def operation(self, rank: int, name: str, path: str) -> Iterator[bool]:
         """Counts an operation of ``rank``, which the block carries out when it is its turn, and

@@ -181,7 +181,8 @@ def _check_next_run(sandbox: Sandbox, found: Verdict) -> Verdict:
     run, step = len(RUNS) - 1, 90
     targets = [sandbox.target(rank, run, sandbox.storage) for rank in range(sandbox.ranks)]
     try:
-        lease = sandbox.acquire(run, sandbox.storage)
+        with sandbox.injector.clock():
+            lease = sandbox.acquire(run, sandbox.storage)
         for target in targets:
             clean_own_folder(target)
         Committer(targets[0]).recover()

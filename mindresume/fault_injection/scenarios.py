@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -67,7 +68,7 @@ class Sandbox:
         )
 
     def committer(self, run: int, policy: Policy = KEEP_ALL) -> Committer:
-        return Committer(self.target(0, run), policy, time=self.injector)
+        return Committer(self.target(0, run), policy)
 
     def acquire(self, run: int, storage: Storage) -> Lease:
         """Acquires the folder, as rank 0 does at the start of a run."""
@@ -76,7 +77,6 @@ class Sandbox:
             CheckpointDir(storage, self.root),
             holder,
             1.0,
-            time=self.injector,
             keep_run_marker=self.format == ITERATION,
         )
 
@@ -162,7 +162,9 @@ class Scenario:
         results: list[object] = []
         for phase in (self.begin, self.work) if self.starts else (self.work,):
             works = [partial(self._run_rank, phase, sandbox, rank) for rank in range(sandbox.ranks)]
-            results += sandbox.injector.scheduler.run(works)
+            # a writer thread waits by the real clock
+            with nullcontext() if self.background else sandbox.injector.clock():
+                results += sandbox.injector.scheduler.run(works)
         return results
 
     def _run_rank(
@@ -205,7 +207,7 @@ class Scenario:
         for step in self.steps:
             saver.save(Save(shard(target, step, sandbox.format)))
             outcomes = saver.wait(COMMITTED)
-            # a writer thread would wait for other ranks by the real clock
+            # a writer thread would wait for other ranks
             if step == self.steps[-1]:
                 outcomes += saver.finish(0.0 if self.background else 5.0)
             for outcome in outcomes:

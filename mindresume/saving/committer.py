@@ -104,12 +104,10 @@ class Committer:
         target: SaveTarget,
         policy: Policy = KEEP_ALL,
         emit: Emit = ignore,
-        time: runtime.Clock = runtime,
     ):
         self.target = target
         self.policy = policy
         self.emit = emit
-        self.time = time
         self.pending: list[int] = []
         self.committed: list[int] = []
         self._emitted: set[Event] = set()
@@ -166,9 +164,9 @@ class Committer:
 
         Raises OSError, after the events, if it is not known which ranks have recorded a step: all
         may have, so the training ends with an error, and the next start commits it."""
-        until = self.time.monotonic() + timeout
-        while self.poll() and self.time.monotonic() < until:
-            self.time.sleep(pause)
+        until = runtime.monotonic() + timeout
+        while self.poll() and runtime.monotonic() < until:
+            runtime.sleep(pause)
         self.poll(by_name=True)
         left: dict[int, list[int]] = {}
         unknown: OSError | None = None

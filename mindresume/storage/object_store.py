@@ -30,8 +30,6 @@ from mindresume.errors import ConfigError, RemoteError
 Result = TypeVar("Result")
 
 TRIES = 4
-# seconds before the second try; each further pause is four times as long
-FIRST_PAUSE = 1.0
 PACKAGES = {
     "s3": "mindresume[s3]",
     "s3a": "mindresume[s3]",
@@ -98,11 +96,13 @@ class RetryingStore:
 
     Args:
         driver: its errors can be of any type; all become RemoteErrors.
-        time: waits between two tries.
     """
 
-    def __init__(self, driver: Driver, time: runtime.Clock = runtime):
-        self.driver, self.time = driver, time
+    # seconds before the second try; each further pause is four times as long
+    first_pause = 1.0
+
+    def __init__(self, driver: Driver):
+        self.driver = driver
 
     def list(self, prefix: str) -> list[str]:
         return self._tried("listed", prefix, self.driver.list)
@@ -156,7 +156,7 @@ class RetryingStore:
         Raises:
             RemoteError: The last try failed, or a permanent error occurred.
         """
-        pause = FIRST_PAUSE
+        pause = self.first_pause
         for number in range(1, TRIES + 1):
             try:
                 if number > 1:
@@ -170,7 +170,7 @@ class RetryingStore:
                         f"{url} could not be {what}{tried}: {type(error).__name__}: {error}. Check "
                         "that the bucket exists and that this job may read and write it"
                     ) from error
-            self.time.sleep(pause)
+            runtime.sleep(pause)
             pause *= 4
         raise AssertionError("unreachable")
 

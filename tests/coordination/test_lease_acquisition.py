@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder, publish_lease
-from rank_folders import STORAGE, dir_at, save
+from rank_folders import STORAGE, by_clock, dir_at, save
 
 from mindresume.coordination import lease as lease_module
 from mindresume.coordination.lease import BEAT, Lease, fence, lease_holders, lease_path
@@ -215,7 +215,7 @@ def test_a_mount_that_shows_old_contents_makes_no_job_look_dead(tmp_path):
     other = publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock(lambda now: other.beat())
     with pytest.raises(LeaseHeldError, match="node7"):
-        acquire(CheckpointDir(OldContent(), str(tmp_path)), ME, time=time)
+        acquire_lease(tmp_path, time=time, storage=OldContent())
     assert [holder.run for holder in lease_holders(CheckpointDir(STORAGE, str(tmp_path)))] == [
         other.run
     ]
@@ -291,7 +291,7 @@ def test_one_of_two_concurrent_jobs_acquires_the_folder_and_keeps_it(tmp_path, t
     def begin(holder, storage):
         time = ManualClock(lambda now: [lease.beat() for lease in acquired])
         with suppress(LeaseHeldError):
-            acquired.append(acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time))
+            acquired.append(acquire_lease(tmp_path, holder, time=time, storage=storage))
         for lease in acquired:
             fence(dir_at(tmp_path), lease.run)
 
@@ -311,7 +311,7 @@ def test_the_earlier_of_two_concurrent_jobs_waits_for_the_later_to_give_way(tmp_
     holder = replace(ME, run=run_name(1, "88888888"))
     # watched, listed, written: now it gets its name
     storage = During(4, lambda: rival.publish())
-    lease = acquire(CheckpointDir(storage, str(tmp_path)), holder, time=time)
+    lease = acquire_lease(tmp_path, holder, time=time, storage=storage)
     assert 0 < time.now < 3 and os.listdir(tmp_path / FOLDER) == [f"claim-{lease.run}.json"]
 
 
@@ -321,7 +321,7 @@ def test_the_earlier_of_two_concurrent_jobs_gives_way_if_the_later_has_acquired_
     rival = rival_of(tmp_path, "ffffffff")
     time, holder = ManualClock(lambda now: rival.beat()), replace(ME, run=run_name(1, "88888888"))
     with pytest.raises(LeaseHeldError, match="run 0001-ffffffff on host node7"):
-        acquire(CheckpointDir(During(4, lambda: rival.publish()), str(tmp_path)), holder, time=time)
+        acquire_lease(tmp_path, holder, time=time, storage=During(4, lambda: rival.publish()))
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"] and time.now < 3
 
 
@@ -385,7 +385,7 @@ def test_a_job_that_waited_for_a_later_name_lists_again(tmp_path):
         rival.beat()
 
     time = ManualClock(ends)
-    run = acquire(CheckpointDir(Remembering(begins), str(tmp_path)), ME, time=time).run
+    run = acquire_lease(tmp_path, time=time, storage=Remembering(begins)).run
     assert run_sequence(run) == 2 and 5 < time.now < 8
     fence(dir_at(tmp_path), run)
 
@@ -450,11 +450,11 @@ def test_a_lease_that_is_unreadable_for_a_moment_counts(tmp_path):
     """The running job was fenced because the second job did not see its lease."""
     publish_lease(tmp_path, ME)
     with pytest.raises(LeaseHeldError, match="is in use: run 0001"):
-        acquire(CheckpointDir(Stale(1), str(tmp_path)), ME, time=(time := ManualClock()))
+        acquire_lease(tmp_path, time=(time := ManualClock()), storage=Stale(1))
     publish_lease(tmp_path, ELSEWHERE)
     time = ManualClock()
     # silent since it could be read
-    lease = acquire(CheckpointDir(Stale(5), str(tmp_path)), ME, time=time)
+    lease = acquire_lease(tmp_path, time=time, storage=Stale(5))
     assert run_sequence(lease.run) == 2 and BEAT * PATIENCE + 4 <= time.now < BEAT * PATIENCE + 6
 
 
@@ -493,7 +493,7 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
     with pytest.raises(
         LeaseHeldError, match="by which run 0001-ffffffff says that it saves there, cannot be read"
     ):
-        acquire(CheckpointDir(Late(0), str(tmp_path)), ME, time=time)
+        acquire_lease(tmp_path, time=time, storage=Late(0))
     assert os.listdir(tmp_path / FOLDER) == [f"claim-{rival.run}.json"]
 
 
@@ -505,7 +505,8 @@ def test_an_unreadable_lease_counts_between_two_concurrent_jobs(tmp_path):
 def test_the_holders_own_heartbeat_interval_counts(tmp_path, mine, theirs):
     publish_lease(tmp_path, replace(ELSEWHERE, every=theirs))
     time = ManualClock()
-    lease = acquire(CheckpointDir(STORAGE, str(tmp_path)), ME, mine, time=time)
+    with by_clock(time):
+        lease = acquire(dir_at(tmp_path), ME, mine)
     assert theirs * PATIENCE <= time.now < theirs * PATIENCE + 1.5
     assert (
         lease_holders(dir_at(tmp_path))[0].every == mine
@@ -547,12 +548,12 @@ def test_a_lease_of_an_earlier_version_has_the_default_heartbeat_interval(tmp_pa
     )
 
 
-def test_a_failed_training_of_this_process_does_not_count_as_another_job(tmp_path):
-    left, time = acquire_lease(tmp_path), ManualClock()
-    check_no_live_job(CheckpointDir(STORAGE, str(tmp_path)), time=time)
-    assert time.now == 0
+def test_a_failed_training_of_this_process_does_not_count_as_another_job(tmp_path, clock):
+    left = acquire_lease(tmp_path)
+    check_no_live_job(dir_at(tmp_path))
+    assert clock.now == 0
     left.release()
     other = publish_lease(tmp_path, ELSEWHERE, 7)
-    time.also = lambda now: other.beat()
+    clock.also = lambda now: other.beat()
     with pytest.raises(LeaseHeldError, match="run 0007-0000aaaa"):
-        check_no_live_job(CheckpointDir(STORAGE, str(tmp_path)), time=time)
+        check_no_live_job(dir_at(tmp_path))

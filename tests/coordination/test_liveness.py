@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -127,20 +126,18 @@ def test_a_process_with_sigkill_pending_is_neither_alive_nor_dead(
     assert is_running(4711, 22) is expected
 
 
-def test_of_a_gap_between_two_readings_ten_seconds_count():
-    now = [0.0]
-    clock = AwakeClock(SimpleNamespace(monotonic=lambda: now[0]))
+def test_of_a_gap_between_two_readings_ten_seconds_count(clock):
+    awake = AwakeClock()
     readings = []
     for moment in (1.0, 9.0, 5009.0, 5010.0):
-        now[0] = moment
-        readings.append(clock())
-    assert readings == [1.0, 9.0, 19.0, 20.0] and clock.at(8.0) == 8.0 and clock.at(5009.5) == 19.5
+        clock.now = moment
+        readings.append(awake())
+    assert readings == [1.0, 9.0, 19.0, 20.0] and awake.at(8.0) == 8.0 and awake.at(5009.5) == 19.5
 
 
-def test_who_reads_it_rarely_waits_longer_and_not_for_ever():
-    now = [0.0]
-    clock = AwakeClock(SimpleNamespace(monotonic=lambda: now[0]))
+def test_who_reads_it_rarely_waits_longer_and_not_for_ever(clock):
+    awake = AwakeClock()
     for _ in range(5):
-        now[0] += 60.0
-        clock()
-    assert clock() == 50.0
+        clock.now += 60.0
+        awake()
+    assert awake() == 50.0

@@ -9,6 +9,7 @@ import pytest
 from rank_folders import Ranks
 from senders import from_outside
 
+from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.preemption import (
     BY_FILE,
@@ -23,15 +24,7 @@ from mindresume.coordination.preemption import (
 )
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
-def trained(leaving, clock, steps, each, asked=None, last=1000):
+def trained(leaving, steps, each, asked=None, last=1000):
     """Runs steps of ``each`` seconds until a rank leaves. Returns (step, reason) and the steps at
     which the ranks exchanged."""
     exchanges, gather = [], leaving.group.gather
@@ -42,7 +35,7 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
 
     leaving.group.gather = counted
     for step in range(1, steps + 1):
-        clock.now += each
+        runtime.sleep(each)
         leaving.step = step
         if step == asked:
             leaving.signalled, leaving._senders.look = True, lambda: OTHER
@@ -55,10 +48,8 @@ def trained(leaving, clock, steps, each, asked=None, last=1000):
 @pytest.mark.parametrize("asked, rank", [(1, 0), (17, 3), (40, 1), (99, 2)])
 def test_all_ranks_leave_at_the_same_step(asked, rank):
     def work(group):
-        clock, when = Clock(), asked if group.rank == rank else None
-        return trained(
-            PreemptionHandler(group, 5.0, time=clock), clock, 200, 0.5 + 0.01 * group.rank, when
-        )
+        when = asked if group.rank == rank else None
+        return trained(PreemptionHandler(group, 5.0), 200, 0.5 + 0.01 * group.rank, when)
 
     results = Ranks(4).run(work)
     (left,) = {(step, reason) for step, reason, _ in results}
@@ -71,8 +62,7 @@ def test_ranks_exchange_about_every_interval():
     every 50th."""
 
     def work(group):
-        clock = Clock()
-        return trained(PreemptionHandler(group, 5.0, time=clock), clock, 1000, 0.1)[2]
+        return trained(PreemptionHandler(group, 5.0), 1000, 0.1)[2]
 
     (exchanges,) = {tuple(found) for found in Ranks(2).run(work)}
     assert exchanges[:6] == (1, 2, 4, 8, 16, 32) and 15 <= len(exchanges) <= 30
@@ -83,8 +73,7 @@ def test_ranks_exchange_about_every_interval():
 
 def test_ranks_exchange_after_each_slow_step():
     def work(group):
-        clock = Clock()
-        return trained(PreemptionHandler(group, 5.0, time=clock), clock, 10, 8.0)[2]
+        return trained(PreemptionHandler(group, 5.0), 10, 8.0)[2]
 
     assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
 
@@ -182,12 +171,11 @@ def test_the_sender_is_known_although_a_callback_has_replaced_the_handler():
         leaving.close()
 
 
-def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
+def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch, clock):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MS_ENABLE_GRACEFUL_EXIT", raising=False)
-    clock = Clock()
     named = SimpleNamespace(remote_config_file=str(tmp_path / "mine.json"), exit=False)
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [object(), named], clock)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [object(), named])
     assert leaving.check(1) == ""
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
     assert leaving.check(2) == ""  # looked at a moment ago
@@ -203,13 +191,13 @@ def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
-def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again):
+def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again, clock):
     """The file ended the previous training. Neither our callback nor MindSpore's reacts to it until
     it is written again; a warning says so."""
-    path, clock = tmp_path / "mine.json", Clock()
+    path = tmp_path / "mine.json"
     path.write_text('{"GracefulExit": 1}')
     callback = SimpleNamespace(remote_config_file=str(path), exit=False)
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], clock)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
     assert str(path) in leaving.file.ignored and "Set GracefulExit to 0" in leaving.file.ignored
     for step in range(1, 4):
         clock.now += 1
@@ -235,11 +223,9 @@ def test_a_request_while_the_network_is_compiled_counts(tmp_path):
         "graceful_exit.json": None
     }
     (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], Clock(), before=before)
+    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], before=before)
     assert not leaving.file.ignored and leaving.check(1) == BY_FILE
-    stays = PreemptionHandler(
-        SingleProcess(), 5.0, [callback], Clock(), before={path: request(path)}
-    )
+    stays = PreemptionHandler(SingleProcess(), 5.0, [callback], before={path: request(path)})
     assert stays.file.ignored and stays.check(1) == ""
 
 

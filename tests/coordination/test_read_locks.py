@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from lease_holders import ELSEWHERE, ManualClock, acquire_lease, dead_holder, publish_lease
@@ -131,59 +130,54 @@ def test_a_lock_of_a_dead_reader_does_not_count(tmp_path):
     assert read_locks(dir_at(tmp_path)) == {} and lease_holders(dir_at(tmp_path)) == []
 
 
-def test_a_lock_of_another_host_expires_without_heartbeats(tmp_path):
+def test_a_lock_of_another_host_expires_without_heartbeats(tmp_path, clock):
     reader = publish_lease(
         tmp_path, replace(ELSEWHERE, purpose="loading", holds=("step-x",)), sequence=0
     )
-    now = [0.0]
-    seen = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0]))
+    seen = ReadLocks(dir_at(tmp_path))
     assert set(seen()) == {"step-x"}
-    now[0] = BEAT * GIVEN_UP
+    clock.now = BEAT * GIVEN_UP
     reader.beat()
     assert set(seen()) == {"step-x"}
-    now[0] += BEAT * GIVEN_UP
+    clock.now += BEAT * GIVEN_UP
     assert set(seen()) == {"step-x"}
-    now[0] += 1
+    clock.now += 1
     assert seen() == {}
 
 
-def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path):
+def test_an_unreadable_read_lock_protects_every_checkpoint(tmp_path, clock):
     save(tmp_path, 5, 1)
     save(tmp_path, 10, 1)
     names = {name for name in os.listdir(tmp_path / FOLDER)}
     reader = publish_lease(
         tmp_path, replace(ELSEWHERE, purpose="loading", holds=(min(names),)), sequence=0
     )
-    path, now = tmp_path / FOLDER / f"claim-{reader.run}.json", [0.0]
-    seen, content = (
-        ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0])),
-        path.read_bytes(),
-    )
+    path = tmp_path / FOLDER / f"claim-{reader.run}.json"
+    seen, content = ReadLocks(dir_at(tmp_path)), path.read_bytes()
     path.write_bytes(b"x")
     assert set(seen()) == names and "cannot be read" in seen()[min(names)]
     # a reader does not stop a job from saving
-    acquire_lease(tmp_path, time=(time := ManualClock()))
-    assert time.now == 0
-    now[0] = BEAT * GIVEN_UP
+    acquire_lease(tmp_path, time=clock)
+    assert clock.now == 0
+    clock.now = BEAT * GIVEN_UP
     assert set(seen()) == names
-    now[0] += 1
+    clock.now += 1
     assert seen() == {} and path.exists()
     path.write_bytes(content)
     assert set(seen()) == {min(names)}
 
 
-def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path):
+def test_a_reader_with_rare_heartbeats_gets_more_time(tmp_path, clock):
     publish_lease(
         tmp_path,
         replace(ELSEWHERE, purpose="loading", holds=("step-x",), every=2 * BEAT),
         sequence=0,
     )
-    now = [0.0]
-    seen = ReadLocks(dir_at(tmp_path), time=SimpleNamespace(monotonic=lambda: now[0]))
+    seen = ReadLocks(dir_at(tmp_path))
     assert set(seen()) == {"step-x"}
-    now[0] = BEAT * GIVEN_UP + 1
+    clock.now = BEAT * GIVEN_UP + 1
     assert set(seen()) == {"step-x"}
-    now[0] = 2 * BEAT * GIVEN_UP + 1
+    clock.now = 2 * BEAT * GIVEN_UP + 1
     assert seen() == {}
 
 

@@ -3,11 +3,11 @@
 import io
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from rank_folders import EVERY_RUN, STORAGE, Ranks, dir_at, save, target_of, write_rank
 
+from mindresume import runtime
 from mindresume.coordination import lease, storage_topology
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import (
@@ -103,13 +103,10 @@ def test_other_machines_that_see_the_same_folder(tmp_path, monkeypatch):
 
 class Late(PosixStorage):
     """A host that lists files of other hosts only after ``seconds``, and with ``by_name`` finds
-    them by name as late. ``now`` advances when its ranks sleep."""
+    them by name as late. ``now``: when its ranks looked last."""
 
     def __init__(self, seconds, by_name=True):
         self.now, self.seconds, self.by_name, self.mine = 0.0, seconds, by_name, set()
-
-    def sleep(self, seconds):
-        self.now += seconds / 2  # two ranks of this host do
 
     def rename(self, old, new):
         self.mine.add(os.path.basename(new))
@@ -119,6 +116,7 @@ class Late(PosixStorage):
         return name.startswith("probe-") and name not in self.mine and self.now < self.seconds
 
     def list(self, folder):
+        self.now = runtime.monotonic()
         return [name for name in super().list(folder) if not self._hidden(name)]
 
     def status(self, path):
@@ -132,7 +130,7 @@ def looked_from(tmp_path, hosts, local=False):
 
     def work(group):
         host = hosts[group.rank // 2]
-        return find_shared_groups(CheckpointDir(host, str(tmp_path)), group, host)
+        return find_shared_groups(CheckpointDir(host, str(tmp_path)), group)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_topology, "is_local", lambda path: local)
@@ -165,9 +163,6 @@ def test_a_listing_that_is_too_old_leaves_no_folder(tmp_path):
             names = super().list(folder)
             self.shown |= {name for name in names if name.startswith("probe-")}
             return sorted({*names, *self.shown}) if folder.endswith(FOLDER) else names
-
-        def sleep(self, seconds):
-            pass
 
     assert looked_from(tmp_path, [Old(), Old()]) == (0, 0, 0, 0)
 
@@ -225,16 +220,16 @@ def test_probe_files_of_a_job_killed_long_ago_are_removed(tmp_path, nodes):
     )
 
 
-def test_an_interrupted_wait_leaves_no_probe_files(tmp_path):
+def test_an_interrupted_wait_leaves_no_probe_files(tmp_path, monkeypatch):
     def sleep(seconds):
         raise RuntimeError("interrupted")
 
+    monkeypatch.setattr(runtime, "sleep", sleep)
     for name in "ab":
         (tmp_path / name).mkdir()
-    time = SimpleNamespace(sleep=sleep)
     found = Ranks(2).run(
         lambda group: find_shared_groups(
-            CheckpointDir(STORAGE, str(tmp_path / "ab"[group.rank])), group, time
+            CheckpointDir(STORAGE, str(tmp_path / "ab"[group.rank])), group
         )
     )
     assert [str(error) for error in found] == ["interrupted"] * 2

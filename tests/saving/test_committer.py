@@ -1,7 +1,6 @@
 import errno
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from rank_folders import (
@@ -93,34 +92,27 @@ def test_a_file_that_is_not_as_recorded_is_not_committed(tmp_path):
     ) and "net_rank_1-1_5.safetensors" in delayed.reason
 
 
-def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path):
-    now, events = [0.0], []
+def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path, clock):
+    events = []
     committer = Committer(
         target_of(tmp_path, 0, 4),
         emit=events.append,
-        time=SimpleNamespace(
-            monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
-        ),
     )
     write_rank(tmp_path, 5, 0, 4)
     write_rank(tmp_path, 5, 2, 4)
     committer.poll(5)
     assert committer.finish(timeout=10.0, pause=0.5) == {5: [1, 3]}
-    assert 10.0 <= now[0] <= 11.0
+    assert 10.0 <= clock.now <= 11.0
     assert [(type(event), event.step, event.missing_ranks) for event in events] == [
         (SaveAbandoned, 5, (1, 3))
     ]
 
 
-def test_the_end_commits_what_arrives_late(tmp_path):
+def test_the_end_commits_what_arrives_late(tmp_path, clock):
     write_rank(tmp_path, 5, 0, 2)
 
-    def sleep(seconds):
-        write_rank(tmp_path, 5, 1, 2)
-
-    committer = Committer(
-        target_of(tmp_path, 0, 2), time=SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
-    )
+    clock.also = lambda now: write_rank(tmp_path, 5, 1, 2)
+    committer = Committer(target_of(tmp_path, 0, 2))
     committer.poll(5)
     assert committer.finish(timeout=1.0) == {} and steps(tmp_path) == [5]
 
@@ -291,17 +283,14 @@ def test_the_manifest_merges_the_metrics_of_all_ranks_and_rank_0_wins(tmp_path):
 # ---- a step that cannot be committed, or not yet -------------------------------------------------
 
 
-def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path):
+def test_the_reason_is_emitted_once_and_again_at_the_end(tmp_path, clock):
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
     path_of(tmp_path, 5, 1).write_bytes(b"short")
-    now, events = [0.0], []
+    events = []
     committer = Committer(
         target_of(tmp_path, 0, 2),
         emit=events.append,
-        time=SimpleNamespace(
-            monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
-        ),
     )
     committer.poll(5)
     assert committer.finish(timeout=60.0) == {5: []}
@@ -387,16 +376,15 @@ def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
     assert committer.poll() == [] and sorted(committer.committed) == list(range(1, 9))
 
 
-def test_a_folder_that_cannot_be_read_at_the_end_is_an_error_after_the_event(tmp_path):
+def test_a_folder_that_cannot_be_read_at_the_end_is_an_error_after_the_event(tmp_path, clock):
     class Gone(PosixStorage):
         def list(self, folder):
             raise OSError(errno.ESTALE, "Stale file handle", folder)
 
-    events, now = [], iter(range(100))
+    events = []
     committer = Committer(
         replace(target_of(tmp_path, 0, 1), storage=Gone()),
         emit=events.append,
-        time=SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None),
     )
     committer.poll(5)
     with pytest.raises(OSError, match="Stale file handle"):

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
-from mindresume.coordination.lease_acquisition import acquire, check_no_live_job, next_run
+from mindresume.coordination.lease_acquisition import acquire, next_run
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, RemoteError
 from mindresume.events import (
     WARNING,
@@ -377,11 +376,7 @@ def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
     unfinished_afresh(world, [1])
     lease = acquire(dir_at(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
     before = content(world.disk)
-    times = iter(range(0, 10_000, 60))
-    time = SimpleNamespace(monotonic=lambda: next(times), sleep=lambda seconds: None)
-    monkeypatch.setattr(
-        garbage_collector, "check_no_live_job", partial(check_no_live_job, time=time)
-    )
+
     with pytest.raises(CollectiveError, match="run 0002-0000bbbb on host"):
         world.restore_all()
     assert content(world.disk) == before

@@ -4,7 +4,6 @@ attempt."""
 import errno
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import iteration_folders
 import pytest
@@ -289,15 +288,13 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
     assert saver.poll()[0].saved and hidden(tmp_path) == []
 
 
-def test_rank_0_saves_a_step_again_that_is_committed(tmp_path):
+def test_rank_0_saves_a_step_again_that_is_committed(tmp_path, clock):
     """Its writer was killed before it could report the save."""
     save_all("2.0", tmp_path, 10)
     target = target_of("2.0", tmp_path, 0)
     saver = SyncSaver(target)
-    saver.committer = Committer(
-        target,
-        time=SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: pytest.fail("it waits")),
-    )
+    saver.committer = Committer(target)
+    clock.also = lambda now: pytest.fail("it waits")
     saver.save(Save(shard_of(target, 10)))
     assert saver.finish(600.0)[0].saved and saver.committer.pending == [] and hidden(tmp_path) == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fakes import moxing
 from fakes.s3 import BUCKET, environment, s3_server  # noqa: F401  a fixture
+from rank_folders import by_clock
 
 import mindresume
 from mindresume.errors import ConfigError, RemoteError
@@ -40,12 +41,12 @@ class Subject:
     def __init__(self, kind, url, monkeypatch):
         self.kind, self.url, self.monkeypatch, self.pauses = kind, url, monkeypatch, []
         self.store = self.connections.get(kind) or self.another()
-        self.connections[kind], self.store.time = self.store, self
+        self.connections[kind] = self.store
 
     def another(self):
         """Returns the same bucket, as another process sees it."""
         return RetryingStore(
-            MoxingStore(moxing.file) if self.kind == "moxing" else FsspecStore(self.url), self
+            MoxingStore(moxing.file) if self.kind == "moxing" else FsspecStore(self.url)
         )
 
     def sleep(self, seconds):
@@ -112,7 +113,9 @@ def subject(request, tmp_path, monkeypatch):
         "file": f"file://{tmp_path}/objects/job",
         "s3": f"s3://{BUCKET}/{unique}",
     }[request.param]
-    return Subject(request.param, url, monkeypatch)
+    made = Subject(request.param, url, monkeypatch)
+    with by_clock(made):
+        yield made
 
 
 @pytest.fixture
@@ -361,7 +364,7 @@ only_s3 = pytest.mark.parametrize("subject", ["s3"], indirect=True)
 
 @only_s3
 def test_a_bucket_that_does_not_exist_is_an_error_at_once(subject):
-    store = RetryingStore(FsspecStore("s3://other/job"), subject)
+    store = RetryingStore(FsspecStore("s3://other/job"))
     for work in (lambda: store.list("s3://other/job"), lambda: store.put("s3://other/job/a", b"x")):
         with pytest.raises(RemoteError, match="s3://other/job.*bucket does not exist"):
             work()
@@ -373,7 +376,7 @@ def test_a_server_that_does_not_answer_is_an_error(subject, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(object_store, "TRIES", 2)
-    store = RetryingStore(FsspecStore(subject.url), subject)
+    store = RetryingStore(FsspecStore(subject.url))
     store.driver._at(subject.url)[0].retries = 1
     with pytest.raises(RemoteError, match=f"{subject.url}.*2 times"):
         store.list(subject.url)
