@@ -101,18 +101,14 @@ def test_every_parent_group_counts(tmp_path, outer, inner, expected):
     assert machine.left == expected
 
 
-def test_memory_above_high_is_not_free(tmp_path):
+@pytest.mark.parametrize(
+    "limit, used, more, left", [(22, 2, {"high": 20}, 18), (5, 9, {}, 0)], ids=["high", "exceeded"]
+)
+def test_memory_above_high_or_beyond_the_limit_is_not_free(tmp_path, limit, used, more, left):
     machine = Machine(tmp_path)
     machine.group("0::/pod", V2)
-    machine.v2("sys/fs/cgroup/pod", 22, 2, high=20)
-    assert machine.left == 18
-
-
-def test_no_memory_is_free_if_more_is_used_than_allowed(tmp_path):
-    machine = Machine(tmp_path)
-    machine.group("0::/pod", V2)
-    machine.v2("sys/fs/cgroup/pod", 5, 9)
-    assert machine.left == 0
+    machine.v2("sys/fs/cgroup/pod", limit, used, **more)
+    assert machine.left == left
 
 
 def test_version_1(tmp_path):

@@ -20,28 +20,19 @@ from sim.cluster import current_cluster
 
 
 @pytest.mark.parametrize(
-    "name",
+    "name, number",
     [
-        f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp",
-        f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp",
+        (f".tracker-0000000004.{run_name(7, '0000aaaa')}.mindresume-tmp", 8),
+        (f".emergency.12.{run_name(7, '0000aaaa')}.mindresume-tmp", 8),
+        (".probe-0123abcd-0.0123abcd.mindresume-tmp", 1),
+        (".x.mindresume-tmp", 1),
+        (".x.0007-0000aaaa.swp", 1),
+        (".x.0007-0000AAAA.mindresume-tmp", 1),
+        (f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp", 1),
     ],
 )
-def test_every_file_that_a_run_began_to_write_reserves_its_number(name):
-    assert run_sequence(next_run([name])) == 8
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".probe-0123abcd-0.0123abcd.mindresume-tmp",
-        ".x.mindresume-tmp",
-        ".x.0007-0000aaaa.swp",
-        ".x.0007-0000AAAA.mindresume-tmp",
-        f".claim.{run_name(0, '0000aaaa')}.mindresume-tmp",
-    ],
-)
-def test_other_half_written_files_reserve_no_number(name):
-    assert run_sequence(next_run([name])) == 1
+def test_only_files_that_a_run_began_to_write_reserve_its_number(name, number):
+    assert run_sequence(next_run([name])) == number
 
 
 def test_a_zombie_process_counts_as_dead(tmp_path):

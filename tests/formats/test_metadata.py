@@ -343,10 +343,6 @@ def test_damage_is_refused_by_name(data, reason):
     assert len(str(caught.value)) < 1500
 
 
-def test_the_whole_file_is_not_damaged():
-    assert list(read_metadata(json.dumps(WHOLE).encode(), "m")) == ["w", "v"]
-
-
 @pytest.mark.parametrize(
     "data",
     [

@@ -210,15 +210,6 @@ def test_records_of_one_folder_alone(tmp_path):
     assert [c.step for c in found] == [10] and attempts_within(dir_at(tmp_path), "none") == []
 
 
-def test_a_manifest_is_read_back_with_every_file(tmp_path):
-    save(tmp_path, 10)
-    with open(records_of(folder_of(tmp_path, 10), 10) / MANIFEST, "rb") as file:
-        manifest = Manifest.read(file)
-    assert [len(files) for files in manifest.files] == [2, 2] and [
-        file.path for file in manifest.metadata_files
-    ] == ["common.json", "metadata.json"]
-
-
 # ---- manifests between scans ---------------------------------------------------------------------
 
 

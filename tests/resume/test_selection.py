@@ -50,14 +50,6 @@ def weights(tmp_path):
 # ---- consolidated weights ------------------------------------------------------------------------
 
 
-def test_consolidated_weights_are_selected_by_their_own_function(weights):
-    sources = CheckpointSources(consolidated=Consolidated())
-    choice = select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
-    assert choice.chosen is WHOLE and choice.consolidated
-    found = preview(weights, sources=sources)
-    assert found.choice.chosen is WHOLE and (found.error, found.node_local) == ("", None)
-
-
 def test_a_single_file_counts_as_consolidated_weights_only_where_any_layout_is_loaded(weights):
     sources, path = (
         CheckpointSources(consolidated=Consolidated()),
@@ -85,16 +77,15 @@ def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_previ
     )
 
 
-def test_job_and_preview_do_not_apply_a_requested_name_to_consolidated_weights(weights):
+@pytest.mark.parametrize("requested", [None, "x.safetensors"])
+def test_job_and_preview_select_consolidated_weights_whatever_name_is_requested(weights, requested):
     """The command line refused what the job takes."""
-    sources, policy = (
-        CheckpointSources(consolidated=Consolidated()),
-        SelectionPolicy(requested="x.safetensors"),
-    )
-    assert (
-        select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources).chosen is WHOLE
-    )
-    assert preview(weights, requested="x.safetensors", sources=sources).choice.chosen is WHOLE
+    sources = CheckpointSources(consolidated=Consolidated())
+    policy = SelectionPolicy(1, requested)
+    choice = select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources)
+    assert choice.chosen is WHOLE and choice.consolidated
+    found = preview(weights, requested=requested, sources=sources)
+    assert found.choice.chosen is WHOLE and (found.error, found.node_local) == ("", None)
 
 
 # ---- folders of checkpoints ----------------------------------------------------------------------
@@ -149,19 +140,6 @@ def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_pa
     )
     assert preview(tmp_path, full=False).node_local.candidate.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
-
-
-def test_node_local_storage_selects_the_common_step(tmp_path):
-    sources = CheckpointSources(shared=SharedGroups((0, 0, 2, 2)))
-    for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
-        save_part(tmp_path / node, 5, ranks)
-    save_part(tmp_path / "a", 10, (0, 1))
-    found = Ranks(4).run(
-        lambda group: select_checkpoint(
-            STORAGE, str(tmp_path / "aabb"[group.rank]), group, SelectionPolicy(4), sources
-        )
-    )
-    assert [choice.chosen.step for choice in found] == [5] * 4
 
 
 # ---- an object store -----------------------------------------------------------------------------

@@ -82,8 +82,9 @@ def trainings(request, tmp_path):
     return Trainings(tmp_path, request.param)
 
 
-def test_a_fresh_start_keeps_the_checkpoints_of_the_previous_training(trainings):
-    trainings.run(100, 110)
+@pytest.mark.parametrize("recorded", [True, False], ids=["", "of an earlier version"])
+def test_a_fresh_start_keeps_the_checkpoints_of_the_previous_training(trainings, recorded):
+    trainings.run(100, 110, recorded=recorded)
     trainings.run(10, 20, 30)
     assert trainings.committed() == [(20, 2), (30, 2), (100, 1), (110, 1)]
     trainings.run(40, origin=30)
@@ -124,13 +125,6 @@ def test_a_folder_of_an_earlier_version_is_one_training(trainings):
     trainings.run(40, origin=30)
     assert trainings.committed() == [(30, 2), (40, 3)]
     assert {c.lineage for c in trainings.found()} == {""}
-
-
-def test_a_fresh_start_in_a_folder_of_an_earlier_version_is_a_new_training(trainings):
-    trainings.run(100, 110, recorded=False)
-    trainings.run(10, 20, 30)
-    trainings.run(40, origin=30)
-    assert trainings.committed() == [(30, 2), (40, 3), (100, 1), (110, 1)]
 
 
 def test_the_newest_of_this_training_is_kept_despite_newer_ones_of_another(trainings):

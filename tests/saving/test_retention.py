@@ -237,12 +237,6 @@ def test_any_keeps_exactly_what_one_of_them_keeps(parts, found):
     )
 
 
-@given(policies, checkpoints)
-def test_removing_twice_removes_nothing_more(policy, found):
-    gone = set(surplus(policy, found))
-    assert surplus(policy, [saved for index, saved in enumerate(found) if index not in gone]) == []
-
-
 @given(policies, checkpoints, st.sets(st.integers(0, 19)))
 def test_checkpoints_that_could_not_be_removed_do_not_change_the_plan(policy, found, held):
     """Locked ones are kept beside the others; the next plan removes the same ones and no more."""
