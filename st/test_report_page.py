@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,43 +109,33 @@ def attempt(
 def report_of(
     *attempts: RunAttempt, reason: str = "file is missing", output: str = "/home/me/output"
 ) -> Report:
-    stored = (
-        CheckpointInfo(
-            120,
-            12,
-            "complete",
-            None,
-            (),
-            "safetensors",
-            None,
-            "mindresume",
-            "0003-0000aaaa",
-            True,
-            1,
-            (),
-            (),
-            1e9,
-            13_000_000,
-            (),
-        ),
-        CheckpointInfo(
-            110,
-            11,
-            "unusable",
-            Problem(110, reason),
-            (),
-            "safetensors",
-            None,
-            "mindformers",
-            None,
-            False,
-            1,
-            (),
-            (),
-            1e9,
-            13_000_000,
-            (),
-        ),
+    newest = CheckpointInfo(
+        120,
+        12,
+        "complete",
+        None,
+        (),
+        "safetensors",
+        None,
+        "mindresume",
+        "0003-0000aaaa",
+        True,
+        1,
+        (),
+        (),
+        1e9,
+        13_000_000,
+        (),
+    )
+    unusable = replace(
+        newest,
+        step=110,
+        epoch=11,
+        state="unusable",
+        problem=Problem(110, reason),
+        origin="mindformers",
+        run_id=None,
+        committed=False,
     )
     return Report(
         output,
@@ -155,7 +146,7 @@ def report_of(
         accounts_of(attempts),
         f"{output}/checkpoint",
         True,
-        stored,
+        (newest, unusable),
         (),
     )
 

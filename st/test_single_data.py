@@ -1,5 +1,5 @@
-"""One process, and the data set is another one at a resume: declared or not, interrupted again,
-round after round.
+"""One process, and the data set or the batch size is another one at a resume: declared or not,
+interrupted again, round after round.
 
 The data sets are windows of one text, in other numbers: a sample is known by its tokens, and no two
 sets have the same rows in the same places.
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from st.checkpoint_files import names
 from st.run_attempts import (
     assert_event,
     assert_not_trained,
@@ -26,6 +27,7 @@ from st.run_attempts import (
     steps_of,
     train,
     train_well,
+    use_register_path,
 )
 from st.training_run import FORMAT_2, ROOT, Run
 
@@ -91,13 +93,21 @@ def twice(run: Run, kill: int, *command: str) -> Run:
 @pytest.fixture(scope="module")
 def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
     """Each resumes from a copy of the uninterrupted run at step 40, the end of epoch 4 of the first
-    data set."""
+    data set, or from its step 35."""
     base = tmp_path_factory.mktemp("changed")
+    own = {name: run_beside(whole_single, base / name, copied=False) for name in ("odd", "third")}
+    at_35 = {
+        "load_checkpoint": str(whole_single.checkpoints),
+        "resume_training": "qwen3_rank_0-4_5",
+    }
+    # the way of an unmodified script; the other runs take run_mindformer.py
+    skip = use_register_path(own["third"], {"trainer.data_skip_steps": 2, **at_35})
     runs = SimpleNamespace(
+        **own,
         **{
             name: run_beside(whole_single, base / name)
             for name in ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")
-        }
+        },
     )
     shutil.rmtree(runs.new.checkpoints)
     second, more = sets["second"], "--epochs 6"
@@ -109,6 +119,10 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
             f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2",
         ),
         lambda: train_well(runs.silent, second, more),
+        lambda: train_well(
+            runs.odd, *(f"--{key} {value}" for key, value in at_35.items()), "--batch_size 16"
+        ),
+        lambda: train_well(runs.third, skip),
         lambda: train_well(
             runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"
         ),
@@ -154,6 +168,23 @@ def test_another_batch_size_at_the_same_time(changed, alone):
     run, pairs = changed.larger, [alone.second[i] + alone.second[i + 1] for i in range(0, 14, 2)]
     assert [samples(run)[step] for step in range(21, 28)] == pairs
     assert_event(run, "progress_restored", step_scale=0.5, saved_step=40)
+
+
+def test_a_batch_size_that_cuts_a_step_is_rounded_down(changed, whole_single):
+    """35 * 8 / 16 = 17.5 steps: the data of step 35 is seen again, in step 18."""
+    run, before = changed.odd, samples(whole_single)
+    assert notices(run, "8 samples", level="warning")
+    how, details = resume_summary(run)["step"]
+    assert how == "recomputed" and "17.5" in details
+    assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
+
+
+def test_steps_of_the_same_data_are_skipped_inside_an_epoch(changed, whole_single):
+    """The samples of steps 1 and 2 are left out, the rest of an epoch follows."""
+    run, before = changed.third, samples(whole_single)
+    assert_event(run, "progress_restored", step=35)
+    assert samples(run) == {33 + step: before[step] for step in range(3, 11)}
+    assert names(run) == {40: "qwen3_rank_0-4_10.safetensors", 43: "qwen3_rank_0-5_3.safetensors"}
 
 
 def test_in_sink_mode_too(changed, alone):
