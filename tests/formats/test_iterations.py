@@ -109,8 +109,6 @@ def test_steps_without_a_name(step):
             "a-model-0000000-0000002-opt-0000001-0000002.safetensors",
             ("a-model-0000000-0000002", OPTIMIZER, 1, 2),
         ),
-        ("llama-2.0_7b-opt-0000001-0000002.safetensors", ("llama-2.0_7b", OPTIMIZER, 1, 2)),
-        ("-model-0000000-0000001.safetensors", ("", MODEL, 0, 1)),
         ("m-opt-9999999-10000000.safetensors", ("m", OPTIMIZER, 9999999, 10000000)),
     ],
 )

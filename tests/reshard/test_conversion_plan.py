@@ -6,7 +6,7 @@ import re
 
 import pytest
 from rank_folders import STORAGE
-from reshard.plans import COUNTERS, MODEL, Plan, Spec, transformer
+from reshard.plans import COUNTERS, MODEL, Plan, Spec
 
 from mindresume.errors import StrategyError
 from mindresume.formats.consolidated import HYPER, MINDSPORE
@@ -90,17 +90,19 @@ def test_a_counter_need_not_be_named():
 
 
 @pytest.mark.parametrize(
-    "families", [("adam_m.",), ("adam_v.",), ("adam_m.", "adam_v."), ("adam_", "accu_grads.")]
+    "families",
+    [
+        ("adam_m.",),
+        ("adam_v.",),
+        ("accu_grads.",),
+        ("adam_m.", "adam_v."),
+        ("adam_", "accu_grads."),
+    ],
 )
 def test_a_family_may_be_missing_as_a_whole(families):
     weights, strategy = weights_of(without(MODEL, *families)), strategy_of(MODEL)
     for held in holdings(weights, strategy):
         assert not any(name.startswith(families) for name in held)
-
-
-def test_gradients_that_were_accumulated_may_be_missing():
-    assert any(name.startswith("accu_grads.") for name in MODEL)
-    holdings(weights_of(without(MODEL, "accu_grads.")), strategy_of(MODEL))
 
 
 @pytest.mark.parametrize(
@@ -114,22 +116,6 @@ def test_a_single_missing_tensor_is_refused(name):
         holdings(
             weights_of({other: spec for other, spec in MODEL.items() if other != name}),
             strategy_of(MODEL),
-        )
-
-
-def test_a_model_with_more_layers_is_refused():
-    more = without(transformer(layers=5), "layers.3.experts", "layers.4.experts")
-    with pytest.raises(
-        StrategyError,
-        match=r"needs \d+ tensors that the source does not have, for example .*layers.4",
-    ):
-        holdings(weights_of(MODEL), strategy_of(more))
-
-
-def test_other_names_are_refused():
-    with pytest.raises(StrategyError, match="are in no stage of the target"):
-        holdings(
-            weights_of(MODEL), strategy_of({f"model.{name}": spec for name, spec in MODEL.items()})
         )
 
 

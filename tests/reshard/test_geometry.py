@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard.plans import MODEL, Plan, part_of, region_of
+from reshard.plans import part_of, region_of
 
 from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard.geometry import (
@@ -224,18 +224,6 @@ def test_slices_of_a_rank_equal_those_of_numpy(case):
     for rank in range(layout.stage_size):
         assert held(layout, rank, shape) == region_of(shape, layout, rank)
         assert shape_of(held(layout, rank, shape)) == part_of(np.zeros(shape), layout, rank).shape
-
-
-@pytest.mark.parametrize(
-    "text", ["dp2tp4", "dp8opt-1", "dp2tp2pp2opt2", "dp2tp2axes10", "dp2tp2axes01", "dp4tp2opt2"]
-)
-def test_slices_of_a_model_are_computed_for_each_rank(text):
-    plan = Plan.parse(text)
-    for rank in range(plan.world_size):
-        assert plan.regions(rank) == {
-            name: held(layout, rank % plan.stage_size, MODEL[name].shape)
-            for name, layout in plan.layouts(rank).items()
-        }
 
 
 def test_cuts_without_a_layout_are_one_piece():
