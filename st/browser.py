@@ -1,8 +1,6 @@
 """Opens a page in a headless Chromium through selenium, for st/test_report_page.py and
 st/screenshots.py. Nothing is downloaded: the browser and its driver are those of the machine."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

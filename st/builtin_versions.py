@@ -14,8 +14,6 @@ is whole on every rank, as global_step is.
 process imports mindformers once (6 s) and then answers in milliseconds; it ends with the tests.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import hashlib

@@ -1,8 +1,6 @@
 """Reads and damages the checkpoints of a run: rank folders (Checkpoint 1.0), iteration folders
 (2.0), whole tensors of both."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

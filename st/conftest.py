@@ -1,8 +1,6 @@
 """Fixtures of the system tests: the device, the training data, and runs with which several tests
 compare."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -8,8 +8,6 @@ moments must go from attempt to attempt bit for bit. The losses need not: sums o
 in another order.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

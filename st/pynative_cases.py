@@ -5,8 +5,6 @@ An epoch has 20 steps and a training 45, so resumes are in each of three epochs.
 rises and falls. Losses, samples, random numbers and counters are compared bit by bit.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

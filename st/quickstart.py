@@ -11,8 +11,6 @@ equals the uninterrupted one: same checkpoint chosen as expected, same samples, 
 loss exactly 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -9,8 +9,6 @@ Four processes are data parallel 2 x model parallel 2 with a sharded optimizer. 
 automatically: the command of the second attempt is that of the first.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ docs/releases.json holds the last result of each cell, with its day; a run repla
 ran. The pages are rewritten between two marks; the text around them is written by hand.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

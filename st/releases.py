@@ -9,8 +9,6 @@ environment of this process, PYTHONPATH is not passed on (``Run.start`` sets it 
 ST_RELEASES="1.9.0 2.0.0": tests of other releases are skipped.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

@@ -2,8 +2,6 @@
 steps and exit statuses; ``log_has`` is for facts (a path, a number, the name of an error) that only
 a log contains."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

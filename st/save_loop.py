@@ -8,8 +8,6 @@ step by step together. Prints ``ready``, then, on rank 0, ``committed N`` after 
 tensors of a step and rank are ``tensors_of``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

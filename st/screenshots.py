@@ -11,8 +11,6 @@ with the loss of its memory. It has the event files, and the lines of mindformer
 report reads.
 """  # noqa: E501
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -10,8 +10,6 @@ The rules of ``Order`` hold after every prefix, so also for a process that was k
 whose calls failed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Starts a training under ``mindresume run`` and tells its starts apart: one attempt of ``Run``,
 several starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

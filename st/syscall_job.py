@@ -11,8 +11,6 @@ not saved and a SaveError said so. Anything else that is raised ends it with a t
 1.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

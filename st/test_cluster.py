@@ -12,8 +12,6 @@ one folder. Data parallel 2; with --soak also data parallel 2 x model parallel 2
 Then all steps of all attempts are compared with the uninterrupted run of the same command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -9,8 +9,6 @@ Once with safetensors and remove_redundancy, once with ckpt and optimizer parall
 interrupted it, and between the attempts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

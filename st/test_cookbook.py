@@ -6,8 +6,6 @@ a job is killed. An epoch has 10 steps, and every fifth step is saved; the inter
 after step 17.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

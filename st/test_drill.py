@@ -1,8 +1,6 @@
 """The drill, by the command that a user calls: every scenario and fault with 2 ranks, at many
 operations of each format."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

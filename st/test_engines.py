@@ -1,8 +1,6 @@
 """The engine of MindSpore itself: the same bytes as the direct engine and as numpy. All transforms
 run in two processes, as ``import mindspore`` takes longer than most of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

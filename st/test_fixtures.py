@@ -5,8 +5,6 @@ The folders are in st/fixtures, with what a resume must choose in their steps.js
 here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

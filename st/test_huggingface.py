@@ -9,8 +9,6 @@ dense. transformers has no next-token-prediction layer: of it only names and sha
 with the network (hf_names.py). transformers has no TeleChat3 either, which computes like Llama.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ config.json of transformers 4.57. With a learning rate of 0 the checkpoint still
 weights, so its export is the folder again, bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

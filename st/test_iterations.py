@@ -12,8 +12,6 @@ background and without redundancy, the last one neither. The uninterrupted run s
 so that a job can change from its rank folders to 2.0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

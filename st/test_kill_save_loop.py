@@ -6,8 +6,6 @@ committed, every byte of it is right, and no file under a final name is torn. Th
 on from there. ST_SEED repeats the random numbers.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -3,8 +3,6 @@ processes, data parallel 2 x model parallel 2, ranks 0 and 3 do together, and 0 
 formats; the same command resumes from the last save.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from st.run_attempts import LIMIT, assert_no_process_left, assert_resumed, run_beside, steps_of

@@ -2,8 +2,6 @@
 is in st/test_supervised_recovery.py; saves that stop the training, and rot, are cases of the
 judge."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

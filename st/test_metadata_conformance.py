@@ -2,8 +2,6 @@
 finds the same bytes with. No training and no cluster: layouts and the functions that work on them
 need neither."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

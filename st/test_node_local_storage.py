@@ -2,8 +2,6 @@
 one node has lost its newest checkpoint; the same command resumes from the newest common step and
 ends like the uninterrupted run."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

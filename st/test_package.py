@@ -1,8 +1,6 @@
 """The wheel and the source archive: built, installed into empty environments, and used there, away
 from this folder. pip takes what they depend on from its package index."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 save one step and end; the same command resumes from it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ command then does.
 table in docs/releases.md.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

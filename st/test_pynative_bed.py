@@ -4,8 +4,6 @@ of mindresume rest on.
 A release that is not installed is skipped, with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

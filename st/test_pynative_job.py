@@ -1,8 +1,6 @@
 """How a PyNative training with mindresume starts and ends, where its checkpoints go, and what it
 does when saves fail."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

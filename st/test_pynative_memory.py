@@ -1,7 +1,5 @@
 """The PyNative trainer with the tier in memory: SIGKILL of all ranks, and a node that is lost."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

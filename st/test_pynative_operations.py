@@ -3,8 +3,6 @@ the same calls, in the same order. So the drill and the simulation, which inject
 these calls, hold for both trainers.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

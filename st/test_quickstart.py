@@ -1,8 +1,6 @@
 """The quickstart as README shows it: st/quickstart.py, with one process, and with --soak with
 four."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -6,8 +6,6 @@ saves, while a checkpoint is loaded, at the start and in the middle of nothing. 
 deaths of one process. And a checkpoint on which every job dies.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import random

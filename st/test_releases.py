@@ -8,8 +8,6 @@ The results of the tests that have the mark ``cell`` are the tables in docs/rele
 (st/release_table.py).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

@@ -5,8 +5,6 @@ A release that is not installed is skipped, with the reason. Four processes are 
 model parallel 2 with a sharded optimizer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

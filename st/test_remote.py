@@ -1,8 +1,6 @@
 """The job is killed, its disk is lost, and the same command resumes from the object store: in
 ModelArts, with a fake moxing, and elsewhere, with an S3 server."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

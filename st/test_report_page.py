@@ -1,8 +1,6 @@
 """The report page in a real browser (headless Chromium), opened from a file: values, zoom,
 languages, colours, hostile texts, and the page without scripts."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -12,8 +12,6 @@ said about the old layout.
 Once with .safetensors files; with .ckpt files the second line, to the end.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """Conversions under MindSpore's msrun: its workers share the files, and its scheduler, which they
 never call, ends too."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """async_save on the real Trainer: the losses equal those of the uninterrupted run, kills in a
 background save lose nothing, and a second job in the same folder is refused."""
 
-from __future__ import annotations
-
 import os
 import signal
 

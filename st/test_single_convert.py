@@ -6,8 +6,6 @@ went on from its merged weights): within fp32 rounding, as sums over ranks are t
 order.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

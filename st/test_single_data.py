@@ -5,8 +5,6 @@ The data sets are windows of one text, in other numbers: a sample is known by it
 sets have the same rows in the same places.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 end. Every step equals that of the uninterrupted run, and so do its samples and the values of the
 random generators."""
 
-from __future__ import annotations
-
 import pytest
 
 from st.run_attempts import LIMIT, not_identical, resume_summary, steps_of

@@ -1,8 +1,6 @@
 """One process: the other ways to start a training with mindresume and to name its checkpoint, a
 first save that was killed, and the files of weights for inference beside a checkpoint."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

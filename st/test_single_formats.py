@@ -1,7 +1,5 @@
 """One process: .ckpt files, and data sink mode."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

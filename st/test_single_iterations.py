@@ -11,8 +11,6 @@ we reading its, both dialects of the keys, automatic recovery, another batch siz
 All losses are compared with the uninterrupted run, which saves Checkpoint 1.0.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

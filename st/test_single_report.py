@@ -1,8 +1,6 @@
 """The output of ``mindresume report`` on a training that was killed once, compared with its
 recorded steps."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """One process whose saves fail with real errors of the operating system: it continues, records
 them, and stops after the third."""
 
-from __future__ import annotations
-
 import errno
 import os
 

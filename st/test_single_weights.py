@@ -1,8 +1,6 @@
 """Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved, damage,
 and what is missing; and a callback of MindSpore that replaces what was loaded, also in a resume."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,8 +1,6 @@
 """Strategy files against MindSpore itself: what we write it reads, what it wrote we read. No
 training runs here."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ With --soak ten deaths of four processes in either format, of one rank, of all p
 node with its memory. Without it three deaths of two processes.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

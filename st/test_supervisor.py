@@ -1,8 +1,6 @@
 """``mindresume run`` around the real Trainer in several processes: a rank is killed, the job ends
 and starts again by itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -7,8 +7,6 @@ with an error of the disk, and the oracle of the drill says what a resume takes:
 new checkpoint, bit by bit. ``-s`` shows the table, ST_SYSCALLS_JSON=FILE gets every cell.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -6,8 +6,6 @@ holds for our own folders. Tests beginning with ``test_the_built_in`` state what
 so that a version that does otherwise is noticed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -6,8 +6,6 @@ replaces that part of the product or has no network: the others are mutants of
 ``simulation/test_teeth.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

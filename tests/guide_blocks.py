@@ -5,8 +5,6 @@ A block that cannot run here has ``<!-- needs: WHAT -->`` on the line before it,
     shows; WHAT is one of NEEDS.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Small models of the families of Hugging Face, their tensors in both namings, and folders of
 them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

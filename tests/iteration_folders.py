@@ -1,8 +1,6 @@
 """Iteration folders for the tests: written by the product itself, as several ranks would, or by
 mindformers (the fixtures)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Damage of every kind that a folder of checkpoints, a file in it, a log or an argument can have,
 drawn from a seed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

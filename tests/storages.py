@@ -1,7 +1,5 @@
 """Storages for the tests: the real file system, with faults and with eyes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

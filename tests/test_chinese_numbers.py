@@ -2,8 +2,6 @@
 in the text those that have a unit or several digits. Blocks of code are compared by
 tests/test_documents.py."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The CPU cluster imports modules that a training does not need on their first use, and then the
 real ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The parts of the PyNative test bed that need no mindformers: exact kills, and the stand-in for
 hyper_parallel."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

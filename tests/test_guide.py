@@ -1,8 +1,6 @@
 """The guide builds without a warning in both languages; its links are right, and no page loads
 anything from a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

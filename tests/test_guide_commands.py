@@ -2,8 +2,6 @@
 scripts and their options exist, YAML is accepted; each line of a shell block runs here, or a test
 named in COVERED runs it, or its block has a mark of what it needs."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

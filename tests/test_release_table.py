@@ -1,8 +1,6 @@
 """The tables of docs/releases.md and releases.zh.md: which results they keep, and what they say of
 a cell that is not green."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -6,8 +6,6 @@ the save, which may have been killed at any operation), later changes of its fil
 wrote it. These decide which save is selected.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """One example of every event. ``PYTHONPATH=.:tests python -m events.examples`` writes the tables of
 docs/events.md and docs/events.zh.md."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

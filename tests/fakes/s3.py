@@ -4,8 +4,6 @@ writes.
 from fakes.s3 import s3_server  # a fixture: the URL of the server, once for all tests of a process
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@ A mutant breaks one rule of ``docs/format.md``. It counts as found only if the p
 the same operation is struck.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

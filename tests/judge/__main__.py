@@ -1,8 +1,6 @@
 """Writes goldens anew: ``python -m tests.judge --update [NAME...]``; without ``--update`` it prints
 what would change."""
 
-from __future__ import annotations
-
 import os
 import sys
 

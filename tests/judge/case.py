@@ -1,7 +1,5 @@
 """A case: steps that a user could do in a folder, and the transcript of what comes out."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,8 +1,6 @@
 """Recipes of folders, and damage: each returns a change of the folder of a case, which says in one
 line what it did."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -1,7 +1,5 @@
 """The golden transcripts: one text file a story, one section a case."""
 
-from __future__ import annotations
-
 import difflib
 import shutil
 import tempfile

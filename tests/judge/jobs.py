@@ -1,8 +1,6 @@
 """Asks ``training_host`` for trainings. One host serves all cases of this process; it starts with
 the first training."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

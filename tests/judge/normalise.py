@@ -1,8 +1,6 @@
 """Replaces what differs between two runs of the same case: paths, times, processes, random tokens,
 speeds. All else stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

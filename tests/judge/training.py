@@ -1,8 +1,6 @@
 """One rank of a training: the real Trainer of mindformers with a tiny network. Only processes of
 ``training_host`` import it."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

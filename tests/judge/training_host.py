@@ -11,8 +11,6 @@ on ``st/cpu_cluster``; the plug-in is imported after the fork, so that each proc
 one does.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

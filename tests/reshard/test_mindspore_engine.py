@@ -2,8 +2,6 @@
 misbehave. The processes here are real, MindSpore is not in them: they copy what was made before
 into place, or do worse. ``st/test_engines.py`` runs MindSpore."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

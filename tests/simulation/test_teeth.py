@@ -11,7 +11,6 @@ the decision has no name. It counts as found only if the product as it is passes
 seeds. A redesign also moves operations, so the seeds around the known one are tried too.
 """
 
-from __future__ import annotations
 import __future__
 
 import inspect
