@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from mindresume import runtime
@@ -291,6 +292,11 @@ class Verifier:
 
     # ---- with records ----------------------------------------------------------------------------
 
+    @cached_property
+    def _record_checksums(self) -> Mapping[int, str]:
+        """Returns the checksum of the record of each rank."""
+        return dict(zip(sorted(self.candidate.files), self.candidate.records, strict=False))
+
     def _verify_recorded(self, rank: int) -> VerifiedShard | Refusal:
         """Verifies the record against the manifest, the files against the record."""
         checked = self._checked_record(rank)
@@ -349,10 +355,7 @@ class Verifier:
                 files[0].path,
                 rank,
             )
-        if (
-            candidate.records
-            and candidate.records[sorted(candidate.files).index(rank)] != record.checksum
-        ):
+        if candidate.records and self._record_checksums[rank] != record.checksum:
             return candidate.refuse(
                 f"the record of rank {rank} is not the one that was committed", rank=rank
             )
