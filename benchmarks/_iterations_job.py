@@ -136,9 +136,9 @@ def install_collectives() -> None:
     import mindspore.communication.comm_func as comm_func
     from mindspore import Tensor, ops
 
-    from st.cpu_cluster import collectives
+    from st.cpu_cluster import object_collectives
 
-    collectives.install_barrier()
+    object_collectives.install()
 
     def all_reduce(tensor: Any, *_: Any, **__: Any) -> tuple[Any, None]:
         return ops.AllReduce()(Tensor(tensor.asnumpy().astype(np.float32))), None

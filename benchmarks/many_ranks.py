@@ -253,9 +253,9 @@ class Bench:
 
 def measured(ranks: int, fmt: str, delay: float) -> list[dict[str, Any]]:
     bench = Bench(ranks, fmt, delay)
-    bench.poll(10)
+    bench.saved(10)
     rows = [bench.row("commit")]
-    bench.poll(20)
+    bench.saved(20)
     rows += [bench.row("prune"), bench.row("choice")]
     if fmt != "iteration":
         bench.without_records()

@@ -134,7 +134,7 @@ def run_until_all_done(group: Group, work: Callable[[], object], watchdog: Watch
     try:
         gather_results(group, run, watchdog)
     except Exception:
-        done.wait(watchdog.stall_timeout)
+        done.wait(min(watchdog.stall_timeout, 1e6))
         raise
 
 

@@ -150,13 +150,13 @@ def kind_of(storage: Storage, path: str) -> str:
             parse_weight_file(name) is not None and kind_of(storage, folder) == ITERATION
         )
         return PART if is_part else WEIGHT_FILE if tensor_files([name]) else OTHER_FILE
-    if folder_rank(name) is not None:
-        return FOLDER_OF_RANK
     if parse_iteration(name) is not None:
         return ITERATION
     names = storage.list(path)
     if (COMMON in names or FOLDER in names) and any(map(parse_weight_file, names)):
         return ITERATION
+    if folder_rank(name) is not None:
+        return FOLDER_OF_RANK
     if any(
         folder_rank(name) is not None
         or parse_iteration(name) is not None
@@ -202,7 +202,10 @@ def below(storage: Storage, path: str) -> str | None:
     folder in which the job saves precedes all others. Raises MissingCheckpointError, which names
     them, if there are several others."""
     for inner in (os.path.join(path, name) for name in JOB_FOLDERS):
-        if _has_checkpoint(storage, inner, kind_of(storage, inner)):
+        kind = kind_of(storage, inner)
+        if kind == MISSING:
+            storage.list(inner)  # raises for a link to itself: what the job saved is unknown
+        if _has_checkpoint(storage, inner, kind):
             return inner
     found = []
     for folder, kind in _folders(storage, path)[0]:

@@ -96,7 +96,8 @@ def find_candidates(
         # a job may have saved later ones, and removed what was listed, while it was read
         found = scan(found.directory)
     if found.exists and not found.has_checkpoint:
-        inner = below(storage, path) if kind in (ROOT, OTHER) else None
+        # missing: a network file system showed it late
+        inner = below(storage, path) if kind in (MISSING, ROOT, OTHER) else None
         if inner is not None:
             found, is_explicit = find_candidates(storage, inner, requested, world_size)
             notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)

@@ -154,6 +154,40 @@ def test_a_folder_that_cannot_be_listed_prevents_a_fresh_start(tmp_path, name):
         choose(PosixStorage(), tmp_path, world=1)
 
 
+def test_the_folder_of_the_job_that_is_a_link_to_itself_is_no_empty_one(tmp_path):
+    """What the job saved there is unknown, so an older folder beside it is not taken."""
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "checkpoint")
+    save_rank_folders(tmp_path / "older")
+    with pytest.raises((OSError, CollectiveError), match=os.strerror(errno.ELOOP)):
+        choose(PosixStorage(), tmp_path)
+
+
+class _ShownLate(PosixStorage):
+    """A network file system that shows a folder from the second look on."""
+
+    def __init__(self, path):
+        self.late = str(path)
+
+    def status(self, path):
+        if path == self.late:
+            self.late = ""
+            return None
+        return super().status(path)
+
+
+def test_a_folder_that_is_shown_late_is_searched_below(tmp_path):
+    save_rank_folders(tmp_path / "checkpoint")
+    assert choose(_ShownLate(tmp_path), tmp_path).chosen is not None
+
+
+def test_an_iteration_folder_with_the_name_of_a_rank_folder(tmp_path):
+    iteration_folders.save(tmp_path, 5)
+    (tmp_path / "iteration_00000005").rename(tmp_path / "rank_0")
+    (tmp_path / iteration_folders.TRACKER).unlink(missing_ok=True)
+    choice = choose(PosixStorage(), tmp_path / "rank_0")
+    assert choice.chosen.step == 5 and choice.chosen.iteration_dir
+
+
 @pytest.mark.parametrize("tracked", [True, False])
 def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
     iteration_folders.save(tmp_path, 5, 10)
