@@ -70,10 +70,9 @@ class Log:
         return self.line(
             at,
             f"{{ Epoch:[{(step - 1) // size + 1:3d}/  4], "
-            f"step:[{(step - 1) % size + 1:5d}/{size:5d}], {loss}, "
-            f"per_step_time: {int(seconds * 1000)}ms, lr: 1e-05, overflow cond: False, loss_scale: "
-            "1.0, "
-            f"global_norm: [0.8], train_throughput_per_npu: 0.000T",
+            f"step:[{(step - 1) % size + 1:5d}/{size:5d}], {loss}, per_step_time: "
+            f"{int(seconds * 1000)}ms, lr: 1e-05, overflow cond: False, loss_scale: 1.0, "
+            "global_norm: [0.8], train_throughput_per_npu: 0.000T",
         )
 
     def steps(self, at: float, first: int, last: int, seconds: float = 1.0):

@@ -99,9 +99,8 @@ def test_a_new_data_set_starts_with_its_first_sample(states, current):
             2,
             4,
             "step_2/dataset_state_rank0.json: the state of the streaming data set is of another "
-            "position: {'cur_epoch': 1, "
-            "'cur_step': 2, 'cur_iter': 4}, expected {'cur_epoch': 1, 'cur_step': 2, 'cur_iter': "
-            "8}",
+            "position: {'cur_epoch': 1, 'cur_step': 2, 'cur_iter': 4}, expected {'cur_epoch': 1, "
+            "'cur_step': 2, 'cur_iter': 8}",
         ),
         (
             25,

@@ -84,10 +84,9 @@ def test_everything_that_does_not_fit_is_named(roots):
         wanted_regions(weights, LoadTarget(wanted, {}), 0)
     assert str(found.value) == (
         f"the checkpoint {weights.name} does not fit the network (3 tensors): embedding.weight is "
-        "bfloat16 in the checkpoint, "
-        "float32 in the network; norm.weight is (8,) in the checkpoint, (9,) in the network; "
-        "layers.9.weight is not in the "
-        f"checkpoint. All shapes are those of whole tensors. Was the model configuration changed?"
+        "bfloat16 in the checkpoint, float32 in the network; norm.weight is (8,) in the "
+        "checkpoint, (9,) in the network; layers.9.weight is not in the checkpoint. All shapes are "
+        "those of whole tensors. Was the model configuration changed?"
     )
 
 

@@ -107,8 +107,7 @@ def test_samples_that_are_seen_again():
     (sentence,) = warnings(state(), RunSettings(16, 5, None, OURS))
     assert sentence == (
         "8 samples are seen again: the checkpoint is within a step of global batch size 16, and "
-        "steps are "
-        "rounded down"
+        "steps are rounded down"
     )
 
 
@@ -117,8 +116,7 @@ def test_an_undeclared_change_is_a_warning():
     (sentence,) = warnings(state(), new)
     assert sentence.startswith(
         "the data set differs from that of the checkpoint (files: a, now b); 35 steps of it are "
-        "skipped "
-        "as if it were the same. If it is a new data set, set ignore_data_skip: True"
+        "skipped as if it were the same. If it is a new data set, set ignore_data_skip: True"
     )
     with pytest.raises(
         ProgressError, match="mindresume.on_dataset_change: error.*ignore_data_skip: True"

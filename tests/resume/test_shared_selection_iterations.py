@@ -90,8 +90,7 @@ def test_a_tracker_that_names_a_missing_step(saved):
     assert taken(choice) == (10, RUN)
     assert notes(choice) == (
         f"{TRACKER} names step 12, which does not exist | newer than step 12, which {TRACKER} "
-        "names, so "
-        f"only used as a last resort: step 15"
+        "names, so only used as a last resort: step 15"
     )
 
 

@@ -79,9 +79,8 @@ def test_two_failed_loads_select_the_older_checkpoint(root):
     assert found.chosen.step == 10
     assert [str(refusal) for refusal in found.refused] == [
         "step 15: it is suspected: 2 jobs in a row loaded it and died before their first step was "
-        "done, the last one: no "
-        "error was reported (mindresume.max_failed_loads: 2); name it explicitly to load it all "
-        "the same"
+        "done, the last one: no error was reported (mindresume.max_failed_loads: 2); name it "
+        "explicitly to load it all the same"
     ]
 
 
