@@ -22,6 +22,7 @@ from mindresume.events import warning
 from mindresume.fault_injection.journal import select, wrong_content
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.records import scan_records
+from mindresume.maintenance.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.model.manifest import MANIFEST, record_name
 from mindresume.reshard.conversion_plan import to_iteration, to_ranks
 from mindresume.reshard.converter import Conversion
@@ -31,7 +32,6 @@ from mindresume.reshard.strategy_store import own_strategy
 from mindresume.resume.candidates import list_checkpoints, verify_checkpoints
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.scrub import REMOVED, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.retention import KeepLast, plan

@@ -28,12 +28,18 @@ from mindresume.formats.iterations import parse_weight_file
 from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import CONSOLIDATED, JOB_FOLDERS, kind_of, locate, scan
+from mindresume.maintenance.scrub import (
+    DAMAGED,
+    UNREADABLE,
+    CheckpointScrub,
+    Scrubber,
+    ScrubOptions,
+)
 from mindresume.model.manifest import FOLDER, TRASH, parse_attempt, strip_trash
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import list_checkpoints
 from mindresume.resume.eligible import read_size
 from mindresume.resume.memory_source import DiskCopy
-from mindresume.resume.scrub import DAMAGED, UNREADABLE, CheckpointScrub, Scrubber, ScrubOptions
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.garbage_collector import carry_out, holds_weights, weights_of
 from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark

@@ -12,5 +12,4 @@ job_selection              selects and protects the checkpoint of one job
       eligible             the one rule by which a candidate is refused; its files: names and sizes
       verifier             every byte of one rank's files; replicas
 progress                   where the training continues; what was restored
-scrub, repair              damage of what is kept
 """

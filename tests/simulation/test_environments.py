@@ -10,8 +10,9 @@ from simulation.test_teeth import Edit, mutate
 from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError
 from mindresume.fault_injection.faults import Fault
+from mindresume.maintenance import scrub
 from mindresume.reshard import open_checkpoint
-from mindresume.resume import eligible, scrub, sources
+from mindresume.resume import eligible, sources
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.saving import remote_checkpoints
 from mindresume.saving.committer import SyncSaver

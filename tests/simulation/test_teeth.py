@@ -36,8 +36,9 @@ from mindresume.coordination import (
 )
 from mindresume.fault_injection.faults import Fault
 from mindresume.formats import iterations, records, weight_files
+from mindresume.maintenance import repair, scrub
 from mindresume.model import manifest
-from mindresume.resume import bucket_source, memory_source, repair, scrub, sources
+from mindresume.resume import bucket_source, memory_source, sources
 from mindresume.saving import (
     background_writer,
     checkpoint_manager,

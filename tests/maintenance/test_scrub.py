@@ -36,11 +36,7 @@ from mindresume.errors import RemoteError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.weight_files import known_damage
-from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
-from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
-from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.scrub import (
+from mindresume.maintenance.scrub import (
     DAMAGED,
     INTACT,
     REMOVED,
@@ -50,6 +46,10 @@ from mindresume.resume.scrub import (
     Scrubber,
     ScrubOptions,
 )
+from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
+from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
+from mindresume.resume.eligible import SelectionPolicy
+from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import preview_selection
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out

@@ -36,8 +36,8 @@ from mindresume.coordination.lease import (
 from mindresume.coordination.lease_acquisition import half_written
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.weight_files import can_be_scrubbed, publish_result, read_result
+from mindresume.maintenance.repair import Repair
 from mindresume.resume.candidates import CheckpointStatus, damaged_metadata_files
-from mindresume.resume.repair import Repair
 from mindresume.resume.verifier import Verifier, ignore_bytes
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.storage.interface import Status
