@@ -213,6 +213,6 @@ def test_a_wrong_setting_is_an_error_at_the_start(whole_single, tmp_path):
     )
     assert without.returncode == 2
     assert (
-        "error: this job runs in ModelArts (MA_JOB_DIR is set), where mindformers needs the "
+        "this job runs in ModelArts (MA_JOB_DIR is set), where mindformers needs the "
         "package moxing" in without.stderr
     )

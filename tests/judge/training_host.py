@@ -90,7 +90,7 @@ def job(request: dict) -> list[dict] | dict:
         "MS_COMPILER_CACHE_PATH": graphs(request),
         "MS_WORKER_NUM": str(ranks),
         "MS_SCHED_HOST": "127.0.0.1",
-        "MS_TOPO_TIMEOUT": "30",
+        "MS_TOPO_TIMEOUT": "120",
     }
     if ranks > 1:
         from st.cpu_cluster.launch import free_port
