@@ -16,7 +16,6 @@ from st.run_attempts import (
     assert_no_process_left,
     assert_resumed,
     events,
-    log_has,
     run_beside,
     steps_of,
 )
@@ -76,8 +75,9 @@ def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
 
 
 def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tmp_path):
-    """Without it each rank sends itself SIGTERM after 20 s. msrun kills the others when the first
-    one has ended."""
+    """Without it each rank sends itself SIGTERM after 20 s, or fails in a collective before, as
+    MindSpore closes its communication library: with an error, or with SIGSEGV in a thread of
+    libmindspore_ops_cpu.so. msrun kills the others when the first one has ended."""
     run = run_beside(whole_two, tmp_path / "run", copied=False)
     run.start("--epochs 1000", **CHECK)
     run.wait_for_step(6)
@@ -85,11 +85,10 @@ def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tm
     assert run.wait(LIMIT) not in (0, 143)
     assert_no_process_left(run)
     ended = [event for rank in range(2) for event in events(run, "training_ended", rank)]
-    # MindSpore closes its communication library first; a thread of its own that is in a collective
-    # then can end the process with SIGSEGV (libmindspore_ops_cpu.so), before a word can be written
-    crashed = log_has(run, "Worker process", f"Error code: -{signal.SIGSEGV.value}")
-    assert {event["outcome"] for event in ended} == {"failed"} or crashed and not ended
-    assert all("MindSpore sent SIGTERM to its own process" in event["reason"] for event in ended)
+    assert ended or f"Error code: -{signal.SIGSEGV.value}" in run.launcher_log()
+    reasons = ("MindSpore sent SIGTERM to its own process", "between the scheduler and the worker")
+    for event in ended:
+        assert event["outcome"] == "failed" and any(text in event["reason"] for text in reasons)
     assert not [event for rank in range(2) for event in events(run, "preemption_requested", rank)]
 
 
