@@ -473,10 +473,9 @@ def _loaded(job: Job, choice: Choice, storage: Mount, rank: int, known: _Known) 
     paths = {
         f"{choice.root}/{source.file.path}" for proof in choice.shards for source in proof.sources
     }
-    if not paths.isdisjoint(known.rotted_since()):
-        return saved[1]
-    for text in wrong_content(storage, choice, proven, job.training.replicated):
-        job.history.wrong.append(text)
+    wrong = wrong_content(storage, choice, proven, job.training.replicated)
+    if paths.isdisjoint(known.rotted_since()):  # asked last: a file can rot as it is read
+        job.history.wrong += wrong
     return saved[1]
 
 

@@ -291,7 +291,13 @@ def write_shard(
             written_to.append(target.path(iteration_name(step)))
         before = _read_own_record(target, step, written_to)
         if before is not None:
-            return WrittenShard(before[0])
+            record, committed = before
+            if not committed:  # an earlier try may have failed at this flush
+                try:
+                    target.storage.sync(attempt)
+                except OSError as error:
+                    return _resolve_unconfirmed(target, step, error)
+            return WrittenShard(record)
         files = [
             replace(file, metadata={**file.metadata, **label(target.run, step)})
             for file in shard.files
@@ -375,9 +381,9 @@ def _error_type(error: Exception) -> type[SaveError]:
     )
 
 
-def _resolve_unconfirmed(target: SaveTarget, step: int, error: UnknownOutcomeError) -> WrittenShard:
-    """Returns the shard as it is on disk after an error at or after the rename of its record.
-    Raises SaveError if it cannot be read."""
+def _resolve_unconfirmed(target: SaveTarget, step: int, error: OSError) -> WrittenShard:
+    """Returns the shard as it is on disk after an error at the rename of its record, or at a flush
+    after it. Raises SaveError if it cannot be read."""
     try:
         found = _read_own_record(target, step, target.data_dirs(step))
     except OSError:

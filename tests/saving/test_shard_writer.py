@@ -195,6 +195,16 @@ def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
 
 
 @BOTH
+def test_a_second_try_flushes_the_record_whose_flush_has_failed(tmp_path, made):
+    """Else a loss of power could undo a save that the second try calls saved."""
+    storage = OnRecord("sync", errno.EIO, effect=False)
+    assert write(made, tmp_path, 10, 1, storage).durability_error is not None
+    storage.armed = True
+    assert write(made, tmp_path, 10, 1, storage).durability_error is not None
+    assert not storage.armed and write(made, tmp_path, 10, 1, storage).durability_error is None
+
+
+@BOTH
 def test_a_second_try_with_other_content_replaces_nothing(tmp_path, made):
     """The first record may exist without being visible yet."""
     with pytest.raises(SaveError):

@@ -229,8 +229,10 @@ MUTANTS = [
             Edit(
                 shard_writer,
                 "write_shard",
-                "return _resolve_unconfirmed(target, step, error)",
-                "raise target.storage.remove(where) or error",
+                "except UnknownOutcomeError as error:\n"
+                "                return _resolve_unconfirmed(target, step, error)",
+                "except UnknownOutcomeError as error:\n"
+                "                raise target.storage.remove(where) or error",
             )
         ],
         ("prune", "safetensors", ""),
