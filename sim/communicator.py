@@ -39,8 +39,8 @@ class Communicator:
         limit: seconds after which a call fails.
 
     ``longest_wait``: the longest time in seconds that a rank waited for ranks that were alive or
-        had ended well, without the
-    operations of hosts that run other jobs: those take simulated time one after the other.
+    had ended well, without the operations of hosts that run other jobs: those take simulated time
+    one after the other.
     """
 
     def __init__(self, size: int, limit: float = LIMIT):

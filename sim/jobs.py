@@ -99,9 +99,9 @@ class History(Journal):
     """What the jobs have observed, besides what their ranks were told.
 
     ``failed``: ((run, step), rank) -> reason of a failed save. ``chosen``: run -> the checkpoint
-        from which it resumed, None for
-    a fresh start. ``wrong``: violations that a job has seen. ``ended``: runs that ended with status
-    0. ``uploaded``: saves that rank 0 was told are at the url.
+    from which it resumed, None for a fresh start. ``wrong``: violations that a job has seen.
+    ``ended``: runs that ended with status 0. ``uploaded``: saves that rank 0 was told are at the
+    url.
     """
 
     failed: dict[tuple[Saved, int], str] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Task:
         process: its owner, which has ``dead`` and ``paused_until``.
 
     ``wake_time``: the moment at which it becomes ready; None while it is ready. ``where``: what it
-        waits for, for messages.
+    waits for, for messages.
     """
 
     __slots__ = (

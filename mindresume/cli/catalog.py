@@ -212,7 +212,7 @@ def verify(
     output says so. What a job removes while it is read is no damage. Under msrun, mpirun or srun,
     each process reads a share of the files and prints what it found there.
     Exit status: 0 everything is as written, 1 something is damaged, missing or cannot be read, 3
-        there is no checkpoint.
+    there is no checkpoint.
     """
     from mindresume.api import catalog
 

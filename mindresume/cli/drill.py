@@ -103,10 +103,9 @@ def drill(
     and lets the next run save and clean up.
 
     PASS: the newest complete checkpoint, bit for bit. LOST_WORK: an older one. HARD_FAIL: none,
-        though one is complete.
-    SILENT_DIVERGENCE: a wrong one. The default is a sample of the operations, in a minute or two;
-        --full takes every one. Ctrl-C
-    stops it and prints the results so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
+    though one is complete. SILENT_DIVERGENCE: a wrong one. The default is a sample of the
+    operations, in a minute or two; --full takes every one. Ctrl-C stops it and prints the results
+    so far. Exit status: 0 all PASS, 1 not, 130 stopped by Ctrl-C.
     """
     if explain:
         from mindresume.fault_injection.faults import EXPLAINED

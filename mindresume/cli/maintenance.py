@@ -268,7 +268,7 @@ def scrub(
     same and writes nothing. A running job is not disturbed: what it is writing is left out, and it
     removes nothing that is being read. docs/scrub.md has the details.
     Exit status: 0 all is as written or repaired, 1 damage is left or files cannot be read, 3 there
-        is no checkpoint.
+    is no checkpoint.
     """
     from mindresume.api.maintenance import scrub as scrub_folder
 

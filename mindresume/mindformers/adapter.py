@@ -78,8 +78,7 @@ def parameters_to_save(
     on this rank, in its order.
 
     All ranks must call it: pipeline stages exchange the parameters that they share, and with
-        ``integrated`` slices are gathered.
-    ``known``: remembers the result for later saves.
+    ``integrated`` slices are gathered. ``known``: remembers the result for later saves.
     """
     from mindspore import Tensor
 

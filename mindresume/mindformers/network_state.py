@@ -102,11 +102,10 @@ def layouts(table: Mapping[str, Any] | None, shapes: Mapping[str, Shape], emit: 
     network.
 
     Its rows: (device matrix, tensor map, slice before the optimizer shard, field, uniform split,
-        optimizer group, full shape,
-    ...). A graph from MindSpore's compile cache has no full shape; it follows from the slice. The
-    number of optimizer shards follows from the sizes: full shape / cuts / size of the local part. A
-    row that does not fit is skipped with a warning: its tensor can still be saved and loaded, but
-    not re-cut.
+    optimizer group, full shape, ...). A graph from MindSpore's compile cache has no full shape; it
+    follows from the slice. The number of optimizer shards follows from the sizes: full shape / cuts
+    / size of the local part. A row that does not fit is skipped with a warning: its tensor can
+    still be saved and loaded, but not re-cut.
     """
     found = {}
     for name, row in (table or {}).items():

@@ -497,7 +497,7 @@ def clean_own_folder(target: SaveTarget) -> list[str]:
     this run has ended them. A repair that still goes on fails, and can be tried again.
 
     Flushes ``root``: a rank folder counts as durable, but its maker may have died right after
-        ``mkdir``.
+    ``mkdir``.
     """
     storage, root = target.storage, target.root
     if storage.status(root) is not None:
