@@ -3,12 +3,12 @@
 NFS caches the listing of a folder for up to a minute. Without this wait a checkpoint could count as
 incomplete or absent, only because one host lists a name later than another.
 
-    all ranks    newest folders of records and iterations that each lists ─▶ the newest of all of
-        them
-    all ranks    which files of those each rank finds by name: manifests, its own record ─▶ the
-        paths that are expected
-    repeatedly   the selecting ranks report which of those they do not list ─▶ the others check that
-        these still exist
+    all ranks    newest folders of records and iterations that each lists
+                 ─▶ the newest of all of them
+    all ranks    which files of those each rank finds by name: manifests, its own record
+                 ─▶ the paths that are expected
+    repeatedly   the selecting ranks report which of those they do not list
+                 ─▶ the others check that these still exist
 """
 
 from __future__ import annotations

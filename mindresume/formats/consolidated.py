@@ -1,9 +1,10 @@
 """Reads complete, unsharded weights: a folder of tensor files with or without an index, or one
 file.
 
-    part0.safetensors ... hyper_param.safetensors  param_name_map.json           MindSpore's
-    unified_safetensors
-    model-00001-of-00003.safetensors ...           model.safetensors.index.json  Hugging Face
+    part0.safetensors ... hyper_param.safetensors param_name_map.json
+        of MindSpore's unified_safetensors
+    model-00001-of-00003.safetensors ... model.safetensors.index.json
+        of Hugging Face
 
 mindformers 1.9.0 needs the following to resume from such a folder (``resume_training: True``,
 without a name; ``load_ckpt_format: safetensors``; if parallel ``auto_trans_ckpt: True``): no name

@@ -6,7 +6,8 @@ A path means itself, or one folder below it:
     output/                            load_checkpoint: ./output means ./output/checkpoint
       checkpoint/                      where mindformers and mindresume save
       transformed_checkpoint/name/     mindformers documents auto_trans_ckpt with the path one level
-                                       too high log/ strategy/ ...
+                                       too high
+      log/ strategy/ ...
 
 The command line and the job call the same functions. A fresh start is right only where there was
 never a checkpoint; ``fresh_start_refusal`` decides this for a folder in which none was found.

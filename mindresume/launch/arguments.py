@@ -9,9 +9,9 @@ nor mindformers, so that ``--help`` and a wrong argument respond at once.
 
 Values are bool, None, int, float, list, tuple, dict or text:
 
-    parse_value("1e-5") == 1e-5      parse_value("True") is True        parse_value("[1, [2, x]]")
-    == [1, [2, "x"]] parse_value("None") is None      parse_value("'1'") == "1"
-    parse_value("{a: 1}") == {"a": 1}
+    parse_value("1e-5") == 1e-5      parse_value("[1, [2, x]]") == [1, [2, "x"]]
+    parse_value("True") is True      parse_value("{a: 1}") == {"a": 1}
+    parse_value("None") is None      parse_value("'1'") == "1"
 
 Plain YAML is not used for single words: it would turn ``on`` into True, ``12:30`` into 750 and
 ``2024-01-01`` into a date, and would leave ``1e-5`` a string.

@@ -1,17 +1,17 @@
 """Wraps functions of mindformers: selection at the start, counters, and load. No file of
 mindformers is changed.
 
-    MindFormerRegister.get_cls       ─▶ removes the documented data keys below `trainer:` before the
-        trainer's constructor
+    MindFormerRegister.get_cls        ─▶ removes the documented data keys below `trainer:` before
+                                         the trainer's constructor
     Trainer.train / finetune
       _check_config_rules             ─▶ select_checkpoint: scan, verify, agree; or a fresh start
       get_resume_checkpoint           ─▶ the name of the selected file
       load_resume_context_from_...    ─▶ restore_progress: initial step and epoch, loss scale
       _resume_hf_iterable_dataset     ─▶ streaming data continues at its own position
       check_runner_config             ─▶ records the dataset and sink size; ends a training that is
-          already complete
+                                         already complete
       transform_and_load_checkpoint   ─▶ load_resume: loads what this rank verified, and verifies it
-          again while it is read
+                                         again while it is read
       Model.train                     ─▶ FirstStep: the parameters are compared with what was loaded
 
 Checkpoint 2.0 (``use_legacy_format: False``) has wrappers of its own, and so has the PyNative

@@ -1,10 +1,13 @@
 """Reports on a training over all its starts, from event files, logs and checkpoints: as one page,
 or as one JSON document.
 
-    event_log.py, log_parser.py ─▶ records of mindresume and of mindformers     runs.py ─▶ run
-    attempts accounting.py steps, seconds, goodput, recoveries     builder.py the report, and its
-    JSON document advice.py how often to save page.py the page     tables.py its cells     chart.py
-    the data of its charts     texts.json, phrases.py its texts in English and Chinese
+    event_log.py, log_parser.py   records of mindresume and of mindformers
+    runs.py                       run attempts
+    accounting.py                 steps, seconds, goodput, recoveries
+    builder.py                    the report, and its JSON document
+    advice.py                     how often to save
+    page.py                       the page; tables.py: its cells; chart.py: the data of its charts
+    texts.json, phrases.py        its texts in English and Chinese
 
 A *run attempt* lasts from one start of the training to its end, however it ends. Nothing here
 imports mindspore or mindformers.

@@ -2,16 +2,15 @@
 training.
 
     output/log[_SUFFIX]/rank_0/info.log.2, info.log.1, info.log      all starts, one after the other
-    output/msrun_log[_SUFFIX]/worker_0.log                           output of the last start; the
-    next one overwrites it
+    output/msrun_log[_SUFFIX]/worker_0.log                           output of the last start
 
 Event files (``event_log``) record what mindresume does. Both formats of mindformers are understood,
 that of its files and that of its standard output:
 
-    [INFO] 2026-11-21 20:50:43,411 [mindformers/core/callback/callback.py:747] print_output_info: {
-    Epoch:[  1/  4], step:[ ... 2026-11-21 20:50:43,411 -
-    mindformers/home/output/log[mindformers/core/callback/callback.py:747] - INFO - { Epoch:[  1/
-    ...
+    [INFO] 2026-11-21 20:50:43,411 [mindformers/core/callback/callback.py:747] print_output_info:
+        { Epoch:[  1/  4], step:[ ...
+    2026-11-21 20:50:43,411 - mindformers/home/output/log[mindformers/core/callback/callback.py:747]
+        - INFO - { Epoch:[  1/ ...
 
 The PyNative trainer begins a line with ``{ step:[``.
 

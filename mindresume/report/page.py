@@ -1,8 +1,9 @@
 """Renders the report as one HTML page, which loads nothing from a network.
 
-    page.html the template     page.css, plot.js, page.js are written into the page
-    tables.py the cells     chart.py the data of the charts     texts.json, phrases.py its texts in
-    both languages
+    page.html                  the template
+    page.css, plot.js, page.js are written into the page
+    tables.py, chart.py        the cells; the data of the charts
+    texts.json, phrases.py     its texts in both languages
 
 Everything from a log, an event file or a name is escaped. The Content-Security-Policy of the page
 lets a browser run only the script and apply only the style with the hashes that it names, so that

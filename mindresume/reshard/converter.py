@@ -1,12 +1,12 @@
 """Runs a conversion as one transaction: the target folder appears complete or not at all, and
 nothing else is touched.
 
-    prepare   is the target finished, free, is there room? ─▶ work folder beside the target, with a
-        lock
-    write     group by group (a pipeline stage, a file of consolidated weights): files ─▶ flush ─▶
-        mark of the finished group
-    commit    records and manifest (rank folders) or index (consolidated weights) ─▶ rename the work
-        folder to the target
+    prepare   is the target finished, free, is there room?
+              ─▶ work folder beside the target, with a lock
+    write     group by group (a pipeline stage, a file of consolidated weights): files ─▶ flush
+              ─▶ mark of the finished group
+    commit    records and manifest (rank folders) or index (consolidated weights)
+              ─▶ rename the work folder to the target
 
 The name of the work folder identifies everything that determines the bytes. So the same conversion,
 started again after a kill, continues with the missing groups, and a finished conversion is not

@@ -10,9 +10,8 @@ documents 002 and 003):
 Data, by the position of the checkpoint in its data set, which does not depend on the batch size:
 
     data skip     = passes * steps of a pass + samples of the current pass / global batch size,
-                  rounded down
-                    or data_skip_steps, or 0 with ignore_data_skip: once, when the configuration
-                        first requests it
+                    rounded down; or data_skip_steps, or 0 with ignore_data_skip: once, when the
+                    configuration first requests it
     initial epoch = epochs before the data set + passes
 
 In sink mode an epoch of MindSpore is one sink. mindformers runs ``epochs * steps of a pass // sink

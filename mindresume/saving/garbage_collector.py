@@ -5,10 +5,10 @@ operation.
     removed = carry_out(directory, made, read_locks)
 
     all iteration folders   announce their removal ─▶ read lock? it stays
-    each to_delete          rename its commit_dir to trash-... with a nonce ─▶ sync ─▶ read lock by
-        now? rename it back
-    then                    weights of all ranks ─▶ sync their folders ─▶ records ─▶ the trash
-        folder
+    each to_delete          rename its commit_dir to trash-... with a nonce ─▶ sync
+                            ─▶ read lock by now? rename it back
+    then                    weights of all ranks ─▶ sync their folders ─▶ records
+                            ─▶ the trash folder
 
 The ``commit_dir`` is the folder of records, or the iteration folder, which also holds the weights.
 

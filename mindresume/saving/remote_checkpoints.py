@@ -11,8 +11,8 @@ of puts and deletions.
         .mindresume/step-0000000015-run-0002-1f3a9c04/    rank_00000.json ..., and put last:
                                                           manifest.json
 
-    put       each rank: weights ─▶ its record      rank 0: objects of all ranks there? ─▶ manifest,
-        which is the commit
+    put       each rank: weights ─▶ its record
+              rank 0: objects of all ranks there? ─▶ manifest, which is the commit
     delete    manifest ─▶ everything else
 
 Names contain step and run. So no object ever replaces another one (except the status of a run), and

@@ -7,8 +7,8 @@ nobody.
     # the event file beside those of the ranks, on a disk that can hang
     emit.add(EventRecorder(emit))
 
-    {output}/mindresume_events/20261123T052200.250-supervisor_0-4711.jsonl          number of the
-                                                                                    node, process id
+    {output}/mindresume_events/20261123T052200.250-supervisor_0-4711.jsonl
+        start (UTC), number of the node, process id
 
 The output folder is known only when a rank has told it by its heartbeat. Until then events are kept
 in memory.

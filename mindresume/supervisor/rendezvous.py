@@ -1,9 +1,9 @@
 """Lets the supervisors of several nodes start and end together, generation by generation.
 
-    all nodes        READY(g) ─▶ the leader sees all of them: RUNNING(g + 1, members) ─▶ the
-        members: RUNNING(g + 1)
-    one fails        FAILED(g + 1) ─▶ the others end their parts ─▶ READY(g + 1), once nothing of
-        theirs is left
+    all nodes        READY(g) ─▶ the leader sees all of them: RUNNING(g + 1, members)
+                     ─▶ the members: RUNNING(g + 1)
+    one fails        FAILED(g + 1) ─▶ the others end their parts
+                     ─▶ READY(g + 1), once nothing of theirs is left
     the leader       decides what follows: READY too, or LEFT(status), which all others return as
                      well
     all finish       FINISHED(g + 1) of all ─▶ the leader: LEFT(0)

@@ -7,18 +7,18 @@ saves every ten minutes is started again for ever, one that dies at the same ste
 
     status 0                                  ─▶ exit
     all ranks have finished the training       ─▶ exit with the status: another start would find
-        nothing to train
+                                                  nothing to train
     stopped by a signal, preempted, Ctrl-C     ─▶ exit with 143 or 130: somebody wants the job to
-        end
+                                                  end
     status 2: a wrong argument or setting      ─▶ exit: another start would fail in the same way;
-        but restart if no rank began
-                                                  and an earlier start had one: the script or
-                                                      interpreter is away for now
+                                                  but restart if no rank began and an earlier
+                                                  start had one: the script or interpreter is
+                                                  away for now
     the command cannot be started              ─▶ the same
     status 65: a callback loads other weights  ─▶ exit: the same
     progress                                   ─▶ restart at once
     no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after
-        ``max_restarts`` of them give up
+                                                  ``max_restarts`` of them give up
 """
 
 from __future__ import annotations

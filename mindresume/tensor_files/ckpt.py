@@ -1,8 +1,7 @@
 """MindSpore's ckpt format: protocol buffers, parsed by hand so that only a few bytes around each
 tensor are read.
 
-    Checkpoint  { repeated Value value = 1;  bytes metadata = 1000; }      metadata: written by
-                mindresume, see below
+    Checkpoint  { repeated Value value = 1;  bytes metadata = 1000; }      metadata: see below
     Value       { string tag = 1;  TensorProto tensor = 2;  MapTensorProto maptensor = 3; }
     TensorProto { repeated int64 dims = 1;  string tensor_type = 2;  bytes tensor_content = 3; }
 

@@ -10,11 +10,9 @@ the first.
     {checkpoint directory}/.mindresume/memory-tier      the token from which ``key`` follows
 
     directory    where the tier of a checkpoint directory lies; whether it still belongs to it; what
-                 its training has on disk, so
-                 that nothing is brought back that a person has removed
+                 its training has on disk, so that nothing is brought back that a person has removed
     slots        the memory of one rank, and the copy of a save into it; which save is overwritten
-                 next, and why all ranks keep a
-                 common one; saves of earlier runs
+                 next, and why all ranks keep a common one; saves of earlier runs
     tier         saves: copy in the training thread, checksums and record in the background
     opening      finds or makes the tier, on all ranks together; removes tiers of dead jobs
 
