@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.line(f"tests/slow.txt names {name}, which does not exist")
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if getattr(report, "when", "") and report.nodeid.startswith("tests/"):
+            if hasattr(report, "duration") and report.nodeid.startswith("tests/"):
                 seconds[report.nodeid.partition("::")[0].removeprefix("tests/")] += report.duration
     quick = {name: total for name, total in seconds.items() if not is_slow(here / name)}
     for name, total in quick.items():
