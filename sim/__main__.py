@@ -4,7 +4,6 @@ replays one."""
 from __future__ import annotations
 
 import json as jsons
-import os
 import shlex
 import sys
 import time
@@ -16,7 +15,12 @@ import typer
 
 from mindresume.cli import run_app
 from mindresume.cli.common import (
+    CORES,
     AsJson,
+    Explain,
+    Jobs,
+    OnlyFormats,
+    OnlyScenarios,
     Stopped,
     print_explanations,
     print_json,
@@ -66,22 +70,8 @@ def simulate(
     first_seed: Annotated[
         int, typer.Option("--first-seed", min=0, metavar="S", help="Seed of the first run.")
     ] = 0,
-    scenario: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scenario",
-            metavar="NAME",
-            help="Only this scenario (repeat for more; --explain lists them).",
-        ),
-    ] = None,
-    fmt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--format",
-            metavar="safetensors|ckpt|iteration",
-            help="Only this format (iteration: Checkpoint 2.0).",
-        ),
-    ] = None,
+    scenario: OnlyScenarios = None,
+    fmt: OnlyFormats = None,
     way: Annotated[
         list[str] | None,
         typer.Option("--way", metavar="foreground|thread|process", help="Only this way of saving."),
@@ -103,19 +93,8 @@ def simulate(
             "--replay", metavar="JSON|@FILE", help="Run this schedule and print every operation."
         ),
     ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            "--jobs",
-            min=1,
-            max=1024,
-            metavar="N",
-            help="Number of processes. Default: one for each core.",
-        ),
-    ] = os.cpu_count() or 1,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Describe the scenarios and faults, and stop.")
-    ] = False,
+    jobs: Jobs = CORES,
+    explain: Explain = False,
     json: AsJson = False,
 ) -> None:
     """Runs whole jobs on in-memory hosts, disks and clocks, in random orders with random faults,

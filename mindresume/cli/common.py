@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,37 @@ Folder = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+# of the drill and of the simulated cluster
+OnlyScenarios = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scenario",
+        metavar="NAME",
+        help="Only this scenario (repeat for more; --explain lists them).",
+    ),
+]
+OnlyFormats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        metavar="safetensors|ckpt|iteration",
+        help="Only this format (iteration: Checkpoint 2.0).",
+    ),
+]
+CORES = os.cpu_count() or 1
+Jobs = Annotated[
+    int,
+    typer.Option(
+        "--jobs",
+        min=1,
+        max=1024,
+        metavar="N",
+        help="Number of processes. Default: one for each core.",
+    ),
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Describe the scenarios and faults, and stop.")
+]
 WorldSize = Annotated[
     int | None,
     typer.Option(

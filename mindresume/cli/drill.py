@@ -14,7 +14,12 @@ import typer
 from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import (
+    CORES,
     AsJson,
+    Explain,
+    Jobs,
+    OnlyFormats,
+    OnlyScenarios,
     Stopped,
     print_explanations,
     print_json,
@@ -64,35 +69,10 @@ def drill(
             "--seed", help="Seed: order of the ranks, which ranks die, which data survives."
         ),
     ] = 0,
-    scenario: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scenario",
-            metavar="NAME",
-            help="Only this scenario (repeat for more; --explain lists them).",
-        ),
-    ] = None,
-    fmt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--format",
-            metavar="safetensors|ckpt|iteration",
-            help="Only this format (iteration: Checkpoint 2.0).",
-        ),
-    ] = None,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            "--jobs",
-            min=1,
-            max=1024,
-            metavar="N",
-            help="Number of processes. Default: one for each core.",
-        ),
-    ] = os.cpu_count() or 1,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Describe the scenarios and faults, and stop.")
-    ] = False,
+    scenario: OnlyScenarios = None,
+    fmt: OnlyFormats = None,
+    jobs: Jobs = CORES,
+    explain: Explain = False,
     json: AsJson = False,
 ) -> None:
     """Tests on your file system that no crash loses a checkpoint, or shows which one does.
