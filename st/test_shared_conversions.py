@@ -11,26 +11,13 @@ import pytest
 
 from st.cpu_cluster.launch import free_port
 from st.run_attempts import FIXTURES, LIMIT, PROGRAMS
+from st.test_huggingface import SIZES
 from st.training_run import ROOT
 
 # of mindformers alone: a Qwen3, four ranks
 FOUR = FIXTURES / "mf190_10_safetensors_dp2tp2" / "output"
 SOURCE = (FOUR / "checkpoint", "--from", FOUR / "strategy")
-MODEL = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+MODEL = {**SIZES, "architectures": ["Qwen3ForCausalLM"]}
 LAUNCHERS = ("MS_", "RANK_", "OMPI_", "PMI", "SLURM_")
 MODULE = ("python", "-m", "mindresume")
 SCRIPT = (str(Path(sys.executable).parent / "mindresume"),)
