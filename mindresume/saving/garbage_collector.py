@@ -67,9 +67,23 @@ def carry_out(
     """Removes ``to_delete`` and ``orphans`` of a plan, and finishes removals of earlier processes.
     Returns the candidates that this call un-committed; those that another process removed, or that
     are being read by now, are left out. A failure is an event and concerns one candidate only; the
-    next call tries again."""
+    next call tries again.
+
+    A run may have died between the rename of a manifest and its flush: a loss of power could then
+    un-commit what the plan keeps. Only the last commit of a run can be such a one, so these are
+    flushed first; if one cannot be, nothing is removed.
+    """
     trash: dict[str, Candidate] = {}
     read_locks = read_locks or ReadLocks(directory)
+    if made.to_delete:
+        # the kept are newest first: the oldest of a run is replaced by its newest
+        last = {c.run: c.records_dir for c in reversed(made.kept) if c.committed}
+        for folder in filter(None, last.values()):
+            try:
+                directory.storage.sync(folder)
+            except OSError as error:
+                emit(_postponed(folder, error))
+                return []
     # with their weights
     moving = [candidate.name for candidate in made.to_delete if candidate.iteration_dir]
     announcement = None

@@ -344,9 +344,13 @@ def test_the_order_of_operations(saved):
     assert steps(removed) == [5]
     records, name = saved / FOLDER, attempt_name(5, RUN)
     changes = [what for what in storage.done if what[0] not in ("list", "status", "open")]
-    trash = Path(changes[0][2])
+    trash = Path(changes[1][2])
     assert trash.parent == records and strip_trash(trash.name) == name
-    expected = [("rename", str(records / name), str(trash)), ("sync", str(records))]
+    expected = [
+        ("sync", str(records / attempt_name(20, RUN))),
+        ("rename", str(records / name), str(trash)),
+        ("sync", str(records)),
+    ]
     for rank in range(2):
         path = path_of(saved, 5, rank)
         expected += [
@@ -518,12 +522,15 @@ def test_read_locks_are_checked_after_the_rename_is_durable(saved):
         return {}
 
     carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(2)), read_locks)
-    assert asked == [["rename", "sync"], ["rename", "sync", "rename", "sync"]]
+    assert asked == [
+        ["sync", "rename", "sync"],
+        ["sync", "rename", "sync", "rename", "sync"],
+    ]
 
 
 def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(saved):
     with pytest.raises(Died):
-        carry_out(CheckpointDir(Counting(1), str(saved)), planned(saved, KeepLast(3)), lambda: {})
+        carry_out(CheckpointDir(Counting(2), str(saved)), planned(saved, KeepLast(3)), lambda: {})
     assert committed(saved) == [20, 15, 10]
     held = {attempt_name(5, RUN): "loading"}
     carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
@@ -535,7 +542,7 @@ def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(sa
 def test_a_kill_during_the_restoring_rename_loses_nothing(saved):
     held = {attempt_name(5, RUN): "loading"}
     # before the rename back, before its sync
-    for limit in (2, 3):
+    for limit in (3, 4):
         with pytest.raises(Died):
             carry_out(
                 CheckpointDir(Counting(limit), str(saved)),
@@ -613,6 +620,26 @@ def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, lef
     assert (
         os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
     )
+
+
+@pytest.mark.parametrize("next_run_saved", [25, 20], ids=["later", "the same step"])
+def test_the_last_commit_of_each_run_is_flushed_before_a_removal(saved, next_run_saved):
+    """A run that died may have left its last manifest renamed and not flushed."""
+    save(saved, next_run_saved, world=2, run=NEXT_RUN, suffix=1)
+    last = {attempt_name(20, RUN), attempt_name(next_run_saved, NEXT_RUN)}
+    storage = Counting()
+    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
+    operations = [what[0] for what in storage.done]
+    flushed = storage.done[: operations.index("rename")]
+    assert {Path(path).name for what, path in flushed if what == "sync"} == last
+    assert steps(removed) == [10, 5]
+
+    events, storage = [], Stuck("sync", attempt_name(20, RUN))
+    made = planned(saved, KeepLast(2))
+    assert carry_out(CheckpointDir(storage, str(saved)), made, emit=events.append) == []
+    assert events == [
+        RemovalPostponed(str(saved / FOLDER / attempt_name(20, RUN)), "Permission denied")
+    ]
 
 
 def test_a_failed_removal_is_emitted_once(saved):
