@@ -40,6 +40,7 @@ from mindresume.model.layout import (
     Slices,
     TensorLayout,
     fold_optimizer_shards,
+    holders,
     is_scalar,
     ordinals,
 )
@@ -606,9 +607,8 @@ def missing_slices(files: Sequence[Sequence[str]], deduplicated: bool, records: 
     except RecordError as error:
         return str(error)
     for row in rows:
-        for number in range(max(ordinals(row.layout, row.shape)) + 1):
+        for number, ranks in enumerate(_groups(row.layout, row.shape, row.first)):
             if number not in row.stored:
-                ranks = _groups(row.layout, row.shape, row.first)[number]
                 return f"a part of {row.name} was held by rank {', '.join(map(str, ranks))} alone"
     there = next(rank for rank, names in enumerate(files) if names)
     named = {row.name for row in rows}
@@ -655,9 +655,8 @@ def _stored(
 
 
 @lru_cache(maxsize=1 << 12)
-def _groups(layout: TensorLayout, shape: tuple[int, ...], first: int) -> dict[int, tuple[int, ...]]:
-    """Returns {slice: ranks that hold it}."""
-    found: dict[int, list[int]] = {}
-    for local, number in enumerate(ordinals(layout, shape)):
-        found.setdefault(number, []).append(first + local)
-    return {number: tuple(ranks) for number, ranks in found.items()}
+def _groups(
+    layout: TensorLayout, shape: tuple[int, ...], first: int
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks that hold each slice, by ordinal."""
+    return tuple(tuple(first + local for local in ranks) for ranks in holders(layout, shape))

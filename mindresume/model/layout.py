@@ -3,7 +3,8 @@ files.
 
     layout = TensorLayout((2, 2), (0, -1))          # dp 2 x tp 2, rows sharded over tp
     held(layout, rank=1, shape=(8, 4))              # ((4, 8), (0, 4))
-    layout.holders(((4, 8), (0, 4)), (8, 4))        # [1, 3]
+    ordinals(layout, (8, 4))                        # (0, 1, 0, 1)
+    holders(layout, (8, 4))[1]                      # (1, 3)
 
 Ranks are local: they count from 0 within the stage. Shapes are global, in elements. MindSpore is
 not imported.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
@@ -141,7 +142,9 @@ class TensorLayout:
     def optimizer_stride(self) -> int:
         """Returns the distance in ranks within the optimizer group (``opt_weight_shard_step``); 0
         without optimizer shards."""
-        return self._axis(self.unused_axes[-1])[1] if self.optimizer_slices > 1 else 0
+        if self.optimizer_slices == 1:
+            return 0
+        return math.prod(self.device_matrix[len(self.device_matrix) - self.unused_axes[-1] :])
 
     def counts(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the number of slices of each dimension. Raises ValueError if a dimension of
@@ -171,24 +174,6 @@ class TensorLayout:
         ValueError for another number of dimensions."""
         return tuple(
             size * count for size, count in zip(held, self.counts([0] * len(held)), strict=True)
-        )
-
-    def holders(self, region: Region, shape: Sequence[int]) -> list[int]:
-        """Returns the local ranks, ascending, whose slice (``held``) equals ``region``; empty if
-        there are none. Raises ValueError if the shape does not fit. The cost grows with the number
-        of holders, not of ranks."""
-        counts, lengths = self.counts(shape), self.local_shape(shape)
-        if len(region) != len(shape):
-            raise ValueError(f"a region of {len(region)} dimensions for shape {tuple(shape)}")
-        # per dimension the slice, or all if an empty tensor leaves it open
-        indices: list[Sequence[int]] = []
-        for part, length, count in zip(region, lengths, counts, strict=True):
-            found = (part[0] // length,) if length else range(count)
-            indices.append(
-                [i for i in found if 0 <= i < count and part == (i * length, (i + 1) * length)]
-            )
-        return sorted(
-            rank for choice in itertools.product(*indices) for rank in self._ranks(choice)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -238,39 +223,6 @@ class TensorLayout:
             tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards
         )
 
-    def _axis(self, axis: int) -> tuple[int, int]:
-        """Returns the length of a device axis, counted from the right, and the distance in ranks
-        between its neighbours."""
-        position = len(self.device_matrix) - 1 - axis
-        return self.device_matrix[position], math.prod(self.device_matrix[position + 1 :])
-
-    def _index(self, rank: int, axes: Iterable[int]) -> int:
-        """Returns the row-major index of a rank over the given axes, major first."""
-        index = 0
-        for size, stride in map(self._axis, axes):
-            index = index * size + rank // stride % size
-        return index
-
-    def _offset(self, index: int, axes: Sequence[int]) -> int:
-        """Inverts ``_index``: returns the rank that has this index over ``axes`` and 0 on all other
-        axes."""
-        rank = 0
-        for size, stride in map(self._axis, reversed(axes)):
-            index, coordinate = divmod(index, size)
-            rank += coordinate * stride
-        return rank
-
-    def _ranks(self, indices: Sequence[int]) -> Iterator[int]:
-        """Yields all ranks that hold the slice with these indices, one per dimension."""
-        indices, replica = list(indices), 0
-        if indices:
-            indices[0], replica = divmod(indices[0], self.optimizer_slices)
-        base = sum(
-            self._offset(index, axes) for index, axes in zip(indices, self.axes, strict=True)
-        )
-        for index in range(replica, self.replicas, self.optimizer_slices):
-            yield base + self._offset(index, self.unused_axes)
-
 
 @lru_cache(maxsize=1 << 16)  # a model has thousands of tensors, but few layouts and shapes
 def held(layout: TensorLayout, rank: int, shape: Shape) -> Region:
@@ -280,16 +232,14 @@ def held(layout: TensorLayout, rank: int, shape: Shape) -> Region:
         raise ValueError(
             f"rank {rank} is not one of the {layout.stage_size} ranks of a stage: {layout}"
         )
+    number = ordinals(layout, shape)[rank]
     region = []
-    for dim, (length, axes) in enumerate(zip(layout.local_shape(shape), layout.axes, strict=True)):
-        index = layout._index(rank, axes)
-        if dim == 0:
-            index = (
-                index * layout.optimizer_slices
-                + layout._index(rank, layout.unused_axes) % layout.optimizer_slices
-            )
+    for length, count in zip(
+        reversed(layout.local_shape(shape)), reversed(layout.counts(shape)), strict=True
+    ):
+        number, index = divmod(number, count)
         region.append((index * length, (index + 1) * length))
-    return tuple(region)
+    return tuple(reversed(region))
 
 
 # ---- slices by number ----------------------------------------------------------------------------
@@ -310,7 +260,7 @@ def ordinals(layout: TensorLayout, shape: Shape) -> tuple[int, ...]:
     ranks = np.arange(layout.stage_size)
 
     def index(axes: Iterable[int]) -> NDArray[np.int64] | int:
-        found: NDArray[np.int64] | int = _row_major(
+        found: NDArray[np.int64] | int = row_major(
             [ranks // math.prod(matrix[len(matrix) - axis :]) % matrix[-1 - axis] for axis in axes],
             [matrix[-1 - axis] for axis in axes],
         )
@@ -322,10 +272,21 @@ def ordinals(layout: TensorLayout, shape: Shape) -> tuple[int, ...]:
             indices[0] * layout.optimizer_slices
             + index(layout.unused_axes) % layout.optimizer_slices
         )
-    return tuple((_row_major(indices, counts) + 0 * ranks).tolist())
+    return tuple((row_major(indices, counts) + 0 * ranks).tolist())
 
 
-def _row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
+@lru_cache(maxsize=1 << 12)
+def holders(layout: TensorLayout, shape: Shape) -> tuple[tuple[int, ...], ...]:
+    """Returns the local ranks that hold each slice, ascending, by ordinal. Raises ValueError like
+    ``ordinals``."""
+    found: list[list[int]] = [[] for _ in range(math.prod(layout.counts(shape)))]
+    for rank, number in enumerate(ordinals(layout, shape)):
+        found[number].append(rank)
+    return tuple(map(tuple, found))
+
+
+def row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
+    """Returns the position of ``indices`` among all, the last one varying fastest."""
     found = 0
     for index, count in zip(indices, counts, strict=True):
         found = found * count + index
@@ -407,20 +368,16 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
     """
     if ranks < 1:
         raise ValueError(f"a stage of {ranks} ranks")
-    everyone = [list(range(ranks))]
-    known: dict[tuple[TensorLayout, Shape], tuple[list[list[int]], int]] = {}
     rows = []
     for name, (layout, shape, itemsize) in tensors.items():
-        if layout is None:
-            holders, elements = everyone, math.prod(shape)
-        else:
-            if (layout, shape) not in known:
-                known[layout, shape] = _holders(layout, shape, ranks, name)
-            holders, elements = known[layout, shape]
-        rows += [
-            (len(held), -elements * itemsize, name, number, held)
-            for number, held in enumerate(holders)
-        ]
+        if layout is not None and layout.stage_size != ranks:
+            raise ValueError(
+                f"tensor {name}: its layout is of {layout.stage_size} ranks, the stage has "
+                f"{ranks}: {layout}"
+            )
+        slices = [tuple(range(ranks))] if layout is None else holders(layout, shape)
+        size = math.prod(layout.local_shape(shape) if layout else shape) * itemsize
+        rows += [(len(held), -size, name, number, held) for number, held in enumerate(slices)]
     rows.sort(key=itemgetter(0, 1, 2, 3))
     loads = [0] * ranks
     found: list[set[str]] = [set() for _ in range(ranks)]
@@ -429,18 +386,3 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
         loads[rank] -= size
         found[rank].add(name)
     return list(map(frozenset, found))
-
-
-def _holders(
-    layout: TensorLayout, shape: Shape, ranks: int, name: str
-) -> tuple[list[list[int]], int]:
-    """Returns (local ranks that hold each slice, ascending; elements of a slice)."""
-    if layout.stage_size != ranks:
-        raise ValueError(
-            f"tensor {name}: its layout is of {layout.stage_size} ranks, the stage has {ranks}: "
-            f"{layout}"
-        )
-    holders: list[list[int]] = [[] for _ in range(math.prod(layout.counts(shape)))]
-    for rank, number in enumerate(ordinals(layout, shape)):
-        holders[number].append(rank)
-    return holders, math.prod(layout.local_shape(shape))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.model.layout import Layouts, Region, shares
+from mindresume.model.layout import Layouts, Region, holders, ordinals, shares
 from mindresume.reshard.geometry import elements, shape_of
 from mindresume.tensor_files.header import DTYPES
 
@@ -75,9 +75,9 @@ def plan_reads(
     mine = {name: region for name, region in regions.items() if name not in held}
     for name in sorted(held):
         layout, full, _ = held[name]
-        holders = layout.holders(regions[name], full)
-        owner = first + next(holder for holder in holders if name in table[holder])
-        groups.setdefault((tuple(first + holder for holder in holders), owner), []).append(name)
+        local = holders(layout, full)[ordinals(layout, full)[rank - first]]
+        owner = first + next(holder for holder in local if name in table[holder])
+        groups.setdefault((tuple(first + holder for holder in local), owner), []).append(name)
         if owner == rank:
             mine[name] = regions[name]
     return mine, [

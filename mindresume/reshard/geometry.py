@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindresume.model.layout import Region, TensorLayout
+from mindresume.model.layout import Region, TensorLayout, holders, row_major
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -64,13 +64,13 @@ class Cut(NamedTuple):
 @lru_cache(maxsize=1 << 16)
 def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) -> tuple[Cut, ...]:
     """Returns one cut for each slice that overlaps ``region`` of a tensor of global ``shape``; none
-    for an empty region. ``layout`` None: one slice, held by local rank 0. The cost grows with the
-    number of slices, not with the number of ranks."""
+    for an empty region. ``layout`` None: one slice, held by local rank 0."""
     if layout is None:
         return (Cut(whole(shape), (0,), region),) if elements(region) else ()
     lengths = layout.local_shape(shape)
     if not elements(region):
         return ()
+    counts, ranks = layout.counts(shape), holders(layout, shape)
     ranges = [
         range(start // length, -(-stop // length))
         for (start, stop), length in zip(region, lengths, strict=True)
@@ -82,7 +82,7 @@ def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) ->
         )
         part = overlap(stored, region) if stored else ()
         if part is not None:
-            found.append(Cut(stored, tuple(layout.holders(stored, shape)), part))
+            found.append(Cut(stored, ranks[row_major(choice, counts)], part))
     return tuple(found)
 
 

@@ -22,7 +22,7 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.layout import held
+from mindresume.model.layout import holders, ordinals
 from mindresume.model.manifest import Details, FileRecord, TensorRecord
 from mindresume.storage.operations import error_text
 from mindresume.tensor_files.header import TensorEntry
@@ -166,8 +166,8 @@ def holder_of(
     if row.layout is None or row.global_shape is None:
         likely: Iterable[int] = mates
     else:
-        slices = held(row.layout, rank - first, row.global_shape)
-        likely = (first + local for local in row.layout.holders(slices, row.global_shape))
+        number = ordinals(row.layout, row.global_shape)[rank - first]
+        likely = (first + local for local in holders(row.layout, row.global_shape)[number])
     return next(
         (other for other in likely if other in mates and name in records.details(other).tensors),
         None,
@@ -267,8 +267,8 @@ def _likely_holders(
     for row in tensors.values():
         if row.layout is not None and row.global_shape is not None:
             first = rank - rank % row.layout.stage_size
-            slices = held(row.layout, rank - first, row.global_shape)
-            likely = {first + holder for holder in row.layout.holders(slices, row.global_shape)}
+            number = ordinals(row.layout, row.global_shape)[rank - first]
+            likely = {first + local for local in holders(row.layout, row.global_shape)[number]}
             return [
                 *(other for other in others if other in likely),
                 *(other for other in others if other not in likely),

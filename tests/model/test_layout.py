@@ -1,13 +1,20 @@
 import json
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given
-from layouts import cuts
+from layouts import cuts, representable
 
-from mindresume.model.layout import TensorLayout, held, is_scalar, same_shape
+from mindresume.model.layout import (
+    TensorLayout,
+    fold_optimizer_shards,
+    held,
+    holders,
+    is_scalar,
+    ordinals,
+    same_shape,
+)
 from mindresume.reshard.geometry import view
 
 
@@ -36,10 +43,10 @@ def test_dp2_tp2(tensor_map, shards, stride, shape, regions):
     assert layout.optimizer_stride == stride
     assert layout.local_shape(shape) == tuple(stop - start for start, stop in expected[0])
     assert layout.global_shape(layout.local_shape(shape)) == shape
-    for region in expected:
-        assert layout.holders(region, shape) == [
-            rank for rank in range(4) if expected[rank] == region
-        ]
+    for rank, number in enumerate(ordinals(layout, shape)):
+        assert holders(layout, shape)[number] == tuple(
+            other for other in range(4) if expected[other] == expected[rank]
+        )
 
 
 @given(cuts(least=0, tuples=True))
@@ -49,36 +56,6 @@ def test_every_element_has_as_many_ranks_as_copies(case):
     for rank in range(layout.stage_size):
         view(count, held(layout, rank, shape))[...] += 1
     assert (count == layout.copies).all()
-
-
-@given(cuts(least=0, tuples=True))
-def test_holders_is_the_inverse_of_slices(case):
-    layout, shape = case
-    regions = [held(layout, rank, shape) for rank in range(layout.stage_size)]
-    for part in regions:
-        assert layout.holders(part, shape) == [
-            rank for rank, other in enumerate(regions) if other == part
-        ]
-    if math.prod(shape):
-        counted = Counter(str(part) for part in regions)
-        assert len(counted) == math.prod(layout.counts(shape)) and set(counted.values()) == {
-            layout.copies
-        }
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        (0, 3),
-        (1, 5),
-        (8, 12),
-        (-4, 0),
-        (0, 8),
-        (4, 4),
-    ],
-)
-def test_slices_that_no_rank_holds_have_no_holders(part):
-    assert TensorLayout((2, 2), (0,)).holders((part,), (8,)) == []
 
 
 @given(cuts(least=0, tuples=True))
@@ -134,12 +111,7 @@ def test_a_shape_that_does_not_divide_is_refused_by_dimension_size_pieces_and_la
         r"dimension 0 of shape \(12, 3\) has 12 elements and does not divide into 8 equal pieces: "
         r"TensorLayout\(device_matrix=\(2, 4\), tensor_map=\(0, -1\), optimizer_shards=2\)"
     )
-    for function in (
-        layout.counts,
-        layout.local_shape,
-        lambda shape: held(layout, 0, shape),
-        lambda shape: layout.holders(((0, 1), (0, 3)), shape),
-    ):
+    for function in (layout.counts, layout.local_shape, lambda shape: held(layout, 0, shape)):
         with pytest.raises(ValueError, match=expected):
             function((12, 3))
 
@@ -151,11 +123,68 @@ def test_ranks_and_dimensions_must_fit():
             held(layout, rank, (8, 4))
     with pytest.raises(ValueError, match=r"shape \(8,\) has 1 dimensions, tensor_map has 2"):
         held(layout, 0, (8,))
-    with pytest.raises(ValueError, match="a region of 1 dimensions for shape"):
-        layout.holders(((0, 4),), (8, 4))
 
 
 def test_a_tensor_of_one_element_has_any_number_of_dimensions():
     assert is_scalar(()) and is_scalar((1, 1)) and is_scalar((0,)) and not is_scalar((2,))
     assert same_shape((), (1,)) and same_shape((2, 3), [2, 3])
     assert not same_shape((2, 3), (3, 2)) and not same_shape((0,), (0, 1))
+
+
+# ---- ordinals ------------------------------------------------------------------------------------
+
+
+@given(cuts())
+def test_ordinals_number_the_regions_of_the_ranks(case):
+    layout, shape = case
+    numbers, counts = ordinals(layout, shape), layout.counts(shape)
+    assert set(numbers) == set(range(math.prod(counts)))
+    for number, ranks in enumerate(holders(layout, shape)):
+        assert ranks == tuple(rank for rank, other in enumerate(numbers) if other == number)
+        assert len(ranks) == layout.copies
+    for rank, number in enumerate(numbers):
+        indices = np.unravel_index(number, counts) if counts else ()
+        assert held(layout, rank, shape) == tuple(
+            (index * size, (index + 1) * size)
+            for index, size in zip(indices, layout.local_shape(shape), strict=True)
+        )
+
+
+def test_ordinals_are_row_major_over_the_pieces():
+    layout = TensorLayout((2, 2, 2), (0, -1, (2, 1)))
+    assert ordinals(layout, (4, 3, 8)) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert ordinals(TensorLayout((2, 2), (), -1), ()) == (0, 0, 0, 0)
+
+
+def test_slices_of_an_empty_tensor_differ_only_by_rank():
+    assert ordinals(TensorLayout((2,), (0,)), (0,)) == (0, 1)
+
+
+@given(cuts())
+def test_folded_layouts_have_the_same_slices(case):
+    layout, shape = case
+    try:
+        found = fold_optimizer_shards(layout)
+    except ValueError:
+        assert not representable(layout)
+        return
+    assert representable(layout) and found.optimizer_shards == 0
+    assert [held(found, rank, shape) for rank in range(found.stage_size)] == [
+        held(layout, rank, shape) for rank in range(layout.stage_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout, matrix, maps",
+    [
+        # as in the files of mindformers, ones included
+        (TensorLayout((2, 1, 2), (0, -1), -1), (2, 1, 2), ((0, 2, 1), -1)),
+        (TensorLayout((4, 2), (-1, 0), 2), (2, 2, 2), (1, 0)),
+        (TensorLayout((4,), (-1,), 2), (2, 2), (0,)),
+        (TensorLayout((2, 8), (1,), 4), (2, 2, 4), ((2, 0),)),
+        (TensorLayout((2, 2), (), -1), (2, 2), ()),
+        (TensorLayout((2, 2), ((0,), (-1,))), (2, 2), (0, -1)),
+    ],
+)
+def test_folded(layout, matrix, maps):
+    assert fold_optimizer_shards(layout) == TensorLayout(matrix, maps)
