@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -182,10 +183,10 @@ Node = bytes | _Folder | None  # what a name stands for; None for nothing
 
 @dataclass(eq=False)
 class _Change:
-    """One atomic operation on names, also in two folders. ``durable``: it survives any power
-    loss."""
+    """One atomic operation on names, also in two folders. ``survives``: a power loss; None: that is
+    not decided yet."""
 
-    durable: bool = False
+    survives: bool | None = None
 
 
 @dataclass
@@ -195,14 +196,6 @@ class _Names:
 
     base: dict[str, Node] = field(default_factory=dict)
     changes: list[tuple[_Change, dict[str, Node]]] = field(default_factory=list)
-
-    def after(self, fates: dict[_Change, bool]) -> dict[str, Node]:
-        """Returns what the names stand for when the changes have met their ``fates``."""
-        nodes = dict(self.base)
-        for change, names in self.changes:
-            if fates[change]:
-                nodes.update(names)
-        return nodes
 
 
 class FaultInjector:
@@ -315,7 +308,7 @@ class FaultInjector:
         """Makes all changes of names in ``folder`` durable."""
         names = self._pending.pop(folder, None)
         for change, _ in names.changes if names else ():
-            change.durable = True
+            change.survives = True
 
     def folder_renamed(self, old: str, new: str) -> None:
         """Moves the pending changes inside a renamed folder to its new path."""
@@ -337,58 +330,58 @@ class FaultInjector:
         """Applies a power loss: every change that is not durable stays only by ``chance``. It works
         on the real file system directly: no rank is alive to see it."""
         pending, self._pending = self._pending, {}
-        fates: dict[_Change, bool] = {}
-        for folder in sorted(pending):  # parents first
-            for change, _ in pending[folder].changes:
-                if change not in fates:
-                    fates[change] = change.durable or self.rng.random() < chance
-        final = {folder: pending[folder].after(fates) for folder in sorted(pending)}
-        # renames of folders done here
-        moves: list[tuple[str, str]] = []
-        folders = [
-            node for names in final.values() for node in names.values() if isinstance(node, _Folder)
-        ]
-        # two folders may have to swap names
-        for number, node in enumerate(dict.fromkeys(folders)):
-            at = _current_path(node.path, moves)
-            if os.path.isdir(at):
-                os.rename(at, f"{at}.{number}")
-                moves.append((at, f"{at}.{number}"))
-        for former, names in final.items():
-            there = _current_path(former, moves)
-            # its removal is durable: its content does not matter
-            if not os.path.isdir(there):
-                continue
-            for name, node in sorted(names.items(), key=lambda item: item[1] is None, reverse=True):
-                _put(os.path.join(there, name), node, moves)
+        top = os.path.commonpath([*pending]) if pending else ""
+        if not os.path.isdir(top):  # its removal is durable
+            return
+        trees: dict[str, Tree] = {}
+        _read(top, trees)
+        for former in sorted(pending):  # parents first
+            names = dict(pending[former].base)
+            for change, nodes in pending[former].changes:
+                if change.survives is None:
+                    change.survives = self.rng.random() < chance
+                names |= nodes if change.survives else {}
+            # else its removal is durable: its content does not matter
+            for name, node in names.items() if former in trees else ():
+                trees[former].pop(name, None)
+                if isinstance(node, _Folder):
+                    node = trees.setdefault(node.path, {})
+                    for tree in trees.values():  # it has one name
+                        for other in [other for other, found in tree.items() if found is node]:
+                            del tree[other]
+                if node is not None:
+                    trees[former][name] = node
+        for name in os.listdir(top):
+            path = os.path.join(top, name)
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+        _write(top, trees[top])
 
 
-def _put(path: str, node: Node, moves: list[tuple[str, str]]) -> None:
-    """Makes ``path`` stand for ``node``. ``moves``: as for ``_current_path``; a move of a folder is
-    added."""
-    if isinstance(node, _Folder):
-        at = _current_path(node.path, moves)
-        if os.path.isdir(at):
-            os.rename(at, path)
+Tree = dict[str, Any]  # {name: content of a file, or the tree of a folder}
+
+
+def _read(folder: str, trees: dict[str, Tree]) -> Tree:
+    """Returns the tree of ``folder``, and adds it and those below it to ``trees``, by path."""
+    tree = trees[folder] = {}
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            tree[name] = _read(path, trees)
         else:
-            os.makedirs(path)
-        moves.append((at, path))
-    elif node is not None:
-        with open(path, "wb") as file:
-            file.write(node)
-    elif os.path.isdir(path):
-        if not os.listdir(path):
-            os.rmdir(path)
-    elif os.path.lexists(path):
-        os.remove(path)
+            with open(path, "rb") as file:
+                tree[name] = file.read()
+    return tree
 
 
-def _current_path(path: str, moves: Iterable[tuple[str, str]]) -> str:
-    """Returns where ``path`` is after the ``moves`` of folders, in order."""
-    for old, new in moves:
-        if path == old or path.startswith(old + os.sep):
-            path = new + path[len(old) :]
-    return path
+def _write(folder: str, tree: Tree) -> None:
+    for name, node in tree.items():
+        path = os.path.join(folder, name)
+        if isinstance(node, dict):
+            os.mkdir(path)
+            _write(path, node)
+        else:
+            with open(path, "wb") as file:
+                file.write(node)
 
 
 class RankStorage:
