@@ -34,67 +34,90 @@ def counters(progress):
 
 
 @pytest.mark.parametrize(
-    "saved, new, expected",
+    "saved, new, expected, repeated",
     [
         # middle of epoch 2: one epoch is done
-        (state(15), RunSettings(8, 10), (15, 1, 15, 1.0, 15)),
-        (state(20), RunSettings(8, 10), (20, 2, 20, 1.0, 20)),
+        (state(15), RunSettings(8, 10), (15, 1, 15, 1.0, 15), 0),
+        (state(20), RunSettings(8, 10), (20, 2, 20, 1.0, 20), 0),
         # the batch doubled: half the steps, the same epoch
-        (state(20), RunSettings(16, 5), (10, 2, 10, 0.5, 10)),
-        (state(20, 16, 5), RunSettings(8, 10), (40, 4, 40, 2.0, 40)),
-        (state(40), RunSettings(8, 10, 2), (40, 20, 40, 1.0, 40)),  # sink size 2: 20 sinks are done
-        (state(16), RunSettings(8, 10, 4), (16, 4, 16, 1.0, 16)),  # that do not divide an epoch
+        (state(20), RunSettings(16, 5), (10, 2, 10, 0.5, 10), 0),
+        (state(20, 16, 5), RunSettings(8, 10), (40, 4, 40, 2.0, 40), 0),
+        (state(40), RunSettings(8, 10, 2), (40, 20, 40, 1.0, 40), 0),  # sink size 2: 20 sinks
+        (state(16), RunSettings(8, 10, 4), (16, 4, 16, 1.0, 16), 0),  # that do not divide an epoch
         # a checkpoint that does not say: no scaling
-        (state(7, None, None), RunSettings(8, 10), (7, 0, 7, 1.0, 7)),
-        (state(14, 8, None), RunSettings(16, 5), (7, 1, 7, 0.5, 7)),
+        (state(7, None, None), RunSettings(8, 10), (7, 0, 7, 1.0, 7), 0),
+        (state(14, 8, None), RunSettings(16, 5), (7, 1, 7, 0.5, 7), 0),
+        # 35 * 8 / 16 = 17.5 steps: rounded down, and half a step of data is seen again
+        (state(35), RunSettings(16, 5), (17, 3, 17, 0.5, 17), 8),
+        # 11 steps of 8 in a pass, or 5 of 16 (drop_remainder): step 22 is the end of pass 2 in
+        # both, though 22 * 8 / 16 = 11
+        (state(22, 8, 11), RunSettings(16, 5), (11, 2, 11, 0.5, 10), 0),
+        # sample 80 of 88, of which 80 are left
+        (state(21, 8, 11), RunSettings(16, 5), (10, 2, 10, 0.5, 10), 0),
+        # a step of 8 samples reads four items of 2: a pass of 10 items is two steps and a half
+        (
+            TrainingState(3, 2, 3, 8, data=DataPosition(1, 4)),
+            RunSettings(8, 10, item_samples=2),
+            (3, 1, 3, 1.0, 12),
+            0,
+        ),
+        # a part of an item is read again
+        (
+            TrainingState(3, 2, 3, 8, data=DataPosition(1, 9)),
+            RunSettings(8, 5, item_samples=4),
+            (3, 1, 3, 1.0, 7),
+            1,
+        ),
+        # items of a whole step change nothing
+        (state(35, 16, 5), RunSettings(8, 10, item_samples=8), (70, 7, 70, 2.0, 70), 0),
     ],
 )
-def test_counters_of_the_new_run(saved, new, expected):
+def test_counters_of_the_new_run(saved, new, expected, repeated):
     progress = resume_progress(saved, new)
-    assert counters(progress) == expected and progress.repeated == 0
+    assert (counters(progress), progress.repeated) == (expected, repeated)
 
 
-def test_fractions_of_steps_are_rounded_down_and_counted():
-    """35 * 8 / 16 = 17.5 steps. Half a step of data is seen again."""
-    progress = resume_progress(state(35, consumed=280), RunSettings(16, 5))
-    assert counters(progress) == (17, 3, 17, 0.5, 17)
-    assert (progress.repeated, progress.position.samples, progress.consumed) == (8, 32, 280)
+def test_the_samples_that_were_seen_are_those_of_the_checkpoint_not_of_its_position():
+    assert resume_progress(state(35, consumed=270), RunSettings(16, 5)).consumed == 270
+    assert resume_progress(state(35), RunSettings(16, 5)).consumed == 280
 
 
-def test_less_than_a_step_is_refused():
-    with pytest.raises(
-        ProgressError,
-        match=r"step 1 at global batch size 8 is less than one step at global batch size 16",
-    ):
-        resume_progress(state(1), RunSettings(16, 5))
-
-
-def test_a_sink_is_not_cut():
-    with pytest.raises(
-        ProgressError,
-        match="the data of step 15: it begins after 15 steps of the data set, no multiple",
-    ):
-        resume_progress(state(15), RunSettings(8, 10, 2))
-    for run in (resume_progress, lambda saved, new: fresh_progress(new)):
-        with pytest.raises(
-            ProgressError,
-            match="data_skip_steps: it begins after 3 steps of the data set, no multiple",
-        ):
-            run(state(10), RunSettings(8, 10, 2, data_request=DataRequest(False, 3), epochs=4))
-
-
-def test_a_pass_of_another_length_moves_nothing_else():
-    """11 steps of 8 in a pass, or 5 of 16 (drop_remainder): step 22 is the end of pass 2 in both,
-    though 22 * 8 / 16 = 11."""
-    progress = resume_progress(state(22, 8, 11), RunSettings(16, 5))
-    assert counters(progress) == (11, 2, 11, 0.5, 10) and progress.repeated == 0
-    # sample 80 of 88, of which 80 are left
-    near_the_end = resume_progress(state(21, 8, 11), RunSettings(16, 5))
-    assert (near_the_end.position.passes, near_the_end.position.samples, near_the_end.repeated) == (
-        2,
-        0,
-        0,
-    )
+@pytest.mark.parametrize(
+    "saved, new, said",
+    [
+        (
+            state(1),
+            RunSettings(16, 5),
+            "step 1 at global batch size 8 is less than one step at global batch size 16",
+        ),
+        (
+            state(15),
+            RunSettings(8, 10, 2),
+            "the data of step 15: it begins after 15 steps of the data set, no multiple",
+        ),
+        (
+            state(10),
+            RunSettings(8, 10, 2, data_request=DataRequest(False, 3), epochs=4),
+            "data_skip_steps: it begins after 3 steps of the data set, no multiple",
+        ),
+        (
+            state(20),
+            RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3),
+            "data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30",
+        ),
+        (
+            state(20),
+            RunSettings(8, 10, 4, data_request=DataRequest(False, 28), epochs=3),
+            "nothing of it would be left, not even one sink",
+        ),
+    ],
+)
+def test_what_would_lose_or_repeat_data_is_refused(saved, new, said):
+    with pytest.raises(ProgressError, match=said):
+        resume_progress(saved, new)
+    if new.data_request.skip:
+        with pytest.raises(ProgressError, match=said):
+            fresh_progress(new)
 
 
 # ---- another data set ----------------------------------------------------------------------------
@@ -135,46 +158,26 @@ def test_a_new_data_set_begins_once(data_request):
     assert later.data_skip == first.data_skip + 15 and later.initial_epoch == 4
 
 
-def test_a_third_data_set_begins_by_the_same_request():
-    second = DataPosition(0, 56, 3, "ignore_data_skip: True", OTHER)
-    progress = resume_progress(on(42, second), RunSettings(8, 10, None, OURS, DataRequest(True)))
-    assert progress.starts_data_set and progress.data_skip == 0
-
-
-def test_the_same_data_set_from_its_beginning():
+@pytest.mark.parametrize(
+    "position, identity, data_request, starts, changes",
+    [
+        # a third one begins by the same request
+        (DataPosition(0, 56, 3, "ignore_data_skip: True", OTHER), OURS, True, True, True),
+        # the same one from its beginning
+        (DataPosition(3, 40, identity=OURS), OURS, True, True, False),
+        # an undeclared change continues as without one
+        (DataPosition(3, 40, identity=OURS), OTHER, False, False, True),
+    ],
+)
+def test_a_data_set_begins_if_it_or_its_request_is_new(
+    position, identity, data_request, starts, changes
+):
     progress = resume_progress(
-        on(35, DataPosition(3, 40, identity=OURS)),
-        RunSettings(8, 10, None, OURS, DataRequest(True)),
+        on(35, position), RunSettings(8, 10, None, identity, DataRequest(data_request))
     )
-    assert (
-        progress.starts_data_set
-        and (progress.data_skip, progress.initial_epoch) == (0, 3)
-        and not progress.changed
-    )
-
-
-def test_an_undeclared_change_continues_as_without_a_change():
-    progress = resume_progress(
-        on(35, DataPosition(3, 40, identity=OURS)), RunSettings(8, 10, None, OTHER)
-    )
-    assert progress.changed and not progress.starts_data_set and progress.data_skip == 35
-    assert progress.position.identity == OTHER
-
-
-def test_a_new_data_set_each_round_begins_at_its_beginning():
-    """Incremental training: a pass of 10 steps, then one of 7, then one of 4, at the pass
-    boundaries; nothing is left out."""
-    position, step = DataPosition(0, 0, identity={"files": "0"}), 0
-    for number, size in enumerate((10, 7, 4)):
-        if step:
-            progress = resume_progress(
-                state(step, 8, (10, 7, 4)[number - 1], position),
-                RunSettings(8, size, None, {"files": str(number)}),
-            )
-            position = progress.position
-            assert progress.position.samples == 0 and progress.initial_epoch == number
-        position, step = position.after(size, size, 8), step + size
-    assert (position.passes, position.samples) == (3, 0)
+    assert (progress.starts_data_set, bool(progress.changed)) == (starts, changes)
+    assert (progress.data_skip, progress.initial_epoch) == (0 if starts else 35, 3)
+    assert progress.position.identity == identity
 
 
 @given(
@@ -222,46 +225,27 @@ def test_valid_data_requests_are_parsed(ignore, skip, expected):
     assert str(parse_data_request(ignore, skip)) == expected
 
 
-@pytest.mark.parametrize(
-    "ignore, skip, match",
-    [
-        ("yes", None, "ignore_data_skip is 'yes'"),
-        (None, -1, "data_skip_steps is -1"),
-        (None, 1.5, "data_skip_steps is 1.5"),
-        (None, True, "data_skip_steps is True"),
-        (None, "2", "data_skip_steps is '2'"),
-    ],
-)
-def test_contradictory_data_requests_are_errors(ignore, skip, match):
-    with pytest.raises(ConfigError, match=match):
+@pytest.mark.parametrize("ignore, skip", [("yes", None), (None, -1), (None, True), (None, "2")])
+def test_data_requests_of_another_kind_are_errors(ignore, skip):
+    with pytest.raises(ConfigError, match=repr(ignore or skip)):
         parse_data_request(ignore, skip)
 
 
 @pytest.mark.parametrize(
-    "skip, said", [(9, ""), (10, "begins after 0 steps"), (23, "begins after 3 steps of a pass")]
+    "skip, said, more",
+    [
+        (9, "", {"epochs": 3}),
+        (10, "begins after 0 steps", {"epochs": 3}),
+        (23, "begins after 3 steps of a pass", {"epochs": 3}),
+        (100_000, "begins after 0 steps", {}),
+        (3, "begins after 2 steps", {"item_samples": 2}),  # 12 items: more than a pass
+    ],
 )
-def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said):
-    found = check_skip(RunSettings(8, 10, data_request=DataRequest(False, skip), epochs=3))
+def test_a_skip_of_more_than_a_pass_is_worth_a_warning(skip, said, more):
+    found = check_skip(RunSettings(8, 10, data_request=DataRequest(False, skip), **more))
     assert said in found and bool(found) is bool(said)
     # ignore_data_skip
-    assert check_skip(RunSettings(8, 10, data_request=DataRequest(True, skip), epochs=3)) == ""
-
-
-def test_a_skip_beyond_the_data_is_an_error():
-    with pytest.raises(
-        ProgressError,
-        match="data_skip_steps is 30; the data set has 10 steps, 3 passes over it have 30",
-    ):
-        check_skip(RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3))
-    with pytest.raises(ProgressError, match="nothing of it would be left, not even one sink"):
-        check_skip(RunSettings(8, 10, 4, data_request=DataRequest(False, 28), epochs=3))
-    assert "after 0 steps" in check_skip(
-        RunSettings(8, 10, data_request=DataRequest(False, 100_000))
-    )
-    with pytest.raises(ProgressError, match="nothing of it would be left"):
-        resume_progress(
-            state(20), RunSettings(8, 10, data_request=DataRequest(False, 30), epochs=3)
-        )
+    assert check_skip(RunSettings(8, 10, data_request=DataRequest(True, skip), **more)) == ""
 
 
 # ---- trained steps, with and without sinks -------------------------------------------------------
@@ -327,88 +311,60 @@ def test_and_behind_steps_of_it(sink, steps):
         assert resumed(saved, new) == (2, 2 + steps)
 
 
-@pytest.mark.parametrize("sink", [None, 1, 2, 5])
-@pytest.mark.parametrize("skip, first, stop", [(None, 0, 30), (0, 0, 30), (10, 0, 30), (20, 0, 30)])
-def test_a_run_from_its_beginning(sink, skip, first, stop):
+@pytest.mark.parametrize(
+    "skip, sink, first, stop",
+    [
+        *((skip, sink, 0, 30) for skip in (None, 0, 10, 20) for sink in (None, 1, 2, 5)),
+        *((skip, sink, 4, 28 if sink == 4 else 30) for skip in (4, 14) for sink in (None, 1, 2, 4)),
+    ],
+)
+def test_a_run_from_its_beginning(skip, sink, first, stop):
     """Passes that are skipped completely are not part of what MindSpore builds."""
     new = RunSettings(8, 10, sink, OURS, DataRequest(False, skip), 3)
     progress = fresh_progress(new)
     position = progress.position
-    assert (
-        trained(progress.data_skip, progress.initial_epoch, new) == (first, stop)
-        and position.identity == OURS
-    )
+    assert trained(progress.data_skip, progress.initial_epoch, new) == (first, stop)
+    assert (position.samples, position.identity) == (8 * first, OURS)
     assert position.declared == (f"data_skip_steps: {skip}" if skip else "")
 
 
-@pytest.mark.parametrize("sink, stop", [(None, 30), (1, 30), (2, 30), (4, 28)])
-def test_a_run_from_its_beginning_behind_steps_of_its_data(sink, stop):
-    for skip in (4, 14):
-        new = RunSettings(8, 10, sink, data_request=DataRequest(False, skip), epochs=3)
-        progress = fresh_progress(new)
-        position = progress.position
-        assert trained(progress.data_skip, progress.initial_epoch, new) == (4, stop)
-        assert (position.passes, position.samples) == (0, 32)
-
-
 @pytest.mark.parametrize(
-    "before, after",
+    "old, sink, size, next_sink",
     [
-        ((10, 10), (15, 15)),
-        ((15, 4), (20, 2)),
-        ((15, 5), (10, 4)),
-        ((15, 2), (9, 4)),
-        ((7, -1), (10, -1)),
-        ((15, 1), (10, 4)),
-        ((10, 4), (10, 4)),
+        (10, None, 7, None),
+        (10, 10, 15, 15),
+        (15, 4, 20, 2),
+        (15, 5, 10, 4),
+        (15, 2, 9, 4),
+        (7, 7, 10, 10),
+        (15, 1, 10, 4),
+        (10, 4, 10, 4),
     ],
 )
-def test_a_new_data_set_each_round(before, after):
-    """In sink mode without a warning: a remainder below one sink at the end of a round neither
-    skips samples of the next data set nor refuses it."""
-    (old, sink), (size, next_sink) = before, after
-    sink, next_sink = (old if sink == -1 else sink), (size if next_sink == -1 else next_sink)
-    step = old // sink * sink
-    saved = TrainingState(
-        step,
-        sink,
-        step,
-        8,
-        sink_size=sink,
-        dataset_size=old,
-        data=DataPosition(0, 0, identity=OURS).after(step, old, 8),
-    )
+def test_a_new_data_set_each_round(old, sink, size, next_sink):
+    """Without a warning: a remainder below one sink at the end of a round neither skips samples of
+    the next data set nor refuses it."""
+    step = old // (sink or 1) * (sink or 1)
+    data = DataPosition(0, 0, identity=OURS).after(step, old, 8)
+    saved = TrainingState(step, sink or 1, step, 8, sink_size=sink, dataset_size=old, data=data)
     new = RunSettings(8, size, next_sink, OTHER, epochs=2)
     progress = resume_progress(saved, new)
-    assert (
-        progress.position.samples,
-        progress.position.first_epoch + progress.position.passes,
-    ) == (0, 1)
+    position = progress.position
+    assert (position.samples, position.first_epoch + position.passes) == (0, 1)
     first, stop = trained(progress.data_skip, progress.initial_epoch, new)
-    assert first % size == 0 and stop - first in (
-        size // next_sink * next_sink,
-        2 * size // next_sink * next_sink - size,
-    )
+    unit = next_sink or 1
+    assert first % size == 0
+    assert stop - first in (size // unit * unit, 2 * size // unit * unit - size)
 
 
 def test_between_two_passes_of_the_same_data_another_sink_begins_at_a_pass_that_it_can():
-    progress = resume_progress(
-        on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, 4, OURS, epochs=6)
-    )
-    assert (
-        progress.data_skip,
-        progress.position.passes,
-        progress.position.first_epoch,
-        progress.moved_passes,
-    ) == (20, 2, 1, -1)
-    assert trained(
-        progress.data_skip, progress.initial_epoch, RunSettings(8, 10, 4, OURS, epochs=6)
-    ) == (20, 48)
-    for sink in (None, 1, 2, 5, 10):
-        progress = resume_progress(
-            on(30, DataPosition(3, 0, identity=OURS)), RunSettings(8, 10, sink, OURS, epochs=6)
-        )
-        assert progress.moved_passes == 0
+    for sink in (4, None, 1, 2, 5, 10):
+        new = RunSettings(8, 10, sink, OURS, epochs=6)
+        progress = resume_progress(on(30, DataPosition(3, 0, identity=OURS)), new)
+        assert progress.moved_passes == (-1 if sink == 4 else 0)
+        if sink == 4:
+            assert (progress.position.passes, progress.position.first_epoch) == (2, 1)
+            assert trained(progress.data_skip, progress.initial_epoch, new) == (20, 48)
 
 
 @given(
@@ -472,45 +428,10 @@ def test_a_new_data_set_interrupted_again_and_again(old, size, sink, batch, more
         assert not progress.starts_data_set
 
 
-# ---- items that are not steps --------------------------------------------------------------------
-
-
-def test_items_of_a_data_set_are_counted_instead_of_steps():
-    """A step of 8 samples reads four items of 2: a pass of 10 items is 20 samples, two steps and a
-    half."""
-    saved = TrainingState(3, 2, 3, 8, consumed=24, data=DataPosition(1, 4))
-    progress = resume_progress(saved, RunSettings(8, 10, item_samples=2))
-    assert (
-        progress.initial_step,
-        progress.position.passes,
-        progress.position.samples,
-        progress.data_skip,
-    ) == (3, 1, 4, 12)
-    assert (progress.consumed, progress.repeated) == (24, 0)
-
-
-def test_part_of_an_item_is_read_again():
-    progress = resume_progress(
-        TrainingState(3, 2, 3, 8, consumed=29, data=DataPosition(1, 9)),
-        RunSettings(8, 5, item_samples=4),
-    )
-    assert (progress.position.samples, progress.repeated) == (8, 1)
-
-
 def test_a_requested_skip_counts_steps_though_the_data_set_has_items():
     new = RunSettings(8, 10, data_request=DataRequest(False, 2), item_samples=2)
-    assert new.skip == 8 and new.samples_at_once == 2
-    progress = resume_progress(state(15, data=DataPosition(6, 0)), new)
-    assert (progress.position.samples, progress.data_skip % 10) == (16, 8)
-    progress = fresh_progress(new)
-    assert (progress.position.samples, progress.data_skip) == (16, 8)
-    # 12 items: more than a pass
-    assert check_skip(RunSettings(8, 10, data_request=DataRequest(False, 3), item_samples=2))
-
-
-def test_items_of_a_whole_step_change_nothing():
-    for saved in (state(15), state(20), state(35, 16, 5)):
-        plain = resume_progress(saved, RunSettings(8, 10))
-        assert counters(resume_progress(saved, RunSettings(8, 10, item_samples=8))) == counters(
-            plain
-        )
+    for progress in (
+        resume_progress(state(15, data=DataPosition(6, 0)), new),
+        fresh_progress(new),
+    ):
+        assert (progress.position.samples, progress.data_skip % 10) == (16, 8)
