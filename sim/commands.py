@@ -143,9 +143,7 @@ def scrub(sim: Simulation) -> None:
         sleep(pause)
         with errors_recorded(sim, "scrub"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
-            for result in Scrubber(found.directory, ScrubOptions(repairs=True), wait=sleep).scrub(
-                rows
-            ):
+            for result in Scrubber(found.directory, ScrubOptions(repairs=True)).scrub(rows):
                 row = next(
                     (row for row in (*result.damaged, *result.repaired) if not row.is_unreadable),
                     None,
@@ -232,7 +230,7 @@ def observed_scrub(sim: Simulation) -> None:
         with errors_recorded(sim, "scrub"):
             listed = set(rotted_files(sim.cluster.disks.values()))
             found, rows = list_checkpoints(storage, sim.training.root, unknown_strategy)
-            scrubber = _ObservedScrubber(found.directory, ScrubOptions(repairs=repairs), wait=sleep)
+            scrubber = _ObservedScrubber(found.directory, ScrubOptions(repairs=repairs))
             scrubber.sim, scrubber.listed = sim, listed
             for _ in scrubber.scrub(rows):
                 pass

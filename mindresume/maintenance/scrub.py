@@ -102,16 +102,11 @@ class Scrubber:
     """Scrubs the checkpoints of one folder, one after the other.
 
     Args:
-        clock: seconds since 1970, for the results.
-        monotonic, wait: of the limit of the rate, and of waiting for locks.
         progress: receives the bytes that are read.
     """
 
     directory: CheckpointDir
     options: ScrubOptions = ScrubOptions()
-    clock: Callable[[], float] = runtime.time
-    monotonic: Callable[[], float] = runtime.monotonic
-    wait: Callable[[float], object] = runtime.sleep
     progress: Callable[[int], None] = ignore_bytes
     _outwaited: set[str] = field(default_factory=set, init=False)
 
@@ -138,7 +133,7 @@ class Scrubber:
             )
         if (
             self.options.older_than
-            and self._known_at(candidate) > self.clock() - self.options.older_than
+            and self._known_at(candidate) > runtime.time() - self.options.older_than
         ):
             return "it was saved, or read by a scrub, recently"
         return ""
@@ -149,13 +144,13 @@ class Scrubber:
         found, saved = read_result(self.directory.storage, candidate), candidate.saved_at or 0.0
         if found is not None and found.damaged:
             return 0.0
-        return max(self._read_at(candidate), saved if saved <= self.clock() else 0.0)
+        return max(self._read_at(candidate), saved if saved <= runtime.time() else 0.0)
 
     def _read_at(self, candidate: Candidate) -> float:
         """Returns when a scrub has read all of it; 0: never, or in the future: the clock was set
         back."""
         found = read_result(self.directory.storage, candidate)
-        return found.read_at if found is not None and found.read_at <= self.clock() else 0.0
+        return found.read_at if found is not None and found.read_at <= runtime.time() else 0.0
 
     def _scrub(self, candidate: Candidate) -> CheckpointScrub:
         reason = self.due(candidate)
@@ -165,7 +160,6 @@ class Scrubber:
             self.directory,
             candidate.name,
             candidate.commit_dir,
-            sleep=self.wait,
             purpose=SCRUBBING,
             outwaited=self._outwaited,
         )
@@ -200,9 +194,7 @@ class Scrubber:
                         storage.remove(os.path.join(folder, name))
 
     def _read(self, candidate: Candidate, lock: Lease) -> CheckpointScrub:
-        storage = ThrottledReads(
-            self.directory.storage, self.options.rate, self.monotonic, self.wait
-        )
+        storage = ThrottledReads(self.directory.storage, self.options.rate)
         throttled = CheckpointDir(storage, self.directory.root)
         verifier = Verifier(throttled, candidate, self.progress)
         seen = [row for rank in candidate.files for row in verifier.damaged_files(rank)]
@@ -252,7 +244,9 @@ class Scrubber:
             return CheckpointScrub(candidate, REMOVED, bytes_read=storage.read)
         found = rotten(left)
         if found or not left:
-            publish_result(self.directory.storage, candidate, found, before, self.clock(), lock.run)
+            publish_result(
+                self.directory.storage, candidate, found, before, runtime.time(), lock.run
+            )
         state = DAMAGED if found else UNREADABLE if left else REPAIRED if repaired else INTACT
         return CheckpointScrub(
             candidate,
@@ -314,7 +308,7 @@ class Scrubber:
         gone = [holder for holder in found if is_alive(holder) is False]
         remote = {holder.run: holder.beat for holder in found if is_alive(holder) is None}
         if remote:
-            self.wait(WATCHED * max(holder.every or BEAT for holder in found))
+            runtime.sleep(WATCHED * max(holder.every or BEAT for holder in found))
             found = self._others(own)
             gone += [holder for holder in found if remote.get(holder.run) == holder.beat]
         for holder in gone:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -108,7 +108,6 @@ class Conversion:
     plan: ConversionPlan
     target: str
     emit: Emit = ignore
-    clock: Callable[[], float] = runtime.time
     share: Share = field(default_factory=Share)
     _lock: int = field(default=-1, repr=False)
     # whether this object holds the work folder and may remove it
@@ -576,7 +575,7 @@ class Conversion:
                 rank,
                 len(plan.shards),
                 state,
-                self.clock(),
+                runtime.time(),
                 tuple(records),
                 False,
                 continued(plan.source.candidate, "", same_folder=False),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -33,23 +32,14 @@ class ThrottledReads:
 
     Args:
         rate: bytes a second; 0 or infinite: no limit.
-        clock: seconds, monotonic.
-        wait: waits so many seconds.
     Attributes:
         absent: paths that did not exist when they were looked for.
     """
 
-    def __init__(
-        self,
-        inner: Storage,
-        rate: float = 0.0,
-        clock: Callable[[], float] = runtime.monotonic,
-        wait: Callable[[float], object] = runtime.sleep,
-    ):
+    def __init__(self, inner: Storage, rate: float = 0.0):
         self.inner, self.rate = inner, rate if rate > 0 else math.inf
-        self._clock, self._wait = clock, wait
         # bytes that may be read at once; when that was counted
-        self._allowed, self._at = self.rate * BURST, clock()
+        self._allowed, self._at = self.rate * BURST, runtime.monotonic()
         self.cached = self.read = 0
         self.absent: set[str] = set()
 
@@ -58,11 +48,11 @@ class ThrottledReads:
         waited for."""
         if self.rate == math.inf:
             return
-        now = self._clock()
+        now = runtime.monotonic()
         self._allowed = min(self._allowed + (now - self._at) * self.rate, self.rate * BURST) - count
         self._at = now
         if self._allowed < 0:
-            self._wait(-self._allowed / self.rate)
+            runtime.sleep(-self._allowed / self.rate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 
-import ml_dtypes
 import numpy as np
 import pytest
 from rank_folders import (
@@ -17,7 +16,6 @@ from rank_folders import (
     flip_bit,
     folder_contents,
     leaves_nothing,
-    path_of,
     state_of,
     tensors_at,
     tensors_in,
@@ -26,7 +24,6 @@ from reshard.plans import (
     ALL,
     COUNTERS,
     MODEL,
-    SOLID,
     STEP,
     TENSORS,
     TINY,
@@ -359,32 +356,6 @@ def test_numbers_and_empty_tensors(tmp_path, convert, given, wanted, source_form
     check_slices(tmp_path / "b", Plan.parse(wanted, SMALL), tensors)
 
 
-@pytest.mark.parametrize(
-    "source_format, target_format", [("safetensors", "ckpt"), ("ckpt", "safetensors")]
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_all_bit_patterns_of_two_bytes(tmp_path, convert, source_format, target_format, dtype):
-    model = {"w": Spec((128, 512), 1, 0, dtype)}
-    tensors = {
-        "w": np.arange(1 << 16, dtype=np.uint16)
-        .view(getattr(ml_dtypes, dtype, dtype))
-        .reshape(128, 512)
-    }
-    source = written(
-        tmp_path / "a", Plan.parse("dp2tp2axes10", model), tensors, "foreign", source_format
-    )
-    convert(source, tmp_path / "b", "dp4opt4", target_format, model=model)
-    check_slices(tmp_path / "b", Plan.parse("dp4opt4", model), tensors)
-
-
-def test_a_flipped_bit_in_an_unread_copy_does_not_matter(tmp_path, convert):
-    source = written(tmp_path / "a", Plan.parse("dp2tp2"), ALL)
-    for rank in (2, 3):  # of ranks 0 and 1
-        flip_bit(path_of(source, STEP, rank), -2)
-    convert(source, tmp_path / "b", "tp4", model=MODEL)
-    check_slices(tmp_path / "b", Plan.parse("tp4"), ALL)
-
-
 def test_names_and_formats_of_foreign_sources(tmp_path, convert):
     """mindformers' names with a suffix of the run: the same name, without it."""
     plan = Plan.parse("tp2", TINY)
@@ -449,23 +420,6 @@ def test_weights_without_step_num_are_converted_and_have_no_records(tmp_path, fm
     assert row.step is None and "weights only" in row.problem.reason
 
 
-@pytest.mark.parametrize(
-    "start, fmt, options",
-    [
-        ("dp2tp2pp2opt2", "safetensors", {}),
-        ("dp2tp2pp2opt2", "ckpt", {}),
-        ("dp4", "safetensors", {"dedup": True}),
-    ],
-)
-def test_one_rank_and_back(tmp_path, start, fmt, options, convert):
-    """Redundant tensors that mindformers left out are restored."""
-    recorded(tmp_path / "a", Plan.parse(start), ALL, **options)
-    convert(tmp_path / "a", tmp_path / "b", "dp1", fmt, model=MODEL)
-    check_slices(tmp_path / "b", Plan.parse("dp1"), ALL)
-    convert(tmp_path / "b", tmp_path / "c", "dp2tp2", model=MODEL)
-    check_slices(tmp_path / "c", Plan.parse("dp2tp2"), ALL)
-
-
 # ---- consolidated weights ------------------------------------------------------------------------
 
 
@@ -521,17 +475,6 @@ def test_sizes_of_parts(tmp_path, part_bytes):
     )
     # the empty one needs no part of its own
     assert len(parts) == {1: len(ALL) - 1, 1 << 20: 1}.get(part_bytes, len(parts))
-
-
-def test_the_safetensors_library_reads_the_parts(tmp_path):
-    library = pytest.importorskip("safetensors.numpy")
-    model = {name: spec for name, spec in SOLID.items() if spec.dtype != "bfloat16"}
-    tensors, read = random_tensors(model), {}
-    recorded(tmp_path / "a", Plan.parse("dp2tp2pp2opt2", model), tensors)
-    mindresume.merge(tmp_path / "a", tmp_path / "merged")
-    for path in (tmp_path / "merged").glob("*.safetensors"):
-        read |= library.load_file(path)
-    assert bits(read) == bits({**tensors, **COUNTERS})
 
 
 def test_nothing_is_left_to_write(tmp_path, root):

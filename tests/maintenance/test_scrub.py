@@ -24,6 +24,7 @@ from rank_folders import (
     tensors_of,
 )
 
+from mindresume import runtime
 from mindresume.coordination import lease as leases
 from mindresume.coordination.lease import (
     SCRUBBING,
@@ -70,7 +71,6 @@ def scrubbed(root, storage=STORAGE, progress=lambda count: None, rows=None, **op
     scrubber = Scrubber(
         CheckpointDir(storage, str(root)),
         ScrubOptions(**options),
-        wait=lambda seconds: None,
         progress=progress,
     )
     return {
@@ -239,12 +239,16 @@ def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
         save(tmp_path, step)
     now = [1e9]
 
-    def run(**options):
-        scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(**options), clock=lambda: now[0])
-        return [(found.candidate.step, found.state) for found in scrubber.scrub(rows_of(tmp_path))]
+    def run(rows=None, **options):
+        scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(**options))
+        with runtime.answers({runtime.time: lambda: now[0]}):
+            return [
+                (found.candidate.step, found.state)
+                for found in scrubber.scrub(rows or rows_of(tmp_path))
+            ]
 
     (row,) = [row for row in rows_of(tmp_path) if row.candidate.step == 10]
-    list(Scrubber(dir_at(tmp_path), clock=lambda: now[0]).scrub([row]))
+    run([row])
     now[0] += 3600
     assert run(older_than=7200) == [(15, INTACT), (5, INTACT), (10, SKIPPED)]
     now[0] += 5400
@@ -523,7 +527,8 @@ def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
             holder = LeaseHolder.read(STORAGE, str(path))
             leases.Lease(dir_at(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
 
-    found = list(Scrubber(dir_at(tmp_path), wait=wait).scrub(rows_of(tmp_path)))
+    with runtime.answers({runtime.sleep: wait}):
+        found = list(Scrubber(dir_at(tmp_path)).scrub(rows_of(tmp_path)))
     assert waits == [3 * 15.0] and [row.state for row in found] == [SKIPPED if is_alive else INTACT]
     assert path.exists() == is_alive
 
@@ -536,8 +541,8 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
         for _ in range(2)
     ]
     first, second = sorted(locks, key=lambda lock: lock.run)
-    assert Scrubber(dir_at(tmp_path), wait=pytest.fail).other_scrub(second).run == first.run
-    assert Scrubber(dir_at(tmp_path), wait=pytest.fail).other_scrub(first) is None
+    assert Scrubber(dir_at(tmp_path)).other_scrub(second).run == first.run
+    assert Scrubber(dir_at(tmp_path)).other_scrub(first) is None
     for lock in locks:
         lock.release()
 
@@ -545,9 +550,10 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
 def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
     save(tmp_path, 5)  # at 1005 s
     for now, state in ((2000.0, SKIPPED), (9000.0, INTACT), (9100.0, SKIPPED)):
-        (found,) = Scrubber(
-            dir_at(tmp_path), ScrubOptions(older_than=3600), clock=lambda now=now: now
-        ).scrub(rows_of(tmp_path))
+        with runtime.answers({runtime.time: lambda now=now: now}):
+            (found,) = Scrubber(dir_at(tmp_path), ScrubOptions(older_than=3600)).scrub(
+                rows_of(tmp_path)
+            )
         assert found.state == state
 
 

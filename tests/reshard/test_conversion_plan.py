@@ -75,20 +75,6 @@ def test_tensors_without_a_stage_are_named():
     assert found.match(lost[0])
 
 
-def test_fewer_stages_than_the_model_has():
-    """All files of the last stages are missing, which a strategy folder does not show."""
-    strategy = Strategy(strategy_of(MODEL, "tp2pp4").stages[:2], "half a folder")
-    with pytest.raises(
-        StrategyError,
-        match=r"half a folder: \d+ tensors .* in no stage of the target \(2 stages of 2 ranks\)",
-    ):
-        rank_files(weights_of(MODEL), strategy, "abcd", "safetensors")
-
-
-def test_a_counter_need_not_be_named():
-    holdings(weights_of(MODEL), strategy_of(MODEL))
-
-
 @pytest.mark.parametrize(
     "families",
     [

@@ -21,18 +21,27 @@ from reshard.plans import (
 )
 
 import mindresume
+from mindresume import runtime
 from mindresume.errors import ConfigError, OutOfSpaceError, SaveError
 from mindresume.events import ignore
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage, Scheduler
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.rank_folders import META
 from mindresume.reshard import converter as module
+from mindresume.reshard import mindspore_engine
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import LOCK, Conversion, Share, remove_tree
 from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
 
 STEP_NUM = {"step_num": COUNTERS["step_num"]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_time():
+    """The records of all conversions are equal."""
+    with runtime.answers({runtime.time: lambda: 1000.0}):
+        yield
 
 
 @pytest.fixture
@@ -65,7 +74,7 @@ JOBS = {"ranks": ranks_job, "consolidated": consolidated_job}
 
 
 def conversion(job, target, storage=STORAGE, emit=ignore):
-    return Conversion(storage, job, str(target), emit, clock=lambda: 1000.0)
+    return Conversion(storage, job, str(target), emit)
 
 
 def carry_out(made):
@@ -339,6 +348,32 @@ def test_nothing_is_committed_while_a_group_is_missing(tmp_path, root):
     assert not (tmp_path / "new").exists()
     made.abandon()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("still_writing", [False, True])
+def test_leftovers_in_the_scratch_folder_are_ignored(tmp_path, root, monkeypatch, still_writing):
+    """MindSpore's engine refuses folders that exist; and workers of the process that was killed may
+    still write into theirs."""
+    made = conversion(ranks_job(root), tmp_path / "new")
+    scratch = os.path.join(made.work, "scratch-of-one")
+    made.prepare()
+    STORAGE.make_folder(os.path.join(scratch, "mindspore-1-0000aaaa", "out"))
+    made._release()
+    given = []
+
+    def rewrite(weights, target, work, **_):
+        given.append((os.listdir(work), len(os.listdir(scratch)) - 1))
+        return weights
+
+    monkeypatch.setattr(mindspore_engine, "rewrite", rewrite)
+    with monkeypatch.context() as patched:
+        if still_writing:  # not empty: OSError
+            patched.setattr(module, "remove_tree", lambda storage, folder: os.rmdir(folder))
+        made.prepare()
+    made.write(Engine("mindspore"))
+    assert given == [([], 2 if still_writing else 1)]
+    made.commit()
+    assert os.listdir(made.target) and not os.path.exists(made.work)
 
 
 # ---- room and locks ------------------------------------------------------------------------------

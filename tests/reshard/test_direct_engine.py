@@ -4,7 +4,6 @@ when something fails."""
 import errno
 import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -13,7 +12,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,13 +33,22 @@ from reshard.plans import (
 )
 
 from mindresume import runtime
-from mindresume.errors import CorruptFileError, LoadError
+from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard import direct_engine, range_reader
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
-from mindresume.reshard.conversion_plan import TargetFile, whole_tensors
-from mindresume.reshard.direct_engine import Traffic, tiles, transform
+from mindresume.reshard.conversion_plan import TargetFile
+from mindresume.reshard.direct_engine import (
+    BUFFERS,
+    MIN_TILE,
+    TILE,
+    Traffic,
+    engine_for,
+    tile_for,
+    tiles,
+    transform,
+)
 from mindresume.reshard.geometry import elements, whole
 from mindresume.reshard.range_reader import OpenFiles, bits_dtype
 from mindresume.reshard.step_view import view_of_rank_folders
@@ -205,6 +212,25 @@ def test_tiles_are_bounded_and_in_order():
             for tensor, region in tile:
                 total[tensor.name] += elements(region)
         assert all(total[tensor.name] == math.prod(tensor.shape) for tensor in tensors)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize("memory", [None, 10**6 * 3, 1 << 22, 100 << 20, 1 << 40])
+def test_all_buffers_together_fit_into_the_memory(memory, workers):
+    tile = tile_for(memory, workers)
+    assert MIN_TILE <= tile <= TILE
+    assert memory is None and tile == TILE or tile * BUFFERS * workers <= memory
+    least = MIN_TILE * BUFFERS * workers
+    assert tile_for(least, workers) == MIN_TILE
+    with pytest.raises(
+        ConfigError, match=f"{least - 1} bytes .*each needs at least {least // workers}"
+    ):
+        tile_for(least - 1, workers)
+
+
+def test_engines():
+    assert [engine_for("auto", fmt) for fmt in ("ckpt", "safetensors")] == ["mindspore", "direct"]
+    assert engine_for("direct", "ckpt") == "direct" != engine_for("mindspore", "safetensors")
 
 
 # ---- reads ---------------------------------------------------------------------------------------
@@ -443,21 +469,6 @@ def test_an_existing_target_is_kept(sources, tmp_path):
     )
 
 
-def test_a_dtype_that_the_format_cannot_store_is_an_error(tmp_path):
-    path = put(tmp_path / "a.safetensors", {"w": np.zeros(4, ml_dtypes.float8_e5m2)})
-    weights = view_of_consolidated(STORAGE, read_consolidated(STORAGE, str(path)))
-    with pytest.raises(ValueError, match="ckpt cannot hold dtype float8_e5m2"):
-        transform(
-            weights,
-            STORAGE,
-            [
-                TargetFile(str(tmp_path / f"b.{fmt}"), fmt, whole_tensors(weights.tensors))
-                for fmt in ("safetensors", "ckpt")
-            ],
-        )
-    assert files_below(tmp_path) == ["a.safetensors"]
-
-
 def test_a_text_of_a_ckpt_is_refused(tmp_path):
     path = put(tmp_path / "a.ckpt", {"note": np.array("abc"), "w": np.arange(4)})
     with pytest.raises(LoadError, match="a.ckpt: note is a text, not a tensor"):
@@ -477,28 +488,6 @@ def little(tmp_path, wanted="tp2pp2"):
         dir_at(tmp_path), foreign(tmp_path, source, tensors), source.strategy()
     )
     return weights, targets_of(tmp_path / "to", target, "safetensors")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("progress broke")])
-def test_an_error_in_progress_leaves_nothing(tmp_path, error):
-    weights, targets = little(tmp_path)
-    calls = []
-    transform(weights, STORAGE, targets, 1, 512, Traffic(progress=calls.append))
-    shutil.rmtree(tmp_path / "to")
-    targets = targets_of(tmp_path / "to", Plan.parse("tp2pp2", LITTLE), "safetensors")
-    for number in range(len(calls)):
-        left = iter(range(number))
-
-        def progress(count, left=left):
-            if next(left, None) is None:
-                raise error
-
-        with (
-            leaves_nothing(tmp_path),
-            pytest.raises(type(error) if isinstance(error, Exception) else error),
-        ):
-            transform(weights, STORAGE, targets, 1, 512, Traffic(progress=progress))
-        assert files_below(tmp_path / "to") == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -1,6 +1,5 @@
 """Regions compared with numpy: overlaps, offsets and order."""
 
-import itertools
 import math
 
 import layouts
@@ -49,61 +48,12 @@ def regions(draw, least=0):
     )
 
 
-@st.composite
-def two_regions(draw):
-    shape = draw(shapes)
-    return shape, draw(regions_of(shape)), draw(regions_of(shape))
-
-
 def numbered(shape):
     """Returns a tensor in which each element is its position."""
     return np.arange(math.prod(shape)).reshape(shape)
 
 
 # ---- one region and another ----------------------------------------------------------------------
-
-
-@RELAXED
-@given(two_regions())
-def test_an_overlap_is_the_common_region(case):
-    shape, one, other = case
-    marks = np.zeros(shape, int)
-    view(marks, one)[...] += 1
-    view(marks, other)[...] += 1
-    found = overlap(one, other)
-    assert found == overlap(other, one)
-    if found is None:
-        assert 2 not in marks
-        return
-    mask = np.zeros(shape, bool)
-    view(mask, found)[...] = True
-    assert (mask == (marks == 2)).all() and elements(found) == mask.sum() > 0
-
-
-@RELAXED
-@given(regions(), st.data())
-def test_a_region_within_another_is_found_again(case, data):
-    shape, outer = case
-    inner = tuple(
-        (outer[dim][0] + a, outer[dim][0] + b)
-        for dim, (a, b) in enumerate(data.draw(regions_of(shape_of(outer))))
-    )
-    array = numbered(shape)
-    assert (view(view(array, outer), within(inner, outer)) == view(array, inner)).all()
-
-
-@RELAXED
-@given(regions())
-def test_a_view_is_not_a_copy_and_has_the_shape_of_the_region(case):
-    shape, region = case
-    array = numbered(shape)
-    found = view(array, region)
-    assert (
-        isinstance(found, np.ndarray)
-        and found.shape == shape_of(region)
-        and found.size == elements(region)
-    )
-    assert found.base is not None and np.shares_memory(found, array) == bool(found.size)
 
 
 # ---- runs, positions -----------------------------------------------------------------------------
@@ -120,37 +70,7 @@ def test_runs_are_the_region_in_its_order(case):
     assert starts == sorted(starts)
 
 
-@RELAXED
-@given(regions(least=1))
-def test_a_region_that_is_contiguous_is_one_run(case):
-    shape, region = case
-    positions = view(numbered(shape), region).reshape(-1)
-    contiguous = (np.diff(positions) == 1).all()
-    length, starts = runs(region, shape)
-    if length == elements(region):
-        assert contiguous and len(list(starts)) == 1
-    elif contiguous:
-        # only where a dimension of a single element is in the way are there more
-        assert 1 in shape_of(region)
-
-
-@RELAXED
-@given(regions(least=1))
-def test_the_offset_is_the_position_of_the_first_element(case):
-    shape, region = case
-    assert offset(region, shape) == view(numbered(shape), region).reshape(-1)[0]
-
-
 # ---- chunks --------------------------------------------------------------------------------------
-
-
-@RELAXED
-@given(shapes, st.integers(1, 70))
-def test_chunks_are_the_tensor_in_its_order(shape, most):
-    array = numbered(shape)
-    found = [view(array, region).reshape(-1) for region in chunks(whole(shape), most)]
-    assert all(0 < chunk.size <= most for chunk in found)
-    assert np.concatenate([*found, np.zeros(0, int)]).tolist() == list(range(math.prod(shape)))
 
 
 @RELAXED
@@ -217,15 +137,6 @@ def test_cuts_cover_a_region_exactly_once_with_slices_of_the_ranks(case, data):
     assert (marks == wanted).all()
 
 
-@RELAXED
-@given(layouts.cuts(least=0))
-def test_slices_of_a_rank_equal_those_of_numpy(case):
-    layout, shape = case
-    for rank in range(layout.stage_size):
-        assert held(layout, rank, shape) == region_of(shape, layout, rank)
-        assert shape_of(held(layout, rank, shape)) == part_of(np.zeros(shape), layout, rank).shape
-
-
 def test_cuts_without_a_layout_are_one_piece():
     (cut,) = cuts(None, (4, 2), ((1, 2), (0, 2)))
     assert cut == (((0, 4), (0, 2)), (0,), ((1, 2), (0, 2)))
@@ -248,10 +159,3 @@ def test_a_shape_that_does_not_fit_the_layout(shape):
             cuts(layout, shape, region)
         with pytest.raises(ValueError, match="does not divide|dimensions"):
             held(layout, 0, shape)
-
-
-def test_pieces_come_in_order_of_their_elements():
-    layout = TensorLayout((2, 2), (1, 0))
-    assert [cut.stored for cut in cuts(layout, (4, 4), whole((4, 4)))] == [
-        (rows, columns) for rows, columns in itertools.product(((0, 2), (2, 4)), repeat=2)
-    ]

@@ -706,14 +706,3 @@ def test_recorded_checksums_are_compared(tmp_path):
             check_source(job.source.weights, Traffic())
             exported(source, folder / "hf", GROUPED)
         assert not os.path.exists(folder / "hf")
-
-
-def test_requested_regions_refer_to_the_network(tmp_path):
-    """Another dtype is an error unless it was requested, as with any weights."""
-    weights = view_of_folder(
-        STORAGE, folder_of(tmp_path / "hf", GROUPED, bits(random(GROUPED), "bfloat16"))
-    )
-    with pytest.raises(
-        LoadError, match=f"{QKV} is bfloat16 in the checkpoint, float32 in the network"
-    ):
-        wanted_regions(weights, LoadTarget({QKV: ((96, 16), "float32")}, {}), 0)

@@ -27,7 +27,6 @@ from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.step_view import view_of_rank_folders
-from mindresume.reshard.strategy_store import own_strategy
 from mindresume.tensor_files import read_header, read_tensor
 
 SMALL = {
@@ -114,11 +113,6 @@ def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, w
     assert source == dict(enumerate(Plan.parse("tp2", SMALL).strategy().stages))
     assert target == dict(enumerate(small.target.strategy().stages))
     assert job["kind"] == "folder" and job["ranks"] == [0, 1, 2, 3]
-
-
-def test_the_strategy_of_the_source(tmp_path):
-    plan = Plan.parse("dp2tp2pp2opt2", SMALL)
-    assert own_strategy(weights_of(tmp_path / "src", plan)).stages == plan.strategy().stages
 
 
 @pytest.mark.parametrize(

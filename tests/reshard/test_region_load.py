@@ -12,7 +12,6 @@ from reshard.plans import COUNTERS, MODEL, Plan, Spec, foreign, put, random_tens
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.model.layout import TensorLayout
-from mindresume.model.training_state import TRANSIENT, is_transient
 from mindresume.reshard import region_load
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.direct_engine import Traffic
@@ -141,41 +140,6 @@ SHAPES = {"w": ((8, 4), "float32"), "bias": ((4,), "bfloat16"), "global_step": (
 
 def misfits(arrays, **more):
     return LoadTarget({**SHAPES, **more}, {}).misfits(arrays)
-
-
-def test_arrays_that_fit_with_more_in_them_than_the_network_has():
-    assert (
-        misfits({**FITTING, "epoch_num": np.array(3), "global_step": np.array(5, np.int32)}) == ""
-    )
-
-
-@pytest.mark.parametrize(
-    "name, array, said",
-    [
-        ("w", np.zeros((4, 4), np.float32), "w is (4, 4) in the checkpoint, (8, 4) in the network"),
-        ("w", np.zeros((1,), np.float32), "w is (1,) in the checkpoint, (8, 4) in the network"),
-        (
-            "bias",
-            np.zeros(4, np.float16),
-            "bias is float16 in the checkpoint, bfloat16 in the network",
-        ),
-        (
-            "global_step",
-            np.zeros(2, np.int32),
-            "global_step is (2,) in the checkpoint, (1,) in the network",
-        ),
-    ],
-)
-def test_errors_name_the_tensor_what_was_found_and_what_is_expected(name, array, said):
-    assert misfits({**FITTING, name: array}) == f"(1 tensor): {said}"
-
-
-@pytest.mark.parametrize("name", TRANSIENT)
-def test_transient_parameters_may_be_missing(name):
-    assert (
-        is_transient(f"model.layers.0.{name}.weight")
-        and misfits(FITTING, **{f"model.{name}": ((4,), "float32")}) == ""
-    )
 
 
 def test_the_state_of_a_dropout_of_1_8_0_may_be_missing_or_left_over():

@@ -106,17 +106,6 @@ def test_a_damaged_mark_is_no_mark(job):
         assert strategy_for(dir_at(root), candidate, None) == NEW.strategy()
 
 
-def test_a_strategy_of_fewer_ranks_is_refused_with_the_file_of_the_rank_too_many(job):
-    root, _, folder = job
-    set_aside(STORAGE, folder)
-    write_strategy(NEW.strategy(), folder)
-    with pytest.raises(
-        StrategyError,
-        match=r"step 15: rank_2/.*safetensors is of rank 2, the strategy .*strategy is of 2 ranks",
-    ):
-        open_checkpoint(STORAGE, root, 15)
-
-
 def test_the_number_of_ranks_that_saved_it(job, tmp_path):
     root, candidate, folder = job
     assert StrategyLookup(STORAGE)(root, candidate).world_size == 4

@@ -113,22 +113,6 @@ def test_each_tensor_has_its_key():
         check_order(view(CONTIGUOUS, two), {name: two})
 
 
-def test_an_optimizer_shard_is_no_tensor_parallelism_and_an_unknown_one_is_not_guessed():
-    """dp2 with optimizer shards and tp2 give each rank the same rows, and are another function."""
-    sharded, two = (
-        Plan.parse("dp2tp1opt2", MODEL).layouts(0)[QKV],
-        Plan.parse("dp1tp2", MODEL).layouts(0)[QKV],
-    )
-    four, whole = (
-        Plan.parse("dp2tp2opt2", MODEL).layouts(0)[QKV],
-        Plan.parse("dp2tp1", MODEL).layouts(0)[QKV],
-    )
-    check_order(view(CONTIGUOUS, sharded), {QKV: whole})
-    check_order(view(CONTIGUOUS, four), {QKV: two})
-    with pytest.raises(ConfigError, match="cut into 1 there"):
-        check_order(view(CONTIGUOUS, sharded), {QKV: two})
-
-
 PROJ, FC2 = (
     "decoder.layers.0.self_attention.linear_proj.weight",
     "decoder.layers.0.mlp.linear_fc2.weight",

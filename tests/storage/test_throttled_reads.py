@@ -5,22 +5,24 @@ import os
 
 import pytest
 
+from mindresume import runtime
 from mindresume.storage import throttled_reads
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.throttled_reads import BURST, PIECE, ThrottledReads
 from mindresume.tensor_files import file_checksum
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
+@pytest.fixture
+def now():
+    """[seconds]; only a wait for the rate lets them pass."""
+    seconds = [100.0]
 
-    def __call__(self):
-        return self.now
+    def sleep(count):
+        assert count > 0
+        seconds[0] += count
 
-    def wait(self, seconds):
-        assert seconds > 0
-        self.now += seconds
+    with runtime.answers({runtime.monotonic: lambda: seconds[0], runtime.sleep: sleep}):
+        yield seconds
 
 
 @pytest.fixture
@@ -30,28 +32,28 @@ def path(tmp_path):
     return str(path)
 
 
-def test_the_rate_is_not_exceeded(path):
-    clock, size = Clock(), os.path.getsize(path)
-    storage = ThrottledReads(PosixStorage(), 1e6, clock, clock.wait)
+def test_the_rate_is_not_exceeded(path, now):
+    size = os.path.getsize(path)
+    storage = ThrottledReads(PosixStorage(), 1e6)
     with storage.open(path) as file:
         found = file_checksum(file)
     with open(path, "rb") as plain:
         assert found == file_checksum(plain) and storage.read == size
-    assert size / 1e6 - BURST - PIECE / 1e6 <= clock.now - 100 <= (size + 2 * PIECE) / 1e6
+    assert size / 1e6 - BURST - PIECE / 1e6 <= now[0] - 100 <= (size + 2 * PIECE) / 1e6
 
 
-def test_after_a_pause_one_burst_is_read_at_once():
-    clock = Clock()
-    storage = ThrottledReads(PosixStorage(), 1000.0, clock, clock.wait)
-    clock.now += 3600
+def test_after_a_pause_one_burst_is_read_at_once(now):
+    storage = ThrottledReads(PosixStorage(), 1000.0)
+    now[0] += 3600
     storage.admit(1000)
-    assert clock.now == pytest.approx(3700 + 1 - BURST)
+    assert now[0] == pytest.approx(3700 + 1 - BURST)
 
 
 @pytest.mark.parametrize("rate", [0.0, float("inf")])
-def test_no_rate_is_no_limit(path, rate):
-    with ThrottledReads(PosixStorage(), rate, wait=pytest.fail).open(path) as file:
+def test_no_rate_is_no_limit(path, rate, now):
+    with ThrottledReads(PosixStorage(), rate).open(path) as file:
         assert len(file.read()) == os.path.getsize(path) and file.read(10) == b""
+    assert now == [100.0]
 
 
 @pytest.mark.parametrize("count", [0, 10, PIECE, PIECE + 1, 10**9])
