@@ -555,7 +555,7 @@ def test_a_hostile_record(root, says, change, manifest):
 @pytest.mark.parametrize(
     "details, says",
     [
-        (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias: layout 0"),
+        (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias is"),
         (
             setting(
                 "layouts",

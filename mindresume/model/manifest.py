@@ -20,7 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import xxhash
@@ -88,15 +88,15 @@ def attempt_name(step: int, run: str) -> str:
 
 def parse_attempt(name: str) -> tuple[int, str] | None:
     """Returns (step, run) of an attempt folder, None for any other name."""
-    return next(((step, run) for _, step, run in attempts([name])), None)
+    found = _ATTEMPT.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
 
 
-def attempts(names: list[str]) -> Iterator[tuple[str, int, str]]:
+def attempts(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
     """Yields (name, step, run) for every attempt folder in ``names``."""
     for name in names:
-        found = _ATTEMPT.fullmatch(name)
-        if found:
-            yield name, int(found[1]), found[2]
+        if found := parse_attempt(name):
+            yield name, *found
 
 
 def trash_name(attempt: str) -> str:
@@ -331,6 +331,16 @@ class Details:
 # ---- records and manifests -----------------------------------------------------------------------
 
 
+def _head_of(value: Record | Manifest, kind: str) -> dict[str, Any]:
+    """Returns the head line of a record or manifest, without its optional fields that are empty."""
+    rows = {
+        each.metadata.get("key", each.name): getattr(value, each.name)
+        for each in fields(value)
+        if each.compare and (getattr(value, each.name) or each.default is MISSING)
+    }
+    return {"version": VERSION, "kind": kind, **rows, "state": value.state.to_json()}
+
+
 @dataclass(frozen=True)
 class Record:
     """Describes the files that one rank wrote for one step of one run.
@@ -378,19 +388,7 @@ class Record:
                 tensor.global_shape,
                 tensor.file,
             ]
-        head = {
-            "version": VERSION,
-            "kind": "record",
-            "run": self.run,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "state": self.state.to_json(),
-            "saved_at": self.saved_at,
-            "files": self.files,
-            "deduplicated": self.deduplicated,
-        }
-        if self.lineage:
-            head["lineage"] = self.lineage
+        head = _head_of(self, "record")
         if self.local_ranks:
             head["part"] = rank_ranges(self.local_ranks)
         return encode_head(
@@ -416,6 +414,10 @@ def read_record(file: BinaryIO) -> Record:
     return record
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_AXES and all(map(is_count, value))
+
+
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
     """Returns a record and its details. Raises RecordError if either is torn, altered or of another
     kind, and if the shape of a tensor does not fit its layout."""
@@ -430,47 +432,32 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
         fits: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         for name, row in value["tensors"].items():
             dtype, shape, checksum, index, whole, number = row
-            if not is_count(number, 0, len(record.files) - 1):
+            if not (
+                isinstance(dtype, str)
+                and _is_shape(shape)
+                and isinstance(checksum, str)
+                and _CHECKSUM.fullmatch(checksum)
+                and (index is None or is_count(index, 0, len(layouts) - 1))
+                and (_is_shape(whole) or whole is index is None)
+                and is_count(number, 0, len(record.files) - 1)
+            ):
                 raise RecordError(
-                    f"tensor {name} is in file {number!r}"[:400] + f" of {len(record.files)}"
+                    f"tensor {name} is {row!r}"[:400]
+                    + f", expected dtype, shape, checksum, layout of {len(layouts)}, global shape "
+                    f"and file of {len(record.files)}"
                 )
-            if not isinstance(dtype, str):
-                raise RecordError(
-                    f"tensor {name}: the dtype is {dtype!r}"[:400] + ", expected a string"
-                )
-            if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-                raise RecordError(
-                    f"tensor {name}"[:200]
-                    + f": the checksum is {checksum!r}"[:200]
-                    + ", expected 32 hex digits"
-                )
-            for sizes in (shape,) if whole is None else (shape, whole):
-                if (
-                    not isinstance(sizes, list)
-                    or len(sizes) > MAX_AXES
-                    or not all(map(is_count, sizes))
-                ):
+            shape = tuple(shape)
+            layout, full = None, None if whole is None else tuple(whole)
+            if index is not None and full is not None:
+                layout = layouts[index]
+                if (index, full) not in fits:
+                    fits[index, full] = layout.local_shape(full)
+                if fits[index, full] != shape:
                     raise RecordError(
-                        f"tensor {name}: the shape is {sizes!r}"[:400]
-                        + f", expected up to {MAX_AXES} sizes"
+                        f"tensor {name} of shape {shape}: its layout cuts {full} into "
+                        f"{fits[index, full]}"[:400]
                     )
-            shape, whole = tuple(shape), None if whole is None else tuple(whole)
-            if index is not None:
-                if not is_count(index, 0, len(layouts) - 1) or whole is None:
-                    raise RecordError(
-                        f"tensor {name}: layout {index!r} of global shape {whole}"[:400]
-                        + f"; there are {len(layouts)} layouts"
-                    )
-                if (index, whole) not in fits:
-                    fits[index, whole] = layouts[index].local_shape(whole)
-                if fits[index, whole] != shape:
-                    raise RecordError(
-                        f"tensor {name} of shape {shape}: its layout cuts {whole} into "
-                        f"{fits[index, whole]}"[:400]
-                    )
-            tensors[name] = TensorRecord(
-                dtype, shape, checksum, None if index is None else layouts[index], whole, number
-            )
+            tensors[name] = TensorRecord(dtype, shape, checksum, layout, full, number)
         if not isinstance(value["random"], dict):
             raise RecordError(f"random is {type(value['random']).__name__}, expected an object")
     except (
@@ -501,9 +488,9 @@ class Manifest:
         records: checksum of the head line of each record.
         metadata_files: files that rank 0 wrote beside them, such as ``metadata.json``.
         deduplicated: some rank wrote only its share.
+        lineage: as in a record.
         local_ranks: where nodes share no disk, the ranks that ``files`` belongs to; else empty, for
             all ranks.
-        lineage: as in a record.
     """
 
     run: Run
@@ -514,8 +501,8 @@ class Manifest:
     records: tuple[Checksum, ...]
     metadata_files: tuple[FileRecord, ...] = field(metadata={"key": "small"})
     deduplicated: bool
-    local_ranks: tuple[int, ...] = field(default=(), metadata={"key": "part"})
     lineage: Run = ""
+    local_ranks: tuple[int, ...] = field(default=(), metadata={"key": "part"})
 
     @classmethod
     def from_records(cls, records: Sequence[Record], local_ranks: tuple[int, ...] = ()) -> Manifest:
@@ -550,23 +537,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the content of the manifest file."""
-        head = {
-            "version": VERSION,
-            "kind": "manifest",
-            "run": self.run,
-            "world_size": self.world_size,
-            "state": self.state.to_json(),
-            "saved_at": self.saved_at,
-            "files": self.files,
-            "records": self.records,
-            "small": self.metadata_files,
-            "deduplicated": self.deduplicated,
-        }
-        if self.lineage:
-            head["lineage"] = self.lineage
-        if self.local_ranks:
-            head["part"] = self.local_ranks
-        return encode_head(head, MANIFEST_LIMIT)
+        return encode_head(_head_of(self, "manifest"), MANIFEST_LIMIT)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Manifest:
