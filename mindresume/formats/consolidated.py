@@ -337,11 +337,7 @@ def split(sizes: Mapping[str, int], part_bytes: int) -> list[list[str]]:
 
 def part_name(index: int, count: int, kind: str) -> str:
     """Returns the name of part ``index`` (from 0) of ``count``: ``part0.safetensors``; or
-    ``model-00001-of-00003.safetensors``, and ``model.safetensors`` for a single part. Raises
-    ValueError for another kind, or a part out of range."""
-    _checked(kind)
-    if not 0 <= index < count:
-        raise ValueError(f"part {index} of {count}: expected a part from 0 to {count - 1}")
+    ``model-00001-of-00003.safetensors``, and ``model.safetensors`` for a single part."""
     if kind == MINDSPORE:
         return f"part{index}.safetensors"
     return f"model-{index + 1:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
@@ -351,14 +347,13 @@ def index_document(
     kind: str, weight_map: Mapping[str, str], total_size: int
 ) -> tuple[str, dict[str, Any]]:
     """Returns file name and JSON value of the index. MindSpore indents by 4; Hugging Face has no
-    index for a single file. Raises ValueError for another kind.
+    index for a single file.
 
     Args:
         kind: MINDSPORE or HUGGINGFACE.
         weight_map: {tensor: file}, without the tensors in HYPER.
         total_size: bytes of all tensors in ``weight_map``.
     """
-    _checked(kind)
     return MAP if kind == MINDSPORE else f"model{_HF_INDEX}", {
         "metadata": {"total_size": total_size},
         "weight_map": dict(weight_map),
@@ -378,9 +373,3 @@ def is_hyper(name: str, layout_known: bool, elements: int) -> bool:
             be.
     """
     return name in SCALARS or not layout_known or elements <= 1
-
-
-def _checked(kind: str) -> None:
-    """Raises ValueError for an unknown kind of index."""
-    if kind not in (MINDSPORE, HUGGINGFACE):
-        raise ValueError(f"kind {kind!r} is not one of {MINDSPORE}, {HUGGINGFACE}")

@@ -119,28 +119,17 @@ def find_attempts(
         OSError: ``root`` or its FOLDER cannot be listed.
     """
     found: list[Attempt] = []
-    for name, step, run in attempts(
-        directory.storage.list(directory.path(FOLDER)) if names is None else names
-    ):
+    for row in attempts(directory.storage.list(directory.path(FOLDER)) if names is None else names):
+        attempt, making = _attempt(directory, *row), f"{FOLDER}/{row[0]}"
+        if FOLDER not in attempt.content:
+            found.append(attempt)
+            continue
         try:
-            content = directory.storage.list(directory.path(FOLDER, name))
-            making = f"{FOLDER}/{name}"
-            if FOLDER not in content:
-                found.append(Attempt(name, step, run, "", content))
-                continue
             # If none is listed, the writer died while it made the folders, or the list lags behind:
             # open it by name.
-            found += attempts_within(directory, making) or [
-                Attempt(
-                    name,
-                    step,
-                    run,
-                    making,
-                    directory.storage.list(directory.path(making, FOLDER, name)),
-                )
-            ]
+            found += attempts_within(directory, making) or [_attempt(directory, *row, making)]
         except OSError as error:
-            found.append(Attempt(name, step, run, "", [], error))
+            found.append(attempt._replace(content=[], error=error))
     for name in directory.storage.list(directory.root) if top is None else top:
         if parse_iteration(name) is not None:
             with suppress(OSError):
@@ -151,21 +140,21 @@ def find_attempts(
 def attempts_within(directory: CheckpointDir, iteration_dir: str) -> list[Attempt]:
     """Returns the newest attempt in one iteration folder, as a list; older ones are obsolete.
     Raises OSError if its records cannot be listed."""
-    rows = []
-    for name, step, run in attempts(directory.storage.list(directory.path(iteration_dir, FOLDER))):
-        try:
-            rows.append(
-                Attempt(
-                    name,
-                    step,
-                    run,
-                    iteration_dir,
-                    directory.storage.list(directory.path(iteration_dir, FOLDER, name)),
-                )
-            )
-        except OSError as error:
-            rows.append(Attempt(name, step, run, iteration_dir, [], error))
+    rows = [
+        _attempt(directory, *row, iteration_dir)
+        for row in attempts(directory.storage.list(directory.path(iteration_dir, FOLDER)))
+    ]
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
+
+
+def _attempt(
+    directory: CheckpointDir, name: str, step: int, run: str, iteration_dir: str = ""
+) -> Attempt:
+    try:
+        content = directory.storage.list(directory.path(iteration_dir, FOLDER, name))
+    except OSError as error:
+        return Attempt(name, step, run, iteration_dir, [], error)
+    return Attempt(name, step, run, iteration_dir, content)
 
 
 def scan_records(

@@ -161,14 +161,6 @@ def test_partial_gradient_buffers_are_noted(unified):
     )
 
 
-def test_links_are_followed(unified, tmp_path):
-    """The cache of the HuggingFace hub consists of links."""
-    (tmp_path / "links").mkdir()
-    for name in os.listdir(unified):
-        (tmp_path / "links" / name).symlink_to(unified / name)
-    assert read(tmp_path / "links").tensors == read(unified).tensors
-
-
 def test_written_by_mindformers():
     """Reads only the output of mindformers 1.9.0; every tensor and value is known from its
     source."""
@@ -244,12 +236,6 @@ def test_two_formats(tmp_path):
     refused(tmp_path, ConfigError, says="a.ckpt and b.safetensors")
 
 
-def test_two_formats_by_the_index(unified):
-    put(unified / "part2.ckpt", {"more": WEIGHTS[BIAS]})
-    edit(unified / MAP, lambda table: table.update(more="part2.ckpt"))
-    refused(unified, ConfigError, says="one format")
-
-
 @pytest.mark.parametrize("kind, part", [(MINDSPORE, "part0.safetensors"), (HUGGINGFACE, HF_FIRST)])
 def test_a_missing_file(tmp_path, kind, part):
     write(tmp_path, kind)
@@ -260,13 +246,6 @@ def test_a_missing_file(tmp_path, kind, part):
         tensor=EMBEDDING,
         says="missing.*index.json|missing.*param_name_map.json",
     )
-
-
-def test_an_index_without_files(unified):
-    for path in unified.glob("*.safetensors"):
-        path.unlink()
-    assert not complete(unified)
-    refused(unified, file="part0.safetensors", tensor=EMBEDDING)
 
 
 def test_a_truncated_file(unified):
@@ -322,11 +301,7 @@ def test_a_tensor_in_two_files(unified, second, indexed):
     "text, says",
     [
         ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 99_999, "not JSON"),
         ("[]", "JSON object"),
-        ('"part0"', "JSON object"),
-        ('{"weight_map": []}', "weight_map"),
         ('{"weight_map": null}', "weight_map"),
         ('{"weight_map": {"w": "part0.safetensors", "w": "part1.safetensors"}}', "twice"),
     ],
@@ -342,19 +317,12 @@ def test_a_damaged_index(tmp_path, kind, text, says):
     "file",
     [
         7,
-        None,
-        ["part0.safetensors"],
         "",
-        ".",
-        "..",
         "../part0.safetensors",
         "/part0.safetensors",
-        "./part0.safetensors",
         "a/part0.safetensors",
         "..safetensors",
-        "part0",
         "part0.bin",
-        MAP,
         "a\0.safetensors",
     ],
 )
@@ -444,20 +412,10 @@ def test_split_into_nothing(part_bytes):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(0, 1, FILES), (1, 1, MINDSPORE), (-1, 1, HUGGINGFACE), (0, 0, MINDSPORE)]
-)
-def test_no_such_part(arguments):
-    with pytest.raises(ValueError):
-        part_name(*arguments)
-
-
-@pytest.mark.parametrize(
     "name, layout_known, elements, expected",
     [
-        ("embedding.weight", True, 32, False),
         ("buffer", False, 32, True),
         ("lm_loss", False, 1, True),
-        ("lm_loss", True, 1, True),
         ("global_step", True, 1, True),
         ("step_num", True, 2, True),
         ("accu_grads.embedding.weight", True, 32, False),

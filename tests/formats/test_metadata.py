@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from layouts import cuts, representable
+from mutations import places
 
 from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats.metadata import (
@@ -177,20 +178,14 @@ def test_a_parameter_of_two_stages():
     assert read_metadata(encoded(both), "m") == {"w": both}
 
 
-def test_no_parameters():
-    assert read_metadata(encoded(), "m") == {}
-
-
 @pytest.mark.parametrize(
     "change, reason",
     [
         (dict(dtype="complex64"), "dtype"),
-        (dict(dtype="Float32"), "dtype"),
         (dict(shape=(5, 3)), "divide"),
         (dict(shape=(4,)), "dimensions"),
         (dict(name="\ud800"), "surrogate"),
         (dict(stored={}), "expected all of 2"),
-        (dict(stored={0: ()}), "expected all of 2"),
         (dict(first=MAX_RANKS - 1), "rank"),
         (dict(layout=TensorLayout((2, 3), (-1, -1), 2)), "end within an axis"),
     ],
@@ -264,34 +259,24 @@ SAME_KEY = json.dumps(WHOLE).replace('"v": {', '"w": {').encode()
 DAMAGED = [
     (b"", "0 bytes"),
     (b"[]", "JSON object"),
-    (b"[" * 10**6, "not JSON"),
-    (json.dumps(WHOLE).encode()[:-9], "not JSON"),
     (SAME_KEY, "'w' occurs twice"),
     (changed("state_dict_metadata", "w", ...), "storage_data has 'w'"),
     *((of_w(key, ...), f"{key} is missing") for key in ("properties", "global_shape", "chunk")),
-    *((of_w("layout", key, ...), f"{key} is missing") for key in ("device_matrix", "rank_list")),
     (of_w("properties", "dtype", "float8e4m3"), "float8e4m3"),
     *((of_w("global_shape", shape), "global_shape") for shape in ([4, -3], [2**40] * 2, [4] * 40)),
-    (of_w("global_shape", [4]), "dimensions"),
     (of_w("global_shape", [5, 3]), "divide"),
     (of_w("axis_fragmentations", [1, 2]), "axis_fragmentations"),
     (of_w("layout", "device_matrix", []), "at least one axis"),
-    (of_w("layout", "device_matrix", [10**5, 10**5]), "layout"),
     (of_w("layout", "device_matrix", [2, 4]), "rank_list"),
-    (of_w("layout", "tensor_map", [5, -1]), "axis"),
-    (of_w("layout", "tensor_map", [0, 0]), "twice"),
-    (of_w("layout", "tensor_map", [[[0]], -1]), "layout"),
     (of_w("layout", "rank_list", [4, 5, 6]), "3 ranks"),
     (of_w("layout", "rank_list", [4, 6, 5, 7]), "follow each other"),
     (of_w("layout", "rank_list", [4, 5, 6, MAX_RANKS]), f"rank is {MAX_RANKS}"),
     (of_w("layout", "interleaved_parallel", True), "interleaved_parallel"),
     (of_w("layout", "alias_name", ["dp", "interleaved_parallel"]), "interleaved_parallel"),
     (of_w("chunk", []), "0 slices, expected 2"),
-    (of_w("chunk", 0, "global_offset", ...), "global_offset is missing"),
     (of_w("chunk", 0, "local_shape", [4, 3]), "local_shape"),
     (of_w("chunk", 0, "global_offset", [1]), "different"),
     (of_w("chunk", 0, "global_offset", [2]), "global_offset"),
-    (of_w("chunk", 0, "global_offset", [0, 0]), "global_offset"),
     (changed("storage_data", KEY, []), "stored nowhere"),
     (changed("storage_data", slice_key("w", 2), WHOLE["storage_data"][KEY]), "slice 2 is stored"),
     *((changed("storage_data", key, []), "has the key") for key in ("('w', (0, 0))", "(" * 10**5)),
@@ -299,19 +284,13 @@ DAMAGED = [
     *(
         (of_copy("file_name", name), "file_name")
         for name in (
-            "/x.safetensors",
             "../x.safetensors",
             "x.ckpt",
-            "..",
-            "x\0.safetensors",
-            "x" * 999,
         )
     ),
-    (of_copy("storage_rank", ...), "storage_rank is missing"),
     *((of_copy("storage_rank", rank), "rank") for rank in (-1, MAX_RANKS, 10**400)),
     (of_copy("storage_rank", 4), "rank 4, which has slice 0"),
     (of_copy("rank_group", [5, 6]), "rank 6, which has slice 0"),
-    (of_copy("rank_group", [5, MAX_RANKS]), "rank"),
 ]
 FREE = {"replica_id", "allow_shape_mismatch", "allow_to_save", "alias_name"}  # what nobody reads
 
@@ -326,11 +305,12 @@ def test_a_value_of_another_type_is_refused_wherever_it_stands():
             if type(value) is type(found) or FREE & set(path):
                 continue
             try:
-                read_metadata(changed(*path, value), "m")
+                tensors = read_metadata(changed(*path, value), "m")
             except CorruptFileError as error:
                 assert error.path == "m" and len(str(error)) < 1500
             else:
                 accepted.add((path[-1], str(value)))
+                assert read_metadata(encoded(*tensors.values()), "m").keys() == tensors.keys()
     # a tensor without a layout is whole; a dimension without an axis; groups came with 1.9.0
     assert accepted == {("layout", "None"), (0, "[]"), (1, "[]"), ("rank_group", "None")}
 
@@ -388,57 +368,6 @@ def test_a_file_that_is_too_large_is_not_parsed():
 def test_any_bytes(data):
     with pytest.raises(CorruptFileError):
         read_metadata(data, "m")
-
-
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
-values = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-)
-
-
-def places(value, path=()):
-    """Yields every path into nested JSON."""
-    rows = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, inner in rows:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
-@given(st.sampled_from(list(places(WHOLE))), values)
-def test_any_value_at_any_place(path, value):
-    """Read, or refused: no other error, and what is read can be written."""
-    try:
-        found = read_metadata(changed(*path, value), "m")
-    except CorruptFileError:
-        return
-    encode = [tensor for tensor in found.values() if tensor.layout]
-    assert read_metadata(encoded(*encode), "m") == {tensor.name: tensor for tensor in encode}
-
-
-def test_a_large_job_is_encoded_and_read():
-    """Two stages of 128 ranks with 60 parameters each and every replica: a 17th of 1,024 ranks with
-    2,000 parameters."""
-    kinds = [
-        TensorLayout((16, 8), (0, -1)),
-        TensorLayout((16, 8), (-1, 0)),
-        TensorLayout((16, 8), (0, -1), -1),
-    ]
-    tensors = [
-        described(f"{first}.{number}.weight", kinds[number % 3], (4096, 128), first=first)
-        for first in (0, 128)
-        for number in range(60)
-    ]
-    found = read_metadata(encoded(*tensors), "m")
-    assert [tensor.stored for tensor in found.values()] == [tensor.stored for tensor in tensors]
 
 
 SUM = "0" * 32
@@ -552,15 +481,6 @@ def test_counters_are_not_described():
         * 2,
     )
     assert list(found) == ["w"]
-
-
-def test_tensors_without_layout_give_empty_metadata():
-    assert (
-        metadata_from_records(
-            files_of(2), False, Tables([{"w": TensorRecord("float32", (1,), SUM)}])
-        )
-        == []
-    )
 
 
 def test_stages_of_different_size_are_refused():

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from mindresume.errors import ConfigError
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
-from mindresume.formats.strategy import read_strategy
 from mindresume.model.layout import MAX_RANKS, TensorLayout, held
 from mindresume.reshard.geometry import view
-from tests.strategy_files import write_strategy
 
 few = settings(max_examples=50)
 ROWS, COLUMNS, WHOLE, PLAIN = (
@@ -73,13 +71,6 @@ def test_plans(text, expected):
     )
 
 
-def test_world_size_of_a_plan():
-    assert (
-        ParallelPlan.parse("dp=2,tp=4,pp=3,opt=2").world_size == 24
-        and ParallelPlan().world_size == 1
-    )
-
-
 @pytest.mark.parametrize(
     "text, says",
     [
@@ -89,13 +80,9 @@ def test_world_size_of_a_plan():
             "dp=2,tp=4,pp=2,opt=2",
         ),
         ("dp=2,", "'' is not"),
-        ("dp=two", "dp is 'two', expected a whole number >= 1"),
         ("dp=0", "dp is '0', expected"),
-        ("tp=-1", "tp is '-1', expected"),
-        ("dp=1.5", "dp is '1.5', expected"),
         ("dp=", "dp is '', expected"),
         ("pp=٢", "pp is '٢', expected"),
-        ("dp=all", "dp is 'all'"),
         (
             "opt=0",
             "opt is '0', expected a whole number >= 1, or all for as many pieces as there are "
@@ -188,27 +175,6 @@ def test_every_element_is_owned_by_exactly_the_expected_ranks(plan):
     check(plan, SMALL, 3, strategy_from_plan(plan, source(SMALL)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=2,tp=2,pp=2,opt=2",
-        "tp=4,pp=2",
-        "pp=8",
-        "dp=8,opt=all",
-        "dp=4,pp=2,opt=4",
-        "dp=2,tp=4,opt=all",
-    ],
-)
-@pytest.mark.parametrize("fmt", ["ckpt", "json"])
-def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
-    plan, tensors = ParallelPlan.parse(text), model(8)
-    strategy = strategy_from_plan(plan, source(tensors))
-    assert len(write_strategy(strategy, str(tmp_path), fmt)) == 8
-    found = read_strategy(str(tmp_path))
-    assert found == strategy and strategy.source == str(plan)
-    check(plan, tensors, 8, found)
-
-
 # ---- the cut dimension ---------------------------------------------------------------------------
 
 
@@ -217,10 +183,8 @@ def test_plans_of_eight_ranks_through_files(tmp_path, text, fmt):
     [
         (TensorLayout((2, 1, 2), (-1, 0)), (8, 8), (-1, 0)),
         (TensorLayout((2, 2), ((1, 0), -1)), (8, 8), (0, -1)),
-        (TensorLayout((2, 2), (-1, (1, 0))), (8, 8), (-1, 0)),
         (TensorLayout((2, 1, 2), ((2, 1), -1)), (8, 8), (0, -1)),
         (TensorLayout((4, 1), (0, -1)), (8, 8), (-1, -1)),  # an axis of one rank cuts nothing
-        (TensorLayout((4, 1), (0, 1)), (8, 8), (-1, 0)),
         (TensorLayout((4,), (-1, -1), 4), (8, 8), (-1, -1)),
         (TensorLayout((4,), ()), (), ()),
         (None, (8, 8), (-1, -1)),
@@ -287,14 +251,10 @@ def test_without_tensor_parallelism_layouts_may_be_unknown():
     "shape, opt, shards",
     [
         ((8, 3), 2, 2),
-        ((8, 3), 4, 4),
         ((8, 3), 8, 0),
-        ((8, 3), 3, 0),
         ((6, 3), 4, 0),
         ((6, 3), -1, 0),
-        ((6, 3), 2, 2),
         ((8, 3), -1, -1),
-        ((8, 3), 1, 0),
         ((), -1, 0),
     ],
 )
@@ -371,11 +331,9 @@ def test_ambiguous_stages_are_refused(name, count, held):
 @pytest.mark.parametrize(
     "layers, pp, expected",
     [
-        (4, 2, [0, 0, 1, 1]),
         (5, 2, [0, 0, 0, 1, 1]),
         (5, 3, [0, 0, 1, 1, 2]),
         (3, 3, [0, 1, 2]),
-        (12, 4, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
     ],
 )
 def test_layers_are_spread_evenly_in_order_of_their_numbers(name, layers, pp, expected):

@@ -60,9 +60,7 @@ def test_a_file_of_rank_1_in_the_folder_of_rank_0_is_ignored(tmp_path):
     "name",
     [
         f".net_rank_0-1_10.safetensors.{RUN}.mindresume-tmp",
-        ".net_rank_0-1_10.ckpt",
         "notes.txt",
-        "net_rank_0-1_10.tmp",
         "net-graph.meta",
     ],
 )
@@ -76,16 +74,10 @@ def test_temporary_and_other_files_are_ignored(tmp_path, name):
     "content, note_text",
     [
         ("", "empty or truncated"),
-        ("{", "empty or truncated"),
         ("[]", "empty or truncated"),
-        ("{}", "empty or truncated"),
-        ("null", "empty or truncated"),
-        ("9" * 10_000, "empty or truncated"),
         ('{"last_ckpt_file": ' * 50_000, "empty or truncated"),
         ('{"last_ckpt_file": "\\ud800"}', "which is not there"),
-        ('{"last_ckpt_file": ["a"]}', ""),
         ('{"last_ckpt_file": "gone.ckpt"}', "names gone.ckpt, which is not there"),
-        ('{"last_ckpt_file": null}', "which is not there"),
     ],
 )
 def test_a_wrong_meta_json_is_noted(tmp_path, content, note_text):

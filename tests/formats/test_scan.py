@@ -191,14 +191,12 @@ def test_an_unlisted_folder_prevents_only_a_fresh_start(tmp_path):
     [
         (),
         ("lost+found/", ".snapshot/"),
-        ("rank_0/", "rank_1/"),
         ("rank_0/.net.0001.mindresume-tmp",),
         ("rank_0/net_rank_0-1_5.tmp", "rank_0/tmpab12cd_e"),
         ("rank_0/meta.json", "rank_0/net_rank_0-graph.meta"),
         ("rank_0/net_rank_0-1_5_breakpoint.ckpt",),
         (".mindresume/ended-0001-0000aaaa.json", "anything"),
         (".mindresume/probe-0123abcd-0",),
-        (".mindresume/probe-0123abcd-0", ".mindresume/claim-0001-0000aaaa.json", "anything"),
         ("log/rank_0/info.log", "msrun_log/worker_0.log", "strategy/ckpt_strategy_rank_0.ckpt"),
         (
             "log/rank_0/info.log",
@@ -213,7 +211,6 @@ def test_an_unlisted_folder_prevents_only_a_fresh_start(tmp_path):
             "config.yaml",
             "rank_0/om/graph.ir",
         ),
-        ("checkpoint/iteration_00000005/",),
         ("checkpoint/iteration_00000005/net-model-0000000-0000001.safetensors", "log/a"),
         (
             "checkpoint/rank_0/",
@@ -242,9 +239,7 @@ def test_traces_of_first_starts_allow_a_fresh_start(tmp_path, names):
             "found a.bin",
         ),
         (("epoch_5.pt",), "found epoch_5.pt"),
-        (("checkpoint-500/optimizer.pt",), "found checkpoint-500"),
         (("checkpoint/epoch_5.pt",), "found checkpoint"),
-        (("checkpoint",), "found checkpoint"),
         (("rank_0/net_rank_3-1_5.ckpt",), "found rank_0/net_rank_3-1_5.ckpt"),
         (("checkpoint/", "merged/part0.safetensors"), "weights lie in .*/merged"),
         (("model.safetensors",), "holds only weights"),

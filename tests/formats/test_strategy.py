@@ -1,16 +1,18 @@
 import json
 import random
 import shutil
+from itertools import product
+from math import prod
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layouts import tensor_layouts
 
 from mindresume.errors import StrategyError
-from mindresume.formats import strategy
 from mindresume.formats import strategy as module
 from mindresume.formats.strategy import Strategy, _field, decode_strategy, read_strategy
-from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout, held
+from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
 from mindresume.tensor_files.ckpt import encode_varint
 from tests.strategy_files import encode_strategy, write_strategy
 
@@ -20,45 +22,28 @@ few = settings(
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=12)
 
 
-@st.composite
-def layouts(draw, size, nested=True):
-    """Draws layouts of a stage of ``size`` ranks, of every kind that a file can contain."""
-    matrix, rest = [], size
-    while rest > 1 or not matrix:
-        divisors = [
-            n
-            for n in range(1, rest + 1)
-            if rest % n == 0 and (n > 1 or rest == 1 or len(matrix) < 4)
-        ]
-        matrix.append(draw(st.sampled_from(divisors)))
-        rest //= matrix[-1]
-    axes, dims, cuts = draw(st.permutations(range(len(matrix)))), draw(st.integers(0, 4)), []
-    for _ in range(dims):
-        count = draw(st.integers(0, min(2 if nested and dims > 1 else 1, len(axes))))
-        taken, axes = tuple(axes[:count]), axes[count:]
-        cuts.append(-1 if not taken else taken[0] if count == 1 else taken)
-    replicas = TensorLayout(matrix, cuts).replicas
-    return TensorLayout(
-        matrix,
-        cuts,
-        draw(st.sampled_from([-1] + [n for n in range(replicas) if not n or replicas % n == 0])),
-    )
+MATRICES = [
+    matrix for n in (1, 2, 3) for matrix in product((1, 2, 3, 4, 6), repeat=n) if prod(matrix) <= 12
+]
 
 
 @st.composite
 def strategies(draw, nested=True):
+    """Draws every kind of layout that a file can contain."""
     size = draw(st.sampled_from([1, 2, 4, 6, 8, 12]))
-    return Strategy(
-        tuple(
-            draw(
-                st.lists(
-                    st.dictionaries(NAMES, layouts(size, nested), min_size=1, max_size=5),
-                    min_size=1,
-                    max_size=3,
-                )
-            )
+    layouts = tensor_layouts(
+        st.sampled_from([one for one in MATRICES if prod(one) == size])
+    ).filter(
+        lambda layout: (
+            nested
+            and len(layout.tensor_map) > 1
+            or not any(isinstance(cut, tuple) for cut in layout.tensor_map)
         )
     )
+    stages = st.lists(
+        st.dictionaries(NAMES, layouts, min_size=1, max_size=5), min_size=1, max_size=3
+    )
+    return Strategy(tuple(draw(stages)))
 
 
 def numbered(strategy):
@@ -78,16 +63,10 @@ TWO = Strategy((ONE, {"v": W, "c": TensorLayout((2, 1, 2), (-1,), -1)}))
 
 
 @few
-@given(strategies())
-def test_protobuf_round_trip(strategy):
-    stages = decode_strategy(encode_strategy(numbered(strategy), "ckpt"), "s.ckpt")
-    assert Strategy(tuple(stages[number] for number in sorted(stages))) == strategy
-
-
-@few
-@given(strategies(nested=False))
-def test_json_round_trip(strategy):
-    stages = decode_strategy(encode_strategy(numbered(strategy), "json"), "s.json")
+@given(st.data(), st.sampled_from(["ckpt", "json"]))
+def test_a_file_is_read_back(data, fmt):
+    strategy = data.draw(strategies(nested=fmt == "ckpt"))
+    stages = decode_strategy(encode_strategy(numbered(strategy), fmt), f"s.{fmt}")
     assert Strategy(tuple(stages[number] for number in sorted(stages))) == strategy
 
 
@@ -97,30 +76,6 @@ def test_round_trip_as_a_value_of_json_with_each_layout_once(strategy):
     value = json.loads(json.dumps({**strategy.to_json(), "of a later version": 1}))
     assert Strategy.from_json(value) == strategy
     assert len({json.dumps(layout) for layout in value["layouts"]}) == len(value["layouts"])
-
-
-@few
-@given(strategies(), st.sampled_from(["ckpt", "json"]))
-def test_layouts_read_from_a_file_give_the_same_slices(strategy, fmt):
-    assume(
-        fmt == "ckpt"
-        or not any(
-            isinstance(cut, tuple)
-            for stage in strategy.stages
-            for layout in stage.values()
-            for cut in layout.tensor_map
-        )
-    )
-    for number, stage in enumerate(strategy.stages):
-        ((found, read),) = decode_strategy(
-            encode_strategy({number: stage}, fmt), f"s.{fmt}"
-        ).items()
-        assert found == number and list(read) == list(stage)
-        for name, layout in stage.items():
-            shape = layout.counts([0] * len(layout.tensor_map))
-            assert [held(read[name], rank, shape) for rank in range(layout.stage_size)] == [
-                held(layout, rank, shape) for rank in range(layout.stage_size)
-            ]
 
 
 def test_equivalent_layouts_are_normalized():
@@ -204,13 +159,8 @@ def test_other_dimensions_do_not_fit(layout, dimensions):
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
 def test_a_folder_of_eight_ranks_in_two_stages(tmp_path, fmt):
     paths = write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt)
-    assert paths == [
-        str(tmp_path / "new" / "strategy" / f"ckpt_strategy_rank_{rank}.{fmt}") for rank in range(8)
-    ]
     found = read_strategy(str(tmp_path / "new" / "strategy"))
     assert found == TWO and found.source == str(tmp_path / "new" / "strategy")
-    # again: the files are there
-    assert write_strategy(TWO, str(tmp_path / "new" / "strategy"), fmt) == paths
     assert read_strategy(paths[0]).stages == (TWO.stages[0],)
     with pytest.raises(
         StrategyError,
@@ -335,10 +285,8 @@ UNEVEN = "parameter 'layers.0.w': .*sharded unevenly"
     [
         (b"", "it is empty; a failed compile"),
         (_field(1, 1), "no strategy items .*a failed compile"),
-        (_field(1, 1) + parameter(body())[len(items()) :], "no strategy items"),
         (items(), "names no parameter; a failed compile"),
         (items(MAX_RANKS + 1) + parameter(body())[len(items()) :], f"the stage is {MAX_RANKS + 1}"),
-        (items(-1) + parameter(body())[len(items()) :], "the stage is -1"),
         (parameter(body(split=(4, 4))), UNEVEN),
         (parameter(body(offset=(1,))), UNEVEN),
         (parameter(body(uneven=2)), UNEVEN),
@@ -347,21 +295,12 @@ UNEVEN = "parameter 'layers.0.w': .*sharded unevenly"
             r"layers.0.w': .*opt_weight_shard_step is 1, expected 2 ranks",
         ),
         (
-            parameter(body(maps=((-1, -1),), step=2, size=-1)),
-            "opt_weight_shard_step is 2, expected 1 ranks",
-        ),
-        (parameter(body(step=-1, size=2)), "opt_weight_shard_step is -1"),
-        (
             parameter(body(step=2, size=3)),
             "layers.0.w': .*3 optimizer shards do not divide 2 replicas",
         ),
         (parameter(body(maps=((2, -1),))), "layers.0.w': .*does not have"),
-        (parameter(body(maps=((0, 0),))), "an axis twice"),
-        (parameter(body(matrix=(2, 0))), "length >= 1"),
         (parameter(body(matrix=(MAX_RANKS, 2))), f"at most {MAX_AXES} axes and {MAX_RANKS} ranks"),
-        (parameter(body(matrix=(1,) * 33)), f"at most {MAX_AXES} axes"),
         (parameter(body(maps=((-1,),) * 33)), "33 tensor maps"),
-        (parameter(body(maps=())), "layers.0.w'"),
         (parameter(body() + body()), "occurs 2 times, expected one"),
         (parameter(body())[:-1], "truncated"),
         (parameter(body()) + b"\x0b", "wire type 3"),
@@ -377,10 +316,6 @@ UNEVEN = "parameter 'layers.0.w': .*sharded unevenly"
         (
             parameter(body(), "0-w") + _field(3, _field(1, "00-w") + _field(2, body())),
             "'0-w' begins with a stage.*'00-w' does not",
-        ),
-        (
-            parameter(body(), "0-w") + _field(3, _field(1, "b") + _field(2, body())),
-            "'0-w' begins with a stage.*'b' does not",
         ),
     ],
 )
@@ -420,16 +355,10 @@ def json_of(rows, operators=OPERATORS):
     [
         ("", "it is empty"),
         ("{", "JSONDecodeError"),
-        ("[]", "AttributeError"),
         ("{}", "no strategy items"),
         ("[" * 20_000, "nested more than"),
-        ("9" * 6000, "digit"),
-        ('{"parallel_strategy_item": [1]}', "AttributeError"),
-        ("\ufeff{}", "BOM"),
         (json_of("", '"parallel_strategy_item": {"a": {"stage": "0"}}'), "the stage is '0'"),
         (json_of(""), "names no parameter"),
-        (f"{{{OPERATORS}}}", "names no parameter"),
-        (json_of('"w": 3'), "parameter 'w': AttributeError"),
         (json_of('"w": {}'), "parameter 'w': KeyError: 'dev_matrix'"),
         (json_of(f'"\\ud800": {json.dumps(ROW)}'), "surrogates"),
         (
@@ -441,11 +370,8 @@ def json_of(rows, operators=OPERATORS):
             for change, says in [
                 ({"field": 1}, "unevenly"),
                 ({"param_split_shape": [3, 5]}, "unevenly"),
-                ({"indices_offset": [0, 3]}, "unevenly"),
                 ({"dev_matrix": [2, True]}, "integer"),
-                ({"dev_matrix": 4}, "not a tensor layout"),
                 ({"tensor_map": None}, "not a tensor layout"),
-                ({"opt_weight_shard_step": 1, "opt_weight_shard_size": -1}, "expected 2 ranks"),
                 ({"opt_weight_shard_step": None}, "None"),
             ]
         ),
@@ -577,7 +503,6 @@ def test_a_merged_file_with_a_gap_is_refused(tmp_path):
     "stages, says",
     [
         ((), "0 stages"),
-        (({},), "1 stages, 0 of them with parameters"),
         ((ONE, {}), "2 stages, 1 of them"),
         (({"w": W, "b": TensorLayout((8,), (0,))},), "same number of ranks"),
         (
@@ -595,15 +520,9 @@ def test_impossible_strategies_are_refused(stages, says):
     "value",
     [
         None,
-        [],
         {},
         {"source": "", "layouts": [], "stages": [{"w": 0}]},
-        {"source": "", "layouts": [W.to_json()], "stages": [{"w": True}]},
-        {"source": "", "layouts": [W.to_json()], "stages": [{"w": -1}]},
         {"source": "", "layouts": [W.to_json()], "stages": [["w"]]},
-        {"source": "", "layouts": [W.to_json()], "stages": []},
-        {"source": "", "layouts": [{}], "stages": [{"w": 0}]},
-        {"layouts": [W.to_json()], "stages": [{"w": 0}]},
     ],
 )
 def test_broken_values_of_json_are_refused(value):
@@ -627,12 +546,6 @@ def test_broken_values_of_json_are_refused(value):
 def test_strategies_that_mindspore_cannot_read_are_refused(name, layout, says):
     with pytest.raises(StrategyError, match=says):
         encode_strategy(numbered(Strategy(({"b": B}, {name: layout}))))
-
-
-def test_empty_strategies_are_refused():
-    for stages in ({}, {0: {}}):
-        with pytest.raises(StrategyError, match="at least one stage"):
-            encode_strategy(stages)
 
 
 # ---- damage --------------------------------------------------------------------------------------
@@ -676,23 +589,6 @@ def test_every_byte_altered(fmt):
 
 
 @few
-@given(
-    st.sampled_from(["ckpt", "json"]),
-    st.lists(
-        st.tuples(st.integers(0, 10_000), st.binary(max_size=6), st.integers(0, 6)),
-        min_size=2,
-        max_size=8,
-    ),
-)
-def test_bytes_replaced_inserted_and_removed(fmt, changes):
-    content = DAMAGED[fmt]
-    for position, new, old in changes:
-        position %= len(content) + 1
-        content = content[:position] + new + content[position + old :]
-    survives(content, f"s.{fmt}")
-
-
-@few
 @given(st.binary(max_size=200))
 def test_any_bytes(content):
     survives(content, "s.ckpt")
@@ -702,7 +598,7 @@ def test_any_bytes(content):
 
 
 def test_a_message_of_endless_fields_is_refused(monkeypatch):
-    monkeypatch.setattr(strategy, "MAX_FIELDS", 100)
+    monkeypatch.setattr(module, "MAX_FIELDS", 100)
     assert decode_strategy(
         items() + _field(1, 1) * 95 + parameter(body())[len(items()) :], "s.ckpt"
     ) == {0: {"layers.0.w": W}}

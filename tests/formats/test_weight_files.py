@@ -12,8 +12,6 @@ from mindresume.errors import CorruptFileError
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import (
     KIND,
-    DamagedFile,
-    ScrubResult,
     existing,
     file_sizes,
     header_of,
@@ -25,7 +23,6 @@ from mindresume.formats.weight_files import (
 )
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, FileRecord, attempt_name
-from mindresume.typed import decode
 
 
 def saved(root):
@@ -166,31 +163,16 @@ def test_a_torn_or_altered_result_says_nothing(root):
             assert read_result(STORAGE, candidate_of(root)) is None and damage_of(root) is None
 
 
-def test_a_result_without_its_last_line_break_is_whole(root):
-    path = mark(root)
-    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
-    assert damage_of(root).rank == RANK
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"read_at": "now"},
         {"records": "x"},
-        {"records": None},
         {"damaged": {}},
-        {"damaged": [1]},
         {"read_at": -1},
         {"path": "../x"},
         {"path": "/etc/passwd"},
-        {"path": 1},
         {"size": -1},
-        {"rank": "0"},
-        {"mtime": None},
-        {"changed": "x"},
-        {"reason": 1},
         {"tensors": [1]},
-        {"tensors": "ab"},
     ],
     ids=repr,
 )
@@ -202,16 +184,6 @@ def test_hostile_fields_say_nothing(root, change):
     (row if set(change) <= set(row) else head).update(change)
     path.write_bytes(codec.encode_head(head))
     assert read_result(STORAGE, candidate_of(root)) is None and damage_of(root) is None
-
-
-def test_it_is_read_as_it_was_written():
-    rows = (DamagedFile("rank_0/a.safetensors", 0, 10, 1.5, 2.5, "reason", ("a", "b")),)
-    result = ScrubResult(1e9, "0" * 32, rows)
-    import io
-
-    assert (
-        decode(ScrubResult, codec.read_head(io.BytesIO(result.encode()), KIND)[0], KIND) == result
-    )
 
 
 def test_damage_is_listed_and_bounded(root):

@@ -83,7 +83,7 @@ def model(dp, tp, layers, shards=0):
 
 @pytest.mark.parametrize(
     "dp, tp, shards",
-    [(4, 2, 0), (8, 1, 0), (1, 8, 0), (4, 2, 2), (4, 2, -1), (16, 8, 0), (16, 8, 4)],
+    [(4, 2, 0), (4, 2, -1), (16, 8, 4)],
 )
 def test_ranks_write_equal_amounts_within_a_tenth(dp, tp, shards):
     tensors = model(dp, tp, layers=24, shards=shards)
@@ -108,23 +108,6 @@ def test_fully_replicated_tensors_are_spread_as_evenly_as_the_largest_piece_allo
     tensors = {f"t{number}": (None, (size,), 2) for number, size in enumerate(sizes)}
     loads = written(tensors, shares(tensors, ranks))
     assert max(loads) - min(loads) <= 2 * max(sizes)
-
-
-def test_one_rank_writes_everything():
-    tensors = {
-        "a": (TensorLayout((1,), (0, -1)), (4, 4), 2),
-        "b": (None, (), 4),
-        "c": (TensorLayout((1, 1), ()), (), 4),
-    }
-    assert shares(tensors, 1) == [frozenset("abc")]
-
-
-def test_nothing_to_write():
-    assert shares({}, 3) == [frozenset()] * 3
-
-
-def test_a_rank_may_get_nothing():
-    assert shares({"a": (None, (5,), 4)}, 3) == [frozenset("a"), frozenset(), frozenset()]
 
 
 @pytest.mark.parametrize(

@@ -93,29 +93,29 @@ def test_the_position_in_the_data_is_kept():
     )
 
 
+POSITION = {"passes": 1, "samples": 40, "first_epoch": 0, "declared": "", "identity": {}}
+
+
 @pytest.mark.parametrize(
-    "key, value",
+    "field, value",
     [
-        ("passes", -1),
-        ("samples", 1.5),
-        ("first_epoch", None),
-        ("declared", 1),
-        ("identity", []),
-        ("identity", {"a": 1}),
-        ("passes", 2**63),
-        ("samples", True),
-        (None, "a text"),
+        ("data", {**POSITION, "passes": -1}),
+        ("data", {**POSITION, "identity": {"a": 1}}),
+        ("data", "a text"),
+        ("metrics", {"loss": True}),
+        ("metrics", {"loss": float("nan")}),
+        ("metrics", None),
+        ("arrangement", {"a": 1}),
+        ("trainer", {"a": []}),
+        ("trainer", {"a": float("nan")}),
+        ("trainer", {"a": "x" * 5000}),
+        ("step", "5"),
+        ("step", -1),
     ],
 )
-def test_a_position_of_another_form_is_refused(key, value):
-    data = {"passes": 1, "samples": 40, "first_epoch": 0, "declared": "", "identity": {}}
-    with pytest.raises(RecordError, match="training state: data"):
-        TrainingState.from_json(
-            {
-                **TrainingState(15, 10, 14).to_json(),
-                "data": value if key is None else {**data, key: value},
-            }
-        )
+def test_a_field_of_another_form_is_refused(field, value):
+    with pytest.raises(RecordError, match=f"training state: {field}"):
+        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), field: value})
 
 
 def test_metrics_are_an_object_of_finite_numbers():
@@ -125,25 +125,6 @@ def test_metrics_are_an_object_of_finite_numbers():
     old = {name: value for name, value in state.to_json().items() if name != "metrics"}
     assert TrainingState.from_json(old).metrics == {}
     assert TrainingState.from_json({**old, "metrics": {"samples": 3}}).metrics == {"samples": 3.0}
-
-
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        {"loss": "2.5"},
-        {"loss": None},
-        {"loss": True},
-        {"loss": float("nan")},
-        {"loss": float("inf")},
-        [["loss", 2.5]],
-        "loss",
-        None,
-        {"loss": [1.0]},
-    ],
-)
-def test_metrics_of_another_form_are_refused(metrics):
-    with pytest.raises(RecordError, match="metric"):
-        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), "metrics": metrics})
 
 
 def test_the_arrangement_and_the_counts_of_the_trainer_are_kept():
@@ -157,32 +138,6 @@ def test_the_arrangement_and_the_counts_of_the_trainer_are_kept():
     assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
     # as before these fields
     assert not {"arrangement", "trainer"} & set(TrainingState(15, 10, 14).to_json())
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("arrangement", {"a": 1}),
-        ("arrangement", {"a": None}),
-        ("arrangement", [["a", True]]),
-        ("arrangement", "a"),
-        ("trainer", {"a": []}),
-        ("trainer", {"a": float("nan")}),
-        ("trainer", {"a": "x" * 5000}),
-        ("trainer", 3),
-    ],
-)
-def test_an_arrangement_or_a_count_of_another_form_is_refused(name, value):
-    with pytest.raises(RecordError, match=f"training state: {name}"):
-        TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), name: value})
-
-
-@pytest.mark.parametrize(
-    "broken", [{}, {"step": -1, "steps_per_epoch": 1, "global_step": 1}, [], {"step": "5"}]
-)
-def test_a_state_without_its_counters_is_refused(broken):
-    with pytest.raises(RecordError):
-        TrainingState.from_json(broken)
 
 
 def test_an_optimizer_that_counts_from_minus_one_can_be_saved_before_its_first_update():

@@ -207,20 +207,10 @@ def test_the_header_of_a_large_file_is_read_without_its_tensors():
 HOSTILE = {
     "empty file": (b"", "the file is empty"),
     "wire type 0": (b"\x08\x01", "at byte 0 of 2: field 1 has wire type 0"),
-    "wire type 1": (b"\x09" + bytes(8), "wire type 1"),
-    "wire type 3": (b"\x0b\x0c", "wire type 3"),
-    "wire type 5": (b"\x0d" + bytes(4), "wire type 5"),
-    "wire type 7": (b"\x0f", "wire type 7"),
-    "field 0": (b"\x02\x00", "field 0 is unknown"),
     "field 2 on top": (field(2, b"x"), "field 2 is unknown"),
-    "number that never ends": (b"\xff" * 20, "a number that does not end"),
     "number of 65 bits": (b"\x0a" + b"\xff" * 9 + b"\x02", "a number that does not end"),
-    "number cut": (b"\x0a\x80", "a number that does not end before byte 2"),
     "length huge": (b"\x0a" + encode_varint(2**63), "bytes should follow, 0 are left"),
-    "value cut": (value()[:-1], "bytes should follow"),
-    "value empty": (b"\x0a\x00", "a Value without name or without tensor"),
     "name only": (field(1, field(1, b"w")), "without name or without tensor"),
-    "tensor only": (field(1, field(2, tensor())), "without name or without tensor"),
     "map parameter": (field(1, field(1, b"w") + field(3, b"")), "MapParameter"),
     "name twice": (
         field(1, field(1, b"w") + field(1, b"w") + field(2, tensor())),
@@ -233,16 +223,11 @@ HOSTILE = {
         value(inner=b"\x12\x05UInt8\x1a\x03") + b"abc",
         "3 bytes should follow, 0",
     ),
-    "no dtype": (value(inner=field(3, b"ab")), "tensor w has no dtype"),
     "no content": (value(inner=field(2, b"UInt8")), "tensor w has no content"),
     "empty tensor message": (value(inner=b""), "tensor w has no dtype"),
     "dtype twice": (
         value(inner=tensor() + field(2, b"Int8")),
         "field 2 of wire type 2 is unknown or repeated",
-    ),
-    "content twice": (
-        value(inner=tensor() + field(3, b"ab")),
-        "field 3 of wire type 2 is unknown or repeated",
     ),
     "unknown field in a tensor": (
         value(inner=tensor() + b"\x20\x01"),
@@ -250,11 +235,7 @@ HOSTILE = {
     ),
     "dims of 4 bytes": (value(inner=tensor(b"\x0d" + bytes(4))), "field 1 of wire type 5"),
     "unknown dtype": (value(inner=tensor(dtype=b"Int4")), "unknown dtype 'Int4'"),
-    "dtype by its numpy name": (value(inner=tensor(dtype=b"float32")), "unknown dtype 'float32'"),
-    "dtype enormous": (value(inner=tensor(dtype=b"x" * 65)), "65 bytes, expected at most 64"),
-    "negative dim": (value(inner=tensor(b"\x08" + encode_varint(2**64 - 1))), "impossible shape"),
     "too many dims": (value(inner=tensor(b"\x08\x01" * 33)), "impossible shape"),
-    "too many packed dims": (value(inner=tensor(field(1, b"\x01" * 5000))), "impossible shape"),
     "product overflows": (
         value(inner=tensor(b"\x08\x00" + (b"\x08" + encode_varint(2**62)) * 2)),
         "impossible shape",
@@ -263,28 +244,17 @@ HOSTILE = {
         value(inner=tensor(b"\x08\x03")),
         "w: uint8 of shape \\(3,\\) needs 3 bytes, the file has 2",
     ),
-    "too many bytes": (value(inner=tensor(b"\x08\x01")), "needs 1 bytes, the file has 2"),
     "text of 5 bytes": (value(inner=tensor(b"", b"str", b"a\0\0\0b")), "text w has 5 bytes"),
     "text that is none": (value(inner=tensor(b"", b"str", b"\xff" * 4)), "not UTF-32"),
-    "same tensor twice": (value() + value(), "needs 2 bytes, the file has 4"),
     "parts apart": (value() + value(b"v") + value(), "tensor w occurs a second time"),
     "parts of two shapes": (
         value() + value(inner=tensor(b"\x08\x04")),
         "the parts of tensor w differ",
     ),
-    "parts of two dtypes": (
-        value() + value(inner=tensor(dtype=b"Int8")),
-        "the parts of tensor w differ",
-    ),
-    "one part missing": (value(inner=tensor(b"\x08\x06")) * 2, "needs 6 bytes, the file has 4"),
-    "metadata twice": (field(1000, b"{}") * 2, "data after the metadata"),
     "tensor after the metadata": (field(1000, b"{}") + value(), "data after the metadata"),
     "metadata no JSON": (field(1000, b"{"), "the metadata is not JSON"),
-    "metadata a list": (field(1000, b"[]"), "is list, expected a JSON object"),
     "metadata not text": (field(1000, b'{"a": 1}'), "strings to strings"),
-    "metadata key twice": (field(1000, b'{"a": "1", "a": "2"}'), "'a' occurs twice"),
     "crc cut": (value() + b"crc_num" + bytes(9), "wire type 3"),
-    "crc not at the end": (value() + b"crc_num" + bytes(10) + value(), "wire type 3"),
 }
 
 
