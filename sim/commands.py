@@ -138,9 +138,8 @@ def scrub(sim: Simulation) -> None:
     ever damaged here."""
     storage = _Slow(sim.cluster, current_process())
     training = sim.training
-    sleep = current_cluster().scheduler.sleep
     for pause in pauses(sim):
-        sleep(pause)
+        current_cluster().scheduler.sleep(pause)
         with errors_recorded(sim, "scrub"):
             found, rows = list_checkpoints(storage, training.root, unknown_strategy)
             for result in Scrubber(found.directory, ScrubOptions(repairs=True)).scrub(rows):
@@ -223,9 +222,9 @@ class _ObservedScrubber(Scrubber):
 def observed_scrub(sim: Simulation) -> None:
     """Scrubs all checkpoints some times, as ``mindresume scrub`` does, the first time without
     repairs if the seed says so."""
-    storage, sleep = Mount(sim.cluster, current_process()), current_cluster().scheduler.sleep
+    storage = Mount(sim.cluster, current_process())
     for number, pause in enumerate(pauses(sim)):
-        sleep(pause)
+        current_cluster().scheduler.sleep(pause)
         repairs = bool(number or sim.schedule.seed % 3)
         with errors_recorded(sim, "scrub"):
             listed = set(rotted_files(sim.cluster.disks.values()))

@@ -24,7 +24,7 @@ ELSEWHERE = replace(ME, host="node7", machine="another/1", pid=1)
 
 
 class ManualClock:
-    """A clock that only ``sleep`` advances; it then calls ``also(now)``."""
+    """A clock that only ``sleep`` advances; unless by nothing, it then calls ``also(now)``."""
 
     def __init__(self, also=lambda now: None):
         self.now, self.also = 0.0, also
@@ -34,7 +34,8 @@ class ManualClock:
 
     def sleep(self, seconds):
         self.now += seconds
-        self.also(self.now)
+        if seconds:
+            self.also(self.now)
 
 
 def acquire_lease(root, holder=ME, time=None, emit=ignore, storage=STORAGE):

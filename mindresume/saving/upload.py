@@ -25,7 +25,7 @@ schedules the next upload: at that moment each node has the checkpoint, and lock
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -74,7 +74,6 @@ class Uploads:
             other ranks are missing.
         emit: receives an event for each upload that finished, failed or was skipped, from any
             thread.
-        clock, sleep: of the worker thread, in seconds.
         only_scheduled: nodes share no disk, so rank 0 uploads only the steps that
             ``UploadQueue.schedule`` names.
     """
@@ -84,8 +83,6 @@ class Uploads:
     policy: Policy | None = None
     stall_timeout: float = 600.0
     emit: Emit = ignore
-    clock: Callable[[], float] = runtime.monotonic
-    sleep: Callable[[float], None] = runtime.sleep
     only_scheduled: bool = False
 
     def save(self, step: int) -> RemoteSave:
@@ -167,7 +164,7 @@ class UploadQueue:
         timeout = self.uploads.stall_timeout
         with self.changed:
             step, since = self.current or (0, 0.0)
-            is_slow = step not in (0, self._warned) and self.uploads.clock() - since > timeout
+            is_slow = step not in (0, self._warned) and runtime.monotonic() - since > timeout
         if is_slow:
             self._warned = step
             self.warn(
@@ -181,8 +178,8 @@ class UploadQueue:
     def finish(self, timeout: float) -> list[RemoteError]:
         """Waits until the last committed step is uploaded, at most ``timeout`` seconds. Returns
         errors like ``poll``. No save may follow."""
-        target, clock = self.uploads.target, self.uploads.clock
-        until = clock() + timeout
+        target = self.uploads.target
+        until = runtime.monotonic() + timeout
         with self.changed:
             # a step that is not committed by now never will be
             if target.rank == 0:
@@ -194,7 +191,7 @@ class UploadQueue:
             self.closing = True
             self.retry_at = 0.0
             self.changed.notify_all()
-            while not self.finished and (seconds := until - clock()) > 0:
+            while not self.finished and (seconds := until - runtime.monotonic()) > 0:
                 self.changed.wait(seconds)
         if self._lock is not None:
             self._lock.release()
@@ -232,7 +229,7 @@ class UploadQueue:
     def begin(self, step: int) -> None:
         """Records that ``step`` is being uploaded."""
         with self.changed:
-            self.current = step, self.uploads.clock()
+            self.current = step, runtime.monotonic()
 
     def end(self) -> None:
         """Records that nothing is being uploaded."""
@@ -299,7 +296,7 @@ class Uploader:
         until the training ends. Returns like ``run_once``."""
         queue, target = self.queue, self.uploads.target
         if target.rank == 0:
-            if self.uploads.clock() < queue.retry_at:
+            if runtime.monotonic() < queue.retry_at:
                 return False
             is_published = False
             with self._reporting():
@@ -318,7 +315,7 @@ class Uploader:
         """Does the work that is due, unless uploads have ended or pause after a failure. Returns
         whether there was some."""
         worked = False
-        if self.queue.stopped is None and self.uploads.clock() >= self.queue.retry_at:
+        if self.queue.stopped is None and runtime.monotonic() >= self.queue.retry_at:
             with self._reporting():
                 worked = self._lead() if self.uploads.target.rank == 0 else self._follow()
         return worked
@@ -345,7 +342,7 @@ class Uploader:
                     queue.settled.add(error.step)
                     queue.pending = [other for other in queue.pending if other != error.step]
                 else:
-                    queue.retry_at = self.uploads.clock() + pause
+                    queue.retry_at = runtime.monotonic() + pause
                 queue.errors.append(RemoteError(text))
             self.uploads.emit(UploadFailed(step, text, self.failed))
         finally:
@@ -386,7 +383,7 @@ class Uploader:
         remote = uploads.remote
         run = uploads.target.run
         step = save.step
-        started = uploads.clock()
+        started = runtime.monotonic()
         lock = self._protect(save)
         try:
             remote.check_not_superseded(run)
@@ -411,7 +408,7 @@ class Uploader:
             self.skipped += len(skipped)
             uploads.emit(UploadsSkipped(skipped, self.skipped))
         queue.done(step, over=step)
-        uploads.emit(UploadFinished(step, remote.url, sent, uploads.clock() - started))
+        uploads.emit(UploadFinished(step, remote.url, sent, runtime.monotonic() - started))
         with self._reporting(pause=0):
             remote.prune(uploads.policy or KEEP_ALL, run, step, uploads.emit)
 
@@ -441,17 +438,17 @@ class Uploader:
         """Waits for the objects of the other ranks. Raises RemoteError that names the late ranks,
         LostShardError if an object will never come."""
         uploads = self.uploads
-        until, before = uploads.clock() + uploads.stall_timeout, None
+        until, before = runtime.monotonic() + uploads.stall_timeout, None
         while missing := save.missing():
             if before is not None and len(missing) < before:
-                until = uploads.clock() + uploads.stall_timeout
-            if uploads.clock() >= until:
+                until = runtime.monotonic() + uploads.stall_timeout
+            if runtime.monotonic() >= until:
                 raise RemoteError(
                     f"{len(missing)} objects of {save.owners(missing)} did not come within "
                     f"{uploads.stall_timeout:.0f} s, the first is {missing[0]}"
                 )
             before = len(missing)
-            uploads.sleep(self.pause)
+            runtime.sleep(self.pause)
 
     # ---- the other ranks -------------------------------------------------------------------------
 
@@ -465,8 +462,8 @@ class Uploader:
         status = remote.read_status(target.run)
         # not published yet, or removed by a later run
         if status is None:
-            if (self._has_status or queue.closing) and uploads.clock() >= self._next_check:
-                self._next_check = uploads.clock() + AGAIN
+            if (self._has_status or queue.closing) and runtime.monotonic() >= self._next_check:
+                self._next_check = runtime.monotonic() + AGAIN
                 remote.check_not_superseded(target.run)
             return False
         self._has_status = True
@@ -483,7 +480,7 @@ class Uploader:
         if target.storage.status(save.path(record_name(target.rank))) is None:
             return self._report_missing(save)
         queue.begin(step)
-        started = uploads.clock()
+        started = runtime.monotonic()
         try:
             sent = save.upload()
         except FileNotFoundError:
@@ -496,7 +493,7 @@ class Uploader:
                 step, f"the part of rank {target.rank} is damaged: {error}"
             ) from error
         uploads.emit(
-            UploadFinished(step, remote.url, sent, uploads.clock() - started, is_whole=False)
+            UploadFinished(step, remote.url, sent, runtime.monotonic() - started, is_whole=False)
         )
         # If another node has lost this step, rank 0 may next upload an older one, but none before a
         # step that is complete.
@@ -515,8 +512,8 @@ class Uploader:
         if unsaved and not queue.closing:
             return False
         if self._absent[0] != step:
-            self._absent = (step, uploads.clock())
-        if uploads.clock() - self._absent[1] < (
+            self._absent = (step, runtime.monotonic())
+        if runtime.monotonic() - self._absent[1] < (
             0 if unsaved or uploads.target.local_ranks else LATE
         ):
             return False

@@ -11,9 +11,11 @@ from pathlib import Path
 import iteration_folders
 import numpy as np
 import pytest
+from lease_holders import ManualClock
 from rank_folders import (
     RUN,
     STORAGE,
+    by_clock,
     dir_at,
     flip_bit,
     folder_contents,
@@ -68,15 +70,12 @@ def rows_of(root, storage=STORAGE):
 
 def scrubbed(root, storage=STORAGE, progress=lambda count: None, rows=None, **options):
     """Returns {step: result}."""
-    scrubber = Scrubber(
-        CheckpointDir(storage, str(root)),
-        ScrubOptions(**options),
-        progress=progress,
-    )
-    return {
-        found.candidate.step: found
-        for found in scrubber.scrub(rows_of(root, storage) if rows is None else rows)
-    }
+    scrubber = Scrubber(CheckpointDir(storage, str(root)), ScrubOptions(**options), progress)
+    with by_clock(ManualClock()):
+        return {
+            found.candidate.step: found
+            for found in scrubber.scrub(rows_of(root, storage) if rows is None else rows)
+        }
 
 
 def states(root, **options):
@@ -247,8 +246,7 @@ def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
                 for found in scrubber.scrub(rows or rows_of(tmp_path))
             ]
 
-    (row,) = [row for row in rows_of(tmp_path) if row.candidate.step == 10]
-    run([row])
+    run([row for row in rows_of(tmp_path) if row.candidate.step == 10])
     now[0] += 3600
     assert run(older_than=7200) == [(15, INTACT), (5, INTACT), (10, SKIPPED)]
     now[0] += 5400
@@ -516,24 +514,24 @@ def test_the_lock_of_a_dead_scrub_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_the_scrub_of_another_machine_is_watched(tmp_path, is_alive):
+def test_the_scrub_of_another_machine_is_watched(tmp_path, clock, is_alive):
     save(tmp_path, 5)
     path = other_lock(tmp_path, 5, machine="another", beat=4)
-    waits = []
 
-    def wait(seconds):
-        waits.append(seconds)
-        if is_alive:
-            holder = LeaseHolder.read(STORAGE, str(path))
-            leases.Lease(dir_at(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
+    def beat(now):
+        holder = LeaseHolder.read(STORAGE, str(path))
+        leases.Lease(dir_at(tmp_path), replace(holder, beat=holder.beat + 1)).publish()
 
-    with runtime.answers({runtime.sleep: wait}):
-        found = list(Scrubber(dir_at(tmp_path)).scrub(rows_of(tmp_path)))
-    assert waits == [3 * 15.0] and [row.state for row in found] == [SKIPPED if is_alive else INTACT]
+    if is_alive:
+        clock.also = beat
+    found = list(Scrubber(dir_at(tmp_path)).scrub(rows_of(tmp_path)))
+    assert clock.now == 3 * 15.0 and [row.state for row in found] == [
+        SKIPPED if is_alive else INTACT
+    ]
     assert path.exists() == is_alive
 
 
-def test_of_two_that_begin_together_one_goes_on(tmp_path):
+def test_of_two_that_begin_together_one_goes_on(tmp_path, clock):
     save(tmp_path, 5)
     candidate = rows_of(tmp_path)[0].candidate
     locks = [
@@ -542,7 +540,7 @@ def test_of_two_that_begin_together_one_goes_on(tmp_path):
     ]
     first, second = sorted(locks, key=lambda lock: lock.run)
     assert Scrubber(dir_at(tmp_path)).other_scrub(second).run == first.run
-    assert Scrubber(dir_at(tmp_path)).other_scrub(first) is None
+    assert Scrubber(dir_at(tmp_path)).other_scrub(first) is None and clock.now == 0.0
     for lock in locks:
         lock.release()
 
@@ -551,10 +549,8 @@ def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
     save(tmp_path, 5)  # at 1005 s
     for now, state in ((2000.0, SKIPPED), (9000.0, INTACT), (9100.0, SKIPPED)):
         with runtime.answers({runtime.time: lambda now=now: now}):
-            (found,) = Scrubber(dir_at(tmp_path), ScrubOptions(older_than=3600)).scrub(
-                rows_of(tmp_path)
-            )
-        assert found.state == state
+            scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(older_than=3600))
+            assert [found.state for found in scrubber.scrub(rows_of(tmp_path))] == [state]
 
 
 def test_a_file_that_is_replaced_while_others_are_read_is_not_refused(tmp_path):

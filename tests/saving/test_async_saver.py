@@ -72,19 +72,18 @@ def steps(root):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind, fmt):
+def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind):
     """Parameters change at once after the call, as the next step changes them."""
     saver = saver_in(tmp_path, kind)
     for step in (5, 10):
         tensors = tensors_of(0, step)
         expected = {name: array.copy() for name, array in tensors.items()}
-        saver.save(Save(shard(step, fmt=fmt, tensors=tensors)))
+        saver.save(Save(shard(step, tensors=tensors)))
         for array in tensors.values():
             array[...] = 0
         (outcome,) = saver.wait(PATIENCE)
         assert outcome.saved and outcome.error is None and outcome.size > 0
-        path = path_of(tmp_path, step, 0, fmt=fmt)
+        path = path_of(tmp_path, step, 0)
         with open(path, "rb") as file:
             header = read_header(file, str(path))
             for name, array in expected.items():
@@ -337,7 +336,8 @@ def test_a_thread_tells_the_end_of_a_save_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(SyncSaver, "write", lambda job, save: 1 / 0)
     saver.save(Save(shard(5)))
     assert written.over.wait(PATIENCE) and written.steps == [5, 0]
-    assert [outcome.saved for outcome in saver.finish(PATIENCE)] == [False]
+    (outcome,) = saver.finish(PATIENCE)
+    assert not outcome.saved and "ZeroDivisionError: division by zero" in str(outcome.error)
 
 
 def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypatch):
@@ -422,16 +422,6 @@ def test_the_successor_commits_no_older_step_after_a_newer_one():
     simulated(work, "process", world=2)
 
 
-def test_a_writer_process_finishes_its_save_when_the_training_is_killed(tmp_path):
-    saver = slow_saver(tmp_path)
-    saver.save(Save(shard(5)))
-    process = saver._writer._process
-    saver._writer._connection.close()
-    (tmp_path / "go").touch()
-    process.wait(PATIENCE)
-    assert steps(tmp_path / "checkpoint") == [5]
-
-
 @pytest.mark.parametrize(
     "error",
     [OSError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")],
@@ -459,19 +449,6 @@ def test_the_end_releases_the_memory(tmp_path):
     assert saver._staging.fd == -1 and saver._staging.size == 0
 
 
-def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypatch):
-    class Strange(PosixStorage):
-        def make_folder(self, path):
-            raise MemoryError("no bytes left")
-
-    target = SaveTarget(Strange(), str(tmp_path), run_name(1, "0000aaaa"), 0, 1)
-    saver = AsyncSaver(target, KEEP_ALL, "thread")
-    saver.save(Save(shard(5)))
-    (outcome,) = saver.wait(PATIENCE)
-    assert not outcome.saved and "MemoryError: no bytes left" in str(outcome.error)
-    saver.finish(PATIENCE)
-
-
 @pytest.mark.parametrize(
     "options, reason",
     [
@@ -480,13 +457,12 @@ def test_a_thread_that_ends_with_a_strange_error_is_an_error(tmp_path, monkeypat
         ({}, "container, has left 0 MiB"),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_training_thread_saves_without_memory_for_a_copy(
-    tmp_path, monkeypatch, kind, options, reason
+    tmp_path, monkeypatch, options, reason
 ):
     events = []
     monkeypatch.setattr(host_memory, "left", lambda: host_memory.UNKNOWN if options else 10)
-    saver = saver_in(tmp_path, kind, emit=events.append, limits=StagingLimits(**options))
+    saver = saver_in(tmp_path, "thread", emit=events.append, limits=StagingLimits(**options))
     saver.save(Save(shard(5)))
     assert path_of(tmp_path, 5, 0).exists()
     (event,) = [event for event in events if isinstance(event, SaveNotStaged)]
@@ -549,10 +525,9 @@ def test_a_new_writer_commits_what_the_dead_one_completed(tmp_path):
     assert steps(tmp_path) == [10, 5]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_for_inference_are_written_by_the_writer_too(tmp_path, kind):
+def test_files_for_inference_are_written_by_the_writer_too(tmp_path):
     weights = np.arange(10, dtype=np.float32)
-    saver = saver_in(tmp_path / "checkpoint", kind)
+    saver = saver_in(tmp_path / "checkpoint", "process")
     saver.save(
         Save(
             shard(5),

@@ -113,14 +113,6 @@ def test_a_plan_changes_nothing_and_gives_reasons(saved):
     assert tree(saved) == before
 
 
-def test_every_save_is_in_exactly_one_group(saved):
-    save(saved, 30, world=2, run=NEXT_RUN, suffix=1)
-    made = planned(
-        saved, KeepLast(2), held={attempt_name(10, RUN): "me"}, active=NEXT_RUN, ended=EVERY_RUN
-    )
-    assert sorted(why(made)) == sorted(os.listdir(saved / FOLDER))
-
-
 @pytest.mark.parametrize(
     "ended, active, orphans",
     [(EVERY_RUN, None, [25]), ((), None, []), ({NEXT_RUN}, None, []), (EVERY_RUN, RUN, [])],
@@ -362,40 +354,6 @@ def test_the_order_of_operations(saved):
         ("remove", str(trash / entry)) for entry in (MANIFEST, "rank_00000.json", "rank_00001.json")
     ]
     assert changes == [*expected, ("remove", str(trash))]
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_a_removal_killed_at_any_operation_is_finished_by_the_next(tmp_path, fmt):
-    source = tmp_path / "source"
-    for step in (5, 10, 15):
-        save(source, step, world=2, fmt=fmt)
-    write_rank(source, 20, 0, 2, fmt=fmt)
-    path_of(source, 25, 1, fmt=fmt).write_bytes(
-        b"torn: no record says whose it is, nor does a label"
-    )
-    finished = tmp_path / "finished"
-    shutil.copytree(source, finished)
-    complete = Counting()
-    carry_out(
-        CheckpointDir(complete, str(finished)), planned(finished, KeepLast(1), ended=EVERY_RUN)
-    )
-    assert committed(finished) == [15] and len(complete.done) > 40
-    for limit in range(len(complete.done)):
-        root = tmp_path / "again"
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(source, root)
-        with pytest.raises(Died):
-            carry_out(
-                CheckpointDir(Counting(limit), str(root)),
-                planned(root, KeepLast(1), ended=EVERY_RUN),
-            )
-        assert committed(root)[0] == 15, limit
-        chosen = select_checkpoint(
-            STORAGE, str(root), SingleProcess(), SelectionPolicy(2, every_rank=True)
-        ).chosen
-        assert chosen is not None and chosen.step == 15, limit
-        carry_out(dir_at(root), planned(root, KeepLast(1), ended=EVERY_RUN))
-        assert tree(root) == tree(finished), limit
 
 
 def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):

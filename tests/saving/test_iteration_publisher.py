@@ -54,7 +54,7 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash
 from mindresume.saving.iteration_publisher import finish_tracker
-from mindresume.saving.retention import KeepEverySteps, KeepLast, plan
+from mindresume.saving.retention import KeepLast, plan
 from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 
@@ -201,35 +201,6 @@ def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     ] and "3 ranks" in events[0].reason
 
 
-def test_a_kill_at_every_operation_of_a_save(tmp_path):
-    """The one before, or the new one; and the next run makes it visible, points to it and leaves
-    nothing."""
-
-    def act(storage, number):
-        root = tmp_path / str(number)
-        save(root, 10)
-        write_all(root, 20)
-        Committer(target_of(root, storage=storage)).poll(20)
-
-    seen = set()
-    for number, (operation, name) in interrupted_at_each_operation(act):
-        root = tmp_path / str(number)
-        assert chosen(root) == (20, RUN), (operation, name)
-        adopting(root)
-        assert chosen(root) == (20, RUN) and tracker(root) == "20", (operation, name)
-        assert listing(root) == [VISIBLE, "iteration_00000020", TRACKER] and hidden(root) == [], (
-            operation,
-            name,
-        )
-        seen.add((operation, name.split(".")[0]))
-    assert {
-        ("rename", "iteration_00000020"),
-        ("rename", "latest_checkpointed_iteration"),
-        ("rename", "manifest"),
-        ("remove", "tracker-0000000020"),
-    } <= seen
-
-
 # ---- the next run --------------------------------------------------------------------------------
 
 
@@ -257,12 +228,6 @@ def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
     assert tracker(tmp_path) == "5" and hidden(tmp_path)[-1] == "tracker-0000000010"
     assert chosen(tmp_path) == (15, RUN)
     assert adopting(tmp_path) == [15] and tracker(tmp_path) == "15" and hidden(tmp_path) == []
-
-
-def test_a_tracker_that_was_set_back_is_kept(tmp_path):
-    save(tmp_path, 5, 10)
-    track(tmp_path, 5)
-    assert adopting(tmp_path) == [] and tracker(tmp_path) == "5" and chosen(tmp_path) == (5, RUN)
 
 
 def test_an_intent_of_a_missing_or_older_iteration_is_only_removed(tmp_path):
@@ -365,28 +330,6 @@ def test_an_adoption_does_not_undo_a_tracker_that_was_set_back(tmp_path):
     assert chosen(tmp_path) == (5, RUN)
 
 
-def test_a_kill_at_every_operation_of_an_adoption(tmp_path):
-    def act(storage, number):
-        root = tmp_path / str(number)
-        save(root, 5)
-        write_all(root, 10)
-        Committer(target_of(root, run=NEXT, storage=storage)).recover()
-
-    for number, operation in interrupted_at_each_operation(act):
-        root = tmp_path / str(number)
-        assert chosen(root) == (10, RUN), operation
-        adopting(root, THIRD)
-        assert (
-            chosen(root) == (10, RUN)
-            and tracker(root) == "10"
-            and committed(root) == [(10, RUN), (5, RUN)]
-        ), operation
-        acquire(dir_at(root), holder_of_this_process("saving"), 0.0).release()
-        assert hidden(root) == [] and listing(root) == ["iteration_00000005", VISIBLE, TRACKER], (
-            operation
-        )
-
-
 def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_kept(tmp_path):
     save(tmp_path, 10, run=NEXT)
     names = {run: temporary_name(str(tmp_path / TRACKER), run) for run in (RUN, NEXT, THIRD)}
@@ -405,19 +348,18 @@ def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_k
 # ---- a step is saved once more -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("older, left", [((5,), "5"), ((), None)])
-def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left):
+def test_a_kill_at_every_operation_of_replacing_our_only_folder(tmp_path):
     """The tracker never names a folder that is incomplete or missing."""
 
     def act(storage, number):
-        root = tmp_path / f"{older} {number}"
-        save(root, *older, 20)
+        root = tmp_path / str(number)
+        save(root, 20)
         write_all(root, 20, run=NEXT)
         Committer(target_of(root, run=NEXT, storage=storage)).poll(20)
 
     trackers = set()
     for number, operation in interrupted_at_each_operation(act):
-        root = tmp_path / f"{older} {number}"
+        root = tmp_path / str(number)
         assert chosen(root) == (20, NEXT), operation
         trackers.add(tracker(root))
         assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), (
@@ -427,7 +369,7 @@ def test_a_kill_at_every_operation_of_replacing_our_folder(tmp_path, older, left
         Committer(target_of(root, run=THIRD)).prune()
         assert chosen(root) == (20, NEXT) and tracker(root) == "20", operation
         assert hidden(root) == [] and (20, RUN) not in committed(root), operation
-    assert trackers == {"20", left}
+    assert trackers == {"20", None}
 
 
 def test_a_folder_of_mindformers_is_replaced_completely(tmp_path):
@@ -587,21 +529,6 @@ def test_the_newest_complete_iteration_is_kept_when_a_newer_one_lost_a_metadata_
     assert [c.step for c in made.kept] == [15, 10] and [c.step for c in made.to_delete] == [5]
 
 
-def test_a_policy_over_steps_keeps_iterations_of_earlier_runs(tmp_path):
-    save(tmp_path, 10, 15, 20)
-    save(tmp_path, 15, 20, 25, run=NEXT, policy=KeepEverySteps(10))
-    assert listing(tmp_path) == [VISIBLE, "iteration_00000020", "iteration_00000025", TRACKER]
-    assert committed(tmp_path) == [(25, NEXT), (20, NEXT), (10, RUN)]
-
-
-def test_incomplete_saves_of_this_run_and_of_ended_runs_are_removed(tmp_path):
-    write_rank(tmp_path, 5, 1)
-    write_rank(tmp_path, 10, 1, run=NEXT)
-    write_rank(tmp_path, 30, 1, run=NEXT)
-    save(tmp_path, 20, run=NEXT)
-    assert hidden(tmp_path) == [attempt_name(30, NEXT)]
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, depth):
     parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
@@ -610,17 +537,6 @@ def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, 
     assert plan(dir_at(tmp_path), KeepLast(2)).orphans == ()  # its run may still go on
     save(tmp_path, 20, run=NEXT)
     assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
-
-
-def test_reclaim_space_removes_incomplete_saves_and_keeps_those_being_written(tmp_path):
-    save(tmp_path, 5)
-    committer = Committer(target_of(tmp_path))
-    for step in (10, 15, 20):
-        write_rank(tmp_path, step, 0)
-        committer.poll(step)
-    assert committer.reclaim_space(25) == [10, 15]
-    assert hidden(tmp_path) == [attempt_name(20, RUN)] and committer.pending == [20]
-    assert chosen(tmp_path) == (5, RUN)
 
 
 def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_path):
@@ -645,26 +561,6 @@ def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_pat
     committer = Committer(target_of(tmp_path, run=NEXT, storage=Late()))
     committer.poll(10)
     assert committer.pending == [] and trackers == ["5", "10"]
-
-
-def test_a_kill_at_every_operation_of_a_removal(tmp_path):
-    def act(storage, number):
-        root = tmp_path / str(number)
-        save(root, 10, 20)
-        carry_out(CheckpointDir(storage, str(root)), plan(dir_at(root), KeepLast(1)))
-
-    for number, operation in interrupted_at_each_operation(act):
-        root = tmp_path / str(number)
-        assert chosen(root) == (20, RUN), operation
-        # complete, or not a checkpoint any more
-        for candidate in scan(dir_at(root)).candidates:
-            assert candidate.problem is None and all(
-                (root / file.path).exists() for file in candidate.all_files
-            ), operation
-        Committer(target_of(root, run=NEXT), KeepLast(1)).prune()
-        # until its process has ended, or it is old
-        left = [name for name in hidden(root) if "claim-0000-" not in name]
-        assert listing(root) == ["iteration_00000020", TRACKER] and left == [], operation
 
 
 @pytest.mark.parametrize("at", range(1, 25))
@@ -792,16 +688,6 @@ def candidate_of(root, step):
     return next(c for c in scan(dir_at(root)).candidates if c.step == step)
 
 
-def test_a_read_lock_that_comes_too_late_is_not_acquired(tmp_path):
-    save(tmp_path, 10, 20)
-    found = candidate_of(tmp_path, 10)
-    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(1)))
-    assert (
-        acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir) is None
-        and hidden(tmp_path) == []
-    )
-
-
 def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
     """The process that renamed it was killed before it checked the read locks."""
     save(tmp_path, 10, 20)
@@ -858,15 +744,6 @@ def test_an_earlier_run_cannot_commit_its_written_save(tmp_path):
     with pytest.raises(LeaseHeldError):
         committer.poll(10)
     assert listing(tmp_path) == []
-
-
-def test_the_number_of_a_run_grows_over_all_that_ended(tmp_path):
-    runs = []
-    for _ in range(3):
-        lease = acquire_lease(tmp_path)
-        runs.append(lease.run[:4])
-        lease.release()
-    assert runs == ["0001", "0002", "0003"] and len(hidden(tmp_path)) == 1
 
 
 def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_path):

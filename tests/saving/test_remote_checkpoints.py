@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import iteration_folders
 import pytest
 import rank_folders
 from fakes import moxing
-from rank_folders import STORAGE, Ranks, dir_at, simulated
+from lease_holders import ManualClock
+from rank_folders import STORAGE, Ranks, by_clock, dir_at, simulated
 from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
@@ -57,21 +59,17 @@ RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 FORMATS = {"1.0": rank_folders, "2.0": iteration_folders}
 
 
-def set_sleep(one, sleep):
-    """Replaces how an uploader waits."""
-    one.uploads = replace(one.uploads, sleep=sleep)
-
-
 class Died(BaseException):
     """Kills the process."""
 
 
-class World:
-    """An object store, and jobs of two ranks on disks that can be lost. Time advances when a rank
-    sleeps."""
+class World(ManualClock):
+    """An object store, and jobs of two ranks on disks that can be lost. Time advances when rank 0
+    sleeps, and the other ranks then run (``also``)."""
 
     def __init__(self, base: Path, fmt: str = "1.0", size: int = 2):
-        self.base, self.fmt, self.size, self.now = base, fmt, size, 0.0
+        super().__init__(lambda now: self.work())
+        self.base, self.fmt, self.size = base, fmt, size
         self.events = []  # of all ranks
         self.disk, self.others = base / "disk", []
         self.remote = RemoteCheckpoints(moxing_store(), URL)
@@ -91,9 +89,8 @@ class World:
             iteration_folders.save(self.disk, step, world=self.size, run=run)
         Committer(self.target(0, run), policy).prune()
 
-    def sleep(self, seconds):
+    def work(self):
         """Lets the other ranks run."""
-        self.now += seconds
         for other in self.others:
             other.work()
 
@@ -114,8 +111,6 @@ class World:
                     None if rank else policy,
                     stall_timeout,
                     self.events.append,
-                    lambda: self.now,
-                    (lambda seconds: None) if rank else self.sleep,
                 )
             )
             for rank in range(self.size)
@@ -124,13 +119,18 @@ class World:
             one.queue.changed.wait = self.wait
         return uploaders
 
+    def saved(self, *steps, run=RUN, save=None):
+        """Saves steps, and enqueues them."""
+        for step in steps:
+            (save or self.save)(step, run)
+            for one in (self.first, *self.others):
+                one.queue.enqueue(step)
+
     def upload(self, *steps, run=RUN, policy=KEEP_ALL):
         """Saves and uploads steps, one after the other."""
         uploaders = self.uploaders(run, policy)
         for step in steps:
-            self.save(step, run)
-            for one in uploaders:
-                one.queue.enqueue(step)
+            self.saved(step, run=run)
             self.first.work()
         return uploaders
 
@@ -166,11 +166,24 @@ def kinds(world, kind):
     return [event for event in world.events if isinstance(event, kind)]
 
 
-@pytest.fixture(params=sorted(FORMATS))
-def world(request, tmp_path, monkeypatch):
+@pytest.fixture
+def worlds(tmp_path, monkeypatch):
+    """Makes worlds, whose clock is the machine's."""
     monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    yield World(tmp_path, request.param)
+    with ExitStack() as clocks:
+
+        def make(fmt="1.0", size=2):
+            world = World(tmp_path, fmt, size)
+            clocks.enter_context(by_clock(world))
+            return world
+
+        yield make
     moxing.file.hidden.clear()
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def world(request, worlds):
+    return worlds(request.param)
 
 
 def content(root):
@@ -311,13 +324,12 @@ def test_a_damaged_remote_checkpoint_is_refused_and_the_next_older_one_downloade
     assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))
 
 
-def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, monkeypatch):
+def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(worlds):
     """Rank folders: two runs that both started on an empty disk use the same names."""
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path)
+    world = worlds()
     rank_folders.save(world.disk, 10, 2, LATER)
-    for one in reversed(world.uploaders(LATER)):
-        one.queue.enqueue(10)
+    world.uploaders(LATER)
+    world.saved(10, save=lambda *_: None)
     world.first.work()
     world.empty_disk()
     rank_folders.save(world.disk, 10, 2, RUN)
@@ -332,10 +344,7 @@ def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(tmp_path, m
 def unfinished_afresh(world, ranks):
     """Leaves the first save of a training that started afresh on an empty disk and was killed;
     ``ranks`` have written their part."""
-    rank_folders.save(world.disk, 5, 2)
-    for one in reversed(world.uploaders()):
-        one.queue.enqueue(5)
-    world.first.work()
+    world.upload(5)
     world.empty_disk()
     for rank in ranks:
         rank_folders.write_rank(world.disk, 5, rank, 2, LATER)
@@ -348,20 +357,16 @@ def restored_without_it(world):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(
-    tmp_path, monkeypatch, recorded
-):
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path)
+def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(worlds, recorded):
+    world = worlds()
     unfinished_afresh(world, [1])
     if not recorded:
         next(world.disk.rglob("rank_00001.json")).unlink()
     restored_without_it(world)
 
 
-def test_an_interrupted_removal_of_an_unfinished_save_is_continued(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path)
+def test_an_interrupted_removal_of_an_unfinished_save_is_continued(worlds, monkeypatch):
+    world = worlds()
     unfinished_afresh(world, [1])
     with monkeypatch.context() as dying:
         dying.setattr(garbage_collector, "empty_trash", lambda *args: 1 / 0)
@@ -370,9 +375,8 @@ def test_an_interrupted_removal_of_an_unfinished_save_is_continued(tmp_path, mon
     restored_without_it(world)
 
 
-def test_an_unfinished_save_of_a_running_job_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path)
+def test_an_unfinished_save_of_a_running_job_is_kept(worlds):
+    world = worlds()
     unfinished_afresh(world, [1])
     lease = acquire(dir_at(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
     before = content(world.disk)
@@ -447,11 +451,10 @@ class OtherNode(type(STORAGE)):
         )
 
 
-def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
+def restored_apart(worlds, tmp_path, fetched=RemoteCheckpoints):
     """Returns the selections of two nodes without shared storage, on empty disks. ``fetched``: the
     store of rank 0."""
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path)
+    world = worlds()
     world.upload(5)
     world.empty_disk()
 
@@ -476,31 +479,30 @@ def restored_apart(tmp_path, monkeypatch, fetched=RemoteCheckpoints):
     return world, Ranks(2).run(work)
 
 
-def test_nodes_that_share_no_disk(tmp_path, monkeypatch):
+def test_nodes_that_share_no_disk(worlds, tmp_path):
     """Rank folders: each rank downloads its own files and record; rank 0 all records, which decide
     its selection."""
-    world, choices = restored_apart(tmp_path, monkeypatch)
+    world, choices = restored_apart(worlds, tmp_path)
     for choice in choices:
         assert choice.chosen.step == 5 and len(choice.shards) == 1
     assert sorted(os.listdir(tmp_path / "node1")) == [FOLDER, "rank_1"]
     assert "rank_1" not in os.listdir(world.disk)
 
 
-def test_missing_records_of_other_nodes_are_not_a_fresh_start(tmp_path, monkeypatch):
+def test_missing_records_of_other_nodes_are_not_a_fresh_start(worlds, tmp_path):
     class Failing(RemoteCheckpoints):
         def record(self, attempt, rank):
             if rank == 1:
                 raise RemoteError("Network is unreachable")
             return super().record(attempt, rank)
 
-    _, errors = restored_apart(tmp_path, monkeypatch, Failing)
+    _, errors = restored_apart(worlds, tmp_path, Failing)
     assert [type(error) for error in errors] == [NoUsableCheckpointError] * 2
     assert "step 5: rank 0: Network is unreachable" in str(errors[0])
 
 
-def test_a_downloaded_checkpoint_that_is_refused_is_not_a_fresh_start(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path, size=1)
+def test_a_downloaded_checkpoint_that_is_refused_is_not_a_fresh_start(worlds, monkeypatch):
+    world = worlds(size=1)
     world.upload(5)
     world.empty_disk()
     monkeypatch.setattr(sources.SharedDisk, "select", lambda self: Choice(None, (), (), True))
@@ -525,13 +527,10 @@ def test_another_number_of_ranks(world):
         world.empty_disk()
 
 
-def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world = World(tmp_path, "2.0")
-    uploaders = world.upload(5)
-    iteration_folders.save(world.disk, 10, health=1)
-    for one in uploaders:
-        one.queue.enqueue(10)
+def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(worlds, monkeypatch):
+    world = worlds("2.0")
+    world.upload(5)
+    world.saved(10, save=lambda *_: iteration_folders.save(world.disk, 10, health=1))
     world.first.work()
     world.empty_disk()
     fetched = BucketSource.fetch_newer  # by a policy that ignores health
@@ -661,23 +660,6 @@ def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
     )
 
 
-def test_a_run_considered_dead_uploads_nothing_more(world):
-    old = world.upload(5)
-    world.save(10)
-    world.remote.publish_status(LATER, RunStatus(None, False))
-    for one in old:
-        one.queue.enqueue(10)
-    old[0].work()
-    errors = old[0].queue.poll()
-    assert (
-        len(errors) == 1
-        and f"taken over by run {LATER}" in str(errors[0])
-        and world.committed() == [5]
-    )
-    # and reports missing steps at the end, without waiting
-    assert old[0].queue.finish(0)
-
-
 def test_the_later_of_two_runs_is_selected_whatever_its_step(world):
     world.upload(20)
     world.upload(15, run=LATER)
@@ -767,15 +749,14 @@ def test_orphans_are_removed_but_not_objects_that_are_listed_late(world):
 
 
 def test_a_failed_upload_is_reported_counted_and_retried(world, monkeypatch):
-    uploaders, original = world.uploaders(), moxing.file.copy
+    world.uploaders()
+    original = moxing.file.copy
 
     def refuse(source, target):
         raise RuntimeError("503 Service Unavailable")
 
     monkeypatch.setattr(moxing.file, "copy", refuse)
-    world.save(5)
-    for one in uploaders:
-        one.queue.enqueue(5)
+    world.saved(5)
     assert world.first.work() is True
     errors = world.first.queue.poll()
     assert len(errors) == 1 and "step 5 is not uploaded: obs://" in str(errors[0])
@@ -789,10 +770,7 @@ def test_a_failed_upload_is_reported_counted_and_retried(world, monkeypatch):
 
 def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
     uploaders = world.uploaders()
-    for step in (5, 10, 15):
-        world.save(step)
-        for one in uploaders:
-            one.queue.enqueue(step)
+    world.saved(5, 10, 15)
     world.first.work()
     assert world.committed() == [15]
     assert kinds(world, UploadsSkipped) == [UploadsSkipped((5, 10), 2)]
@@ -801,28 +779,24 @@ def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
 
 
 def test_an_uncommitted_step_is_not_uploaded(world):
-    uploaders = world.uploaders()
+    world.uploaders()
     for rank in range(2):
         FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
-    for one in uploaders:
-        one.queue.enqueue(5)
+    world.saved(5, save=lambda *_: None)
     assert world.first.work() is False and world.remote.scan().objects == {}
 
 
 def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
     """Another host publishes the folder."""
     uploaders = world.uploaders(stall_timeout=600.0)
-    saved(world, uploaders, 5)
+    world.saved(5)
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000005"
     record = base / record_path(attempt_name(5, RUN), "rank_00001.json")
     hidden = record.rename(record.with_suffix(".late"))
-    set_sleep(
-        uploaders[0],
-        lambda seconds: (world.sleep(seconds), world.now == 30 and hidden.rename(record)),
-    )
+    world.also = lambda now: (world.work(), now == 30 and hidden.rename(record))
     uploaders[0].work()
     assert world.committed() == [5] and 30 <= world.now < 60
-    saved(world, uploaders, 10)
+    world.saved(10)
     before = world.now
     base = world.disk if world.fmt == "1.0" else world.disk / "iteration_00000010"
     (base / record_path(attempt_name(10, RUN), "rank_00001.json")).unlink()
@@ -848,19 +822,14 @@ def test_a_rank_that_never_uploads_is_named(world):
 
 def test_a_checkpoint_in_upload_is_not_removed_locally(world):
     """Retention of the job runs while the other rank is slow."""
-    uploaders = world.uploaders()
-    world.save(5)
-    for one in uploaders:
-        one.queue.enqueue(5)
+    world.uploaders()
+    world.saved(5)
 
-    def meanwhile(seconds):
-        if world.now == 0:
-            world.save(10, policy=KeepLast(1))
-            world.now += seconds
-        else:
-            world.sleep(seconds)
+    def meanwhile(now):
+        world.also = lambda now: world.work()
+        world.save(10, policy=KeepLast(1))
 
-    set_sleep(world.first, meanwhile)
+    world.also = meanwhile
     world.first.work()
     assert world.committed() == [5]
     world.save(15, policy=KeepLast(1))
@@ -868,10 +837,8 @@ def test_a_checkpoint_in_upload_is_not_removed_locally(world):
 
 
 def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
-    uploaders = world.uploaders()
-    world.save(5)
-    for one in uploaders:
-        one.queue.enqueue(5)
+    world.uploaders()
+    world.saved(5)
 
     def refuse(path):
         raise OSError("Input/output error")
@@ -887,20 +854,6 @@ def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
     assert world.committed() == [5]
 
 
-def saved(world, uploaders, *steps, run=RUN):
-    for step in steps:
-        world.save(step, run)
-        for one in uploaders:
-            one.queue.enqueue(step)
-
-
-def test_the_end_waits_for_the_last_upload(world):
-    uploaders = world.uploaders()
-    saved(world, uploaders, 5, 10)
-    assert [one.queue.finish(20) for one in uploaders] == [[], []]
-    assert world.committed() == [10] and world.remote.read_status(RUN).ended
-
-
 def test_the_worker_is_a_thread_that_ends_with_the_training(world):
     def work():
         uploaders = [
@@ -913,10 +866,11 @@ def test_the_worker_is_a_thread_that_ends_with_the_training(world):
             ).start()
             for rank in range(2)
         ]
-        saved(world, uploaders, 5)
+        world.first, *world.others = uploaders
+        world.saved(5)
         current_cluster().scheduler.sleep(60.0)
         uploaded = world.committed()
-        saved(world, uploaders, 10)
+        world.saved(10)
         return (
             uploaded,
             [one.queue.finish(60.0) for one in uploaders],
@@ -929,8 +883,8 @@ def test_the_worker_is_a_thread_that_ends_with_the_training(world):
 
 
 def test_the_end_names_what_is_missing(world):
-    uploaders = world.uploaders()
-    saved(world, uploaders, 5)
+    world.uploaders()
+    world.saved(5)
 
     def hang(seconds):
         world.first.queue.begin(5)
@@ -954,7 +908,7 @@ def test_the_end_names_what_is_missing(world):
 
 def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
     uploaders = world.upload(5)
-    saved(world, uploaders, 10)
+    world.saved(10)
     world.remote.publish_status(LATER, RunStatus(None, False))
     for one in uploaders:
         assert f"taken over by run {LATER}" in str(one.queue.finish(600)[0])
@@ -964,10 +918,10 @@ def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
 def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(world):
     uploaders = world.upload(5)
     world.remote.publish_status(LATER, RunStatus(None, False))
-    saved(world, uploaders, 10)
+    world.saved(10)
     for one in uploaders * 2:
         one.run_once()
-    saved(world, uploaders, 15)
+    world.saved(15)
     for rank, one in enumerate(uploaders):
         one.queue.poll()
         error = str(one.queue.finish(600)[-1])
@@ -977,7 +931,7 @@ def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(worl
 def test_a_run_may_be_superseded_before_its_first_status(world):
     uploaders = world.uploaders()
     world.remote.publish_status(LATER, RunStatus(None, False))
-    saved(world, uploaders, 5)
+    world.saved(5)
     assert (
         all(f"taken over by run {LATER}" in str(one.queue.finish(600)[0]) for one in uploaders)
         and world.now < 10
@@ -987,7 +941,7 @@ def test_a_run_may_be_superseded_before_its_first_status(world):
 def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
     """The other ranks then check the store themselves."""
     old = world.upload(5)
-    saved(world, old, 10)
+    world.saved(10)
     world.upload(15, run=LATER)
     assert world.remote.read_status(RUN) is None
     world.first, world.others = old[0], old[1:]
@@ -998,7 +952,7 @@ def test_the_status_of_a_superseded_run_is_removed_by_the_later_run(world):
 
 def test_the_status_is_retried(world, monkeypatch):
     uploaders = world.upload(5)
-    saved(world, uploaders, 10)
+    world.saved(10)
     world.remote.publish_status(LATER, RunStatus(None, False))
     write = moxing.file.write
     monkeypatch.setattr(moxing.file, "write", lambda *args, **how: 1 / 0)
@@ -1025,9 +979,8 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     """Both found the bucket empty, so both are run 1. An upload of one is not an orphan for the
     other."""
     twin = run_name(1, "0000cccc")
-    first, twins = world.uploaders(), world.uploaders(run=twin)
-    world.others = first[1:]
-    saved(world, first, 5)
+    first = world.uploaders()
+    world.saved(5)
     url = f"{URL}/{attempt_name(5, RUN)}"
     save_of(first[0].uploads.remote, first[0].uploads.target, 5).upload()
     before = world.remote.store.list(url)
@@ -1035,12 +988,9 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
         rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
     else:
         iteration_folders.save(world.disk, 10, world=world.size, run=twin)
-    world.others = twins[1:]
-    world.first = twins[0]
-    for one in twins:
-        one.queue.enqueue(10)
-    set_sleep(twins[0], world.sleep)
-    twins[0].work()
+    world.uploaders(run=twin)
+    world.saved(10, save=lambda *_: None)
+    world.first.work()
     assert world.committed() == [10] and world.remote.store.list(url) == before != []
     first[0].work()
     assert f"taken over by run {twin}" in str(first[0].queue.poll()[0]) and world.committed() == [
@@ -1062,8 +1012,8 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     ],
 )
 def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, operation, name):
-    uploaders = world.upload(5, policy=KeepLast(2))
-    saved(world, uploaders, 10)
+    world.upload(5, policy=KeepLast(2))
+    world.saved(10)
 
     def watch(moment, done, url):
         if (moment, done) == ("after", operation) and url.endswith(name):
@@ -1082,8 +1032,8 @@ def test_a_put_that_is_reported_as_failed_after_its_effect(world, monkeypatch, o
 
 def test_a_later_run_removes_objects_while_the_manifest_is_written(world, monkeypatch):
     """It considered this run dead, and saw no manifest shortly before."""
-    uploaders = world.upload(5)
-    saved(world, uploaders, 10)
+    world.upload(5)
+    world.saved(10)
     commit_dir = f"{URL}/{attempt_name(10, RUN)}"
 
     def watch(moment, operation, url):
@@ -1133,41 +1083,35 @@ def test_one_failed_remote_removal_does_not_stop_the_others(world, monkeypatch):
 # ---- kill after every operation ------------------------------------------------------------------
 
 
-def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(
-    tmp_path, monkeypatch
-):
-    for fmt in FORMATS:
-        at, over = 0, False
-        base = tmp_path / fmt
-        monkeypatch.setenv("FAKE_MOXING_ROOT", str(base / "objects"))
-        world = World(base, fmt)
-        world.upload(5, 10)
-        while not over:
-            at += 1
-            world.empty_disk()
-            strike(monkeypatch, at)
-            try:
-                world.restore(SingleProcess(), converts=True)
-                over = True
-            except Died:
-                pass
-            monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-            alone = select_checkpoint(
-                STORAGE,
-                str(world.disk),
-                SingleProcess(),
-                SelectionPolicy(every_rank=True),
-            )
-            assert alone.chosen is None and alone.is_fresh_start or alone.chosen.step == 10
-            assert world.restore_all().chosen.step == 10
-        assert at > 10
+def alone(world):
+    """Selects from the disk alone."""
+    return select_checkpoint(
+        STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(every_rank=True)
+    )
 
 
-@pytest.mark.parametrize("fmt", sorted(FORMATS))
-def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monkeypatch, fmt):
+def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(world, monkeypatch):
+    world.upload(5, 10)
+    at, over = 0, False
+    while not over:
+        at += 1
+        world.empty_disk()
+        strike(monkeypatch, at)
+        try:
+            world.restore(SingleProcess(), converts=True)
+            over = True
+        except Died:
+            pass
+        monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+        found = alone(world)
+        assert found.chosen is None and found.is_fresh_start or found.chosen.step == 10
+        assert world.restore_all().chosen.step == 10
+    assert at > 10
+
+
+def test_a_disk_error_during_a_download_leaves_nothing_selectable(world):
     """Every operation on the disk fails once, with a kill: no partial download is ever selected."""
-    monkeypatch.setenv("FAKE_MOXING_ROOT", str(tmp_path / "objects"))
-    world, at, seen = World(tmp_path, fmt), 0, SimpleNamespace(fresh=0, taken=0)
+    at, seen = 0, SimpleNamespace(fresh=0, taken=0)
     world.upload(10)
     while True:
         at += 1
@@ -1187,12 +1131,10 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
             break
         except Killed:
             pass
-        alone = select_checkpoint(
-            STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(every_rank=True)
-        )
-        seen.fresh += alone.chosen is None
-        seen.taken += alone.chosen is not None
-        assert alone.is_fresh_start if alone.chosen is None else alone.chosen.step == 10
+        found = alone(world)
+        seen.fresh += found.chosen is None
+        seen.taken += found.chosen is not None
+        assert found.is_fresh_start if found.chosen is None else found.chosen.step == 10
         assert world.restore_all().chosen.step == 10
     assert seen.fresh > 20 and seen.taken > 3
 
@@ -1204,12 +1146,11 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(tmp_path, monk
 def test_a_damaged_file_is_not_uploaded_and_the_good_one_stays(world, rank):
     """Only the sizes would fit: the damaged step would be complete in the store, and the good one
     pruned."""
-    uploaders = world.upload(5, policy=KeepLast(1))
+    world.upload(5, policy=KeepLast(1))
     world.save(10)
     find = rank_folders.path_of if world.fmt == "1.0" else iteration_folders.weights_of
     rank_folders.flip_bit(find(world.disk, 10, rank))
-    for one in uploaders:
-        one.queue.enqueue(10)
+    world.saved(10, save=lambda *_: None)
     world.first.work()
     assert world.committed() == [5]
     assert any("is damaged" in event.reason for event in kinds(world, UploadFailed))

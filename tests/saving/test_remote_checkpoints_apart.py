@@ -4,7 +4,6 @@ on one node, 2 and 3 on the other."""
 
 import os
 import shutil
-from dataclasses import replace
 
 import pytest
 from coordination.test_storage_topology import RUN, save_part
@@ -46,35 +45,25 @@ def remote():
     return RemoteCheckpoints(moxing_store(), URL)
 
 
-def save(tmp_path, *steps, late=()):
-    """Saves on both nodes, and uploads; ``late``: ranks that do not upload."""
-    now = [0.0]
-
-    def sleep(seconds):
-        now[0] += seconds
-        for other in uploaders[1:]:
-            if other.uploads.target.rank not in late:
-                other.work()
-
-    places = [
+def targets(tmp_path):
+    return [
         SaveTarget(
             STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]
         )
         for rank in range(4)
     ]
-    uploaders = [
-        Uploader(
-            Uploads(
-                remote(),
-                target,
-                None,
-                60.0,
-                clock=lambda: now[0],
-                sleep=sleep if target.rank == 0 else lambda seconds: None,
-            )
-        )
-        for target in places
-    ]
+
+
+def save(tmp_path, time, *steps, late=()):
+    """Saves on both nodes, and uploads; ``late``: ranks that do not upload."""
+
+    def also(now):
+        for other in uploaders[1:]:
+            if other.uploads.target.rank not in late:
+                other.work()
+
+    time.also = also
+    uploaders = [Uploader(Uploads(remote(), target, None, 60.0)) for target in targets(tmp_path)]
     for step in steps:
         for node, ranks in PARTS.items():
             save_part(tmp_path / node, step, ranks)
@@ -99,9 +88,9 @@ def resume(tmp_path, storage=lambda: STORAGE, hosts=()):
     return found
 
 
-def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monkeypatch):
+def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, clock, monkeypatch):
     """All hosts have one name here, as nodes that nobody has named."""
-    save(tmp_path, 5)
+    save(tmp_path, clock, 5)
     manifest, _ = remote().manifest(remote().scan().committed()[0])
     parts = [sum(file.size for file in files) for files in manifest.files]
     for node in PARTS:
@@ -123,15 +112,15 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, monke
                 resume(tmp_path, hosts=NODES)
 
 
-def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path):
-    first = save(tmp_path, 5, late=(3,))[0]
+def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path, clock):
+    first = save(tmp_path, clock, 5, late=(3,))[0]
     assert remote().scan().committed() == []
     assert "rank 3" in str(first.queue.poll()[0])
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
-    save(tmp_path, 5, 10)
+def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, clock, lost):
+    save(tmp_path, clock, 5, 10)
     shutil.rmtree(tmp_path / lost)
     found = resume(tmp_path)
     assert [choice.chosen.step for choice in found] == [10] * 4
@@ -144,24 +133,24 @@ def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, lost):
     )
 
 
-def test_a_replaced_damaged_file_is_read_again(tmp_path):
+def test_a_replaced_damaged_file_is_read_again(tmp_path, clock):
     """Although every file that was read completely is cached in memory."""
-    save(tmp_path, 5, 10)
+    save(tmp_path, clock, 5, 10)
     flip_bit(path_of(tmp_path / NODES[1], 10, 1))
     assert [
         choice.chosen.step for choice in resume(tmp_path, lambda: ReadCache(STORAGE, 1 << 30))
     ] == [10] * 4
 
 
-def test_a_step_of_one_node_alone_is_downloaded_if_the_store_has_it_completely(tmp_path):
-    save(tmp_path, 5, 10)
+def test_a_step_of_one_node_alone_is_downloaded_if_the_store_has_it_completely(tmp_path, clock):
+    save(tmp_path, clock, 5, 10)
     name = newest_committed(CheckpointDir(STORAGE, str(tmp_path / "b")))[0]
     shutil.rmtree(tmp_path / "b" / ".mindresume" / name)
     assert [choice.chosen.step for choice in resume(tmp_path)] == [10] * 4
 
 
-def test_no_complete_checkpoint_anywhere_is_an_error(tmp_path):
-    save(tmp_path, 5, late=(2,))
+def test_no_complete_checkpoint_anywhere_is_an_error(tmp_path, clock):
+    save(tmp_path, clock, 5, late=(2,))
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(NoUsableCheckpointError):
         resume(tmp_path)
@@ -179,27 +168,12 @@ class Training:
     advances when a rank waits, and the training then continues: ``slow`` saves until the other
     ranks have uploaded something."""
 
-    def __init__(self, tmp_path, slow=5):
-        self.base, self.slow, self.now, self.step, self.events = tmp_path, slow, 0.0, 0, []
-        self.places = [
-            SaveTarget(
-                STORAGE, str(tmp_path / NODES[rank]), RUN, rank, 4, local_ranks=PARTS[NODES[rank]]
-            )
-            for rank in range(4)
-        ]
+    def __init__(self, tmp_path, time, slow=5):
+        self.base, self.time, self.slow, self.step, self.events = tmp_path, time, slow, 0, []
+        time.also = self.go_on
+        self.places = targets(tmp_path)
         self.uploaders = [
-            Uploader(
-                Uploads(
-                    remote(),
-                    target,
-                    None,
-                    60.0,
-                    self.events.append,
-                    lambda: self.now,
-                    self.sleep,
-                    True,
-                )
-            )
+            Uploader(Uploads(remote(), target, None, 60.0, self.events.append, True))
             for target in self.places
         ]
         for uploader in self.uploaders:
@@ -224,9 +198,8 @@ class Training:
         for peer_state in self.exchanges:
             peer_state.on_peer_state(rows)
 
-    def sleep(self, seconds):
-        """Waits as rank 0 for the others."""
-        self.now += seconds
+    def go_on(self, now):
+        """Rank 0 waits for the others."""
         self.save()
         self.peer_state()
         if self.step // 5 % self.slow == 0:
@@ -234,15 +207,10 @@ class Training:
 
     def stop(self):
         """Pauses or ends the training; rank 0 waits nevertheless."""
-
-        def sleep(seconds):
-            self.now += seconds
-            self.turns(1, 2, 3)
-
-        self.uploaders[0].uploads = replace(self.uploaders[0].uploads, sleep=sleep)
+        self.time.also = lambda now: self.turns(1, 2, 3)
 
     def wait(self, seconds):
-        self.now += 1
+        self.time.now += 1
         self.stop()
         self.turns(0, 1, 2, 3)
 
@@ -269,9 +237,9 @@ def in_bucket():
 
 
 @pytest.mark.parametrize("slow", [1, 3, 8])
-def test_an_announced_step_is_kept_on_all_nodes_until_it_is_uploaded(tmp_path, slow):
+def test_an_announced_step_is_kept_on_all_nodes_until_it_is_uploaded(tmp_path, clock, slow):
     """Uploads are slower than keep_checkpoint_max saves."""
-    job = Training(tmp_path, slow)
+    job = Training(tmp_path, clock, slow)
     for _ in range(4):
         job.save()
         job.peer_state()
@@ -284,8 +252,8 @@ def test_an_announced_step_is_kept_on_all_nodes_until_it_is_uploaded(tmp_path, s
     assert not [path for node in PARTS for path in (tmp_path / node / FOLDER).glob("claim-*")]
 
 
-def test_only_a_step_that_all_nodes_have_is_announced(tmp_path):
-    job = Training(tmp_path, 1)
+def test_only_a_step_that_all_nodes_have_is_announced(tmp_path, clock):
+    job = Training(tmp_path, clock, 1)
     job.save()
     job.save("a")
     job.turns(0)
@@ -301,13 +269,13 @@ def test_only_a_step_that_all_nodes_have_is_announced(tmp_path):
     assert in_bucket() == [5] and job.errors() == []
 
 
-def test_a_lost_part_is_reported_at_once_and_the_next_step_is_uploaded(tmp_path):
-    job = Training(tmp_path, 1)
+def test_a_lost_part_is_reported_at_once_and_the_next_step_is_uploaded(tmp_path, clock):
+    job = Training(tmp_path, clock, 1)
     job.save()
     job.peer_state()
     shutil.rmtree(tmp_path / "b" / FOLDER / attempt_name(5, RUN))  # by hand
     job.turns(0)
-    assert in_bucket() == [] and job.now < 10
+    assert in_bucket() == [] and job.time.now < 10
     first, *others = job.errors()
     assert "step 5 is given up: the part of rank 2 is not on its disk any more" in first
     assert [
@@ -320,37 +288,37 @@ def test_a_lost_part_is_reported_at_once_and_the_next_step_is_uploaded(tmp_path)
     assert in_bucket()[0] >= 10 and attempt_name(5, RUN) not in remote().scan().objects
 
 
-def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path):
+def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path, clock):
     """The other node did not save the last one."""
-    job = Training(tmp_path)
+    job = Training(tmp_path, clock)
     job.save()
     job.peer_state()
     job.save("a")
     errors = job.finish()
-    assert in_bucket() == [5] and job.now < 10
+    assert in_bucket() == [5] and job.time.now < 10
     assert any("step 10 is given up: the part of rank 2 was not saved" in text for text in errors)
     assert any(
         "step 10 is not complete in obs://bucket/job/checkpoint: rank 0" in text for text in errors
     )
 
 
-def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, monkeypatch):
-    job = Training(tmp_path, 1)
+def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, clock, monkeypatch):
+    job = Training(tmp_path, clock, 1)
     job.save()
     job.peer_state()
     with monkeypatch.context() as broken:
         broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
         job.turns(0)
     assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].queue.ready()
-    job.now += upload.AGAIN
+    job.time.now += upload.AGAIN
     job.peer_state()
     job.stop()
     job.turns(0)
     assert in_bucket() == [5]
 
 
-def test_a_disk_without_read_locks_is_reported(tmp_path, monkeypatch):
-    job = Training(tmp_path, 1)
+def test_a_disk_without_read_locks_is_reported(tmp_path, clock, monkeypatch):
+    job = Training(tmp_path, clock, 1)
     job.save()
 
     def refuse(*args):
@@ -361,8 +329,8 @@ def test_a_disk_without_read_locks_is_reported(tmp_path, monkeypatch):
     assert "step 5 cannot be locked on the disk of rank 2" in job.errors()[0]
 
 
-def test_a_node_with_an_unlistable_folder_reports_no_checkpoint(tmp_path, monkeypatch):
-    job = Training(tmp_path)
+def test_a_node_with_an_unlistable_folder_reports_no_checkpoint(tmp_path, clock, monkeypatch):
+    job = Training(tmp_path, clock)
     job.save()
 
     def refuse(storage, folder):

@@ -117,15 +117,6 @@ def test_the_best(policy, losses, kept):
     assert policy.keeps(with_losses(*losses)) == kept
 
 
-def test_the_newest_is_always_kept():
-    class KeepNone:
-        def keeps(self, newest_first):
-            return set()
-
-    assert surplus(KeepNone(), MINUTES[:2]) == [1]
-    assert surplus(KeepNone(), []) == []
-
-
 @pytest.mark.parametrize(
     "policy, text",
     [

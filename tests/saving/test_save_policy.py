@@ -41,6 +41,8 @@ def test_the_training_goes_on_until_so_many_saves_failed_in_a_row():
         assert fatal(policy, Outcome(5, False, FULL), Outcome(10, True)) == []
     assert policy.failed_in_a_row == 0
     assert fatal(policy, Outcome(15, False, FULL), Outcome(20, False, FULL)) == [FULL]
+    endless = policy_of(Settings(on_save_error="warn", max_failed_saves=0))
+    assert fatal(endless, *[Outcome(5, False, FULL)] * 9) == []
 
 
 def test_an_error_beside_a_saved_shard_counts_as_a_failure_of_a_saved_step():

@@ -172,6 +172,7 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
         outcome.error
     )
     assert events[-1] == CheckpointsRemoved((5, 10, 15), str(root), is_incomplete=True)
+    assert saver.committer.pending == [20]
     saver.save(Save(shard(30)))
     write_rank(root, 30, 1, 2)
     assert saver.poll()[0].saved and saver.committer.committed == [30]
