@@ -250,10 +250,11 @@ def fence(directory: CheckpointDir, run: str) -> None:
     """Raises LeaseHeldError if a later run has acquired this directory or saved into it: then this
     one was taken for dead. A run that has published its lease and not sent a heartbeat yet may
     still give way, and does not count."""
-    names, own = directory.storage.list(directory.path(FOLDER)), (run_sequence(run), run)
+    names = directory.storage.list(directory.path(FOLDER))
+    own = run_order(run)
     leased = leased_runs(names)
     seen = [*leased_runs(names, ENDED), *(other for _, _, other in attempts(names))]
-    if all((run_sequence(other), other) <= own for other in (*seen, *leased)):
+    if all(run_order(other) <= own for other in (*seen, *leased)):
         return
     holders, unreadable = read_leases(directory, leased)
     seen += [*unreadable, *(holder.run for holder in holders if holder.beat)]
@@ -463,7 +464,7 @@ def _announced_removals(directory: CheckpointDir, attempt: str, own: Lease) -> s
 def _reader_runs(directory: CheckpointDir) -> list[str]:
     """Returns the runs of the leases of readers and removals."""
     names = directory.storage.list(directory.path(FOLDER))
-    return [run for run in leased_runs(names) if run_sequence(run) == READER]
+    return [run for run in leased_runs(names) if not is_job_lease(run)]
 
 
 class ReadLocks:

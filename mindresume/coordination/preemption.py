@@ -41,7 +41,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results
@@ -62,12 +62,8 @@ _FILE_CHECK = 1.0  # seconds between two checks of the file
 _LIMIT = 1 << 16  # bytes of the file
 
 
-class Version(NamedTuple):
-    """Distinguishes the contents of a file at different times."""
-
-    inode: int
-    changed: int
-    size: int
+# (inode, time of the change, size): distinguishes the contents of a file at different times
+Version = tuple[int, int, int]
 
 
 class Peers(Protocol):
@@ -264,7 +260,7 @@ def request(path: str) -> Version | None:
         return None
     if not isinstance(value, dict) or value.get(_KEY) != 1:
         return None
-    return Version(status.st_ino, status.st_mtime_ns, status.st_size)
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 # ---- who has sent SIGTERM ------------------------------------------------------------------------

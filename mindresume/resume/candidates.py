@@ -6,7 +6,7 @@ verify``), also while a job saves there."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -305,12 +305,13 @@ def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> li
     differs from what was written. A resume by mindresume does not need them; mindformers without
     mindresume needs the last two."""
     found: list[Refusal] = []
+    damaged: Iterable[_Problem] = ()
     if text := manifest_warning(candidate):
         path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
         found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)]
-        damaged = _by_records(directory, candidate) if candidate.iteration_dir else []
-    else:
-        damaged = _by_checksums(directory, candidate) if candidate.metadata_files else []
+        damaged = _by_records(directory, candidate) if candidate.iteration_dir else ()
+    elif candidate.metadata_files:
+        damaged = _by_checksums(directory, candidate)
     return found + [
         candidate.refuse(
             f"{text}; a resume uses the records, mindformers without mindresume cannot",
@@ -321,50 +322,37 @@ def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> li
     ]
 
 
-def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
-    """Returns a row for each metadata file whose checksum differs from the one in the manifest."""
-    found: list[_Problem] = []
+def _by_checksums(directory: CheckpointDir, candidate: Candidate) -> Iterator[_Problem]:
+    """Yields a row for each metadata file whose checksum differs from the one in the manifest."""
     for file in candidate.metadata_files:
         path = directory.path(file.path)
         try:
             if not is_as_recorded(directory.storage, path, file):
                 status = directory.storage.status(path)
-                found.append(
-                    (
-                        f"{file.path} is not what was written: it has "
-                        f"{status.size if status else 0} bytes, "
-                        f"{file.size} bytes of checksum {file.checksum} were written",
-                        file.path,
-                        None,
-                    )
+                text = (
+                    f"{file.path} is not what was written: it has "
+                    f"{status.size if status else 0} bytes, "
+                    f"{file.size} bytes of checksum {file.checksum} were written"
                 )
+                yield text, file.path, None
         except OSError as error:
-            found.append(
-                (f"{file.path} cannot be read: {error.strerror or error}", file.path, error)
-            )
-    return found
+            yield f"{file.path} cannot be read: {error.strerror or error}", file.path, error
 
 
-def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem]:
-    """Returns a row for each metadata file that contradicts the records. Values are compared, not
+def _by_records(directory: CheckpointDir, candidate: Candidate) -> Iterator[_Problem]:
+    """Yields a row for each metadata file that contradicts the records. Values are compared, not
     bytes: another version may have encoded them differently."""
     common = f"{candidate.iteration_dir}/{COMMON}"
     metadata = f"{candidate.iteration_dir}/{METADATA}"
     storage = directory.storage
-    found: list[_Problem] = []
     try:
         there = load_common(directory, candidate.iteration_dir)
         expected = common_from_state(candidate.state)
         if there != expected:
-            found.append(
-                (
-                    f"{common} is not what was written: it holds {there}, the records {expected}",
-                    common,
-                    None,
-                )
-            )
+            text = f"{common} is not what was written: it holds {there}, the records {expected}"
+            yield text, common, None
     except CorruptFileError as error:
-        found.append((f"{common}: {error.reason}", common, error))
+        yield f"{common}: {error.reason}", common, error
     try:
         if candidate.world_size > 1:
             written = load_metadata(storage, directory.path(candidate.iteration_dir))
@@ -375,18 +363,12 @@ def _by_records(directory: CheckpointDir, candidate: Candidate) -> list[_Problem
             records = RecordFolder(storage, candidate.records_dir or "")
             pieces = encode_metadata(metadata_from_records(files, candidate.deduplicated, records))
             if written != read_metadata(b"".join(pieces), METADATA):
-                found.append(
-                    (
-                        f"{metadata} is not what was written: the records hold other values",
-                        metadata,
-                        None,
-                    )
-                )
+                text = f"{metadata} is not what was written: the records hold other values"
+                yield text, metadata, None
     except CorruptFileError as error:
-        found.append((f"{metadata}: {error.reason}", metadata, error))
+        yield f"{metadata}: {error.reason}", metadata, error
     except (RecordError, ValueError, OSError) as error:
-        found.append((f"{metadata} cannot be compared with the records: {error}", metadata, error))
-    return found
+        yield f"{metadata} cannot be compared with the records: {error}", metadata, error
 
 
 # ---- verification of every byte ------------------------------------------------------------------

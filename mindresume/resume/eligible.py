@@ -243,9 +243,9 @@ class Choice:
     """
 
     chosen: Candidate | None
-    refused: tuple[Refusal, ...]
-    notes: tuple[str, ...]
-    is_fresh_start: bool
+    refused: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_fresh_start: bool = False
     shards: tuple[VerifiedShard, ...] = ()
     root: str = ""
     bytes_verified: bool = True

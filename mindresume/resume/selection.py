@@ -16,7 +16,7 @@ from functools import partial
 from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
 from mindresume.events import Emit, Notice, ignore
-from mindresume.events.progress import ProgressReporter
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import Refusal
 from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, kind_of
 from mindresume.model.manifest import FOLDER
@@ -34,7 +34,6 @@ from mindresume.resume.sources import (
     CheckpointSources,
     Job,
     NodeDisks,
-    ProgressMeter,
     SharedDisk,
     drop_cached_files,
     job_directory,
@@ -67,7 +66,7 @@ def select_checkpoint(
     policy: SelectionPolicy | None = None,
     sources: CheckpointSources | None = None,
     emit: Emit = ignore,
-    progress: ProgressMeter | None = None,
+    progress: Progress = SILENT,
 ) -> Choice:
     """Selects the checkpoint to load from ``path``, the same on all ranks of ``group``.
 
@@ -91,7 +90,7 @@ def select_checkpoint(
     """
     policy = policy or SelectionPolicy()
     sources = sources or CheckpointSources()
-    job = Job(storage, path, group, policy, sources, emit, progress or ProgressReporter.silent())
+    job = Job(storage, path, group, policy, sources, emit, progress)
     root = job_directory(path, sources.saved_to)
     if (
         not job.is_split
@@ -125,7 +124,7 @@ def select_checkpoint(
                 choice = (NodeDisks(job) if job.is_split else SharedDisk(job)).select()
                 failure = None
             except UnusableCheckpointError as error:
-                choice, failure = Choice(None, tuple(error.refused), (), False), error
+                choice, failure = Choice(None, tuple(error.refused)), error
             # a step is tried once
             if bucket is None or not bucket.fetch_newer(choice.chosen, choice.refused):
                 break
@@ -145,7 +144,7 @@ def preview_selection(
     path: str,
     policy: SelectionPolicy,
     sources: CheckpointSources | None = None,
-    progress: ProgressMeter | None = None,
+    progress: Progress = SILENT,
 ) -> SelectionPreview:
     """Returns what the job would select. One process verifies the files of all ranks.
 
@@ -189,7 +188,7 @@ def preview_selection(
     if failure.refused and policy.requested is None:
         local = newest_node_local(storage, path, policy, sources.strategy_of)
     return SelectionPreview(
-        Choice(None, tuple(failure.refused), (), False, (), root),
+        Choice(None, tuple(failure.refused), root=root),
         place,
         str(failure),
         local,

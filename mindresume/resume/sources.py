@@ -21,7 +21,7 @@ from mindresume.coordination.collectives import Group, Watchdog, gather_results,
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import Emit, ignore
-from mindresume.events.progress import ProgressReporter
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.rank_folders import folder_rank, parse_name
 from mindresume.formats.scan import CHECKPOINT
@@ -50,16 +50,6 @@ from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
 
 _MAX_OFFERS = 64  # names of checkpoints that one rank sends to the others
-
-
-class ProgressMeter(Protocol):
-    """Receives the progress of a verification."""
-
-    def expect(self, total: int) -> None:
-        """Resets the count; ``total`` bytes will be read."""
-
-    def advance(self, count: int) -> None:
-        """Adds ``count`` bytes that were read."""
 
 
 class ConsolidatedWeights(Protocol):
@@ -114,7 +104,7 @@ class Job:
     policy: SelectionPolicy
     sources: CheckpointSources = CheckpointSources()
     emit: Emit = ignore
-    progress: ProgressMeter = field(default_factory=ProgressReporter.silent)
+    progress: Progress = SILENT
 
     @property
     def is_split(self) -> bool:
