@@ -141,7 +141,7 @@ def strategy_of(layouts: Layouts) -> Strategy | None:
 
 
 def table(tensors: Mapping[str, np.ndarray], layouts: Layouts) -> dict[str, dict[str, Any]]:
-    """layouts.json of st/programs/builtin_20_read.py."""
+    """``layouts`` of st/programs/builtin_20.py."""
     strategy, rows = strategy_of(layouts), {}
     for name, array in tensors.items():
         stage = strategy and strategy.stage_of(name)
@@ -196,11 +196,7 @@ class Builtin:
         }
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [
-                    str(python_of(version)),
-                    str(ROOT / "st" / "programs" / "builtin_20_read.py"),
-                    "--serve",
-                ],
+                [str(python_of(version)), str(ROOT / "st" / "programs" / "builtin_20.py")],
                 cwd=self.folder,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -209,41 +205,28 @@ class Builtin:
                 text=True,
             )
 
-    def ask(self, *command: object) -> str:
-        """ "done", or the text of an error that the program did not expect."""
-        print(json.dumps([*map(str, command)]), file=self._process.stdin, flush=True)
+    def ask(self, do: str, layouts: Layouts, tensors: Mapping[str, Any], **request: Any) -> Any:
+        """Returns the result. AssertionError with an error that the program did not expect."""
+        strategy = strategy_of(layouts)
+        request |= {
+            "do": do,
+            "layouts": table(tensors, layouts),
+            "ranks": strategy.world_size if strategy else 1,
+        }
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
-        return (
-            json.loads(line)
-            if line
-            else f"the process ended:\n{self.log.read_text(errors='replace')[-2000:]}"
-        )
+        assert line, f"the process ended:\n{self.log.read_text(errors='replace')[-2000:]}"
+        answer = json.loads(line)
+        assert "result" in answer, answer["error"]
+        return answer["result"]
 
     def read(
-        self,
-        folder: Path,
-        tensors: Mapping[str, np.ndarray],
-        layouts: Layouts = None,
-        optimizer: bool = True,
+        self, folder: Path, tensors: Mapping[str, np.ndarray], layouts: Layouts = None
     ) -> dict[str, Any]:
-        """Returns read.json of st/programs/builtin_20_read.py: what load_checkpoint put into
-        parameters like ``tensors``, of which only type and shape matter. ``folder``: an iteration,
-        or the folder with the tracker file."""
-        rows, out = self.folder / "layouts.json", self.folder / "read.json"
-        rows.write_text(json.dumps(table(tensors, layouts)), encoding="utf-8")
-        done = self.ask(
-            "read",
-            Path(folder).resolve(),
-            "--layouts",
-            rows,
-            "--ranks",
-            _ranks(layouts),
-            "--out",
-            out,
-            *["--optimizer"] * optimizer,
-        )
-        assert done == "done", done
-        return json.loads(out.read_text(encoding="utf-8"))
+        """Returns the result of ``read`` of st/programs/builtin_20.py: what load_checkpoint put
+        into parameters like ``tensors``, of which only type and shape matter. ``folder``: an
+        iteration, or the folder with the tracker file."""
+        return self.ask("read", layouts, tensors, folder=str(Path(folder).resolve()))
 
     def write(
         self,
@@ -252,41 +235,22 @@ class Builtin:
         layouts: Layouts = None,
         *,
         iteration: int,
-        optimizer: bool = True,
         remove_redundancy: bool = False,
-        prefix: str = "qwen3",
-        keep: int = 5,
-        common: Mapping[str, Any] | None = None,
     ) -> Path:
-        """The folder of the iteration that save_checkpoint made. ``common``: more fields of
-        common.json."""
-        rows, values = self.folder / "layouts.json", self.folder / "values.safetensors"
-        rows.write_text(json.dumps(table(tensors, layouts)), encoding="utf-8")
+        """The folder of the iteration that save_checkpoint made."""
+        values = self.folder / "values.safetensors"
         with values.open("wb") as file:
             for _, piece in encode("safetensors", tensors, {}):
                 file.write(piece)
-        options = ["--optimizer"] * optimizer + ["--remove-redundancy"] * remove_redundancy
-        fields = json.dumps({"epoch_num": 1, "global_batch_size": 8, **(common or {})})
-        done = self.ask(
+        self.ask(
             "write",
-            Path(root).resolve(),
-            "--iteration",
-            iteration,
-            "--values",
-            values,
-            "--layouts",
-            rows,
-            "--ranks",
-            _ranks(layouts),
-            "--prefix",
-            prefix,
-            "--keep",
-            keep,
-            "--common",
-            fields,
-            *options,
+            layouts,
+            tensors,
+            values=str(values),
+            root=str(Path(root).resolve()),
+            iteration=iteration,
+            remove_redundancy=remove_redundancy,
         )
-        assert done == "done", done
         return Path(root) / f"iteration_{iteration:08d}"
 
     def close(self) -> None:
@@ -295,11 +259,6 @@ class Builtin:
         self._process.stdout.close()
         self._process.wait()
         self._folder.cleanup()
-
-
-def _ranks(layouts: Layouts) -> int:
-    strategy = strategy_of(layouts)
-    return strategy.world_size if strategy else 1
 
 
 @functools.cache

@@ -1,28 +1,25 @@
-"""Loads a Checkpoint 2.0 folder by ``load_checkpoint`` of the installed mindformers, 1.8.0 or
-1.9.0, and says what arrived.
+"""Loads and saves Checkpoint 2.0 folders by ``load_checkpoint`` and ``save_checkpoint`` of the
+installed mindformers, 1.8.0 or 1.9.0, and says what arrived.
 
-    python builtin_20_read.py FOLDER --layouts layouts.json --ranks 4 --out read.json [--optimizer]
-    # command lines of builtin_20_read and builtin_20_write, one JSON list a line
-    python builtin_20_read.py --serve
+Each line of standard input is a request in JSON, {"do": "read" or "write", and the arguments of
+that function}; the answer is a line {"result": what it returned}, or {"error": text}.
 
 Nothing of mindresume is in here, and no cluster: each rank is simulated in turn. What is replaced
 is where a process learns its rank and how the compiled graph cuts the parameters; all that reads
-the folder is the real one.
+and writes the folder is the real one.
 
-    layouts.json     {name: {"dtype", "global_shape", "optimizer": bool, "layout": null or
+    layouts          {name: {"dtype", "global_shape", "optimizer": bool, "layout": null or
                              {"device_matrix", "tensor_map", "rank_list"}}}
-    read.json        {"mindformers", "folder", "error": null or text, "common": {...} or text,
+    result of read   {"mindformers", "folder", "error": null or text, "common": {...} or text,
                       "ranks": {"0": {"tensors": {name: {"sha256", "shape", "dtype"}}, "not_loaded":
-                      [name], "unused": [name]}}}
+                      [name]}}}
 
 ``layout`` null: every rank has it whole and the graph says nothing about it, as of global_step.
-``not_loaded``: parameters that keep what they had before. ``unused``: tensors that were read and
-belong to no parameter. sha256: of the little-endian bytes.
+``not_loaded``: parameters that keep what they had before. sha256: of the little-endian bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib
@@ -31,7 +28,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -155,19 +151,13 @@ def described(parameter: Any) -> dict[str, Any]:
     }
 
 
-def load_rank(
-    folder: str, spec: Mapping[str, Any], rank: int, ranks: int, with_optimizer: bool
-) -> dict[str, Any]:
+def load_rank(folder: str, spec: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Returns the state of one rank after ``load_checkpoint``, see the top."""
     import mindspore as ms
     import numpy as np
     from mindformers.checkpoint import checkpoint
 
-    local = {
-        name: row
-        for name, row in spec.items()
-        if held(row, rank) and (with_optimizer or not row["optimizer"])
-    }
+    local = {name: row for name, row in spec.items() if held(row, rank)}
     shapes = {
         name: [part.stop - part.start for part in local_slices(row, rank)]
         for name, row in local.items()
@@ -177,26 +167,24 @@ def load_rank(
         for name, row in local.items()
     }
     network, optimizer = cells(spec, values)
-    arrived, unused = set(), set()
+    arrived = set()
 
     def load_param_into_net(net: Any, state: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         missed, left = ms.load_param_into_net(net, state, *args, **options)
         arrived.update(
             set(state) & {parameter.name for parameter in net.get_parameters()} - set(missed)
         )
-        unused.update(left)
         return missed, left
 
     with (
         as_rank(rank, ranks, spec),
         mock.patch.object(checkpoint, "load_param_into_net", load_param_into_net),
     ):
-        checkpoint.load_checkpoint(folder, network, optimizer if with_optimizer else None)
+        checkpoint.load_checkpoint(folder, network, optimizer)
     parameters = optimizer.parameters_dict()
     return {
         "tensors": {name: described(parameters[name]) for name in sorted(local)},
         "not_loaded": sorted(set(local) - arrived),
-        "unused": sorted(unused),
     }
 
 
@@ -211,19 +199,11 @@ def common_of(folder: str) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def read(arguments: list[str]) -> None:
-    """One command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--layouts", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--optimizer", action="store_true")
-    args = parser.parse_args(arguments)
+def read(folder: str, layouts: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Loads a folder on each rank."""
     import mindformers
     from mindformers.checkpoint.checkpoint import get_checkpoint_path
 
-    spec = json.loads(args.layouts.read_text(encoding="utf-8"))
     answer: dict[str, Any] = {
         "mindformers": mindformers.__version__,
         "folder": None,
@@ -232,37 +212,88 @@ def read(arguments: list[str]) -> None:
         "ranks": {},
     }
     try:
-        answer["folder"] = get_checkpoint_path(args.folder)
+        answer["folder"] = get_checkpoint_path(folder)
         answer["common"] = common_of(answer["folder"])
-        for rank in range(args.ranks):
-            answer["ranks"][str(rank)] = load_rank(
-                args.folder, spec, rank, args.ranks, args.optimizer
-            )
+        for rank in range(ranks):
+            answer["ranks"][str(rank)] = load_rank(folder, layouts, rank, ranks)
     except Exception as error:  # what mindformers raises is the answer
         traceback.print_exc()
         answer["error"] = f"{type(error).__name__}: {error}"
-    args.out.write_text(json.dumps(answer), encoding="utf-8")
+    return answer
 
 
-def serve() -> None:
-    """Answers each line of standard input, a JSON list "read" or "write" and its arguments, with a
-    line "done" or the error. Output of mindformers goes to standard error."""
-    import builtin_20_write
+def save_rank(
+    spec: Mapping[str, Any], whole: Mapping[str, Any], rank: int, ranks: int, how: Mapping[str, Any]
+) -> None:
+    """Saves as one rank of the job. As in a real job the network has the parameters of all pipeline
+    stages, and MindSpore writes only those of this rank."""
+    import mindspore as ms
+    from mindformers.checkpoint import checkpoint, fully_parallel
+    from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor
 
+    here = {name for name, row in spec.items() if held(row, rank)}
+    local = {
+        name: ms.Tensor(
+            whole[name].asnumpy()[local_slices(row, rank)] if name in here else [0],
+            getattr(ms, row["dtype"]),
+        )
+        for name, row in spec.items()
+    }
+    network, optimizer = cells(spec, local)
+    step = how["iteration"]
+    common = checkpoint.CommonInfo(
+        step_num=step, global_step=step, epoch_num=1, global_batch_size=8
+    )
+
+    def save_of_this_rank(*given: Any, choice_func: Any = None, **options: Any) -> None:
+        ms.save_checkpoint(
+            *given,
+            choice_func=lambda name: name in here and (not choice_func or choice_func(name)),
+            **options,
+        )
+
+    with (
+        as_rank(rank, ranks, spec),
+        mock.patch.object(checkpoint, "ms_save_checkpoint", save_of_this_rank),
+        mock.patch.object(fully_parallel, "save_checkpoint", save_of_this_rank),
+    ):
+        checkpoint.save_checkpoint(
+            iteration=step,
+            network=network,
+            optimizer=optimizer,
+            common_info=common,
+            keep_max_num=5,
+            user_prefix="qwen3",
+            save_checkpoint_path=how["root"],
+            sharded_tensor_metas=get_all_sharded_tensor(optimizer, None) if ranks > 1 else None,
+            remove_redundancy=how["remove_redundancy"],
+        )
+
+
+def write(values: str, layouts: Mapping[str, Any], ranks: int, **how: Any) -> None:
+    """Saves on each rank its part of the whole tensors in the file ``values``. ``how``: root,
+    iteration, remove_redundancy."""
+    import mindspore as ms
+
+    whole = ms.load_checkpoint(values, format="safetensors")
+    os.makedirs(how["root"], exist_ok=True)
+    for rank in range(ranks):
+        save_rank(layouts, whole, rank, ranks, how)
+
+
+def main() -> None:
+    """Answers all requests. Output of mindformers goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    commands = {"read": read, "write": builtin_20_write.write}
     for line in sys.stdin:
-        command, *arguments = json.loads(line)
+        request = json.loads(line)
         try:
-            commands[command](arguments)
-            answer = "done"
+            answer = {"result": {"read": read, "write": write}[request.pop("do")](**request)}
         except (Exception, SystemExit) as error:  # whoever asked has to know it
             traceback.print_exc()
-            answer = f"{type(error).__name__}: {error}"
+            answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    sys.modules["builtin_20_read"] = sys.modules["__main__"]
-    serve() if sys.argv[1:] == ["--serve"] else read(sys.argv[1:])
+    main()
