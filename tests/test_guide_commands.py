@@ -85,7 +85,7 @@ COVERED = (
     ),
     (r"mindresume run .*-- +(bash|msrun) ", "st/test_supervisor.py", ("mindresume", "run")),
     (r"mindresume export-hf ", "tests/cli/test_export_hf.py", ("export-hf",)),
-    (r"mindresume scrub .*--remote ", "tests/cli/test_scrub.py", ("--remote",)),
+    (r"mindresume scrub .*--remote ", "tests/cli/test_cli.py", ("--remote",)),
     (r"python -m sim .*--seeds", "tests/simulation/test_command.py", ("--seeds", "--first-seed")),
     (r"python -m sim .*--systematic", "tests/simulation/test_command.py", ("--systematic",)),
     (r"python -m sim .*--replay", "tests/simulation/test_command.py", ("--replay",)),

@@ -24,6 +24,11 @@ RUNS = [f"{number:04d}-0000aaaa" for number in range(1, 30)]
 INFO = "log/rank_0/info.log"
 
 
+def check(subject, **wanted) -> None:
+    """Asserts that the fields of ``subject`` have these values."""
+    assert {name: getattr(subject, name) for name in wanted} == wanted
+
+
 class Log:
     """Lines of mindformers. ``at``: seconds since ZERO. ``printed``: in the form that a worker
     prints, else in that of info.log."""

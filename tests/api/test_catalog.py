@@ -4,9 +4,10 @@ import os
 import shutil
 
 import iteration_folders
+import numpy as np
 import pytest
-from rank_folders import RUN, flip_bit, path_of, records_of, save, write_foreign, write_rank
-from reshard.plans import COUNTERS, MODEL, STEP, complete, put, random_tensors
+from rank_folders import RUN, path_of, records_of, save, write_foreign, write_rank
+from reshard.plans import put
 from storages import failing
 
 import mindresume
@@ -34,10 +35,13 @@ def saved(request, tmp_path):
 
 
 def test_steps(saved):
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     catalog = mindresume.open(saved)
     assert catalog.steps() == (10, 15) == tuple(catalog) and len(catalog) == 2
     assert 10 in catalog and 11 not in catalog and "10" not in catalog
     assert catalog.latest().step == 15 and catalog[10].step == 10 == catalog[10].state.step
+    assert len(catalog.list()) == 2 and catalog.select().chosen and not catalog.verify().damaged
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
 
 
 def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
@@ -46,29 +50,11 @@ def test_a_step_number_means_the_complete_one_of_two_saves(tmp_path):
     assert mindresume.open(tmp_path)[5].info.run_id == RUN
 
 
-def test_merged_weights(tmp_path):
-    tensors = random_tensors(MODEL)
-    complete(tmp_path / "merged", tensors)
-    catalog = mindresume.open(tmp_path / "merged")
-    assert catalog.steps() == (STEP,) and catalog.latest().tensors.keys() == {*tensors, *COUNTERS}
-    assert catalog.select().chosen.step == STEP
-    with pytest.raises(MissingCheckpointError):
-        catalog[STEP + 1]
-
-
 def test_a_single_file_can_be_opened(tmp_path):
-    import numpy as np
-
-    path = put(
-        tmp_path / "one.safetensors",
-        {"w": np.zeros((2, 3), np.float16), "step_num": np.array(7, np.int64)},
-    )
+    path = put(tmp_path / "one.safetensors", {"w": np.zeros((2, 3)), "step_num": np.array(7)})
     catalog = mindresume.open(path)
-    assert (
-        catalog.steps() == (7,)
-        and catalog[7].read("w").shape == (2, 3)
-        and catalog.select().chosen.step == 7
-    )
+    assert catalog.steps() == (7,) and catalog[7].read("w").shape == (2, 3)
+    assert catalog.select().chosen.step == 7
 
 
 # ---- paths that are none -------------------------------------------------------------------------
@@ -107,16 +93,6 @@ def test_files_that_are_refused_are_named_by_their_path(tmp_path):
     )
 
 
-def test_select_of_damaged_merged_weights(tmp_path):
-    save(tmp_path / "run", 5, world=1)
-    mindresume.merge(tmp_path / "run", tmp_path / "merged")
-    flip_bit(tmp_path / "merged" / "part0.safetensors")
-    found = mindresume.open(tmp_path / "merged").select()
-    assert found.chosen is None and "part0.safetensors" in found.error
-    report = mindresume.open(tmp_path / "merged").verify()
-    assert report.damaged and report.problems[0].tensors
-
-
 # ---- verify --------------------------------------------------------------------------------------
 
 
@@ -136,11 +112,8 @@ def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
             pass
 
     report = mindresume.open(tmp_path).verify(progress=Remover())
-    assert (
-        not report.damaged
-        and report.removed_steps == (5,)
-        and [row.step for row in report.checkpoints] == [10]
-    )
+    assert (report.damaged, report.removed_steps) == (False, (5,))
+    assert [row.step for row in report.checkpoints] == [10]
 
 
 def test_progress_is_reported(tmp_path):
@@ -152,13 +125,6 @@ def test_progress_is_reported(tmp_path):
 
     mindresume.open(tmp_path).verify(progress=Progress())
     assert sum(expected) == sum(done) > 0
-
-
-@pytest.mark.parametrize("call", ["list", "steps", "latest", "select", "verify"])
-def test_nothing_is_changed(saved, call):
-    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    getattr(mindresume.open(saved), call)()
-    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
 
 
 # ---- files that cannot be read now ---------------------------------------------------------------
@@ -190,10 +156,7 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path, iterations, name, at):
 )
 def test_what_is_missing_is_damaged(tmp_path, iterations, name):
     (iteration_folders.save if iterations else save)(tmp_path, 5)
-    (path,) = tmp_path.glob(f"**/{name}")
-    path.unlink()
+    next(tmp_path.glob(f"**/{name}")).unlink()
     report = mindresume.open(tmp_path).verify()
-    assert report.checkpoints[0].state == "damaged" and (report.damaged, report.unreadable) == (
-        True,
-        False,
-    )
+    assert report.checkpoints[0].state == "damaged"
+    assert (report.damaged, report.unreadable) == (True, False)

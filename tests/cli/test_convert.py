@@ -63,12 +63,6 @@ def source(tmp_path):
     return root
 
 
-@pytest.fixture
-def little(tmp_path):
-    recorded(tmp_path / "little", Plan.parse("tp2", LITTLE), FEW)
-    return tmp_path / "little"
-
-
 def files_of(source):
     """Returns the files of a source without leases: a killed reader leaves one, which the next
     removal deletes."""
@@ -83,10 +77,6 @@ def work_of(folder):
     """Returns the folder of a conversion that has not ended."""
     (found,) = [path for path in folder.iterdir() if path.name.endswith(".mindresume-tmp")]
     return found
-
-
-def strategy_in(folder, text, model=MODEL):
-    return Plan.parse(text, model).write(folder)
 
 
 # ---- results and output --------------------------------------------------------------------------
@@ -105,58 +95,17 @@ def test_memory_and_workers(source, tmp_path, read, memory, workers):
 # ---- bad input: one clear line, and nothing is left ----------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "option, value, message",
-    [
-        ("--format", "pickle", "format is 'pickle'; choose one of safetensors, ckpt"),
-        ("--engine", "turbo", "engine is 'turbo'; choose one of auto, direct, mindspore"),
-        (
-            "--memory-limit",
-            "much",
-            "--memory-limit is 'much'; expected a size such as 512MiB or 4GiB",
-        ),
-        ("--memory-limit", "0", "--memory-limit is '0'"),
-        ("--memory-limit", "-1GiB", "--memory-limit is '-1GiB'"),
-        ("--memory-limit", "100KiB", "102400 bytes of memory are too little for 2 workers"),
-    ],
-)
-def test_bad_options(little, refused, option, value, message):
-    assert message in refused(little, "--to", "tp=4", f"{option}={value}")
-
-
 def test_an_error_of_several_lines(tmp_path, call):
     """Half of the ranks wrote ckpt, the others safetensors: neither is a checkpoint, and each has a
     line of its own."""
-    world, plan = 2, Plan.parse("tp2", LITTLE)
-    for rank in range(world):
-        put(
-            path_of(
-                tmp_path / "checkpoint",
-                STEP,
-                rank,
-                0,
-                "ckpt" if rank < world // 2 else "safetensors",
-            ),
-            shard_file(plan, FEW, rank),
-        )
-    strategy_in(tmp_path / "strategy", f"tp{world}", LITTLE)
-    status, out, err = call(
-        tmp_path / "checkpoint", tmp_path / "new", "--to", "dp=2", "--engine", "direct"
-    )
+    plan, root = Plan.parse("tp2", LITTLE), tmp_path / "checkpoint"
+    for rank, fmt in enumerate(("ckpt", "safetensors")):
+        put(path_of(root, STEP, rank, 0, fmt), shard_file(plan, FEW, rank))
+    plan.write(tmp_path / "strategy")
+    status, out, err = call(root, tmp_path / "new", "--to", "dp=2", "--engine", "direct")
     assert (status, out) == (2, "") and err.startswith("mindresume: ") and "none can be used" in err
-    assert (
-        err.count("embedding.weight") == 2
-        and err.count("\n") == 3
-        and not (tmp_path / "new").exists()
-    )
-
-
-def test_too_little_space_is_an_error(source, refused, monkeypatch):
-    monkeypatch.setattr(type(STORAGE), "free_space", lambda storage, folder: 1000)
-    assert re.search(
-        r"new needs 1\.\d MiB, there is room for 0\.0 MiB. Nothing was written",
-        refused(source, "--to", "tp=4"),
-    )
+    assert err.count("embedding.weight") == 2 and err.count("\n") == 3
+    assert os.listdir(tmp_path) == ["checkpoint", "strategy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -274,7 +223,7 @@ def test_a_kill_in_the_middle_and_the_same_command_again(source, tmp_path, read,
 
 def test_the_same_command_twice_at_once(source, tmp_path, call, halted):
     """The second one is refused, and the first one is left alone."""
-    command = (source, tmp_path / "new", "--to", strategy_in(tmp_path / "to", "dp2pp2"))
+    command = (source, tmp_path / "new", "--to", "dp=2,pp=2")
     running = halted(100, *command, "--workers", 1)
     before = folder_contents(work_of(tmp_path))
     status, out, err = call(*command)
@@ -343,3 +292,13 @@ def test_copies_in_two_stages_that_differ_are_refused_by_name(tmp_path, origin, 
             and "rank 3" in err
         )
         assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_too_little_space_or_memory_is_an_error(source, refused, monkeypatch):
+    little = "102400 bytes of memory are too little for 2 workers"
+    assert little in refused(source, "--to", "tp=4", "--memory-limit=100KiB")
+    monkeypatch.setattr(type(STORAGE), "free_space", lambda storage, folder: 1000)
+    assert re.search(
+        r"new needs 1\.\d MiB, there is room for 0\.0 MiB. Nothing was written",
+        refused(source, "--to", "tp=4"),
+    )

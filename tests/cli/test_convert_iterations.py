@@ -7,7 +7,7 @@ import os
 import pytest
 from iteration_folders import TRACKER
 from rank_folders import tensors_at
-from reshard.plans import COUNTERS, MODEL, STEP, Plan, foreign, random_tensors, recorded
+from reshard.plans import COUNTERS, MODEL, STEP, Plan, random_tensors, recorded
 
 import mindresume
 
@@ -51,30 +51,6 @@ def test_a_round_trip_keeps_everything(tmp_path, call, plan, dedup):
         assert again[name] == old[name]
     assert set(again) == set(old) and set(COUNTERS) <= set(again)
     assert mindresume.open(tmp_path / "again").latest().info.world_size == plan.world_size
-
-
-def test_another_layout_at_once(tmp_path, call):
-    recorded(tmp_path / "old", Plan.parse("dp2tp2opt2"), TENSORS)
-    assert call(tmp_path / "old", tmp_path / "new", "--format", "iteration", "--to", "tp=4")[0] == 0
-    assert mindresume.open(tmp_path / "new").latest().info.world_size == 4
-    found, expected = values(tmp_path / "new"), values(tmp_path / "old")
-    assert all(found[name] == expected[name] for name in TENSORS)
-
-
-def test_a_checkpoint_of_mindformers_is_converted_with_its_strategy(tmp_path, call):
-    plan = Plan.parse("dp2tp2opt2")
-    foreign(tmp_path / "checkpoint", plan, TENSORS)
-    plan.write(tmp_path / "strategy")
-    assert call(tmp_path / "checkpoint", tmp_path / "new", "--format", "iteration")[0] == 0
-    assert all(values(tmp_path / "new")[name] == TENSORS[name].tobytes() for name in TENSORS)
-
-
-def test_the_same_again_does_nothing_and_the_format_of_the_source_is_the_default(tmp_path, read):
-    recorded(tmp_path / "old", Plan.parse("tp2"), TENSORS)
-    arguments = tmp_path / "old", tmp_path / "new", "--format", "iteration"
-    assert read(*arguments)[1]["finished"] and read(*arguments)[1]["seconds"] is None
-    assert read(tmp_path / "new", tmp_path / "third", "--to", "tp=4")[0] == 0
-    assert os.path.isdir(tmp_path / "third" / NAME)
 
 
 def test_weights_without_a_step(tmp_path, call):

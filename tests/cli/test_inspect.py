@@ -1,36 +1,21 @@
 """``mindresume inspect``: what a checkpoint or a strategy holds, in numbers and in words."""
 
 import os
-from pathlib import Path
 
 import pytest
+from cli.test_diff import MODEL, TENSORS
 from reshard.plans import (
     COUNTERS,
     Plan,
-    Spec,
     complete,
     foreign,
     lose,
-    random_tensors,
     recorded,
 )
 
 from mindresume.api.tensors import TensorInfo, cut_text
 from mindresume.cli.inspect import merge_similar_rows, ranges_text
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = {
-    "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
-    "norm.weight": Spec((8,), None, "last"),
-    **{f"layers.{i}.qkv.weight": Spec((24, 8), 0, i) for i in range(4)},
-    **{f"layers.{i}.proj.weight": Spec((8, 8), 1, i, "bfloat16") for i in range(4)},
-    "layers.2.experts.weight": Spec((8, 8, 8), 2, 2, "float16"),
-    "layers.3.ids": Spec((16,), 0, 3, "int64"),
-    "layers.3.mask": Spec((8, 8), 1, 3, "bool"),
-    "layers.3.none": Spec((8, 0), 0, 3),
-    "head.weight": Spec((16, 8), 0, "last"),
-}
-TENSORS = random_tensors(MODEL)
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
 
 
@@ -53,10 +38,6 @@ def saved(tmp_path_factory):
 @pytest.fixture(params=["mindresume", "mindformers"])
 def origin(request):
     return request.param
-
-
-def listed(regions):
-    return {name: [list(part) for part in region] for name, region in regions.items()}
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -88,34 +69,6 @@ def test_every_tensor_and_its_layout(saved, read_ok, origin):
             rows[name]["copies"],
             rows[name]["cut"],
         ) == (None, [], 8, "not cut")
-
-
-@pytest.mark.parametrize("rank", range(8))
-def test_inspect_lists_the_slices_of_a_rank(saved, read_ok, rank):
-    found = read_ok(saved["mindresume"], "--rank", rank)
-    parts = {part["name"]: part for part in found["slices"]}
-    assert found["rank"] == rank and parts.keys() == {*PLAN.regions(rank), *COUNTERS}
-    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(
-        PLAN.regions(rank)
-    )
-    assert all((part["ranks"], part["missing_ranks"]) == ([rank], []) for part in parts.values())
-
-
-@pytest.mark.parametrize("rank", [1, 4, 7])
-def test_omitted_replicas_are_reported(saved, read_ok, call, rank):
-    parts = {part["name"]: part for part in read_ok(saved["mindformers"], "--rank", rank)["slices"]}
-    assert {name for name, part in parts.items() if part["ranks"]} == {*PLAN.keeps(rank), *COUNTERS}
-    assert {name: parts[name]["region"] for name in PLAN.layouts(rank)} == listed(
-        PLAN.regions(rank)
-    )
-    assert all(
-        part["missing_ranks"] == ([] if part["ranks"] else [rank]) for part in parts.values()
-    )
-    absent = any(part["missing_ranks"] for part in parts.values())
-    assert (
-        absent is (rank > 4)
-        and ("not in the file of" in call(saved["mindformers"], "--rank", rank)[1]) is absent
-    )
 
 
 @pytest.mark.parametrize(
@@ -161,17 +114,8 @@ def test_a_lost_file(tmp_path, read_ok):
 @pytest.mark.parametrize("fmt", ["ckpt", "json"])
 def test_a_strategy(tmp_path, read_ok, call, fmt):
     PLAN.write(tmp_path, fmt)
-    found = read_ok(tmp_path)
-    assert (found["kind"], found["world_size"], found["stages"], found["stage_size"]) == (
-        "strategy",
-        8,
-        2,
-        4,
-    )
-    assert found["size_bytes"] is found["files"] is None
-    rows = {row["name"]: row for row in found["tensors"]}
+    rows = {row["name"]: row for row in read_ok(tmp_path)["tensors"]}
     assert rows.keys() == set(TENSORS)
-    assert all(row["shape"] is row["dtype"] is row["local_shape"] is None for row in rows.values())
     assert rows["layers.0.qkv.weight"]["layout"] == PLAN.stages[0]["layers.0.qkv.weight"].to_json()
     found = read_ok(tmp_path, "--tensor", "layers.3.qkv.weight")
     assert [(part["region"], part["of"], part["ranks"]) for part in found["slices"]] == [
@@ -181,11 +125,7 @@ def test_a_strategy(tmp_path, read_ok, call, fmt):
         PLAN.layouts(5)
     )
     out = call(tmp_path)[1]
-    assert (
-        "has neither shapes nor dtypes" in out
-        and "local shape" not in out
-        and "8 ranks = 2 stages x 4" in out
-    )
+    assert "has neither shapes nor dtypes" in out and "8 ranks = 2 stages x 4" in out
     assert "piece (3, 0) of (4, 1)" in call(tmp_path, "--rank", 7)[1]
 
 
@@ -194,15 +134,7 @@ def test_a_strategy(tmp_path, read_ok, call, fmt):
 
 @pytest.mark.parametrize(
     "numbers, text",
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1], "0,1"),
-        ([0, 1, 2], "0-2"),
-        (range(1024), "0-1023"),
-        ([7, 4, 0, 2, 5, 6], "0,2,4-7"),
-        ([1, 2, 4, 5, 6, 9, 10], "1,2,4-6,9,10"),
-    ],
+    [([], ""), ([0, 1], "0,1"), (range(9), "0-8"), ([7, 4, 0, 2, 5, 6, 10], "0,2,4-7,10")],
 )
 def test_ranges_text(numbers, text):
     assert ranges_text(numbers) == text
@@ -247,16 +179,8 @@ def test_folding():
 def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
     PLAN.write(tmp_path / "strategy")
     complete(tmp_path / "merged", TENSORS)
-    foreign(tmp_path / "other" / "foreign", Plan.parse("tp2", MODEL), TENSORS)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "notes.txt").write_text("text")
     ours = saved["mindresume"]
     for arguments, said in [
-        ((tmp_path / "missing",), "missing does not exist"),
-        ((tmp_path / "empty",), "has no checkpoint"),
-        ((tmp_path / "notes.txt",), "notes.txt is no checkpoint"),
-        ((ours, "--step", 3), "has no step 3"),
-        ((tmp_path / "other" / "foreign",), "no strategy is given"),
         ((ours, "--from", tmp_path / "missing"), "there is no such strategy file"),
         ((ours, "--rank", 8), "there is no rank 8; it has 8 ranks"),
         ((ours, "--tensor", "x*"), "tensors matches 'x*'"),
@@ -265,9 +189,4 @@ def test_errors_are_one_line_and_status_2(tmp_path, saved, call):
         ((tmp_path / "merged", "--rank", 0), "which belong to no rank"),
     ]:
         status, out, err = call(*arguments)
-        assert (
-            (status, out) == (2, "")
-            and err.startswith("mindresume: ")
-            and said in err
-            and err.count("\n") == 1
-        ), (said, err)
+        assert (status, out) == (2, "") and said in err and err.count("\n") == 1, (said, err)

@@ -5,10 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rank_folders import flip_bit
 from reshard.plans import MODEL, Plan, random_tensors, recorded
+
+import mindresume
 
 LAUNCHER = ("MS_", "RANK_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 
@@ -40,42 +43,32 @@ def source(tmp_path):
 
 def test_each_process_verifies_a_share_and_prints_what_it_found(source, tmp_path):
     candidate, root = source
-    found = launch(3, "verify", root, "--json")
-    assert [status for status, _, _ in found] == [0] * 3
-    assert sum(json.loads(out)["bytes_read"] for _, out, _ in found) >= sum(
-        file.size for file in candidate.all_files
-    )
     damaged = [str(root / candidate.files[rank][0].path) for rank in (1, 3)]
     for path in damaged:
-        flip_bit(root / path, -1)
+        flip_bit(Path(path), -1)
     found = launch(3, "verify", root, "--json")
+    reports = [json.loads(out) for _, out, _ in found]
+    assert sum(row["bytes_read"] for row in reports) >= sum(
+        file.size for file in candidate.all_files
+    )
     problems = [
-        [problem["file"] for problem in json.loads(out)["checkpoints"][0]["problems"]]
-        for _, out, _ in found
+        [problem["file"] for problem in row["checkpoints"][0]["problems"]] for row in reports
     ]
     assert [status for status, _, _ in found] == [int(bool(files)) for files in problems]
     assert sorted(sum(problems, [])) == damaged
-    ((_, out, _),) = launch(1, "verify", root, "--part", "1/2")
-    assert out.endswith("part 1 of 2: only this share of the files was read\n")
+    note = mindresume.open(root).verify(part=(1, 2)).notes[-1]
+    assert note == "part 1 of 2: only this share of the files was read"
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
-    _, root = source
-    launch(1, "merge", root, tmp_path / "merged", "--part-size", "2000")
-    files = ["part1.safetensors", "part2.safetensors"]
+    mindresume.merge(source[1], tmp_path / "merged", part_size_bytes=2000)
+    files = [str(tmp_path / "merged" / f"part{number}.safetensors") for number in (1, 2)]
     for file in files:
-        flip_bit(tmp_path / "merged" / file, -1)
-    found = [
-        json.loads(
-            launch(1, "verify", tmp_path / "merged", "--json", "--part", f"{number}/3")[0][1]
-        )
-        for number in (1, 2, 3)
-    ]
-    problems = [
-        problem["file"] for report in found for problem in report["checkpoints"][0]["problems"]
-    ]
-    assert sorted(os.path.basename(file) for file in problems) == files
+        flip_bit(Path(file), -1)
+    catalog = mindresume.open(tmp_path / "merged")
+    reports = [catalog.verify(part=(number, 3)) for number in (1, 2, 3)]
+    assert sorted(row.file for report in reports for row in report.problems) == files
 
 
 def test_the_processes_of_a_launch_share_the_files(source, tmp_path):
@@ -87,19 +80,6 @@ def test_the_processes_of_a_launch_share_the_files(source, tmp_path):
         in found[1][2]
     )
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "merged"]
-
-
-def test_parts_by_hand(source, tmp_path):
-    _, root = source
-    for part, text in (("2/2", "part 2 of 2 is written"), ("1/2", "written in")):
-        ((status, out, err),) = launch(
-            1, "convert", root, tmp_path / "new", "--to", "tp=2", "--part", part
-        )
-        assert (status, err) == (0, "") and text in out
-    for part in ("0/2", "2", "a/b"):
-        ((status, _, err),) = launch(1, "convert", root, tmp_path / "new", "--part", part)
-        assert status == 2 and "part is" in err
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "new"]
 
 
 def test_a_process_that_does_not_come_is_an_error(source, tmp_path):

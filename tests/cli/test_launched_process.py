@@ -3,7 +3,7 @@ started is alone."""
 
 import pytest
 
-from mindresume.cli.launch import is_scheduler, launched_process
+from mindresume.cli.launch import ShareOfProcess, is_scheduler, launched_process, share_of_process
 from mindresume.errors import ConfigError
 
 MSRUN = {
@@ -107,3 +107,11 @@ def test_wrong_numbers_are_refused(environment):
 def test_the_scheduler_of_msrun_has_nothing_to_do():
     assert is_scheduler({**MSRUN, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"})
     assert not is_scheduler(MSRUN)
+
+
+def test_a_part_by_hand(monkeypatch):
+    monkeypatch.setenv("MS_ROLE", "")
+    assert share_of_process("2/4") == ShareOfProcess((2, 4))
+    for part in ("2", "a/b", "1/"):
+        with pytest.raises(ConfigError, match="--part is"):
+            share_of_process(part)

@@ -3,8 +3,6 @@
 import errno
 import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 from rank_folders import save
@@ -41,22 +39,10 @@ def test_json_alone_writes_nothing(read, output, tmp_path, monkeypatch):
     status, found = read(output)
     assert status == 0 and found["files"] == [] and sorted(os.listdir(tmp_path)) == ["run"]
     assert found["steps"] == {"reached": 10, "done": 13, "lost": 3, "at_risk": None}
-    assert [(row["outcome"], row["steps_lost"]) for row in found["attempts"]] == [
-        ("failed", 3),
-        ("finished", 0),
-    ]
-    assert (found["restarts"], found["failures"], found["goodput"]) == (
-        1,
-        1,
-        pytest.approx(10 / 55, abs=1e-3),
-    )
+    assert (found["restarts"], found["failures"]) == (1, 1)
     assert [row["step"] for row in found["checkpoints"]] == [10, 5]
-
-
-def test_json_and_a_page(read, output, tmp_path):
-    _, found = read(output, "-o", tmp_path / "new.html")
-    assert found["files"] == [str(tmp_path / "new.html")]
-    assert (tmp_path / "new.html").exists()
+    assert read(output, "-o", "new.html")[1]["files"] == ["new.html"]
+    assert sorted(os.listdir(tmp_path)) == ["new.html", "run"]
 
 
 @pytest.mark.parametrize("inner", ["..", ".", "checkpoint"])
@@ -88,13 +74,10 @@ def test_logs_in_another_folder(read, tmp_path, output):
 
 
 def test_wrong_arguments(call, output, tmp_path):
-    status, _, err = call(output, "-o", tmp_path / "x.pdf")
-    assert status == 2 and err.endswith(
-        "x.pdf: the page is an HTML file; give a name that ends in .html\n"
-    )
-    assert call(tmp_path / "gone")[0] == 2
-    assert call(output, "--logs", tmp_path / "gone")[0] == 2
-    assert call(output, "-o", tmp_path / "no" / "such" / "x.html")[0] == 2
+    for page in ("x.pdf", tmp_path / "no" / "such" / "x.html"):
+        status, _, err = call(output, "-o", page)
+        assert status == 2 and str(page) in err and err.count("\n") == 1
+    assert call(tmp_path / "gone")[0] == call(output, "--logs", tmp_path / "gone")[0] == 2
 
 
 def test_without_jinja2_only_the_page_is_refused(call, read, output, monkeypatch, tmp_path):
@@ -104,28 +87,7 @@ def test_without_jinja2_only_the_page_is_refused(call, read, output, monkeypatch
     assert read(output)[0] == 0
 
 
-def test_other_commands_do_not_import_it(output):
-    code = (
-        "import sys\nfrom mindresume import cli\nsys.argv = ['mindresume', 'ls', sys.argv[1], "
-        "'--json']\n"
-        "try:\n    cli.main()\nfinally:\n    print([name for name in sys.modules if "
-        "name.split('.')[0] in ("
-        "'jinja2', 'mindspore', 'mindformers') or name.startswith('mindresume.report')], "
-        "file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(output)], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == "[]\n"
-
-
 def test_a_page_that_cannot_be_written(call, output, tmp_path, monkeypatch):
-    status, _, err = call(output, "-o", tmp_path / "missing" / "folder" / "x.html")
-    assert (
-        status == 2
-        and f"there is no folder {tmp_path / 'missing' / 'folder'}" in err
-        and len(err.splitlines()) == 1
-    )
     monkeypatch.setattr("mindresume.storage.posix.PosixStorage.write", full)
     status, _, err = call(output, "-o", tmp_path / "x.html")
     assert (status, err) == (2, f"mindresume: {tmp_path / 'x.html'}: No space left on device\n")
