@@ -25,6 +25,7 @@ from rank_folders import (
     target_of,
     tensors_of,
 )
+from storages import Hooked, failing
 
 from mindresume import runtime
 from mindresume.coordination import lease as leases
@@ -188,15 +189,8 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     """Whatever is known of it before stays known, and the next scrub and start read it again."""
     for step in (5, 10):
         save(tmp_path, step)
-    unreadable = str(path_of(tmp_path, 10, 3))
-
-    class Failing(PosixStorage):
-        def open(self, name):
-            if name == unreadable:
-                raise OSError(error, os.strerror(error), name)
-            return super().open(name)
-
-    found = scrubbed(tmp_path, Failing())
+    storage = failing(path_of(tmp_path, 10, 3).name, "open", number=error)
+    found = scrubbed(tmp_path, storage)
     assert (found[5].state, found[10].state) == (INTACT, UNREADABLE) and found[10].damaged[
         0
     ].is_unreadable
@@ -205,9 +199,7 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     flip_bit(path_of(tmp_path, 10, 3))
     assert states(tmp_path)[10] == DAMAGED
     # what was proved stays
-    assert (
-        scrubbed(tmp_path, Failing())[10].state == UNREADABLE and chosen(tmp_path, full=False) == 5
-    )
+    assert scrubbed(tmp_path, storage)[10].state == UNREADABLE and chosen(tmp_path, full=False) == 5
 
 
 # ---- what follows --------------------------------------------------------------------------------
@@ -224,13 +216,10 @@ def test_damage_is_refused_without_a_new_reading(tmp_path):
         (5, COMPLETE),
     ]
     assert chosen(tmp_path, full=False) == chosen(tmp_path) == 5
-
-    class Unread(PosixStorage):
-        def open(self, name):
-            assert not name.endswith("1_10.safetensors"), "a weight file of step 10 is read"
-            return super().open(name)
-
-    assert list_checkpoints(Unread(), str(tmp_path), unknown_strategy)[1][0].problem.rank == 3
+    disk = Hooked()
+    assert rows_of(tmp_path, disk)[0].problem.rank == 3
+    opened = [path for what, path in disk.asked if what == "open"]
+    assert opened and not any(path.endswith("1_10.safetensors") for path in opened)
 
 
 def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
@@ -329,33 +318,20 @@ class DiedError(BaseException):
     """The process died."""
 
 
-class Dying(PosixStorage):
+class Dying(Hooked):
     """Performs so many changes, and the last of them half; then the process is dead."""
 
     def __init__(self, changes):
+        super().__init__(self._change)
         self.left = changes
 
-    def _change(self):
-        if self.left == 0:
-            raise DiedError
-        self.left -= 1
-
-    def write(self, path, pieces, size=0):
-        try:
-            self._change()
-        except DiedError:
-            Path(path).write_bytes(b"".join(pieces)[:7])  # nothing removes it
-            raise
-        return super().write(path, pieces, size)
-
-
-for name in ("rename", "sync", "remove", "make_folder"):
-
-    def change(self, *arguments, _name=name):
-        self._change()
-        return getattr(PosixStorage, _name)(self, *arguments)
-
-    setattr(Dying, name, change)
+    def _change(self, operation, path):
+        if operation in ("write", "rename", "sync", "remove", "make_folder"):
+            if self.left == 0:
+                if operation == "write":
+                    Path(path).write_bytes(b"7 bytes")  # nothing removes it
+                raise DiedError
+            self.left -= 1
 
 
 def test_a_death_at_any_operation_leaves_the_old_file_or_the_repaired_one(tmp_path):
@@ -470,13 +446,8 @@ def test_a_full_disk_is_an_error_of_the_scrub_and_no_damage(tmp_path, monkeypatc
     flip_bit(path_of(tmp_path, 5, 1))
     bad = path_of(tmp_path, 5, 1).read_bytes()
 
-    class Full(PosixStorage):
-        def write(self, path, pieces, size=0):
-            if path.endswith("1_5.safetensors.mindresume-tmp") or "net_rank" in path:
-                raise OSError(28, "No space left on device", path)
-            return super().write(path, pieces, size)
-
-    found = scrubbed(tmp_path, Full(), repairs=True)[5]
+    full = failing("net_rank", "write", number=errno.ENOSPC)
+    found = scrubbed(tmp_path, full, repairs=True)[5]
     assert found.state == DAMAGED and any("No space left" in note for note in found.notes)
     assert path_of(tmp_path, 5, 1).read_bytes() == bad
 

@@ -1,4 +1,3 @@
-import errno
 import os
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from rank_folders import (
     tensors_of,
     write_rank,
 )
+from storages import Hooked, failing
 
 from mindresume.errors import SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned
@@ -50,30 +50,15 @@ def test_committed_once_the_last_rank_has_recorded(tmp_path):
 def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tmp_path):
     """A rank may be between the rename of its record and the flush: the record is visible, and a
     power loss may remove it. A manifest without that record would remain forever."""
-    done = []
-
-    class Noting(PosixStorage):
-        def list(self, folder):
-            done.append(("list", folder))
-            return super().list(folder)
-
-        def sync(self, folder):
-            done.append(("sync", folder))
-            super().sync(folder)
-
-        def write(self, path, pieces, size=0):
-            done.append(("write", os.path.basename(path)))
-            return super().write(path, pieces, size)
-
+    disk = Hooked()
     for rank in range(2):
         write_rank(tmp_path, 5, rank, 2)
-    target = replace(target_of(tmp_path, 0, 2), storage=Noting())
+    target = replace(target_of(tmp_path, 0, 2), storage=disk)
     assert Committer(target).poll(5) == []
-    listed, attempt = done.index(("list", target.attempt(5))), target.attempt(5)
-    written = next(
-        number for number, (what, name) in enumerate(done) if what == "write" and MANIFEST in name
-    )
-    assert ("sync", attempt) in done[listed:written]
+    attempt = target.attempt(5)
+    published = disk.asked.index(("rename", os.path.join(attempt, MANIFEST)))
+    listed = disk.asked.index(("list", attempt))
+    assert ("sync", attempt) in disk.asked[listed:published]
 
 
 def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path, clock):
@@ -133,19 +118,13 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path):
 
 def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
     """Each commit read those of all kept checkpoints again, twice: seconds for thousands."""
-    opened = []
-
-    class Noting(PosixStorage):
-        def open(self, path):
-            if path.endswith(MANIFEST):
-                opened.append(path)
-            return super().open(path)
-
-    committer = Committer(replace(target_of(tmp_path, 0, 2), storage=Noting()), KeepLast(4))
+    disk = Hooked()
+    committer = Committer(replace(target_of(tmp_path, 0, 2), storage=disk), KeepLast(4))
     for step in range(5, 55, 5):
         for rank in range(2):
             write_rank(tmp_path, step, rank, 2)
         committer.poll(step)
+    opened = [path for what, path in disk.asked if what == "open" and path.endswith(MANIFEST)]
     assert steps(tmp_path) == [50, 45, 40, 35] and len(opened) == len(set(opened)) == 10
 
 
@@ -260,42 +239,25 @@ def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
     )
 
 
-class UnreadableWeights(PosixStorage):
-    """Fails each access to the weights of rank 1 and counts how often a record is opened."""
-
-    opened = 0
-
-    def open(self, path):
-        self.opened += os.path.basename(path).startswith("rank_0000")
-        return super().open(path)
-
-    def status(self, path):
-        if f"{os.sep}rank_1{os.sep}" in path:
-            raise OSError(errno.EIO, "Input/output error", path)
-        return super().status(path)
-
-
 def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):
-    disk = UnreadableWeights()
+    disk = failing("net_rank_1", "status")
     committer = Committer(replace(target_of(tmp_path, 0, 2), storage=disk))
     for step in range(1, 9):
         for rank in range(2):
             write_rank(tmp_path, step, rank, 2)
         committer.poll(step)
-    disk.opened = 0
-    assert committer.poll() == list(range(1, 9)) and disk.opened == 2 * 8
+    disk.asked.clear()
+    assert committer.poll() == list(range(1, 9))
+    opened = [path for what, path in disk.asked if what == "open"]
+    assert len(opened) == 2 * 8 and all("rank_0000" in path for path in opened)
     committer.target = replace(committer.target, storage=PosixStorage())
     assert committer.poll() == [] and sorted(committer.committed) == list(range(1, 9))
 
 
 def test_a_folder_that_cannot_be_read_at_the_end_is_an_error_after_the_event(tmp_path, clock):
-    class Gone(PosixStorage):
-        def list(self, folder):
-            raise OSError(errno.ESTALE, "Stale file handle", folder)
-
     events = []
     committer = Committer(
-        replace(target_of(tmp_path, 0, 1), storage=Gone()),
+        replace(target_of(tmp_path, 0, 1), storage=failing("", "list")),
         emit=events.append,
     )
     committer.poll(5)

@@ -9,7 +9,7 @@ import pytest
 import rank_folders
 from fakes import moxing
 from rank_folders import STORAGE, Ranks, folder_contents
-from storages import moxing_store
+from storages import failing, moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import RemoteError
@@ -21,7 +21,6 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
-from mindresume.storage.posix import PosixStorage
 
 # ---- a training that is complete -----------------------------------------------------------------
 
@@ -65,17 +64,12 @@ def test_a_complete_training_in_a_folder_that_nobody_can_write_is_complete(tmp_p
     iteration_folders.save(tmp_path, 20)
     iteration_folders.unname(tmp_path, 20)
 
-    class ReadOnly(PosixStorage):
-        def make_folder(self, path):
-            raise OSError(errno.EROFS, "Read-only file system", path)
-
-        write = rename = make_folder
-
+    read_only = failing("", "make_folder", "write", "rename", number=errno.EROFS)
     events = []
     choice = select_checkpoint(
         STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(every_rank=True)
     )
-    publish_completed(ReadOnly(), choice, SingleProcess(), {}, 0.0, events.append)
+    publish_completed(read_only, choice, SingleProcess(), {}, 0.0, events.append)
     assert any(
         "is complete, and not published now" in getattr(event, "text", "") for event in events
     )

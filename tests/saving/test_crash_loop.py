@@ -8,6 +8,7 @@ import socket
 
 import pytest
 from rank_folders import STORAGE, Ranks, dir_at, save
+from storages import failing
 
 from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
@@ -19,7 +20,6 @@ from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
 from mindresume.saving.retention import KeepLast, plan
-from mindresume.storage.posix import PosixStorage
 
 NAN = RuntimeError("loss is nan")
 
@@ -343,15 +343,9 @@ def test_an_unreadable_failure_record_does_not_count(root, word):
 
 @pytest.mark.parametrize("operation", ["write", "rename", "sync", "remove"])
 def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
-    class Broken(PosixStorage):
-        pass
-
-    def fail(*_, **__):
-        raise OSError(5, "Input/output error")
-
     Job(root).fails()
-    setattr(Broken, operation, fail)
-    load_attempt = LoadAttempt(CheckpointDir(Broken(), str(root)), choose(root).chosen, "/output")
+    directory = CheckpointDir(failing("", operation), str(root))
+    load_attempt = LoadAttempt(directory, choose(root).chosen, "/output")
     load_attempt.run = run_name(9, "0000aaaa")
     for work in (load_attempt.begin, load_attempt.passed, lambda: load_attempt.failed(NAN)):
         try:

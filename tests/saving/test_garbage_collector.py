@@ -22,6 +22,7 @@ from rank_folders import (
     save,
     write_rank,
 )
+from storages import Hooked, failing, os_error
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, acquire_read_lock
@@ -134,20 +135,13 @@ def test_an_incomplete_save_of_the_active_run_is_removed_after_its_newest_commit
 
 def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
     """A job starts in between: its save is in the folder, so its lease must be seen."""
-    read = []
-
-    class Watched(PosixStorage):
-        def list(self, folder):
-            read.append(folder)
-            return super().list(folder)
-
-    seen = []
+    disk, seen = Hooked(), []
 
     class Asked:
         def __contains__(self, run):
-            return not seen.append(len(read))
+            return not seen.append([what for what, _ in disk.asked].count("list"))
 
-    plan(CheckpointDir(Watched(), str(saved)), KEEP_ALL, ended=Asked())
+    plan(CheckpointDir(disk, str(saved)), KEEP_ALL, ended=Asked())
     # the folder of records and those of five attempts
     assert seen and min(seen) >= 6
 
@@ -207,14 +201,8 @@ def test_the_checkpoint_that_meta_json_names_is_kept(saved):
 
 
 def test_nothing_is_removed_while_the_target_of_meta_json_is_unknown(saved):
-    class FailingStorage(PosixStorage):
-        def open(self, path):
-            if path.endswith("meta.json"):
-                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-            return super().open(path)
-
-    with pytest.raises(OSError, match="Input/output"):
-        plan(CheckpointDir(FailingStorage(), str(saved)), KeepLast(1))
+    with pytest.raises(OSError, match="Stale"):
+        plan(CheckpointDir(failing(META, "open"), str(saved)), KeepLast(1))
 
 
 def test_a_complete_uncommitted_save_is_kept(tmp_path):
@@ -292,42 +280,18 @@ class Died(Exception):
     """Is not an OSError: nothing in the product catches it, like a SIGKILL."""
 
 
-class Counting(PosixStorage):
-    """Counts operations and is killed before operation ``limit`` (from 0)."""
+class Counting(Hooked):
+    """Is killed before operation ``limit`` (from 0)."""
 
     width = 1
 
     def __init__(self, limit=None):
-        self.limit, self.done = limit, []
+        super().__init__(self._count)
+        self.limit = limit
 
     def _count(self, *what):
-        if len(self.done) == self.limit:
+        if len(self.asked) - 1 == self.limit:
             raise Died(what)
-        self.done.append(what)
-
-    def list(self, folder):
-        self._count("list", folder)
-        return super().list(folder)
-
-    def status(self, path):
-        self._count("status", path)
-        return super().status(path)
-
-    def open(self, path):
-        self._count("open", path)
-        return super().open(path)
-
-    def rename(self, old, new):
-        self._count("rename", old, new)
-        super().rename(old, new)
-
-    def sync(self, folder):
-        self._count("sync", folder)
-        super().sync(folder)
-
-    def remove(self, path):
-        self._count("remove", path)
-        super().remove(path)
 
 
 def test_the_order_of_operations(saved):
@@ -335,12 +299,12 @@ def test_the_order_of_operations(saved):
     removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
     assert steps(removed) == [5]
     records, name = saved / FOLDER, attempt_name(5, RUN)
-    changes = [what for what in storage.done if what[0] not in ("list", "status", "open")]
-    trash = Path(changes[1][2])
+    changes = [what for what in storage.asked if what[0] not in ("list", "status", "open")]
+    trash = Path(changes[1][1])
     assert trash.parent == records and strip_trash(trash.name) == name
     expected = [
         ("sync", str(records / attempt_name(20, RUN))),
-        ("rename", str(records / name), str(trash)),
+        ("rename", str(trash)),
         ("sync", str(records)),
     ]
     for rank in range(2):
@@ -371,11 +335,11 @@ def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
     trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))  # with whatever nonce
     first_record = next(
         i
-        for i, what in enumerate(storage.done)
+        for i, what in enumerate(storage.asked)
         if what[0] == "remove" and what[1].startswith(trash)
     )
-    assert ("sync", str(saved / "rank_0")) in storage.done[:first_record]
-    assert ("sync", str(saved / "rank_1")) in storage.done[:first_record]
+    assert ("sync", str(saved / "rank_0")) in storage.asked[:first_record]
+    assert ("sync", str(saved / "rank_1")) in storage.asked[:first_record]
 
 
 def counted(root):
@@ -384,7 +348,7 @@ def counted(root):
     shutil.copytree(root, copy)
     storage = Counting()
     carry_out(CheckpointDir(storage, str(copy)), planned(copy, KeepLast(3)))
-    return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.done]
+    return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.asked]
 
 
 def test_a_checkpoint_is_removed_although_a_file_stands_where_a_rank_folder_should(saved):
@@ -476,7 +440,7 @@ def test_read_locks_are_checked_after_the_rename_is_durable(saved):
     storage, asked = Counting(), []
 
     def read_locks():
-        asked.append([what[0] for what in storage.done])
+        asked.append([what[0] for what in storage.asked])
         return {}
 
     carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(2)), read_locks)
@@ -535,17 +499,17 @@ def test_another_process_may_finish_the_removal_before_the_lock_is_seen(saved):
 # ---- each fails for itself -----------------------------------------------------------------------
 
 
-class Stuck(Counting):
-    """Fails operations on paths with one of ``names``, or in a folder of such a name."""
+def stuck(operation, name):
+    """Returns a disk on which this operation fails on paths with this name, or in a folder of that
+    name."""
 
-    def __init__(self, operation, *names, code=errno.EACCES):
-        super().__init__()
-        self.operation, self.names, self.code = operation, names, code
+    def before(what, path):
+        if what == operation and name in path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-    def _count(self, what, *paths):
-        super()._count(what, *paths)
-        if what == self.operation and any(name in paths[0] for name in self.names):
-            raise OSError(self.code, os.strerror(self.code), *paths[:1])
+    storage = Hooked(before)
+    storage.width = 1
+    return storage
 
 
 @pytest.mark.parametrize(
@@ -560,7 +524,7 @@ class Stuck(Counting):
 def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, left):
     events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
-    storage = Stuck(operation, name)
+    storage = stuck(operation, name)
     removed = carry_out(
         CheckpointDir(storage, str(saved)),
         planned(saved, KeepLast(1), ended=EVERY_RUN),
@@ -587,12 +551,12 @@ def test_the_last_commit_of_each_run_is_flushed_before_a_removal(saved, next_run
     last = {attempt_name(20, RUN), attempt_name(next_run_saved, NEXT_RUN)}
     storage = Counting()
     removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
-    operations = [what[0] for what in storage.done]
-    flushed = storage.done[: operations.index("rename")]
+    operations = [what[0] for what in storage.asked]
+    flushed = storage.asked[: operations.index("rename")]
     assert {Path(path).name for what, path in flushed if what == "sync"} == last
     assert steps(removed) == [10, 5]
 
-    events, storage = [], Stuck("sync", attempt_name(20, RUN))
+    events, storage = [], stuck("sync", attempt_name(20, RUN))
     made = planned(saved, KeepLast(2))
     assert carry_out(CheckpointDir(storage, str(saved)), made, emit=events.append) == []
     assert events == [
@@ -601,7 +565,7 @@ def test_the_last_commit_of_each_run_is_flushed_before_a_removal(saved, next_run
 
 
 def test_a_failed_removal_is_emitted_once(saved):
-    events, storage = [], Stuck("rename", attempt_name(5, RUN))
+    events, storage = [], stuck("rename", attempt_name(5, RUN))
     target = rank_folders.target_of(saved, 0, 2)
     committer = Committer(
         type(target)(storage, target.root, target.run, 0, 2), KeepLast(3), events.append
@@ -726,34 +690,27 @@ def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):
     for step in (5, 6, 7):
         save(tmp_path, step, world=1)
 
-    class Private(PosixStorage):
-        def open(self, path):
-            if path.endswith(META):
-                raise PermissionError(13, "Permission denied", path)
-            return super().open(path)
-
-    made = plan(CheckpointDir(Private(), str(tmp_path)), KeepLast(1), {}, ended=EVERY_RUN)
+    private = failing(META, "open", number=errno.EACCES)
+    made = plan(CheckpointDir(private, str(tmp_path)), KeepLast(1), {}, ended=EVERY_RUN)
     assert steps(made.to_delete) == [6, 5]
 
 
 # ---- what cannot be read now ---------------------------------------------------------------------
 
 
-class Unreadable(PosixStorage):
-    """Reports EIO for files with one of ``names`` in their path."""
+def unreadable(names):
+    """Reports EIO for files with one of ``names`` in their path, and folders of such a name."""
 
-    def __init__(self, *names):
-        self.names = names
+    def before(what, path):
+        if (
+            what == "open"
+            and any(name in path for name in names)
+            or what == "list"
+            and os.path.basename(path) in names
+        ):
+            raise os_error(errno.EIO, path)
 
-    def open(self, path):
-        if any(name in path for name in self.names):
-            raise OSError(errno.EIO, "Input/output error", path)
-        return super().open(path)
-
-    def list(self, path):
-        if os.path.basename(path) in self.names:
-            raise OSError(errno.EIO, "Input/output error", path)
-        return super().list(path)
+    return Hooked(before)
 
 
 WEIGHTS, RECORDS = "-1_5.safetensors", f"{FOLDER}/{TRASH}"
@@ -773,7 +730,7 @@ def test_a_removal_whose_files_cannot_be_told_from_others_is_postponed(saved, na
     made, events = planned(saved, KeepEverySteps(10)), []
     assert steps(made.to_delete) == [15, 5]
     carry_out(
-        CheckpointDir(Unreadable(*names), str(saved)),
+        CheckpointDir(unreadable(names), str(saved)),
         Plan(to_delete=made.to_delete[1:]),
         emit=events.append,
     )

@@ -1,6 +1,7 @@
 """How an iteration folder is published, replaced and removed, and how the next run repairs an
 interruption."""
 
+import errno
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from iteration_folders import (
     write_rank,
 )
 from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at
+from storages import Hooked, os_error
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, acquire_read_lock, holder_of_this_process
@@ -88,30 +90,20 @@ def committed(root):
     return [(c.step, c.run) for c in scan_records(dir_at(root))[0] if c.committed]
 
 
-class Dying(PosixStorage):
+class Dying(Hooked):
     """Is killed before the changing operation ``at``."""
 
     width = 1
 
     def __init__(self, at=None):
+        super().__init__(self._count)
         self.at, self.done = at, []
 
     def _count(self, name, path):
-        self.done.append((name, os.path.basename(path)))
-        if len(self.done) == self.at:
-            raise KeyboardInterrupt
-
-    def rename(self, old, new):
-        self._count("rename", new)
-        super().rename(old, new)
-
-    def write(self, path, pieces, size=0):
-        self._count("write", path)
-        return super().write(path, pieces, size)
-
-    def remove(self, path):
-        self._count("remove", path)
-        super().remove(path)
+        if name in ("rename", "write", "remove"):
+            self.done.append((name, os.path.basename(path)))
+            if len(self.done) == self.at:
+                raise KeyboardInterrupt
 
 
 def interrupted_at_each_operation(act):
@@ -123,6 +115,18 @@ def interrupted_at_each_operation(act):
         with pytest.raises(KeyboardInterrupt):
             act(Dying(at), at)
         yield at, calm.done[at - 1]
+
+
+def failing_once(operation, name):
+    """Returns a disk on which this operation fails once on a path that ends with ``name``."""
+    left = [1]
+
+    def before(what, path):
+        if what == operation and path.endswith(name) and left:
+            left.clear()
+            raise os_error(errno.EIO, path)
+
+    return Hooked(before)
 
 
 # ---- a save --------------------------------------------------------------------------------------
@@ -207,19 +211,14 @@ def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
 def test_a_tracker_that_could_not_be_written_costs_no_save(tmp_path):
     """... although all ranks were killed after the manifest of the next step."""
 
-    class NoTracker(PosixStorage):
-        def rename(self, old, new):
-            if new.endswith(TRACKER):
-                raise OSError(5, "Input/output error", new)
-            super().rename(old, new)
-
-        def write(self, path, pieces, size=0):
-            if "tracker-0000000015" in path:
-                raise KeyboardInterrupt
-            return super().write(path, pieces, size)
+    def before(operation, path):
+        if operation == "rename" and path.endswith(TRACKER):
+            raise os_error(errno.EIO, path)
+        if operation == "write" and "tracker-0000000015" in path:
+            raise KeyboardInterrupt
 
     save(tmp_path, 5)
-    committer = Committer(target_of(tmp_path, storage=NoTracker()))
+    committer = Committer(target_of(tmp_path, storage=Hooked(before)))
     write_all(tmp_path, 10)
     committer.poll(10)
     write_all(tmp_path, 15)
@@ -406,14 +405,12 @@ def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path)
     track(tmp_path, 20)
     write_all(tmp_path, 20, run=NEXT)
 
-    class Stop(PosixStorage):
-        def rename(self, old, new):
-            if TRASH in new:
-                raise KeyboardInterrupt
-            super().rename(old, new)
+    def stop(operation, path):
+        if operation == "rename" and TRASH in path:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Committer(target_of(tmp_path, run=NEXT, storage=Stop())).poll(20)
+        Committer(target_of(tmp_path, run=NEXT, storage=Hooked(stop))).poll(20)
     assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
 
 
@@ -451,16 +448,10 @@ def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, 
 def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
     """A tracker that a user sets back would otherwise count as late once the newer ones are
     removed."""
-
-    class Once(PosixStorage):
-        def remove(self, path):
-            if path.endswith("tracker-0000000010"):
-                raise OSError(5, "Input/output error", path)
-            super().remove(path)
-
     save(tmp_path, 5)
     write_all(tmp_path, 10)
-    Committer(target_of(tmp_path, storage=Once())).poll(10)
+    storage = failing_once("remove", "tracker-0000000010")
+    Committer(target_of(tmp_path, storage=storage)).poll(10)
     intend(tmp_path, 30)  # not ours to remove: of a later step
     assert hidden(tmp_path) == ["tracker-0000000010", "tracker-0000000030"]
     save(tmp_path, 20)
@@ -468,16 +459,7 @@ def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
 
 
 def test_an_error_before_the_rename_is_repaired_by_the_next_save(tmp_path):
-    class Once(PosixStorage):
-        failed = False
-
-        def rename(self, old, new):
-            if new.endswith(VISIBLE) and not self.failed:
-                self.failed = True
-                raise OSError(5, "Input/output error", new)
-            super().rename(old, new)
-
-    events, storage = [], Once()
+    events, storage = [], failing_once("rename", VISIBLE)
     committer = Committer(target_of(tmp_path, storage=storage), emit=events.append)
     for step in (10, 20):
         write_all(tmp_path, step)

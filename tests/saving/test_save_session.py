@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
+from storages import Hooked, failing, os_error
 
 from mindresume.coordination.storage_topology import (
     COMMON,
@@ -25,17 +26,10 @@ from mindresume.saving.save_session import SaveSession, check_directory, open_sa
 from mindresume.storage.posix import PosixStorage
 
 
-class Stuck(PosixStorage):
-    def remove(self, path):
-        if path.endswith(COMMON):
-            raise OSError(errno.EIO, "Input/output error", path)
-        super().remove(path)
-
-
 def test_an_old_common_record_that_cannot_be_removed_is_kept_without_an_error(tmp_path):
     (tmp_path / ".mindresume").mkdir()
     record_common(CheckpointDir(STORAGE, str(tmp_path)), "", RUN)
-    for storage, there in ((Stuck(), [COMMON]), (STORAGE, [])):
+    for storage, there in ((failing(COMMON, "remove"), [COMMON]), (STORAGE, [])):
         peer_state = PeerState(CheckpointDir(storage, str(tmp_path)), RUN, single_group(2), 0)
         home = SaveSession(
             replace(target_of(tmp_path, 0, 2), storage=storage),
@@ -137,19 +131,12 @@ def test_old_probes_of_dead_jobs_are_removed_and_those_of_possibly_running_jobs_
 
 
 def test_an_old_probe_that_cannot_be_removed_stops_no_job(tmp_path):
-    class Kept(PosixStorage):
-        def remove(self, path):
-            if path.endswith(NAMES[0]):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
-            super().remove(path)
-
-        def status(self, path):
-            if path.endswith(NAMES[1]):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-            return super().status(path)
+    def before(operation, path):
+        if (operation, os.path.basename(path)) in (("remove", NAMES[0]), ("status", NAMES[1])):
+            raise os_error(errno.ESTALE, path)
 
     left(tmp_path / FOLDER, NAMES, 3700)
-    check_directory(CheckpointDir(Kept(), str(tmp_path)))
+    check_directory(CheckpointDir(Hooked(before), str(tmp_path)))
     assert sorted(os.listdir(tmp_path / FOLDER)) == NAMES[:2]
 
 
@@ -175,13 +162,8 @@ def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
     ],
 )
 def test_the_operation_that_fails_is_named(tmp_path, operation, named):
-    storage = PosixStorage()
-    storage.make_folder(str(tmp_path / FOLDER))
-
-    def fail(*arguments):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), arguments[0])
-
-    setattr(storage, operation, fail)
+    (tmp_path / FOLDER).mkdir()
+    storage = failing("", operation, number=errno.EROFS)
     with pytest.raises(
         SaveError,
         match=f"cannot hold checkpoints: {named} failed: Read-only file system.*output_dir",
@@ -207,13 +189,7 @@ def test_a_rename_that_copies(tmp_path):
 def test_a_folder_above_that_cannot_be_opened(tmp_path):
     """The parent existed before: its name needs no flush. Folders created below are still
     flushed."""
-    storage, inner = PosixStorage(), PosixStorage().sync
-    storage.make_folder(str(tmp_path / "checkpoint"))
-
-    def sync(folder):
-        if folder == str(tmp_path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
-        inner(folder)
-
-    storage.sync = sync
+    (tmp_path / "checkpoint").mkdir()
+    storage = failing(tmp_path.name, "sync", number=errno.EACCES)
     check_directory(CheckpointDir(storage, str(tmp_path / "checkpoint")))
+    assert ("sync", str(tmp_path)) in storage.asked

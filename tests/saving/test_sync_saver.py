@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from rank_folders import RUN, name_of, path_of, state_of, target_of, tensors_of, write_rank
+from storages import failing
 
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
@@ -179,10 +180,6 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
 
 
 def test_an_exceeded_quota_is_out_of_space(tmp_path):
-    class Exhausted(PosixStorage):
-        def write(self, path, pieces, size=0):
-            raise OSError(errno.EDQUOT, "Disk quota exceeded", path)
-
-    target = target_of(tmp_path, 0, 1)
+    full = failing("", "write", number=errno.EDQUOT)
     with pytest.raises(OutOfSpaceError, match="Disk quota exceeded"):
-        write_shard(SaveTarget(Exhausted(), target.root, target.run, 0, 1), shard(5))
+        write_shard(SaveTarget(full, str(tmp_path), RUN, 0, 1), shard(5))
