@@ -113,3 +113,11 @@ def test_a_section_within_the_section():
         read({"inner": 5}, {})
     with pytest.raises(ConfigError, match=r"mindresume.inner.every_steps is -1"):
         read({"inner": {"every_steps": -1}}, {})
+
+
+def test_a_list_or_text_of_patterns():
+    assert Settings.load({"allow_missing": ["a*", "b"]}, {}).allow_missing == ("a*", "b")
+    assert Settings.load({}, {"MINDRESUME_ALLOW_MISSING": "a*, b"}).allow_missing == ("a*", "b")
+    for wrong in (3, [1], [""], {"a": 1}):
+        with pytest.raises(ConfigError, match="expected a list of patterns"):
+            Settings.load({"allow_missing": wrong}, {})

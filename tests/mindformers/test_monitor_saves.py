@@ -29,11 +29,6 @@ from mindresume.errors import SaveError  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 
 
-def test_a_last_step_that_is_saved_already_is_not_saved_again(tmp_path):
-    Job(build(tmp_path)).steps(10).end()
-    assert len(files(tmp_path)) == 2 and committed(tmp_path) == [5, 10]
-
-
 @pytest.mark.parametrize(
     "done, expected", [(7, [10, 15, 19]), (10, [15, 20, 22]), (13, [15, 20, 25])]
 )
@@ -152,14 +147,6 @@ def test_a_save_due_during_another_is_skipped_if_configured(tmp_path, own_contex
     assert committed(tmp_path) == [5, 15]
 
 
-def test_async_save_writes_weights_only_files(tmp_path):
-    Job(build(tmp_path, async_save=True, save_network_params=True)).steps(10).end()
-    assert files(tmp_path, "checkpoint_network") == [
-        "net_rank_0-network-1_10.safetensors",
-        "net_rank_0-network-1_5.safetensors",
-    ]
-
-
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
 def test_mindspore_loads_our_files_with_equal_values_and_counters(tmp_path, fmt):
     job = Job(build(tmp_path, done=20, checkpoint_format=fmt), 20).steps(5)
@@ -191,15 +178,13 @@ def test_without_loss_scale_in_append_info_none_is_saved(tmp_path):
     assert candidate.state.loss_scale is None
 
 
-def test_the_hooks_finish_the_saves_of_a_failed_training(tmp_path, own_context, monkeypatch):
-    job = Job(build(tmp_path, async_save="thread")).steps(5)
+def test_a_failed_training_finishes_its_saves_and_a_finished_one_has_none(tmp_path, own_context):
+    job = Job(build(tmp_path, async_save="thread", save_network_params=True)).steps(5)
     assert own_context.saves is job.monitor._training
     job.monitor._training.manager.finish_after_error()
     assert committed(tmp_path) == [5]
-
-
-def test_after_its_end_a_training_has_no_monitor(tmp_path, own_context):
-    Job(build(tmp_path)).steps(5).end()
+    assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_5.safetensors"]
+    job.end()
     assert own_context.saves is None
 
 
@@ -222,11 +207,6 @@ def test_a_monitor_in_a_second_training_saves_its_steps(tmp_path):
     second = Job(job.monitor).steps(10).end()
     assert files(tmp_path)[-2:] == ["net_rank_0_1-1_10.safetensors", "net_rank_0_1-1_5.safetensors"]
     assert second.monitor._training.manager.policy.saved == {5, 10}
-
-
-def test_encryption_is_left_to_the_built_in(tmp_path, calls):
-    Job(build(tmp_path, enc_key=b"0123456789abcdef", checkpoint_format="ckpt")).steps(1).end()
-    assert calls == ["on_train_begin", "step_end", "end"]
 
 
 def test_an_encrypted_file_is_written_by_the_built_in(tmp_path):

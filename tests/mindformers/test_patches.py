@@ -430,9 +430,12 @@ def test_files_are_not_hf_checkpoints(tmp_path):
     assert is_hf(str(tmp_path / "a.ckpt")) is False and is_hf(str(tmp_path / "missing")) is False
 
 
-def test_preload_is_left_out_of_a_resume_only(tmp_path, current):
+def test_preload_is_left_out_where_mindresume_loads(tmp_path, current):
     preload = patches.WRAPPERS["preload_ckpt"](lambda config: "loaded")
     assert preload(None) == "loaded"
+    weights = configuration.LoadRequest(str(tmp_path), resume=False, trains=False)
+    current.plan = training_context.ResumePlan(weights)
+    assert preload(None) is None
     save(tmp_path, 5, world=1)
     job_start.select_checkpoint(config_of(tmp_path), current)
     assert preload(None) is None

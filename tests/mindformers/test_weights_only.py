@@ -1,15 +1,15 @@
 """Weights-only loads in Checkpoint 1.0 on several ranks (threads), with a network that only has
 parameters."""
 
-import importlib
 import os
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from plan_networks import NET, TENSORS, Network, contents, load_into
 from rank_folders import STORAGE, Threads, flip_bit, path_of
-from reshard.plans import MODEL, STEP, Plan, complete, foreign, put, random_tensors, recorded
+from reshard.plans import STEP, Plan, complete, foreign, put, recorded
 
 pytest.importorskip("mindformers.tools")
 
@@ -25,7 +25,6 @@ from mindresume.mindformers import (
     job_start,
     patches,
     training_context,
-    upstream,
 )  # noqa: E402
 from mindresume.mindformers.configuration import (
     EVALUATE,
@@ -43,52 +42,7 @@ from mindresume.resume import job_selection  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 from tests.strategy_files import write_strategy  # noqa: E402
 
-NET = {
-    name: spec
-    for name, spec in MODEL.items()
-    if not name.startswith("accu_grads") and 0 not in spec.shape
-}
-TENSORS = random_tensors(NET)
 WEIGHTS = {name for name in NET if not name.startswith("adam_")}
-
-
-class Network:
-    """Has the parameters of one rank of a job under ``plan``, its optimizer included, and their
-    layouts in ``parameter_layout_dict``. ``changed``: {name: (shape, dtype)}; None removes the
-    parameter."""
-
-    def __init__(self, plan, rank=0, changed=None):
-        shapes = {name: array.shape for name, array in plan.shard(TENSORS, rank).items()}
-        self.wanted = {
-            name: (shape, TENSORS[name].dtype.name) for name, shape in shapes.items()
-        } | (changed or {})
-        self.wanted = {name: row for name, row in self.wanted.items() if row is not None}
-        self.parameter_layout_dict = (
-            {
-                name: (
-                    list(layout.device_matrix),
-                    [list(m) if isinstance(m, tuple) else m for m in layout.tensor_map],
-                    list(shapes[name]),
-                    0,
-                    True,
-                    "" if layout.optimizer_slices == 1 else "group",
-                    list(TENSORS[name].shape),
-                )
-                for name, layout in plan.layouts(rank).items()
-            }
-            if plan.world_size > 1
-            else {}
-        )
-        self.training, self.loaded = True, None
-
-    def parameters_dict(self):
-        return [name for name in self.wanted if not name.startswith("adam_")]
-
-    def cells_and_names(self):
-        return [("", self)]
-
-    def set_train(self, training):
-        self.training = training
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +61,6 @@ def device(monkeypatch):
             if name in network.plan_layouts
         },
     )
-
-    def load_into(network, arrays, deduplicated):
-        network.loaded = dict(arrays)
-        return [name for name in network.wanted if name not in arrays], []
 
     monkeypatch.setattr(adapter, "load_into", load_into)
     yield
@@ -142,12 +92,11 @@ def chosen(path, output, task=TRAIN, group=None, settings=None, **values):
     return config, current
 
 
-def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=None, **values):
+def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=(), **values):
     """Returns the network after the load."""
     group = group or SingleProcess()
     config, current = chosen(path, output, task, group, settings, **values)
     network = Network(plan, group.rank, changed)
-    network.plan_layouts = plan.layouts(group.rank) if plan.world_size > 1 else {}
     model = SimpleNamespace(_train_network=network if task == TRAIN else None)
     assert graph_load.load_weights(
         config, model, network, None, current, task == EVALUATE, task == PREDICT
@@ -166,10 +115,20 @@ def right(network, plan, rank=0, without=()):
         for name, array in plan.shard(TENSORS, rank).items()
         if name in WEIGHTS and name not in without
     }
-    assert {
-        name: (array.dtype.name, array.shape, array.tobytes())
-        for name, array in network.loaded.items()
-    } == {name: (array.dtype.name, array.shape, array.tobytes()) for name, array in wanted.items()}
+    assert contents(network.loaded) == contents(wanted)
+
+
+def on_all_ranks(path, output, plan, **given):
+    """Returns the network of each rank, or its error."""
+    return Threads(plan.world_size).run(
+        lambda group: load(path, output, plan, group=group, **given)
+    )
+
+
+def all_right(plan, networks):
+    for rank, network in enumerate(networks):
+        assert not isinstance(network, Exception), network
+        right(network, plan, rank)
 
 
 def written(root, origin, plan):
@@ -214,8 +173,10 @@ ORIGINS = [
 # ---- loaded checkpoints --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", [TRAIN, EVALUATE, PREDICT])
-@pytest.mark.parametrize("origin", ORIGINS)
+@pytest.mark.parametrize(
+    "origin, task",
+    [*((origin, TRAIN) for origin in ORIGINS), (ORIGINS[0], EVALUATE), (ORIGINS[1], PREDICT)],
+)
 def test_every_saved_format_is_loaded_in_one_process(tmp_path, origin, task):
     """Without use_parallel or auto_trans_ckpt; optimizer state is not loaded."""
     network = load(written(tmp_path, origin, SOURCE), tmp_path / "out", SINGLE, task)
@@ -225,32 +186,20 @@ def test_every_saved_format_is_loaded_in_one_process(tmp_path, origin, task):
         assert (tmp_path / "run" / "strategy").is_dir() and len(os.listdir(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize("target", ["tp2pp2", "dp2"])
-@pytest.mark.parametrize("origin", ["records", "mindformers", "merged", "iteration"])
+@pytest.mark.parametrize(
+    "origin, target",
+    [("records", "dp2"), ("mindformers", "tp2pp2"), ("merged", "tp2pp2"), ("iteration", "dp2")],
+)
 def test_every_rank_loads_its_own_slices(tmp_path, origin, target):
     path, plan = written(tmp_path, origin, SOURCE), Plan.parse(target, NET)
-    for rank, network in enumerate(
-        Threads(plan.world_size).run(
-            lambda group: load(path, tmp_path / "out", plan, group=group, auto_trans_ckpt=True)
-        )
-    ):
-        assert not isinstance(network, Exception), network
-        right(network, plan, rank)
+    all_right(plan, on_all_ranks(path, tmp_path / "out", plan, auto_trans_ckpt=True))
 
 
 def test_equal_ranks_without_a_strategy_load_their_own_files(tmp_path):
     plan = Plan.parse("tp2", NET)
     foreign(tmp_path / "checkpoint", plan, TENSORS)
-    for rank, network in enumerate(
-        Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))
-    ):
-        assert not isinstance(network, Exception), network
-        right(network, plan, rank)
-    for error in Threads(2).run(
-        lambda group: load(
-            tmp_path / "checkpoint", tmp_path, plan, group=group, auto_trans_ckpt=True
-        )
-    ):
+    all_right(plan, on_all_ranks(tmp_path / "checkpoint", tmp_path, plan))
+    for error in on_all_ranks(tmp_path / "checkpoint", tmp_path, plan, auto_trans_ckpt=True):
         assert "tensors have no layout" in str(error)
 
 
@@ -259,11 +208,7 @@ def test_nodes_that_share_no_disk_load_their_own(tmp_path, monkeypatch):
     recorded(tmp_path / "checkpoint", plan, TENSORS)
     for module in (job_selection, job_start):
         monkeypatch.setattr(module, "shared_groups_of", lambda *arguments: SharedGroups((0, 1)))
-    for rank, network in enumerate(
-        Threads(2).run(lambda group: load(tmp_path / "checkpoint", tmp_path, plan, group=group))
-    ):
-        assert not isinstance(network, Exception), network
-        right(network, plan, rank)
+    all_right(plan, on_all_ranks(tmp_path / "checkpoint", tmp_path, plan))
 
 
 def test_weights_without_a_step_are_loaded(tmp_path):
@@ -340,17 +285,12 @@ def test_the_same_of_a_file_of_each_rank(tmp_path):
     plan = Plan.parse("tp2", NET)
     foreign(tmp_path / "checkpoint", plan, TENSORS)
 
-    def attempt(settings):
-        return Threads(2).run(
-            lambda group: load(
-                tmp_path / "checkpoint", tmp_path, plan, group=group, changed=NEW, settings=settings
-            )
-        )
+    def attempt(settings=None):
+        path = tmp_path / "checkpoint"
+        return on_all_ranks(path, tmp_path, plan, changed=NEW, settings=settings)
 
-    assert all(
-        'allow_missing: ["layers.*.lora_a", "value_head.weight"]' in str(error)
-        for error in attempt(None)
-    )
+    proposal = 'allow_missing: ["layers.*.lora_a", "value_head.weight"]'
+    assert all(proposal in str(error) for error in attempt())
     right(attempt(Settings(allow_missing=("layers.*.lora_a", "value_*")))[1], plan, 1)
 
 
@@ -452,26 +392,16 @@ def test_a_dtype_that_loses_values_is_an_error(tmp_path, value, wanted, says):
 # ---- entry points --------------------------------------------------------------------------------
 
 
-class Trainer:
-    def __init__(self, config, pipeline_task=None):
-        self.config, self.trainer = config, SimpleNamespace(pipeline_task=pipeline_task)
-
-    def check(self):
-        return training_context.current()
-
-
 def begun(task, config, pipeline_task=None):
-    """Returns the session as it is after mindformers' checks."""
-    found = []
+    """Returns the request as it is after mindformers' checks."""
     checks = patches.WRAPPERS["Trainer._check_config_rules"](
-        lambda self: found.append(
-            (training_context.current().plan.weights_only, training_context.current().plan.choice)
-        )
+        lambda self: training_context.current().plan.weights_only
     )
-    patches.WRAPPERS[f"Trainer.{task}"](lambda self: checks(self))(Trainer(config, pipeline_task))
-    assert training_context.current().task == "" and training_context.current().plan.choice is None
-    assert training_context.current().plan.weights_only is None
-    return found[0][0]
+    trainer = SimpleNamespace(config=config, trainer=SimpleNamespace(pipeline_task=pipeline_task))
+    request = patches.WRAPPERS[f"Trainer.{task}"](lambda self: checks(self))(trainer)
+    idle = training_context.current()
+    assert idle.task == "" and idle.plan == training_context.ResumePlan()
+    return request
 
 
 def test_evaluation_and_prediction_select_and_end_their_context(tmp_path):
@@ -558,25 +488,7 @@ def test_new_files_that_mindformers_translated_names_into(tmp_path):
     )
     config.checkpoint.load_path = str(complete(tmp_path / "translated", TENSORS))
     network = Network(SINGLE)
-    network.plan_layouts = {}
     assert graph_load.load_weights(
         config, SimpleNamespace(_train_network=network), network, None, current
     )
     right(network, SINGLE)
-
-
-def test_the_places_that_evaluation_and_prediction_pass(tmp_path):
-    for module, name in (
-        (upstream.BASE_TRAINER, "transform_and_load_checkpoint"),
-        (upstream.BASE_TRAINER, "preload_ckpt"),
-        (upstream.CAUSAL_TRAINER, "transform_and_load_checkpoint"),
-    ):
-        assert getattr(importlib.import_module(module), name)._mindresume
-    current = training_context.set_current(training_context.TrainingContext())
-    current.plan = training_context.ResumePlan(
-        LoadRequest(str(tmp_path), resume=False, trains=False)
-    )
-    assert (
-        patches.WRAPPERS["preload_ckpt"](lambda config: pytest.fail("mindformers preloads"))(None)
-        is None
-    )
