@@ -12,10 +12,6 @@ def check(*args, **kwargs):
     return checked_arguments(args, kwargs)
 
 
-def test_defaults_are_filled_in():
-    assert check("net")["prefix"] == "net" and check()["keep_checkpoint_max"] == 5
-
-
 @pytest.mark.parametrize(
     "key, value, allowed",
     [
@@ -42,11 +38,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed(key, value, allowed):
     with pytest.raises(ConfigError) as error:
         check(**{key: value})
     assert f"{key} is {value!r}" in str(error.value) and allowed in str(error.value)
-
-
-@pytest.mark.parametrize("value", [False, True, "thread", "process"])
-def test_kinds_of_asynchronous_saving_are_accepted(value):
-    assert check(async_save=value)["async_save"] is value
 
 
 def test_an_unknown_key_is_named_with_the_nearest_and_all():
@@ -99,7 +90,10 @@ def test_the_section_is_checked_before_mindformers_reads_it():
     }
 
 
-def test_a_setting_of_the_user_overrides_a_default():
+def test_what_the_user_wrote_and_defaults():
+    assert check("net")["prefix"] == "net" and check()["keep_checkpoint_max"] == 5
+    for kind in (False, True, "thread", "process"):
+        assert check(async_save=kind)["async_save"] is kind
     assert check(save_checkpoint_seconds=60)["save_checkpoint_steps"] == 0
     assert check(keep_checkpoint_per_n_minutes=10)["keep_checkpoint_max"] == 0
     assert check(save_checkpoint_seconds=0)["save_checkpoint_steps"] == 1

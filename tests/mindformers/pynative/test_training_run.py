@@ -104,6 +104,8 @@ def test_a_step_that_straddles_two_passes():
     """7 items of 2: the fourth step of 4 reads the last item and the first."""
     assert run_of(batch=4, item=2, samples=14, consumed=16).data_at(4) == (16, DataPosition(1, 2))
     assert run_of(batch=4, item=2, samples=14, consumed=12).data_at(3) == (12, DataPosition(0, 12))
+    # a batch size that changes: the samples are those that the trainer counts
+    assert run_of(item=8, consumed=8 * 3 + 16 * 2).data_at(5) == (56, DataPosition(0, 56))
 
 
 def test_the_position_after_a_resume_counts_from_it():
@@ -121,11 +123,6 @@ def test_the_position_after_a_resume_counts_from_it():
     assert run_of(dataset=False).data_at(12) == (None, None)
 
 
-def test_a_batch_size_that_changes_during_a_run():
-    """The samples are those that the trainer counts, whatever the steps were."""
-    assert run_of(item=8, consumed=8 * 3 + 16 * 2).data_at(5) == (56, DataPosition(0, 56))
-
-
 def test_the_skip_is_for_the_first_pass():
     run = run_of(skip=3)
     data = run.trainer.train_dataset
@@ -136,27 +133,13 @@ def test_the_skip_is_for_the_first_pass():
     # another one, such as for an evaluation
     run.begin_pass(DataSet(8))
     assert firsts == [3, 0, 0] and run.iterators == 3
-
-
-def test_without_a_skip_the_data_set_is_left_as_it_is():
-    run = run_of()
-    run.trainer.train_dataset.set_init_step(2)  # a user may have chosen it
-    run.begin_pass(run.trainer.train_dataset)
-    assert run.trainer.train_dataset.first == 2
-
-
-def test_balanced_data():
-    run = run_of(item=8)
-    assert run.is_balanced is False
-    run.trainer._uses_data_balance = lambda: True
-    assert run.is_balanced is True
+    run.skip = 0
+    data.set_init_step(2)  # a user may have chosen it
+    run.begin_pass(data)
+    assert data.first == 2
 
 
 # ---- parameters ----------------------------------------------------------------------------------
-
-
-def value(cell, name):
-    return cell.parameters_dict()[name].asnumpy().tolist()
 
 
 def test_a_model_or_the_list_of_its_stages():
@@ -239,50 +222,33 @@ def test_layouts_of_all_stages_and_of_the_optimizer(monkeypatch):
     assert [("b" in share) for share in shares].count(True) == 1
 
 
-def test_one_process_has_no_layouts(monkeypatch):
-    monkeypatch.setattr(adapter, "pynative_layouts", lambda cell: pytest.fail("a collective"))
-    assert (
-        training_run.layouts_of(Model("a"), None, {"a": ((WIDTH,), "float32")}, TrainingContext())
-        == {}
-    )
-
-
 def test_each_parameter_gets_the_array_of_its_own_name():
     """MindSpore alone would give ``weight`` the array of ``adam_m.weight``, which ends like it."""
     model = Model("weight")
     optimizer = Optimizer(model)
-    training_run.restore_parameters(
-        model, optimizer, {"adam_m.weight": np.full(WIDTH, 2, np.float32)}
-    )
-    assert (
-        value(model, "weight") == [0] * WIDTH and value(optimizer, "adam_m.weight") == [2] * WIDTH
-    )
-    training_run.restore_parameters(
-        [model],
-        optimizer,
-        {"weight": np.full(WIDTH, 1, np.float32), "global_step": np.array([9], np.int32)},
-    )
-    assert (
-        value(model, "weight"),
-        value(optimizer, "adam_m.weight"),
-        value(optimizer, "global_step"),
-    ) == ([1] * WIDTH, [2] * WIDTH, [9])
+    # 1.9.0 counts in int32, later releases in int64
+    optimizer.global_step = parameter("global_step", [0], np.int64)
+
+    def held():
+        names = ("weight", "adam_m.weight", "global_step")
+        return [optimizer.parameters_dict()[name].asnumpy().tolist() for name in names]
+
+    moment = {"adam_m.weight": np.full(WIDTH, 2, np.float32)}
+    training_run.restore_parameters(model, optimizer, moment)
+    assert held() == [[0] * WIDTH, [2] * WIDTH, [0]]
+    others = {"weight": np.full(WIDTH, 1, np.float32), "global_step": np.array([9], np.int64)}
+    training_run.restore_parameters([model], optimizer, others)
+    assert held() == [[1] * WIDTH, [2] * WIDTH, [9]]
 
 
-def test_an_array_that_nothing_takes_is_an_error():
+@pytest.mark.parametrize("name", ["other", "weight"])
+def test_an_array_that_nothing_takes_is_an_error(name):
+    """MindSpore skips a parameter that pipeline stages share, and names only its array."""
     model = Model("weight")
-    with pytest.raises(LoadError, match="1 parameters got no value, for example other"):
-        training_run.restore_parameters(
-            model, None, {"weight": np.ones(WIDTH, np.float32), "other": np.ones(WIDTH, np.float32)}
-        )
-
-
-def test_an_array_that_mindspore_skips_is_an_error():
-    """It skips a parameter that pipeline stages share, and names only its array."""
-    model = Model("weight")
-    model.weight.param_info.is_pipeline_shared_param = True
-    with pytest.raises(LoadError, match="1 parameters got no value, for example weight"):
-        training_run.restore_parameters(model, None, {"weight": np.ones(WIDTH, np.float32)})
+    model.weight.param_info.is_pipeline_shared_param = name == "weight"
+    arrays = {each: np.ones(WIDTH, np.float32) for each in {"weight", name}}
+    with pytest.raises(LoadError, match=f"1 parameters got no value, for example {name}"):
+        training_run.restore_parameters(model, None, arrays)
 
 
 def test_float32_copies_are_taken_from_the_model_if_the_checkpoint_has_none():
@@ -293,15 +259,6 @@ def test_float32_copies_are_taken_from_the_model_if_the_checkpoint_has_none():
     training_run.refresh_masters(SimpleNamespace(), ["weight"])
     training_run.refresh_masters(None, ["weight"])
     assert optimizer.reloaded == 1
-
-
-def test_a_step_counter_of_another_width_is_set():
-    """1.9.0 counts in int32, later releases in int64."""
-    model = Model()
-    optimizer = Optimizer(model)
-    optimizer.global_step = parameter("global_step", [0], np.int64)
-    training_run.restore_parameters(model, optimizer, {"global_step": np.array([7], np.int64)})
-    assert value(optimizer, "global_step") == [7] and optimizer.global_step.dtype == ms.int64
 
 
 # ---- what the trainer counts ---------------------------------------------------------------------
