@@ -142,7 +142,7 @@ def test_unclosed_brackets_are_refused(capsys, yaml_file, text):
         "[&a [*a]]",
         "{a: &b 1, c: *b}",
         "[!!python/name:os.system ]",
-        "[" * 600 + "]" * 600,
+        "[" * 1500 + "]" * 1500,
         "{? [1] : 2}",
         "[!!omap [a]]",
         "[" + "9" * 5000 + "]",

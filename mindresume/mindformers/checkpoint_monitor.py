@@ -17,16 +17,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from mindformers.core.callback.callback import CheckpointMonitor as BuiltIn
 from mindspore.train import Callback
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import COMPILING, FIRST_STEP
-from mindresume.errors import ConfigError, SaveError
+from mindresume.errors import ConfigError, RecordError, SaveError
 from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folders import stem
 from mindresume.mindformers import adapter, heartbeat, training_context, upstream, upstream_check
@@ -38,6 +38,7 @@ from mindresume.saving.retention import policy_of
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import Save, Shard, StepState
 from mindresume.storage.posix import PosixStorage
+from mindresume.typed import Limits, decode
 
 # MindSpore appends this key in an emergency save (train_fault_tolerance.py)
 _RESCUE = "__exception_save__"
@@ -269,18 +270,39 @@ class FirstStep(Callback):
 
 # ---- arguments -----------------------------------------------------------------------------------
 
-WRITERS = (False, True, "thread", "process")
-_COUNTS = (
-    "save_checkpoint_steps",
-    "save_checkpoint_seconds",
-    "keep_checkpoint_max",
-    "keep_checkpoint_per_n_minutes",
-)
-_FLAGS = ("integrated_save", "save_network_params", "save_trainable_params", "exception_save")
 _PAIRS = (
     ("save_checkpoint_steps", "save_checkpoint_seconds"),
     ("keep_checkpoint_max", "keep_checkpoint_per_n_minutes"),
 )
+
+
+def _is_writer(value: Any) -> bool:
+    return value is True or value in (False, "thread", "process") and value is not None
+
+
+_COUNT = Annotated[int, Limits(0, what="a whole number of at least 0")] | None
+_FLAG = bool | None
+# {argument: what is allowed}; that of the others mindformers checks
+_ALLOWED: Mapping[str, Any] = {
+    "save_checkpoint_steps": _COUNT,
+    "save_checkpoint_seconds": _COUNT,
+    "keep_checkpoint_max": _COUNT,
+    "keep_checkpoint_per_n_minutes": _COUNT,
+    "integrated_save": _FLAG,
+    "save_network_params": _FLAG,
+    "save_trainable_params": _FLAG,
+    "exception_save": _FLAG,
+    "async_save": Annotated[
+        Any, Limits(accepts=_is_writer, what="one of False, True, 'thread', 'process'")
+    ],
+    "checkpoint_format": Annotated[
+        Any, Limits(accepts=FORMATS.__contains__, what=f"one of {', '.join(FORMATS)}")
+    ],
+    "prefix": Annotated[
+        str,
+        Limits(pattern=r"[^/\\\0]+", what="a text without /, with which file names begin"),
+    ],
+}
 
 
 def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -308,43 +330,11 @@ def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     given = dict(bound.arguments)
     bound.apply_defaults()
     values = {name: bound.arguments[name] for name in known}
-    for name in _COUNTS:
-        _check(
-            name,
-            values[name],
-            values[name] is None or (type(values[name]) is int and values[name] >= 0),
-            "a whole number of at least 0",
-        )
-    for name in _FLAGS:
-        _check(
-            name,
-            values[name],
-            values[name] is None or isinstance(values[name], bool),
-            "True or False",
-        )
-    _check(
-        "async_save",
-        values["async_save"],
-        any(
-            values["async_save"] is choice or values["async_save"] == choice != 1
-            for choice in WRITERS
-        ),
-        "one of False, True, 'thread', 'process'",
-    )
-    _check(
-        "checkpoint_format",
-        values["checkpoint_format"],
-        values["checkpoint_format"] in FORMATS,
-        f"one of {', '.join(FORMATS)}",
-    )
-    _check(
-        "prefix",
-        values["prefix"],
-        isinstance(values["prefix"], str)
-        and values["prefix"] != ""
-        and not set(values["prefix"]) & set("/\\\0"),
-        "a text without /, with which file names begin",
-    )
+    for name, allowed in _ALLOWED.items():
+        try:
+            decode(allowed, values[name], name)
+        except RecordError as error:
+            raise ConfigError(str(error)) from None
     _check_folder(values["directory"])
     for usual, other in _PAIRS:
         if given.get(usual) and given.get(other):
@@ -355,12 +345,10 @@ def checked_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
         if given.get(other) and usual not in given:
             # only its default contradicts what the user wrote
             values[usual] = 0
-    _check(
-        "keep_checkpoint_max",
-        0,
-        given.get("keep_checkpoint_max") != 0 or bool(given.get("keep_checkpoint_per_n_minutes")),
-        "at least 1, or null (None) to keep all checkpoints",
-    )
+    if given.get("keep_checkpoint_max") == 0 and not given.get("keep_checkpoint_per_n_minutes"):
+        raise ConfigError(
+            "keep_checkpoint_max is 0, expected at least 1, or null (None) to keep all checkpoints"
+        )
     for name, alone in (("exception_save", False), ("enc_key", None)):
         if values.get(name, alone) != alone and values["checkpoint_format"] == "safetensors":
             raise ConfigError(
@@ -388,20 +376,13 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
             callback["keep_checkpoint_max"] = None
 
 
-def _check(name: str, value: Any, good: bool, expected: str) -> None:
-    if not good:
-        raise ConfigError(f"{name} is {value!r}; expected {expected}")
-
-
 def _check_folder(path: Any) -> None:
-    _check("directory", path, path is None or isinstance(path, (str, os.PathLike)), "a path")
-    while path:
-        if os.path.isdir(path):
-            return
-        _check(
-            "directory",
-            os.fspath(path),
-            not os.path.lexists(path),
-            "a folder, or a path where one can be created; this is a file",
-        )
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"directory is {path!r}, expected a path")
+    while path and not os.path.isdir(path):
+        if os.path.lexists(path):
+            raise ConfigError(
+                f"directory is {os.fspath(path)!r}, expected a folder, or a path where one can be "
+                "created; this is a file"
+            )
         path = os.path.dirname(path)

@@ -30,7 +30,7 @@ def check(*args, **kwargs):
         ("prefix", "", "a text"),
         ("prefix", "a/b", "without /"),
         ("prefix", 3, "a text"),
-        ("integrated_save", "yes", "True or False"),
+        ("integrated_save", "yes", "true or false"),
         ("directory", 5, "a path"),
     ],
 )
@@ -78,7 +78,7 @@ def test_the_section_is_checked_before_mindformers_reads_it():
     monitor = {"type": "CheckpointMonitor", "keep_checkpoint_max": 0}
     with pytest.raises(
         ConfigError,
-        match="^callbacks: CheckpointMonitor: keep_checkpoint_max is 0; expected at least 1",
+        match="^callbacks: CheckpointMonitor: keep_checkpoint_max is 0, expected at least 1",
     ):
         check_callbacks([{"type": "MFLossMonitor", "what": 1}, monitor])
     monitor["keep_checkpoint_per_n_minutes"] = 10
