@@ -3,8 +3,8 @@
 # (st/test_releases.py, st/test_pynative*.py); the long form rewrites the tables in docs/releases.md.
 #
 #   scripts/test_versions.sh [RELEASE...] [-- ARGUMENT...]      arguments go to pytest; default: all releases
-#   scripts/test_versions.sh --short [...]                      what test.sh runs: without --soak, and without the tests that
-#                                                               only show that the CPU cluster runs each release as it is
+#   scripts/test_versions.sh --short [...]                      what test.sh runs: without --soak, and without the tests of the
+#                                                               calls to the file system
 #
 # With releases given, only tests that need no other one run; 1.9.0 is always there.
 set -euo pipefail
@@ -12,7 +12,7 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 ROOT="$(dirname "$HERE")"
 FORM=(--soak) RELEASES=()
 FILES=(st/test_releases.py st/test_pynative.py st/test_pynative_job.py st/test_pynative_memory.py)
-LONG=(st/test_pynative_operations.py st/test_releases_bed.py st/test_pynative_bed.py)
+LONG=(st/test_pynative_operations.py)
 while [ $# -gt 0 ]; do
     case "$1" in
         --short) FORM=() LONG=() ;;

@@ -128,6 +128,16 @@ def not_identical(whole: Run, steps: list[dict]) -> list[str]:
     return [text for text in differences(whole.steps(), steps) if not text.endswith("is missing")]
 
 
+def wrong_steps(run: Run, whole: Run) -> list[int]:
+    """The steps of any attempt whose loss, samples or learning rate are not those of the
+    uninterrupted run."""
+    known, found = (
+        [(row["step"], row["hex"], row["samples"], row["lr"]) for row in each.steps()]
+        for each in (whole, run)
+    )
+    return [row[0] for row in found if row not in known]
+
+
 def assert_resumed(run: Run, whole: Run, step: int) -> None:
     """The last attempt resumed from ``step``, and from there to step 40 it is the uninterrupted run
     bit by bit and sample by sample."""

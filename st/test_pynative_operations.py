@@ -3,6 +3,7 @@ the same calls, in the same order. So the drill and the simulation, which inject
 these calls, hold for both trainers.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from st.pynative_cases import OURS, each
-from st.pynative_run import PynativeRun
+from st.pynative_run import PynativeRun, why_not
+from st.releases import python_of
 from st.run_attempts import FIXTURES
 from st.strace import TRACED, Call, read_trace
-from st.training_run import Run
+from st.training_run import ROOT, Run
 
 STEPS = (5, 10)
 CHANGES = [
@@ -91,3 +93,42 @@ def test_a_save_makes_the_calls_of_the_graph_trainer(
     assert of_pynative == of_graph
     for step in STEPS:
         assert sum(f"step-{step}-" in text for text in of_pynative) > 20, of_pynative
+
+
+@pytest.mark.parametrize("release", ["2.0.0", "2.1.0"])
+def test_backward_gives_the_gradients_of_mindspore(release):
+    """The stand-in for hyper_parallel's ``enable_mindspore_backward_compat``."""
+    if why_not(release):
+        pytest.skip(why_not(release))
+    code = """
+import numpy as np
+import mindspore as ms
+from mindspore import Parameter, Tensor, ops
+from st.cpu_cluster.pynative import backward
+ms.set_device("CPU")
+backward.enable()
+weight = Parameter(Tensor(np.array([1.0, -2.0, 3.0], np.float32)), name="weight")
+weight.requires_grad = True
+x = Tensor(np.array([2.0, 5.0, 7.0], np.float32))
+def loss_of(weight): return ops.tanh(weight * x * 0.1).sum() + (weight ** 3).mean()
+expected = ms.grad(loss_of)(Tensor(weight.asnumpy())).asnumpy()
+backward.enable()                                       # ms.grad has cleared the flag
+loss = loss_of(weight)
+assert weight.is_leaf and not loss.is_leaf and weight.grad is None
+loss.backward(Tensor([1.0], ms.float32).reshape(()))
+np.testing.assert_array_equal(weight.grad.asnumpy(), expected)
+loss_of(weight).backward(Tensor(0.5, ms.float32))
+np.testing.assert_allclose(weight.grad.asnumpy(), expected * 1.5, rtol=1e-6)
+weight.grad = None
+loss_of(weight.detach()); assert weight.grad is None
+(weight * x).sum().backward()
+assert weight.grad.asnumpy().tolist() == [2.0, 5.0, 7.0]
+"""
+    done = subprocess.run(
+        [str(python_of(release)), "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

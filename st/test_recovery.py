@@ -27,6 +27,7 @@ from st.run_attempts import (
     run_beside,
     selected_step,
     steps_of,
+    wrong_steps,
 )
 from st.training_run import Run, differences
 
@@ -120,25 +121,14 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     A kill between a save and the recorded line of its step leaves that line out. The next attempt
     resumes from this save then.
     """
-    reference = {row["step"]: row for row in whole.steps()}
-    rows, steps = run.steps(), set(range(1, LAST + 1))
+    steps = set(range(1, LAST + 1))
     resumed = {
         first[0]["step"] - 1
         for attempt in range(1, len(run.attempts))
         if (first := run.steps(attempt))
     }
-    assert steps - resumed <= {row["step"] for row in rows} <= steps
-    wrong = [
-        row["step"]
-        for row in rows
-        if (row["hex"], row["samples"], row["lr"])
-        != (
-            reference[row["step"]]["hex"],
-            reference[row["step"]]["samples"],
-            reference[row["step"]]["lr"],
-        )
-    ]
-    assert wrong == []
+    assert steps - resumed <= {row["step"] for row in run.steps()} <= steps
+    assert wrong_steps(run, whole) == []
     assert differences(whole.steps(), run.steps(-1)) == []
 
 

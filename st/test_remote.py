@@ -104,16 +104,6 @@ def resumed(
     assert not log_has(run, "WARNING", "step 40", store.url)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0", marks=pytest.mark.soak)]
-)
-def test_one_process_resumes_on_an_empty_disk(whole_single, tmp_path, layout):
-    run = run_beside(whole_single, tmp_path / "run", copied=False)
-    there = killed_and_its_disk_lost(run, f"{ALWAYS} {layout}", 17, Moxing)
-    assert there and there[-1] in (5, 10, 15)
-    resumed(whole_single, run, f"{ALWAYS} {layout}", there, Moxing)
-
-
 def test_a_job_outside_modelarts_resumes_on_an_empty_disk(whole_single, tmp_path, monkeypatch):
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -133,14 +123,18 @@ def test_four_processes_resume_on_an_empty_disk(whole_four, tmp_path):
     resumed(whole_four, run, ALWAYS, there, Moxing, 4)
 
 
-def test_a_job_killed_during_its_download_resumes(whole_single, tmp_path):
+@pytest.mark.parametrize(
+    "layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0", marks=pytest.mark.soak)]
+)
+def test_a_job_killed_during_its_download_resumes(whole_single, tmp_path, layout):
     """Half a download is no checkpoint: the next start fetches again, on the same disk."""
-    run = run_beside(whole_single, tmp_path / "run", copied=False)
-    there = killed_and_its_disk_lost(run, ALWAYS, 17, Moxing)
-    run.start(ALWAYS, **Moxing.environment(run, FAKE_MOXING_KILL="copy 1"))
+    run, command = run_beside(whole_single, tmp_path / "run", copied=False), f"{ALWAYS} {layout}"
+    there = killed_and_its_disk_lost(run, command, 17, Moxing)
+    assert there and there[-1] in (5, 10, 15)
+    run.start(command, **Moxing.environment(run, FAKE_MOXING_KILL="copy 1"))
     assert run.wait(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL, 1)
     assert steps_of(run) == []
-    resumed(whole_single, run, ALWAYS, there, Moxing)
+    resumed(whole_single, run, command, there, Moxing)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0")])

@@ -231,26 +231,3 @@ def test_the_same_data_set_is_not_a_change(whole_single, tmp_path):
     )
     assert steps_of(run) == list(range(41, 51)) and not notices(run, "ignore_data_skip")
     assert resume_summary(run)["data set"][0] == "restored"
-
-
-# ---- a new data set each round -------------------------------------------------------------------
-
-
-def test_incremental_training(whole_single, sets, alone, tmp_path):
-    """One pass over each of three sets of 10, 15 and 7 steps; the curve of the learning rate is
-    planned for all 32."""
-    planned = "--lr_schedule.total_steps 32"
-    run = run_beside(whole_single, tmp_path / "rounds", copied=False)
-    whole = run_beside(whole_single, tmp_path / "planned", copied=False)
-    in_parallel(
-        lambda: train_well(whole, planned, "--epochs 4"),
-        lambda: [
-            train(run, planned, sets[name], f"--epochs {number}")
-            for number, name in enumerate(sets, 1)
-        ],
-    )
-    first = [row["samples"] for row in whole_single.steps()][:10]
-    assert [row["samples"] for row in run.steps()] == first + alone.second + alone.third
-    curve = {row["step"]: row["lr"] for row in whole.steps()}
-    assert [row["step"] for row in run.steps()] == list(range(1, 33))
-    assert [row["lr"] for row in run.steps()] == [curve[step] for step in range(1, 33)]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.storage.operations import TEMPORARY
-from st.run_attempts import LIMIT, assert_no_process_left
+from st.run_attempts import LIMIT, assert_no_process_left, wrong_steps
 from st.supervised_run import Start, number_of_starts, supervised, supervisor_events
 from st.training_run import FORMAT_2, Run
 
@@ -160,26 +160,12 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     """Checks that every step of every start equals that of the uninterrupted run, and none is
     missing, except one that was saved and not recorded before a death, from which the next start
     resumed."""
-    reference = {row["step"]: row for row in whole.steps()}
-    rows, starts = (
-        run.steps(),
-        [Start(run, number).steps() for number in range(1, number_of_starts(run) + 1)],
-    )
-    wrong = [
-        row["step"]
-        for row in rows
-        if (row["hex"], row["samples"], row["lr"])
-        != (
-            reference[row["step"]]["hex"],
-            reference[row["step"]]["samples"],
-            reference[row["step"]]["lr"],
-        )
-    ]
-    assert wrong == []
+    starts = [Start(run, number).steps() for number in range(1, number_of_starts(run) + 1)]
+    assert wrong_steps(run, whole) == []
     saved_unrecorded = {steps[0]["step"] - 1 for steps in starts if steps}
     assert (
         set(range(1, LAST + 1)) - saved_unrecorded
-        <= {row["step"] for row in rows}
+        <= {row["step"] for row in run.steps()}
         <= set(range(1, LAST + 1))
     )
     assert all(

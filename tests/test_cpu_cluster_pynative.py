@@ -26,7 +26,6 @@ def test_a_place_is_due_on_its_rank_once_its_step_is_trained(monkeypatch):
     monkeypatch.setattr(Place, "step", 5)
     assert Place("1@5").is_due and Place("all@4:7").is_due
     assert not Place("0@5").is_due and not Place("1@6").is_due
-    assert Place("all@4:before:a:b").rest == "before:a:b"
 
 
 def test_the_process_ends_before_the_operation(tmp_path):

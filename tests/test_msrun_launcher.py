@@ -1,14 +1,13 @@
 """scripts/msrun_launcher.sh: what it passes on, what it returns, what it leaves running.
 
-Most tests put a fake ``msrun`` first on PATH. It mimics the options of the real one that the
-launcher uses, its way of starting workers (a session of their own, MS_ROLE and RANK_ID set), its
-words about a failed worker and its exit status 1.
+The tests put a fake ``msrun`` first on PATH; st/test_cluster.py has the real one. It mimics the
+options that the launcher uses, its way of starting workers (a session of their own, MS_ROLE and
+RANK_ID set), its words about a failed worker and its exit status 1.
 """
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 LAUNCHER = Path(__file__).resolve().parents[1] / "scripts" / "msrun_launcher.sh"
-REAL_MSRUN = Path(sys.executable).with_name("msrun")
 
 FAKE_MSRUN = """#!{python}
 import argparse, json, os, signal, subprocess, sys, time
@@ -408,20 +406,3 @@ def test_a_process_that_does_not_end_after_sigkill_is_named_and_left(job, worker
         and f"process {stuck} (state not known) does not end after SIGKILL and is left" in err
     )
     assert err.count("left behind") == 1 and job.processes() == []
-
-
-def test_real_msrun(job):
-    """The real msrun reports a worker that exits with 3 as 1; the launcher finds the 3 in its
-    message."""
-    if not REAL_MSRUN.exists():
-        pytest.skip("msrun is not installed: it comes with mindspore")
-    (job.folder / "bin" / "msrun").unlink()
-    (job.folder / "bin" / "msrun").symlink_to(REAL_MSRUN)
-    job.program("sys.exit(3 if os.environ['MS_ROLE'] == 'MS_WORKER' and rank == '1' else 0)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    done = job.run("train.py", "2", str(port), "logs", "True", "60")
-    assert "Distributed job exited with exception" in done.stderr
-    assert done.returncode == 3
-    job.wait_for(lambda: not job.processes())

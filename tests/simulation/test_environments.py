@@ -9,6 +9,7 @@ from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import lease, lease_acquisition
 from mindresume.errors import LeaseHeldError
+from mindresume.events import CheckpointSelected, SaveCommitted
 from mindresume.fault_injection.faults import Fault
 from mindresume.maintenance import scrub
 from mindresume.reshard import open_checkpoint
@@ -18,7 +19,8 @@ from mindresume.saving import remote_checkpoints
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.staging import StagingLimits
 from sim.bucket import BUCKET
-from sim.scenarios import Simulation
+from sim.jobs import common_saves
+from sim.scenarios import FORMATS, WAYS, Simulation
 from sim.schedule import (
     QUOTA,
     QUOTA_OF_HOST,
@@ -26,7 +28,7 @@ from sim.schedule import (
     random_schedule,
 )
 from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
-from sim.workloads import MOMENTS
+from sim.workloads import MOMENTS, RUN
 
 NAMES = (
     "quota",
@@ -132,6 +134,39 @@ def test_a_job_resumes_from_a_snapshot_beside_its_original(seed):
     sim = simulated("snapshot", Schedule(seed=seed))
     (start,) = sim.history.chosen.values()
     assert sim.findings() == [] and (start is not None) == (seed > 0)
+
+
+# ---- what a death leaves -------------------------------------------------------------------------
+
+
+def killed(kind, at):
+    """Runs the scenario with one fault. Returns the saves in memory of its first job, and the
+    sources of the selections."""
+    sim = simulated("tier", Schedule(faults=(Fault(at, kind),)), "safetensors")
+    assert sim.findings() == []
+    return common_saves(sim.jobs[0]), [
+        event.source
+        for process in sim.cluster.processes
+        for _, event in process.events
+        if isinstance(event, CheckpointSelected) and process.name.endswith(".0")
+    ]
+
+
+def test_memory_survives_the_death_of_processes_and_not_that_of_the_host():
+    saves, sources = killed("kill", 350)
+    assert saves and sources == ["disk", "memory"]
+    saves, sources = killed("kill host", 350)
+    assert saves and sources == ["disk", "disk"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_uncommitted_save_is_selected_and_committed(fmt, way):
+    sim = simulated("uncommitted", fmt=fmt, way=way)
+    chosen = [sim.history.chosen[run] for run in sorted(sim.history.chosen)][1:]
+    assert chosen == [(RUN, 6)] and sim.findings() == []
+    events = [event for _, event in sim.jobs[0].ranks[0].events if isinstance(event, SaveCommitted)]
+    assert [event.step for event in events if event.run_id == RUN] == [4, 6]
 
 
 # ---- broken products -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from sim.search import (
     apply_death,
     count_operations,
     ending_with,
+    random_shards,
     replay,
     run,
     search_seeds,
@@ -211,6 +212,13 @@ def test_violations_of_a_run_are_reported_although_its_disk_was_seen(name):
     before = state_signature(sim, sim.cluster.disks, sim.history)
     getattr(sim.history, name).append("job1 did what it must not")
     assert state_signature(sim, sim.cluster.disks, sim.history) != before
+
+
+def test_shards_cover_every_seed_once():
+    shards = list(random_shards(SearchRequest((5, 11))))
+    assert [seed for shard in shards for seed in range(shard.seeds[0], sum(shard.seeds))] == list(
+        range(5, 16)
+    )
 
 
 # ---- the same in every process -------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Ends this process with SIGKILL at an exact place of a PyNative training, or breaks its gradients.
 
-What: four variables of the environment. RANK may be ``all``.
+What: three variables of the environment. RANK may be ``all``.
 
 CPU_CLUSTER_KILL=RANK@STEP
     at the end of that step, after all callbacks: the step is recorded, a save of it is complete
@@ -10,9 +10,6 @@ CPU_CLUSTER_KILL_IN_SAVE=RANK@STEP:N
     that step, counted in all threads. Operations are those that Python reports to audit hooks: open
     for writing, rename, remove, mkdir, rmdir, chmod, rmtree, link. A safetensors file is written by
     compiled code and counts once it is renamed or its mode is changed.
-CPU_CLUSTER_KILL_CALL=RANK@STEP:before:MODULE:NAME   or :after:
-    around the first call of that function after the training of that step, such as
-    0@10:before:mindformers.checkpoint.checkpoint:CommonInfo.save_common
 CPU_CLUSTER_NAN=STEP,STEP,...
     in these steps the norm of all gradients is NaN, with which mindformers >= 2.1.0 skips the
     optimizer (``training.use_skip_step_on_nan``)
@@ -23,7 +20,6 @@ Before it ends, the process prints what it was about to do.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import signal
 import sys
@@ -109,33 +105,6 @@ class SaveKill:
                 end_process(f"after step {Place.step}, before {event} {arguments[0]!r}")
 
 
-def kill_at_call(place: Place) -> None:
-    """Wraps the function that ``place`` names. Raises AttributeError or ImportError if there is
-    none."""
-    when, module, name = place.rest.split(":")
-    owner: Any = importlib.import_module(module)
-    *outer, last = name.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    kept = owner.__dict__[last]
-    call = kept.__func__ if isinstance(kept, (staticmethod, classmethod)) else kept
-
-    @functools.wraps(call)
-    def killing(*args: Any, **options: Any) -> Any:
-        if when == "before" and place.is_due:
-            end_process(f"after step {Place.step}, before {name}")
-        result = call(*args, **options)
-        if when == "after" and place.is_due:
-            end_process(f"after step {Place.step}, after {name}")
-        return result
-
-    setattr(
-        owner,
-        last,
-        type(kept)(killing) if isinstance(kept, (staticmethod, classmethod)) else killing,
-    )
-
-
 def break_gradients(steps: frozenset[int]) -> None:
     """Makes the norm of the gradients NaN in these steps."""
     import mindspore as ms
@@ -160,15 +129,11 @@ def install() -> None:
     ValueError for a variable that it cannot read."""
     from mindformers.pynative.trainer.trainer import CallbackHandler
 
-    at_end, in_save, at_call = (
-        os.environ.get(f"CPU_CLUSTER_KILL{end}") for end in ("", "_IN_SAVE", "_CALL")
-    )
+    at_end, in_save = (os.environ.get(f"CPU_CLUSTER_KILL{end}") for end in ("", "_IN_SAVE"))
     at_end = Place(at_end) if at_end else None
     in_save = SaveKill(Place(in_save)) if in_save else None
     if in_save is not None:
         sys.addaudithook(in_save.audit)
-    if at_call:
-        kill_at_call(Place(at_call))
     if steps := os.environ.get("CPU_CLUSTER_NAN"):
         break_gradients(frozenset(map(int, steps.split(","))))
     call_event = CallbackHandler.call_event

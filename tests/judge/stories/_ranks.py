@@ -25,7 +25,6 @@ KILLED = (
     {"step": 19, "do": "kill"},
 )
 ONCE = {"monitor.remove_redundancy": True, "remove_redundancy": True}
-ONCE = {"monitor.remove_redundancy": True, "remove_redundancy": True}
 ALONE = tuple(action for action in KILLED if action.get("rank", 0) == 0)
 
 
