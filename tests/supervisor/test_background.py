@@ -1,7 +1,6 @@
 """The one who watches waits for nobody: a pipe whose reader stopped, a disk that hangs, the limit
 of threads."""
 
-import os
 import threading
 from types import SimpleNamespace
 
@@ -36,25 +35,6 @@ def test_a_handler_that_hangs_holds_nobody_up_and_the_newest_events_are_kept():
     inner.gate.set()
     assert inner.closed.wait(60)
     assert inner.seen[-KEPT:] == [str(number) for number in range(500, KEPT + 500)]
-
-
-def test_a_full_pipe_holds_nobody_up():
-    """As a reader of the output that was stopped: a write blocks when 64 KiB are in the pipe."""
-    reader, writer = os.pipe()
-
-    class Printer:
-        def handle(self, event, time_s):
-            os.write(writer, event.text.encode())
-
-        def close(self):
-            os.close(writer)
-
-    handler = BackgroundHandler(Printer(), patience=0.01)
-    for _ in range(100):
-        handler.handle(Notice("x" * 4000), 0.0)
-    handler.close()
-    with os.fdopen(reader, "rb") as file:
-        assert len(file.read()) == 400_000
 
 
 def test_without_a_thread_the_events_wait_for_one(monkeypatch):

@@ -69,19 +69,6 @@ def wait_until(states, condition):
         states.refresh()
 
 
-def test_states_are_exchanged(states, tmp_path):
-    peer = other(tmp_path)
-    peer.set(state=FAILED, status=9)
-    states.set(state=FAILED, status=7)
-    wait_until(states, lambda: states.is_published and states.newest(1) is not None)
-    peer.refresh()
-    assert (
-        states.newest(1).content.status == 9
-        and peer.newest(0).content.status == 7
-        and states.error is None
-    )
-
-
 def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storage, tmp_path):
     states.set(state=FAILED, status=7)
     wait_until(states, lambda: states.is_published)
@@ -96,8 +83,11 @@ def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storag
     storage.answers.set()
     wait_until(states, lambda: states.is_published)
     peer = other(tmp_path)
+    peer.set(state=FAILED, status=9)
     peer.refresh()
     assert peer.newest(0).content.status == 19
+    wait_until(states, lambda: states.newest(1) is not None)
+    assert states.newest(1).content.status == 9 and states.error is None
 
 
 def test_a_state_that_is_set_while_another_is_published_is_published_too(states, storage, tmp_path):

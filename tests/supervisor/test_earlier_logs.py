@@ -84,10 +84,3 @@ def test_an_error_of_one_file_does_not_keep_the_others(tmp_path, logs):
     with pytest.raises(OSError, match=NAMES[0]):
         keep(logs)
     assert not os.path.exists(logs[1]) and os.path.exists(logs[0])
-
-
-def test_no_folder_can_be_made(tmp_path, logs):
-    (tmp_path / EARLIER).touch()
-    with pytest.raises(OSError, match=EARLIER):
-        keep(logs)
-    assert all(map(os.path.exists, logs))

@@ -6,8 +6,8 @@ import pytest
 
 from mindresume.coordination import rank_heartbeat as hb
 from mindresume.coordination.liveness import AwakeClock
-from mindresume.coordination.rank_heartbeat import Heartbeat, PhaseTimes
-from mindresume.supervisor.hang import JobSettings, find_hang
+from mindresume.coordination.rank_heartbeat import Heartbeat, PhaseTimes, Saves
+from mindresume.supervisor.hang import Heartbeats, JobSettings, find_hang
 
 LIMITS = JobSettings(100, 1000)
 
@@ -71,3 +71,21 @@ def test_the_time_in_which_the_supervisor_was_suspended_does_not_count(clock):
     assert find_hang([rank(0)], 0.0, 5010.0, LIMITS, awake) is None
     assert find_hang([rank(0)], 0.0, 5101.0, LIMITS, awake).seconds == 111.0
     assert find_hang([rank(0)], 0.0, 5010.0, LIMITS).seconds == 5010.0
+
+
+@pytest.mark.parametrize(
+    "unfinished",
+    [
+        {"saves": Saves(begun=6, committed=5)},
+        {"phase": hb.ENDING},
+        {"outcome": "failed"},
+    ],
+)
+def test_a_training_has_finished_once_all_ranks_have_and_all_is_saved(unfinished):
+    found = Heartbeats("")
+    assert not found.has_finished
+    ended = replace(rank(0, hb.ENDED), outcome="finished", saves=Saves(begun=5, committed=5))
+    found.known = {0: ended, 1: replace(ended, rank=1, saves=Saves(begun=5, committed=-1))}
+    assert found.has_finished
+    found.known[0] = replace(ended, **unfinished)
+    assert not found.has_finished

@@ -99,25 +99,47 @@ def test_launchers_are_stopped_first_and_the_scheduler_outlives_the_ranks(end):
         }
     )
     ended, left, spent = end(members)
-    assert (
-        set(members.sent[:2]) == {(1, STOP), (2, STOP)}
-        and left == ()
-        and sorted(ended) == [1, 2, 3, 4, 5, 6, 7]
-    )
+    assert set(members.sent[:2]) == {(1, STOP), (2, STOP)} and left == ()
     terminated = members.order(TERM)
     assert set(terminated[:3]) == {4, 5, 6} and set(terminated[3:]) == {1, 2, 3, 7}
+    assert sorted(ended) == [1, 2, 3, 4, 5, 6, 7]
     assert members.order(CONT) and members.order(KILL) == [5, 7] and 1 < spent < 3
 
 
-def test_without_ranks_every_process_gets_sigterm_at_once(end):
-    members = FakeMembers({1: (OTHER, 0, BOTH), 2: (OTHER, 1, BOTH)})
-    assert end(members)[1] == () and members.order(TERM) == [1, 2] and not members.order(STOP)
+STUBBORN = (RANK, 0, (KILL,))
+WRITES = (WRITER, 0, (KILL,))
 
 
-def test_a_rank_that_saves_and_a_writer_have_more_time(end):
-    members = FakeMembers({4: (RANK, 0, (KILL,)), 5: (RANK, 0, (KILL,)), 8: (WRITER, 0, (KILL,))})
-    _, _, spent = end(members, is_saving=lambda member: member.pid == 5)
-    assert members.order(KILL) == [4, 5, 8] and 40 < spent < 43 and 8 not in members.order(TERM)
+def is_5(member):
+    return member.pid == 5
+
+
+@pytest.mark.parametrize(
+    "tree, how, asked, killed, least, most",
+    [
+        # without ranks every process gets SIGTERM at once
+        ({1: (OTHER, 0, BOTH), 2: (OTHER, 1, BOTH)}, {}, [1, 2], [], 0, 1),
+        # a rank that saves and a writer have more time
+        ({4: STUBBORN, 5: STUBBORN, 8: WRITES}, {"is_saving": is_5}, [4, 5], [4, 5, 8], 40, 43),
+        # after a signal a rank that saves is asked at once, and has no less time than the others
+        (
+            {4: (RANK, 0, BOTH), 5: (RANK, 0, BOTH)},
+            {"grace": 60.0, "leave": True, "is_saving": lambda member: True},
+            [4, 5],
+            [],
+            0,
+            1,
+        ),
+        ({4: STUBBORN, 5: STUBBORN}, {"grace": 60.0, "is_saving": is_5}, [4, 5], [4, 5], 60, 62),
+        # a second signal kills everything at once
+        ({4: STUBBORN, 8: WRITES}, {"at_once": lambda: True}, [4], [4, 8], 0, 1),
+    ],
+)
+def test_who_is_asked_and_killed_when(end, tree, how, asked, killed, least, most):
+    members = FakeMembers(tree)
+    _, left, spent = end(members, **how)
+    assert members.order(TERM) == asked and members.order(KILL) == killed
+    assert left == () and least <= spent < most and not members.order(STOP)
 
 
 def test_a_rank_that_saves_gets_sigterm_after_its_save(end):
@@ -132,22 +154,6 @@ def test_a_rank_that_saves_gets_sigterm_after_its_save(end):
     _, _, spent = end(members, is_saving=is_saving)
     assert members.order(TERM) == [4, 5, 6]
     assert members.order(KILL) == [5] and 3 < spent < 5
-
-
-def test_after_a_signal_a_rank_that_saves_is_asked_at_once(end):
-    members = FakeMembers({4: (RANK, 0, BOTH), 5: (RANK, 0, BOTH)})
-    assert end(members, 60.0, leave=True, is_saving=lambda member: True)[2] < 1
-
-
-def test_after_a_signal_a_rank_that_saves_has_no_less_time_than_the_others(end):
-    members = FakeMembers({4: (RANK, 0, (KILL,)), 5: (RANK, 0, (KILL,))})
-    _, _, spent = end(members, 60.0, is_saving=lambda member: member.pid == 5)
-    assert members.order(KILL) == [4, 5] and 60 < spent < 62
-
-
-def test_a_second_signal_kills_everything_at_once(end):
-    members = FakeMembers({4: (RANK, 0, (KILL,)), 8: (WRITER, 0, (KILL,))})
-    assert end(members, at_once=lambda: True)[2] < 1
 
 
 def test_a_process_that_does_not_end_after_sigkill_is_left_behind(end):

@@ -96,17 +96,6 @@ if "node1" in folder:
     assert all(len(of(events, "job_started")) == 1 for _, events in found)
 
 
-def test_a_node_that_does_not_come_ends_the_wait(tmp_path, supervised):
-    status, events = supervised(tmp_path / "node0").run(
-        "", "--nodes", "2", "--rendezvous", str(tmp_path / "meeting"), "--node-timeout", "1"
-    )
-    assert (
-        status == 1
-        and not of(events, "job_started")
-        and "node 1" in of(events, "supervisor_ended")[0]["reason"]
-    )
-
-
 def test_the_rest_goes_on_with_fewer_nodes(tmp_path, supervised):
     status, events = supervised(tmp_path / "node1").run(
         "finish()",

@@ -338,33 +338,27 @@ def remaining(memory, keep_days=7.0):
     ]
 
 
-def test_a_tier_that_may_be_the_newest_of_its_training_stays(tmp_path, memory):
-    tier = leftover(memory, tmp_path / "a")
+def test_a_tier_that_may_be_the_newest_of_its_training_stays_and_a_superseded_one_goes(
+    tmp_path, memory
+):
+    newest, _, _ = (leftover(memory, tmp_path / name) for name in "abc")
     save(tmp_path / "a", 5, world=1)
-    assert remaining(memory) == [tier]
+    save(tmp_path / "b", 20, world=1)
+    save(tmp_path / "c", 5, world=1, run=RUN2)
+    assert remaining(memory) == [newest]
 
 
-def test_a_tier_of_a_living_job_stays_whatever_its_age(tmp_path, memory):
-    tier = leftover(memory, tmp_path / "a", processes=[this_process()], age_days=1)
-    shutil.rmtree(tmp_path / "a")
-    assert remaining(memory) == [tier] and TierOwner.read(STORAGE, tier).is_alive
-
-
-def test_a_superseded_tier_is_removed(tmp_path, memory):
-    leftover(memory, tmp_path / "a")
-    save(tmp_path / "a", 20, world=1)
-    leftover(memory, tmp_path / "b")
-    save(tmp_path / "b", 5, world=1, run=run_name(2, "0000bbbb"))
-    assert remaining(memory) == []
-
-
-def test_a_tier_without_its_directory_is_removed_unless_the_disk_is_not_mounted(tmp_path, memory):
+def test_a_tier_without_its_directory_goes_unless_its_job_lives_or_the_disk_is_not_mounted(
+    tmp_path, memory
+):
     gone, unmounted = leftover(memory, tmp_path / "a"), leftover(memory, tmp_path / "b")
+    alive = leftover(memory, tmp_path / "c", processes=[this_process()], age_days=1)
     owner = replace(TierOwner.read(STORAGE, unmounted), mount=str(tmp_path))
     publish_json(STORAGE, os.path.join(unmounted, OWNER), asdict(owner), RUN)
-    shutil.rmtree(tmp_path / "a")
-    shutil.rmtree(tmp_path / "b")
-    assert remaining(memory) == [unmounted] and not os.path.exists(gone)
+    for name in "abc":
+        shutil.rmtree(tmp_path / name)
+    assert sorted(remaining(memory)) == sorted([unmounted, alive]) and not os.path.exists(gone)
+    assert TierOwner.read(STORAGE, alive).is_alive
 
 
 def test_an_error_of_the_disk_does_not_prove_that_a_directory_is_gone(tmp_path, memory):
@@ -408,17 +402,14 @@ def test_a_directory_that_cannot_be_looked_at_is_not_another_one(
     assert remaining(memory) == [tier]
 
 
-def test_a_clock_that_was_set_makes_no_tier_old(tmp_path, memory, monkeypatch):
+@pytest.mark.parametrize("uptime_days", [0.1, 8])
+def test_an_old_tier_is_removed_and_a_clock_that_was_set_makes_none_old(
+    tmp_path, memory, monkeypatch, uptime_days
+):
     """A node without a clock of its own begins at 1970, until its time is set."""
-    tier = leftover(memory, tmp_path / "a", age_days=1)
-    monkeypatch.setattr(runtime, "monotonic", lambda: 3600.0)
-    assert remaining(memory) == [tier]
-
-
-def test_an_old_tier_is_removed(tmp_path, memory, monkeypatch):
-    monkeypatch.setattr(runtime, "monotonic", lambda: 8 * 86400.0)  # since the boot
+    monkeypatch.setattr(runtime, "monotonic", lambda: uptime_days * 86400.0)  # since the boot
     old, young = leftover(memory, tmp_path / "a", age_days=1), leftover(memory, tmp_path / "b")
-    assert remaining(memory) == [young] and not os.path.exists(old)
+    assert set(remaining(memory)) == ({young} if uptime_days == 8 else {old, young})
 
 
 def test_an_interrupted_removal_is_continued_and_a_starting_job_is_left_alone(tmp_path, memory):
