@@ -406,7 +406,9 @@ class Training(RuleBasedStateMachine):
     def _save(self, jump: int, policy: Policy, order: int, fault: Fault | None) -> None:
         before, entry, run = self._newest_sized(), self._next(jump), self.run
         chance = random.Random(f"{order} {fault}")
-        machine, said = FaultInjector(STORAGE, Scheduler(run.world, chance), fault, chance), set()
+        folder = os.path.dirname(self.root)
+        scheduler = Scheduler(run.world, chance)
+        machine, said = FaultInjector(STORAGE, scheduler, fault, chance, folder), set()
 
         def work(rank: int) -> None:
             target = SaveTarget(machine.storage_of(rank), self.root, run.run, rank, run.world)

@@ -22,7 +22,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mindresume import runtime
@@ -171,16 +171,6 @@ class Operation:
     path: str
 
 
-class _Folder:
-    """Identifies a folder, wherever it is renamed to."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-
-Node = bytes | _Folder | None  # what a name stands for; None for nothing
-
-
 @dataclass(eq=False)
 class _Change:
     """One atomic operation on names, also in two folders. ``survives``: a power loss; None: that is
@@ -189,17 +179,52 @@ class _Change:
     survives: bool | None = None
 
 
-@dataclass
-class _Names:
-    """Changes of names in one folder that are not durable yet. ``base``: what the changed names
-    stood for before."""
+class _Folder:
+    """A folder, wherever it is renamed to. ``durable``: what its names stand for after any power
+    loss; ``changes``: what came after that, in order."""
 
-    base: dict[str, Node] = field(default_factory=dict)
-    changes: list[tuple[_Change, dict[str, Node]]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.durable: dict[str, Node] = {}
+        self.changes: list[tuple[_Change, str, Node]] = []
+
+    def names(self) -> dict[str, Node]:
+        """Returns what the names stand for, without the changes that are lost."""
+        later = {name: node for change, name, node in self.changes if change.survives is not False}
+        return {name: node for name, node in (self.durable | later).items() if node is not None}
+
+
+Node = bytes | _Folder | None  # what a name stands for; None for nothing
+
+
+def _read(path: str) -> _Folder:
+    """Returns a folder on the disk, all of which is durable."""
+    folder = _Folder()
+    for name in os.listdir(path):
+        below = os.path.join(path, name)
+        folder.durable[name] = _read(below) if os.path.isdir(below) else _content(below)
+    return folder
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _write(path: str, node: Node, written: set[_Folder]) -> None:
+    """Makes the path, which does not exist, stand for ``node``. A folder has one name."""
+    if not isinstance(node, _Folder):
+        with open(path, "wb") as file:
+            file.write(node or b"")
+    elif node not in written:
+        written.add(node)
+        os.makedirs(path, exist_ok=True)
+        for name, below in node.names().items():
+            _write(os.path.join(path, name), below, written)
 
 
 class FaultInjector:
-    """The state that all ranks share: disk, time, fault. ``operations``: the operations so far."""
+    """The state that all ranks share: disk, time, fault. ``operations``: the operations so far.
+    ``root``: the folder of which a power loss undoes what is not durable; empty: none."""
 
     def __init__(
         self,
@@ -207,8 +232,10 @@ class FaultInjector:
         scheduler: Scheduler,
         fault: Fault | None = None,
         rng: random.Random | None = None,
+        root: str = "",
     ):
         self.inner = inner
+        self.root = root
         self.scheduler = scheduler
         self.fault = fault
         self.rng = rng or random.Random(0)
@@ -216,7 +243,7 @@ class FaultInjector:
         self.dead: set[int] = set()
         self.now = 0.0
         self.lag = LAG if fault is not None and fault.kind == "late" else 0.0
-        self._pending: dict[str, _Names] = {}
+        self._top: _Folder | None = None  # ``root``
         self._views = {rank: RankStorage(self, rank) for rank in range(scheduler.size)}
 
     def storage_of(self, rank: int) -> RankStorage:
@@ -242,6 +269,8 @@ class FaultInjector:
         try:
             if rank in self.dead:
                 raise Killed
+            if self._top is None and self.root:
+                self._top = _read(self.root)
             self.operations.append(Operation(len(self.operations) + 1, rank, name, path))
             self.now += _TICK
             number, fault = len(self.operations), self.fault
@@ -280,108 +309,59 @@ class FaultInjector:
 
     # ---- what is durable -------------------------------------------------------------------------
 
-    def before_change(self, folder: str, *names: str) -> None:
-        """Records what ``names`` stand for, before they change."""
-        base = self._pending.setdefault(folder, _Names()).base
-        for name in names:
-            if name not in base:
-                base[name] = self.node(os.path.join(folder, name))
-
-    def record_change(self, nodes: Mapping[str, dict[str, Node]]) -> None:
-        """Records one atomic change: by folder, what the names stand for now. A rename between
-        folders changes both names or none, as journals and servers guarantee."""
-        change = _Change()
-        for folder, names in nodes.items():
-            self._pending[folder].changes.append((change, names))
-
-    def folder_node(self, folder: str, name: str) -> Node:
-        """Returns what ``name`` stands for; for a folder always the same object, however often it
-        is renamed."""
-        pending = self._pending[folder]
-        now = next(
-            (nodes[name] for _, nodes in reversed(pending.changes) if name in nodes),
-            pending.base[name],
-        )
-        return now if isinstance(now, _Folder) else self.node(os.path.join(folder, name))
-
-    def make_durable(self, folder: str) -> None:
-        """Makes all changes of names in ``folder`` durable."""
-        names = self._pending.pop(folder, None)
-        for change, _ in names.changes if names else ():
-            change.survives = True
-
-    def folder_renamed(self, old: str, new: str) -> None:
-        """Moves the pending changes inside a renamed folder to its new path."""
-        for path in [
-            path for path in self._pending if path == old or path.startswith(old + os.sep)
-        ]:
-            self._pending[new + path[len(old) :]] = self._pending.pop(path)
-
     def node(self, path: str) -> Node:
-        status = self.inner.status(path)
-        if status is None:
-            return None
-        if status.is_folder:
-            return _Folder(path)
-        with self.inner.open(path) as file:
-            return file.read()
+        """Returns what a path stands for now; None for one outside of ``root``."""
+        node: Node = self._top
+        for part in os.path.relpath(path, self.root or None).split(os.sep):
+            if part != ".":
+                node = node.names().get(part) if isinstance(node, _Folder) else None
+        return node
+
+    def record_change(self, nodes: Mapping[str, Node]) -> None:
+        """Records one atomic change: what these paths stand for now. A rename between folders
+        changes both names or none, as journals and servers guarantee."""
+        change = _Change()
+        for path, node in nodes.items():
+            folder = self.node(os.path.dirname(path))
+            if isinstance(folder, _Folder):
+                folder.changes.append((change, os.path.basename(path), node))
+
+    def make_durable(self, path: str) -> None:
+        """Makes all changes of names in a folder durable."""
+        folder = self.node(path)
+        if isinstance(folder, _Folder):
+            for change, name, node in folder.changes:
+                change.survives = True
+                folder.durable[name] = node
+            folder.changes.clear()
+
+    def make_folder(self, path: str) -> None:
+        """Records a new folder and its parents. Their names are durable, and with them earlier
+        changes beside them."""
+        parent = os.path.dirname(path)
+        if self.node(path) is None and path != parent:
+            self.make_folder(parent)
+            self.make_durable(parent)
+            folder = self.node(parent)
+            if isinstance(folder, _Folder):
+                folder.durable[os.path.basename(path)] = _Folder()
 
     def lose_power(self, chance: float) -> None:
         """Applies a power loss: every change that is not durable stays only by ``chance``. It works
         on the real file system directly: no rank is alive to see it."""
-        pending, self._pending = self._pending, {}
-        top = os.path.commonpath([*pending]) if pending else ""
-        if not os.path.isdir(top):  # its removal is durable
-            return
-        trees: dict[str, Tree] = {}
-        _read(top, trees)
-        for former in sorted(pending):  # parents first
-            names = dict(pending[former].base)
-            for change, nodes in pending[former].changes:
+        coming = [self._top]
+        while coming:
+            folder = coming.pop(0)
+            for change, _, _ in folder.changes:
                 if change.survives is None:
                     change.survives = self.rng.random() < chance
-                names |= nodes if change.survives else {}
-            # else its removal is durable: its content does not matter
-            for name, node in names.items() if former in trees else ():
-                trees[former].pop(name, None)
-                if isinstance(node, _Folder):
-                    node = trees.setdefault(node.path, {})
-                    for tree in trees.values():  # it has one name
-                        for other in [other for other, found in tree.items() if found is node]:
-                            del tree[other]
-                if node is not None:
-                    trees[former][name] = node
-        for name in os.listdir(top):
-            path = os.path.join(top, name)
+            coming += [
+                node for _, node in sorted(folder.names().items()) if isinstance(node, _Folder)
+            ]
+        for name in os.listdir(self.root):
+            path = os.path.join(self.root, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-        _write(top, trees[top])
-
-
-Tree = dict[str, Any]  # {name: content of a file, or the tree of a folder}
-
-
-def _read(folder: str, trees: dict[str, Tree]) -> Tree:
-    """Returns the tree of ``folder``, and adds it and those below it to ``trees``, by path."""
-    tree = trees[folder] = {}
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        if os.path.isdir(path):
-            tree[name] = _read(path, trees)
-        else:
-            with open(path, "rb") as file:
-                tree[name] = file.read()
-    return tree
-
-
-def _write(folder: str, tree: Tree) -> None:
-    for name, node in tree.items():
-        path = os.path.join(folder, name)
-        if isinstance(node, dict):
-            os.mkdir(path)
-            _write(path, node)
-        else:
-            with open(path, "wb") as file:
-                file.write(node)
+        _write(self.root, self._top, set())
 
 
 class RankStorage:
@@ -436,9 +416,7 @@ class RankStorage:
             return self.inner.free_space(folder)
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview], size: int = 0) -> int:
-        folder, name = os.path.split(path)
         with self.operation("write", path) as is_torn:
-            self.injector.before_change(folder, name)
             if is_torn:
                 content, count = b"".join(map(bytes, pieces)), 0
                 cut = len(content) // 2
@@ -452,24 +430,14 @@ class RankStorage:
                     file.write(torn)
             else:
                 count = self.inner.write(path, pieces, size)
-            self.injector.record_change({folder: {name: self.injector.node(path)}})
+            self.injector.record_change({path: _content(path)})
             self._changed(path)
         return count
 
     def rename(self, old: str, new: str) -> None:
-        source, before = os.path.split(old)
-        target, after = os.path.split(new)
         with self.operation("rename", old):
-            self.injector.before_change(source, before)
-            self.injector.before_change(target, after)
-            node = self.injector.folder_node(source, before)
             self.inner.rename(old, new)
-            if isinstance(node, _Folder):
-                node.path = new
-                self.injector.folder_renamed(old, new)
-            names: dict[str, dict[str, Node]] = {source: {before: None}}
-            names.setdefault(target, {})[after] = node
-            self.injector.record_change(names)
+            self.injector.record_change({old: None, new: self.injector.node(old)})
             self._changed(old, new)
 
     def copy_owner(self, source: str, path: str) -> None:
@@ -481,18 +449,13 @@ class RankStorage:
             self.injector.make_durable(folder)
 
     def remove(self, path: str) -> None:
-        folder, name = os.path.split(path)
         with self.operation("remove", path):
-            self.injector.before_change(folder, name)
             self.inner.remove(path)
-            self.injector.record_change({folder: {name: None}})
+            self.injector.record_change({path: None})
             self._changed(path)
 
     def make_folder(self, path: str) -> None:
         with self.operation("make_folder", path):
-            is_new = not self.inner.status(path)
             self.inner.make_folder(path)
-            # its sync of the parent makes earlier changes there durable
-            if is_new:
-                self.injector.make_durable(os.path.dirname(path))
+            self.injector.make_folder(path)
             self._changed(path)

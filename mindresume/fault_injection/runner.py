@@ -138,7 +138,7 @@ def run_scenario(
     struck = f"Fault(kind={fault.kind!r}, at={fault.at})" if fault else None
     rng = random.Random(f"{setup.seed} {scenario.name} {fmt} {struck}")
     injector = FaultInjector(
-        setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng
+        setup.storage(), Scheduler(setup.ranks, random.Random(setup.seed)), fault, rng, folder
     )
     sandbox = Sandbox(injector, os.path.join(folder, "checkpoint"), fmt, setup.ranks)
     hook, threading.excepthook = threading.excepthook, _quiet(threading.excepthook)

@@ -21,12 +21,13 @@ from mindresume.fault_injection.faults import (
 from mindresume.storage.posix import PosixStorage
 
 
-def injector_for(kind=None, at=1, ranks=1, seed=0):
+def injector_for(kind=None, at=1, ranks=1, seed=0, root=""):
     return FaultInjector(
         PosixStorage(),
         Scheduler(ranks, random.Random(0)),
         Fault(at, kind) if kind else None,
         random.Random(seed),
+        root,
     )
 
 
@@ -155,7 +156,7 @@ def test_a_torn_write_leaves_its_first_half(root):
 def test_writes_out_of_order_leave_a_hole(root):
     found = set()
     for seed in range(12):
-        injector = injector_for("reorder", seed=seed)
+        injector = injector_for("reorder", seed=seed, root=root)
         with pytest.raises(Killed):
             injector.storage_of(0).write(root + "/a/h", [bytes(range(1, 13))])
         found.add(content(root).get("a/h"))
@@ -180,7 +181,7 @@ class Fates:
 
 def lost(root, steps, fates=None):
     """Returns what a power loss leaves of ``steps(storage)``."""
-    injector = injector_for()
+    injector = injector_for(root=root)
     steps(injector.storage_of(0))
     injector.rng = Fates(fates or itertools.repeat(False))
     injector.lose_power(0.5)
@@ -229,7 +230,7 @@ def test_reordering_keeps_any_subset(folder):
         for name in "xy":
             with open(f"{root}/{name}", "wb") as file:
                 file.write(b"old")
-        injector = injector_for("reorder", 4, seed=seed)
+        injector = injector_for("reorder", 4, seed=seed, root=root)
         storage = injector.storage_of(0)
         storage.write(root + "/z", [b"new"])
         storage.remove(root + "/x")

@@ -112,12 +112,10 @@ class Disk(RankStorage):
     """Is the view of a rank whose files are written in pieces."""
 
     def create(self, path, size):
-        folder, name = os.path.split(path)
         with self.operation("create", path):
-            self.injector.before_change(folder, name)
             made = STORAGE.create(path, size)
             # its bytes are not durable yet
-            self.injector.record_change({folder: {name: b""}})
+            self.injector.record_change({path: b""})
         return Pieces(self, path, made)
 
     def count(self, name):
@@ -136,13 +134,7 @@ class Pieces:
         try:
             with self.disk.operation("finish", self.path):
                 self.inner.finish()
-                self.disk.injector.record_change(
-                    {
-                        os.path.dirname(self.path): {
-                            os.path.basename(self.path): Path(self.path).read_bytes()
-                        }
-                    }
-                )
+                self.disk.injector.record_change({self.path: Path(self.path).read_bytes()})
         except OSError:
             self.abandon()
             raise
@@ -173,12 +165,13 @@ class CtrlC(Fault):
         return False
 
 
-def disk(kind="EIO", at=0):
-    """Injects the fault at operation number ``at``, from 1; 0: never."""
+def disk(kind="EIO", at=0, root=""):
+    """Injects the fault at operation number ``at``, from 1; 0: never. ``root``: see
+    FaultInjector."""
     chance = random.Random(at)
     if kind == CTRL_C:
         return Disk(Interrupting(STORAGE, Scheduler(1, chance), CtrlC(at, kind), chance), 0)
-    return Disk(FaultInjector(STORAGE, Scheduler(1, chance), Fault(at, kind), chance), 0)
+    return Disk(FaultInjector(STORAGE, Scheduler(1, chance), Fault(at, kind), chance, str(root)), 0)
 
 
 def struck_by(kind, names):
@@ -270,7 +263,9 @@ def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected
     wanted, names = expected[what]
     job, before, went_on, numbers = JOBS[what](root), contents(root), 0, struck_by(kind, names)
     for at in numbers:
-        out, dying, again = in_memory / str(at), disk(kind, at), disk()
+        out, again = in_memory / str(at), disk()
+        out.mkdir()
+        dying = disk(kind, at, out)
         made = conversion(on(dying, job), out / "new", dying)
         with pytest.raises(Killed):
             carry_out(made)
@@ -299,7 +294,7 @@ def test_a_conversion_survives_a_kill_at_any_operation(in_memory, root, expected
 
 @pytest.mark.parametrize("what", JOBS)
 def test_a_power_loss_after_the_end_loses_nothing(in_memory, root, expected, what):
-    durable = disk()
+    durable = disk(root=in_memory)
     carry_out(conversion(on(durable, JOBS[what](root)), in_memory / "deep" / "new", durable))
     durable.injector.lose_power(0.0)
     assert contents(in_memory / "deep" / "new") == expected[what][0] and os.listdir(
