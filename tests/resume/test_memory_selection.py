@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 from coordination.test_storage_topology import save_part
@@ -18,6 +18,7 @@ from rank_folders import (
     name_of,
     path_of,
     save,
+    start_of,
     tensors_in,
     write_foreign,
     write_rank,
@@ -39,7 +40,6 @@ from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import NOTE, DiskNote, this_process
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.read_cache import ReadCache
-from mindresume.tensor_files import read_header
 
 LATER = run_name(2, "0000bbbb")
 
@@ -84,10 +84,34 @@ def taken(root, **how):
     return (choice.chosen.step, choice.in_memory) if choice is not None else None
 
 
-def test_the_same_step_is_taken_from_memory(root, tier):
-    save(root, 10, world=2)
+@pytest.fixture
+def both_saved(root, tier):
+    """Saves step 5 on disk, and step 10 in memory. Returns the tier."""
+    save(root, 5, world=2)
     save(tier, 10, world=2)
-    assert taken(root) == (10, True)
+    return tier
+
+
+def refused(events):
+    return [event for event in events if isinstance(event, CandidateRefused)]
+
+
+def notices(events):
+    return " ".join(event.text for event in events if isinstance(event, Notice))
+
+
+@pytest.mark.parametrize(
+    "on_disk, in_memory, expected",
+    [
+        ((10, RUN), 10, (10, True)),
+        ((5, LATER), 100, (5, False)),  # Megatron-Bridge#5090: a newer root was missed
+        ((5, run_name(1, "0000cccc")), 100, (5, False)),  # another run of the same number
+    ],
+)
+def test_the_newer_run_wins_and_memory_of_the_same_step(root, tier, on_disk, in_memory, expected):
+    save(root, on_disk[0], 2, on_disk[1])
+    save(tier, in_memory, world=2)
+    assert taken(root) == expected
 
 
 def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
@@ -108,45 +132,37 @@ def test_memory_alone_is_enough_and_is_locked_while_it_is_read(root, tier):
 def test_exactly_what_was_verified_is_loaded(root, tier, budget, fmt):
     from mindresume.mindformers.loading import read_shard
 
-    save(tier, 5, world=2, fmt=fmt)
-    save(tier, 10, world=2, fmt=fmt)
-    save(tier, 15, world=2, fmt=fmt)
+    for step in (5, 10, 15):
+        save(tier, step, world=2, fmt=fmt)
     flip_bit(path_of(tier, 15, 0, fmt=fmt))
     expected = [tensors_in(path_of(tier, 10, rank, fmt=fmt)) for rank in range(2)]
     storages = [ReadCache(STORAGE, budget) for _ in range(2)]
     found = choose(root, storages=storages)
-    for rank in range(2):
+    for rank, path in enumerate(path_of(tier, 10, rank, fmt=fmt) for rank in range(2)):
         assert found[rank].choice.chosen.step == 10
-        path = path_of(tier, 10, rank, fmt=fmt)
-        with open(path, "rb") as file:
-            entry = read_header(file, str(path)).tensors["embedding.weight"]
-        flip_bit(path, entry.ranges[0][0])
+        flip_bit(path, start_of(path, "embedding.weight"))
         (shard,) = found[rank].choice.shards
-        # it is read again, and that it changed is seen
-        if budget == 10:
-            with pytest.raises(LoadError, match="changed after it was checked"):
-                read_shard(CheckpointDir(storages[rank], str(tier)), shard)
-            continue
-        arrays = read_shard(CheckpointDir(storages[rank], str(tier)), shard)
-        assert {name: array.tobytes() for name, array in arrays.items()} == {
-            name: array.tobytes()
-            for name, array in expected[rank].items()
-            if array.dtype.kind != "U"
-        }
-        # an array is given away once
+        read = partial(read_shard, CheckpointDir(storages[rank], str(tier)), shard)
+        if budget > 10:
+            arrays = read()
+            assert {name: array.tobytes() for name, array in arrays.items()} == {
+                name: array.tobytes()
+                for name, array in expected[rank].items()
+                if array.dtype.kind != "U"
+            }
+        # it is read again, because little is kept and an array is given away once; that it changed
+        # is seen
         with pytest.raises(LoadError, match="changed after it was checked"):
-            read_shard(CheckpointDir(storages[rank], str(tier)), shard)
+            read()
 
 
-def test_what_was_refused_in_memory_is_not_kept(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
-    flip_bit(path_of(tier, 10, 1))
+def test_what_was_refused_in_memory_is_not_kept(root, both_saved):
+    flip_bit(path_of(both_saved, 10, 1))
     storages = [ReadCache(STORAGE, 1 << 20) for _ in range(2)]
     found = choose(root, storages=storages)
     assert (found[0].choice.chosen.step, found[0].choice.in_memory) == (5, False)
     assert [
-        storage.keeps(str(path_of(tier, 10, rank))) for rank, storage in enumerate(storages)
+        storage.keeps(str(path_of(both_saved, 10, rank))) for rank, storage in enumerate(storages)
     ] == [False, False]
 
 
@@ -156,77 +172,50 @@ def test_the_path_may_be_the_output_folder(tmp_path, memory):
     assert taken(root, path=root.parent) == (10, True)
 
 
-def test_a_newer_run_on_disk_wins_over_an_older_run_in_memory(root, tier):
-    """Megatron-Bridge#5090: a newer root was missed."""
-    save(tier, 100, world=2)
-    save(root, 5, world=2, run=LATER)
-    assert taken(root) == (5, False)
-
-
-def test_a_newer_save_of_mindformers_wins(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
+def test_a_newer_save_of_mindformers_wins(root, both_saved):
     write_foreign(root, 8, world=2, suffix=1)
     assert taken(root) == (8, False)
 
 
-def remove_weights(root, step):
-    for rank in range(2):
-        os.remove(path_of(root, step, rank))
-
-
-def remove_all_of(root, step):
-    remove_weights(root, step)
-    shutil.rmtree(root / FOLDER / attempt_name(step, RUN))
-
-
-def remove_what_is_seen(root, step):
-    for path in root.iterdir():
-        if path.name != FOLDER:
-            shutil.rmtree(path)
-
-
-@pytest.mark.parametrize(
-    ("remove", "left"),
-    [
-        (remove_weights, (5, False)),
-        (remove_all_of, (5, False)),
-        (remove_what_is_seen, NoUsableCheckpointError),
-    ],
-)
-def test_memory_does_not_bring_back_what_a_person_has_removed_to_go_back(root, tier, remove, left):
-    save(root, 5, world=2)
-    save(root, 10, world=2)
+def noted(root, tier, *steps):
+    """Saves steps on disk, and step 12 in memory, of a training that had step 10 on disk."""
+    for step in steps:
+        save(root, step, world=2)
     save(tier, 12, world=2)
     DiskNote(attempt_name(10, RUN), RUN, 10).write(STORAGE, str(tier))
+
+
+@pytest.mark.parametrize("has_records, has_others", [(True, True), (False, True), (True, False)])
+def test_memory_does_not_bring_back_what_a_person_has_removed_to_go_back(
+    root, tier, has_records, has_others
+):
+    noted(root, tier, 5, 10)
     assert taken(root) == (12, True)
-    remove(root, 10)
     events = []
-    if isinstance(left, tuple):
-        assert taken(root, events=events) == left
+    for rank in range(2):
+        os.remove(path_of(root, 10, rank))
+        if not has_others:
+            shutil.rmtree(root / f"rank_{rank}")
+    if not has_records:
+        shutil.rmtree(root / FOLDER / attempt_name(10, RUN))
+    if has_others:
+        assert taken(root, events=events) == (5, False)
     else:
-        with pytest.raises(left):
+        with pytest.raises(NoUsableCheckpointError):
             taken(root, events=events)
-    assert any(
-        isinstance(event, Notice) and attempt_name(10, RUN) in event.text and "flush" in event.text
-        for event in events
-    )
+    assert attempt_name(10, RUN) in notices(events) and "flush" in notices(events)
 
 
 def test_what_retention_removed_after_a_newer_save_was_not_removed_by_a_person(root, tier):
     save(tier, 20, world=2)
-    DiskNote(attempt_name(10, RUN), RUN, 10).write(STORAGE, str(tier))
-    save(root, 15, world=2)
+    noted(root, tier, 15)
     assert taken(root) == (20, True)
     flip_bit(path_of(root, 15, 0))
     assert taken(root) == (20, True)
 
 
 def test_a_noted_checkpoint_that_cannot_be_used_is_still_there(root, tier):
-    save(root, 5, world=2)
-    save(root, 10, world=2)
-    save(tier, 12, world=2)
-    DiskNote(attempt_name(10, RUN), RUN, 10).write(STORAGE, str(tier))
+    noted(root, tier, 5, 10)
     os.remove(path_of(root, 10, 0))
     assert taken(root) == (12, True)
 
@@ -245,12 +234,8 @@ def test_a_checkpoint_without_records_is_not_known_to_be_older_unless_the_traini
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"[]",
-        b"{",
         b"[" * 100_000,
         b'{"key": 1, "run": 2, "step": 3}',
-        b'{"key": "x", "run": "0001-0000aaaa", "step": 1e999}',
         b'{"key": "", "run": "x", "step": 1}',
     ],
 )
@@ -271,44 +256,33 @@ def test_an_error_of_the_tier_does_not_keep_a_job_from_the_disk(root, tier, monk
     monkeypatch.setattr(memory_source, "scan_records", broken)
     events = []
     assert taken(root, events=events) == (5, False)
-    assert any(isinstance(event, Notice) and "is broken" in event.text for event in events)
+    assert "is broken" in notices(events)
 
 
-def test_another_run_of_the_same_number_on_disk_wins(root, tier):
-    save(tier, 100, world=2)
-    save(root, 5, world=2, run=run_name(1, "0000cccc"))
-    assert taken(root) == (5, False)
-
-
-def test_an_incomplete_save_is_not_taken_and_the_one_before_is(root, tier):
+def test_an_incomplete_save_is_not_taken_and_the_one_before_is(root, both_saved):
     """maxtext#5260: an incomplete step was chosen."""
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
-    write_rank(tier, 15, 1, 2)
+    write_rank(both_saved, 15, 1, 2)
     events = []
     assert taken(root, events=events) == (10, True)
-    (refused,) = [event for event in events if isinstance(event, CandidateRefused)]
-    assert refused.step == 15
-    shutil.rmtree(tier / FOLDER)
+    assert [event.step for event in refused(events)] == [15]
+    shutil.rmtree(both_saved / FOLDER)
     assert taken(root) == (5, False)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_corrupt_replica_is_refused_once_and_never_tried_again(root, tier, rank):
+def test_a_corrupt_replica_is_refused_once_and_never_tried_again(root, both_saved, rank):
     """Megatron-LM#5281: a corrupt replica was trusted in 44 restarts."""
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
-    save(tier, 12, world=2)
-    flip_bit(path_of(tier, 12, rank))
+    save(both_saved, 12, world=2)
+    flip_bit(path_of(both_saved, 12, rank))
     events = []
     assert taken(root, events=events) == (10, True)
-    (refused,) = [event for event in events if isinstance(event, CandidateRefused)]
-    assert refused.step == 12 and f"rank {rank} is not what was written" in refused.reason
-    damaged = next(c for c in scan_records(dir_at(tier))[0] if c.step == 12)
+    (event,) = refused(events)
+    assert event.step == 12 and f"rank {rank} is not what was written" in event.reason
+    damaged = next(c for c in scan_records(dir_at(both_saved))[0] if c.step == 12)
     assert damaged.problem is not None and not os.path.exists(
         os.path.join(damaged.records_dir, record_name(rank))
     )
-    flip_bit(path_of(tier, 10, rank))
+    flip_bit(path_of(both_saved, 10, rank))
     assert taken(root) == (5, False) and taken(root) == (5, False)
 
 
@@ -321,28 +295,24 @@ def test_a_save_of_a_living_owner_is_refused_and_left_alone(memory, root):
     assert scan_records(dir_at(tier))[0][0].problem is None
 
 
-def test_memory_is_taken_if_the_newer_checkpoint_on_disk_is_damaged(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
+def test_memory_is_taken_if_the_newer_checkpoint_on_disk_is_damaged(root, both_saved):
     save(root, 15, world=2)
     flip_bit(path_of(root, 15, 1))
     events = []
     assert taken(root, events=events) == (10, True)
-    assert [event.step for event in events if isinstance(event, CandidateRefused)] == [15]
+    assert [event.step for event in refused(events)] == [15]
     shutil.rmtree(root / "rank_0")
     assert taken(root) == (10, True)
 
 
-def test_if_neither_can_be_used_the_error_is_that_of_the_disk(root, tier):
+def test_if_neither_can_be_used_the_error_is_that_of_the_disk(root, both_saved):
     """Megatron-Bridge#4900: a silent start from step 0."""
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
     flip_bit(path_of(root, 5, 0))
-    flip_bit(path_of(tier, 10, 0))
+    flip_bit(path_of(both_saved, 10, 0))
     events = []
     with pytest.raises(NoUsableCheckpointError):
         choose(root, events=events)
-    assert any("step 10" in event.text for event in events if isinstance(event, Notice))
+    assert "step 10" in notices(events)
 
 
 def test_a_fresh_start_without_any_checkpoint_on_disk_is_not_silent(root, tier):
@@ -350,31 +320,25 @@ def test_a_fresh_start_without_any_checkpoint_on_disk_is_not_silent(root, tier):
     flip_bit(path_of(tier, 10, 0))
     events = []
     assert taken(root, events=events) is None
-    assert [event.step for event in events if isinstance(event, CandidateRefused)] == [10]
+    assert [event.step for event in refused(events)] == [10]
     assert any(isinstance(event, FreshStart) for event in events)
 
 
-def test_without_the_node_the_disk_is_taken(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
-    shutil.rmtree(tier)
+def test_without_the_node_the_disk_is_taken(root, both_saved):
+    shutil.rmtree(both_saved)
     assert taken(root) == (5, False)
 
 
 def test_a_requested_checkpoint_a_switched_off_tier_and_another_folder_do_not_ask_memory(
-    root, tier
+    root, both_saved
 ):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
     assert taken(root, requested=str(name_of(0, 5))) == (5, False)
     assert taken(root, settings=Settings()) == (5, False)
     assert taken(root, saved_to=frozenset()) == (5, False)
     assert taken(root, resume=False) == (5, False)
 
 
-def test_another_number_of_ranks_reads_regions_of_memory_on_one_node(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
+def test_another_number_of_ranks_reads_regions_of_memory_on_one_node(root, both_saved):
     found = choose(root, ranks=1, any_layout=True)[0]
     assert (
         found.uses_layouts
@@ -406,12 +370,10 @@ def test_a_tracker_that_was_set_back_by_hand_decides(root, tier, monkeypatch):
     assert taken(root) == (10, False)
 
 
-def test_a_save_after_which_jobs_die_is_taken_last(root, tier):
-    save(root, 5, world=2)
-    save(tier, 10, world=2)
-    chosen = scan_records(dir_at(tier))[0][0]
+def test_a_save_after_which_jobs_die_is_taken_last(root, both_saved):
+    chosen = scan_records(dir_at(both_saved))[0][0]
     for number in range(2):
-        attempt = LoadAttempt(dir_at(tier), chosen, "/output", 0, 2)
+        attempt = LoadAttempt(dir_at(both_saved), chosen, "/output", 0, 2)
         attempt.run = run_name(number + 2, "0000bbbb")
         attempt.begin()
         attempt._stop_capturing()
@@ -508,7 +470,3 @@ def test_regions_are_not_read_from_several_nodes(root, nodes, monkeypatch):
         5,
         False,
     )
-
-
-def test_the_tiers_are_folders_of_their_nodes(nodes):
-    assert len({Path(tier).parent.parent.name for tier in nodes.values()}) == 2
