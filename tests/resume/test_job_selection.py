@@ -2,12 +2,25 @@
 attempt."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
-from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, path_of, save, write_foreign
+from job_choices import ALONE
+from rank_folders import (
+    LATER_RUN,
+    RUN,
+    STORAGE,
+    Ranks,
+    dir_at,
+    flip_bit,
+    path_of,
+    save,
+    write_foreign,
+    write_rank,
+)
 
-from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import lease_holders
+from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process, lease_holders
+from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.visibility import Visibility
 from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError
 from mindresume.events import (
@@ -19,6 +32,7 @@ from mindresume.events import (
     VisibilityWaited,
     ignore,
 )
+from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.resume import job_selection
@@ -26,8 +40,10 @@ from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.job_selection import (
     CheckpointSelector,
+    LostWork,
     SelectionRequest,
     caching_storage,
+    find_lost_work,
     locate_checkpoints,
     own_shard,
 )
@@ -43,57 +59,42 @@ def events():
     return []
 
 
-def chooser(group=None, storage=STORAGE, settings=None, emit=ignore, shared_groups=None, **options):
-    group = group or SingleProcess()
-    sources = CheckpointSources(
-        consolidated=consolidated_checkpoint.ConsolidatedSource(group, True, True), **options
-    )
-    return CheckpointSelector(
-        storage,
-        group,
-        settings or Settings(),
-        emit,
-        sources,
-        {} if shared_groups is None else shared_groups,
-    )
+def chooser(group=ALONE, storage=STORAGE, settings=None, emit=ignore, **options):
+    consolidated = consolidated_checkpoint.ConsolidatedSource(group, True, True)
+    sources = CheckpointSources(consolidated=consolidated, **options)
+    return CheckpointSelector(storage, group, settings or Settings(), emit, sources)
 
 
-def choose(
-    path,
-    group=None,
-    settings=None,
-    storage=STORAGE,
-    remote=None,
-    saved_to=(),
-    shared_groups=None,
-    emit=ignore,
-    **request,
-):
-    made = chooser(group, storage, settings, emit, shared_groups, remote=remote, saved_to=saved_to)
-    return made.select(SelectionRequest(str(path), **request))
+def choose(path, group=ALONE, storage=STORAGE, settings=None, emit=ignore, **request):
+    """Returns what a job selects, without its read lock."""
+    found = chooser(group, storage, settings, emit).select(SelectionRequest(str(path), **request))
+    if found.read_lock is not None:
+        found.read_lock.release()
+    return found
 
 
 def locked(root):
     return [holder.holds for holder in lease_holders(dir_at(root)) if holder.holds]
 
 
-def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_attempt_counted(
-    tmp_path, events
-):
-    save(tmp_path, 5, world=1)
-    save(tmp_path, 10, world=1)
+@pytest.fixture
+def damaged(tmp_path):
+    """Saves step 5, and step 10, which is damaged."""
+    for step in (5, 10):
+        save(tmp_path, step, world=1)
     flip_bit(path_of(tmp_path, 10, 0))
-    found = choose(tmp_path, output_dir=str(tmp_path / "output"), emit=events.append)
+    return tmp_path
+
+
+def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_attempt_counted(
+    damaged, events
+):
+    output = str(damaged / "output")
+    found = chooser(emit=events.append).select(SelectionRequest(str(damaged), output_dir=output))
     assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
-    assert (
-        own_shard(found.choice, SingleProcess()).rank == 0
-        and own_shard(None, SingleProcess()) is None
-    )
-    assert locked(tmp_path) == [(found.choice.chosen.name,)]
-    assert (found.load_attempt.output, found.load_attempt.begun) == (
-        str(tmp_path / "output"),
-        False,
-    )
+    assert own_shard(found.choice, ALONE).rank == 0 and own_shard(None, ALONE) is None
+    assert locked(damaged) == [(found.choice.chosen.name,)]
+    assert (found.load_attempt.output, found.load_attempt.begun) == (output, False)
     refused, selected = events
     assert (type(refused), refused.step, refused.file, refused.weights_only) == (
         CandidateRefused,
@@ -101,9 +102,9 @@ def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_atte
         "rank_0/net_rank_0-1_10.safetensors",
         False,
     )
-    assert selected == CheckpointSelected(5, 1, RUN, str(tmp_path), selected.description)
+    assert selected == CheckpointSelected(5, 1, RUN, str(damaged), selected.description)
     found.read_lock.release()
-    assert locked(tmp_path) == []
+    assert locked(damaged) == []
 
 
 @pytest.mark.parametrize(
@@ -120,17 +121,12 @@ def test_a_job_that_does_not_report_its_first_step_counts_no_load_attempt(
     save(tmp_path, 5, world=1)
     found = choose(tmp_path, settings=settings, **request_)
     assert found.load_attempt is None and found.choice.chosen.step == 5
-    found.read_lock.release()
 
 
-def test_events_of_a_weights_only_load_are_marked(tmp_path, events):
-    save(tmp_path, 5, world=1)
-    save(tmp_path, 10, world=1)
-    flip_bit(path_of(tmp_path, 10, 0))
-    choose(tmp_path, resume=False, emit=events.append).read_lock.release()
-    assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected] and all(
-        e.weights_only for e in events
-    )
+def test_events_of_a_weights_only_load_are_marked(damaged, events):
+    choose(damaged, resume=False, emit=events.append)
+    assert [type(event) for event in events] == [CandidateRefused, CheckpointSelected]
+    assert all(event.weights_only for event in events)
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -146,34 +142,22 @@ def test_a_fresh_start_has_a_reason_and_is_an_error_for_weights_only(tmp_path, e
         choose(path, resume=False)
 
 
-def test_a_file_is_named_already(tmp_path, events):
-    save(tmp_path, 5, world=1)
-    save(tmp_path, 10, world=1)
-    found = choose(
-        path_of(tmp_path, 5, 0), requested="net_rank_0-1_10.safetensors", emit=events.append
-    )
-    assert (
-        found.choice.chosen.step == 5
-        and events[0].level == WARNING
-        and "net_rank_0-1_10.safetensors" in events[0].text
-    )
-    found.read_lock.release()
+def test_a_file_is_named_already(damaged, events):
+    name = "net_rank_0-1_10.safetensors"
+    found = choose(path_of(damaged, 5, 0), requested=name, emit=events.append)
+    assert found.choice.chosen.step == 5
+    assert events[0].level == WARNING and name in events[0].text
 
 
 def test_unhealthy_checkpoints_are_refused_and_problems_are_reported(tmp_path, events):
-    save(tmp_path / "checkpoint", 5, world=1)
-    save(tmp_path / "checkpoint", 10, world=1)
-    (tmp_path / "health_ckpts.json").write_text(
-        '[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]'
-    )
-    found = choose(tmp_path / "checkpoint", health_dir=str(tmp_path))
-    assert found.choice.chosen.step == 5
-    found.read_lock.release()
-    (tmp_path / "health_ckpts.json").write_text("[")
-    choose(
-        tmp_path / "checkpoint", health_dir=str(tmp_path), emit=events.append
-    ).read_lock.release()
-    assert events[0].level == WARNING and str(tmp_path / "health_ckpts.json") in events[0].text
+    root, health = tmp_path / "checkpoint", tmp_path / "health_ckpts.json"
+    for step in (5, 10):
+        save(root, step, world=1)
+    health.write_text('[{"is_health": 1, "ckpt_name": "net_rank_0-1_10.safetensors"}]')
+    assert choose(root, health_dir=str(tmp_path)).choice.chosen.step == 5
+    health.write_text("[")
+    choose(root, health_dir=str(tmp_path), emit=events.append)
+    assert events[0].level == WARNING and str(health) in events[0].text
 
 
 @pytest.mark.parametrize("when", ["lock", "later"])
@@ -192,7 +176,7 @@ def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, w
 
 
 def taken(root):
-    return select_checkpoint(STORAGE, str(root), SingleProcess(), SelectionPolicy(2, full=False))
+    return select_checkpoint(STORAGE, str(root), ALONE, SelectionPolicy(2, full=False))
 
 
 def test_a_checkpoint_removed_during_selection_is_an_error_on_all_ranks(tmp_path):
@@ -219,10 +203,9 @@ def test_only_a_resume_asks_the_object_store(tmp_path, monkeypatch):
     asked = []
 
     monkeypatch.setattr(BucketSource, "fetch_newer", lambda self, *rest: asked.append(self.root))
+    selector = chooser(remote=object(), saved_to={str(tmp_path)})
     for resume in (True, False):
-        choose(
-            tmp_path, remote=object(), saved_to={str(tmp_path)}, resume=resume
-        ).read_lock.release()
+        selector.select(SelectionRequest(str(tmp_path), resume=resume)).read_lock.release()
     assert asked == [str(tmp_path)]
 
 
@@ -230,21 +213,18 @@ def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(
     tmp_path, monkeypatch, events
 ):
     monkeypatch.setattr(job_selection, "share_of_rank", lambda group: 1 << 20)
-    assert caching_storage(STORAGE, Settings(verify="quick"), SingleProcess()) is STORAGE
-    assert caching_storage(STORAGE, Settings(staging_gib=2**-20), SingleProcess()).budget == 1 << 10
-    storage = caching_storage(STORAGE, Settings(), SingleProcess())
+    assert caching_storage(STORAGE, Settings(verify="quick"), ALONE) is STORAGE
+    assert caching_storage(STORAGE, Settings(staging_gib=2**-20), ALONE).budget == 1 << 10
+    storage = caching_storage(STORAGE, Settings(), ALONE)
     assert isinstance(storage, ReadCache) and storage.budget == 1 << 19
     save(tmp_path, 5, world=1)
-    choose(tmp_path, storage=storage, emit=events.append).read_lock.release()
+    choose(tmp_path, storage=storage, emit=events.append)
     size = path_of(tmp_path, 5, 0).stat().st_size
-    assert (
-        storage.size == size
-        and storage.budget == 0
-        and events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
-    )
+    assert (storage.size, storage.budget) == (size, 0)
+    assert events[-1] == VerifiedBytesKept(size, 0, 1 << 19)
     storage.clear()
-    small = caching_storage(STORAGE, Settings(staging_gib=2**-28), SingleProcess())
-    choose(tmp_path, storage=small, emit=events.append).read_lock.release()
+    small = caching_storage(STORAGE, Settings(staging_gib=2**-28), ALONE)
+    choose(tmp_path, storage=small, emit=events.append)
     assert events[-1] == VerifiedBytesKept(0, size, 4)
 
 
@@ -254,7 +234,7 @@ def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(
 def test_waiting_for_a_late_listing_emits_an_event(tmp_path, monkeypatch, events, settled):
     save(tmp_path, 5, world=1)
     monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: settled)
-    choose(tmp_path, emit=events.append).read_lock.release()
+    choose(tmp_path, emit=events.append)
     waited = [event for event in events if isinstance(event, VisibilityWaited)]
     assert waited == (
         [VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else []
@@ -304,8 +284,57 @@ def test_an_unknown_topology_is_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(job_selection, "find_shared_groups", fail)
     known = {}
     assert (
-        not job_selection.shared_groups_of(
-            STORAGE, str(tmp_path), SingleProcess(), known, ignore
-        ).is_split
+        not job_selection.shared_groups_of(STORAGE, str(tmp_path), ALONE, known, ignore).is_split
         and known == {}
     )
+
+
+# ---- steps that a resume lost, as far as the killed job recorded them ----------------------------
+
+
+def dead(run=RUN, step=0, machine=None):
+    # the number of the process is in use again
+    holder = replace(holder_of_this_process(SAVING), run=run, step=step, started=1)
+    return replace(holder, machine=machine) if machine is not None else holder
+
+
+def lost(root):
+    return find_lost_work(
+        dir_at(root), next(c for c in scan(dir_at(root)).candidates if c.step == 10)
+    )
+
+
+@pytest.mark.parametrize(
+    "holders, steps",
+    [
+        ([dead(step=17)], 7),
+        ([dead(step=17, machine="another")], 7),
+        ([dead(step=12)], 5),  # it had begun to save step 15
+        # the last of several counts
+        ([dead(step=40), dead(LATER_RUN, step=11)], 1),
+    ],
+)
+def test_the_last_heartbeat_or_save_of_the_dead_job_gives_the_last_step(tmp_path, holders, steps):
+    save(tmp_path, 10)
+    if steps == 5:
+        write_rank(tmp_path, 15, 1, 4)
+    for holder in holders:
+        Lease(dir_at(tmp_path), holder).publish()
+    assert lost(tmp_path) == LostWork(steps, 1010.0)
+
+
+def test_ended_and_running_jobs_lost_nothing(tmp_path):
+    save(tmp_path, 10)
+    assert lost(tmp_path) is None
+    lease = acquire(dir_at(tmp_path), replace(holder_of_this_process(SAVING), run=LATER_RUN))
+    lease.step = 30
+    lease.beat()
+    assert lost(tmp_path) is None  # it is running
+    lease.release()
+    assert lost(tmp_path) is None  # it said that it ended
+
+
+@pytest.mark.parametrize("since, seconds", [(100.0, 60.0), (None, None), (200.0, 0.0)])
+def test_seconds_since_the_checkpoint_was_saved(since, seconds):
+    # never negative: clocks of hosts differ
+    assert LostWork(7, since).seconds(160.0) == seconds

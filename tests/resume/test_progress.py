@@ -1,5 +1,5 @@
-"""The position at which a resumed run continues: exact if possible, else rounded down and
-reported."""
+"""The position at which a resumed run continues: exact if possible, else rounded down and reported;
+and what a summary says about it."""
 
 import pytest
 from hypothesis import assume, given
@@ -12,7 +12,10 @@ from mindresume.resume.progress import (
     check_skip,
     fresh_progress,
     parse_data_request,
+    random_state_row,
     resume_progress,
+    resume_warnings,
+    summary_rows,
 )
 
 OURS = {"type": "MindDataset", "files": "1 file, 10 bytes: a"}
@@ -435,3 +438,121 @@ def test_a_requested_skip_counts_steps_though_the_data_set_has_items():
         fresh_progress(new),
     ):
         assert (progress.position.samples, progress.data_skip % 10) == (16, 8)
+
+
+# ---- summary: each part restored, recomputed, absent or changed ----------------------------------
+
+STOOD = DataPosition(3, 40, identity=OURS)
+CHANGE = "files: 1 file, 10 bytes: a, now 1 file, 12 bytes: b"
+DIFFERS = f"the data set differs from that of the checkpoint ({CHANGE})"
+
+
+@pytest.mark.parametrize(
+    "saved, new, told",
+    [
+        (
+            state(35, data=STOOD, loss_scale=1024.0),
+            RunSettings(8, 10, None, OURS),
+            {
+                "step": "restored 35",
+                "samples": "restored 280 seen",
+                "epoch": "restored 3 done",
+                "data": "restored pass 4, behind 40 of 80 samples: 35 steps are skipped",
+                "data set": "restored the same",
+                "learning rate": "restored position of the schedule: step 35 of the optimizer",
+                "loss scale": "restored 1024",
+            },
+        ),
+        (
+            state(35, data=STOOD),
+            RunSettings(16, 5, None, OURS),
+            {
+                "step": "recomputed 35 * 8 / 16 = 17.5, so 17",
+                "samples": "restored 280 seen",
+                "epoch": "recomputed 3 done",
+                "data": "recomputed pass 4, behind 32 of 80 samples: 17 steps are skipped; "
+                "8 samples are seen again",
+                "data set": "restored the same",
+                "learning rate": "recomputed position of the schedule: 35 * 8 / 16 = 17.5, so 17",
+                "loss scale": "absent not in use",
+            },
+        ),
+        # the PyNative trainer of 2.1.0 reads one item for each micro-batch: here two of 4 samples
+        # make a step of 8
+        (
+            state(35, data=STOOD),
+            RunSettings(8, 20, None, OURS, item_samples=4),
+            {"data": "restored pass 4, behind 40 of 80 samples: 70 items are skipped"},
+        ),
+        (
+            state(35, data=STOOD),
+            RunSettings(8, 10, None, OTHER, DataRequest(False, 2)),
+            {
+                "data": "recomputed as data_skip_steps: 2 says: pass 1, behind 16 of 80 samples: "
+                "2 steps are skipped",
+                "data set": f"changed {CHANGE}",
+            },
+        ),
+        (
+            state(35),
+            RunSettings(8, 10),
+            {"data set": "absent not in the checkpoint: taken for the same"},
+        ),
+    ],
+)
+def test_the_summary_tells_of_each_part(saved, new, told):
+    rows = summary_rows(saved, resume_progress(saved, new), new)
+    assert {name: f"{how} {text}" for name, how, text in rows if name in told} == told
+
+
+def test_random_states_by_name():
+    restored = ("random state", "restored", "numpy, mindspore")
+    assert random_state_row(["numpy", "mindspore"]) == restored
+    for reason in ("", "saved by 4 ranks, this job has 2"):
+        said = f"{reason or 'not in the checkpoint'}: the seeds of the configuration apply"
+        assert random_state_row((), reason) == ("random state", "absent", said)
+
+
+@pytest.mark.parametrize(
+    "data, new, said",
+    [
+        (STOOD, RunSettings(8, 10, None, OURS), ""),
+        (STOOD, RunSettings(8, 10, None, OTHER, DataRequest(True)), ""),
+        (STOOD, RunSettings(8, 10), ""),
+        (
+            STOOD,
+            RunSettings(16, 5, None, OURS),
+            "8 samples are seen again: the checkpoint is within a step of global batch size 16, "
+            "and steps are rounded down",
+        ),
+        # the request remained in the configuration; without a change it has no effect
+        (
+            DataPosition(0, 40, 3, "ignore_data_skip: True", OURS),
+            RunSettings(8, 10, None, OTHER, DataRequest(True)),
+            f"ignore_data_skip: True is still set, and {DIFFERS}, so it starts as that key says.",
+        ),
+        (
+            DataPosition(0, 40, 3, "ignore_data_skip: True", OURS),
+            RunSettings(8, 10, None, OURS, DataRequest(True)),
+            "",
+        ),
+    ],
+)
+def test_a_resume_warns_with_a_reason_only(data, new, said):
+    saved = state(35, data=data)
+    warnings = resume_warnings(resume_progress(saved, new), new, "error")
+    assert len(warnings) == bool(said) and all(text.startswith(said) for text in warnings)
+
+
+def test_an_undeclared_change_is_a_warning_or_an_error():
+    new = RunSettings(8, 10, None, OTHER)
+    progress = resume_progress(state(35, data=STOOD), new)
+    (sentence,) = resume_warnings(progress, new, "warn")
+    assert sentence.startswith(
+        f"{DIFFERS}; 35 steps of it are skipped as if it were the same. If it is a new data set, "
+        "set ignore_data_skip: True"
+    )
+    with pytest.raises(
+        ProgressError, match="mindresume.on_dataset_change: error.*ignore_data_skip: True"
+    ):
+        resume_warnings(progress, new, "error")
