@@ -4,15 +4,17 @@ it."""
 
 import errno
 import os
+from pathlib import Path
 
 import iteration_folders
+import job_choices
 import pytest
-from rank_folders import EVERY_RUN, RUN, path_of, save, write_foreign, write_rank
+from rank_folders import EVERY_RUN, RUN, STORAGE, path_of, save, write_foreign, write_rank
 from reshard.plans import MODEL, Plan, random_tensors
 from reshard.plans import foreign as foreign_of_plan
+from storages import Hooked, os_error
 
 from mindresume.api.results import info_of
-from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, holder_of_this_process, known_lease_holders
 from mindresume.coordination.lease_acquisition import acquire
 from mindresume.coordination.storage_topology import newest_committed
@@ -23,8 +25,6 @@ from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, TRASH, attempt_name, run_name
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import list_checkpoints
-from mindresume.resume.eligible import SelectionPolicy
-from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving import iteration_publisher
 from mindresume.saving.committer import Committer
@@ -62,13 +62,16 @@ class Closed(PosixStorage):
 
 
 def choose(storage, root, world=2):
-    return select_checkpoint(
-        storage,
-        str(root),
-        SingleProcess(),
-        SelectionPolicy(world, every_rank=True, max_failed_loads=2),
-        CheckpointSources(StrategyLookup(storage)),
-    )
+    sources = CheckpointSources(StrategyLookup(storage))
+    return job_choices.choose(root, world, storage=storage, sources=sources, max_failed_loads=2)
+
+
+def listed(storage, root):
+    return list_checkpoints(storage, str(root), StrategyLookup(storage))
+
+
+def seen_by(storage, root):
+    return CheckpointDir(storage, str(root))
 
 
 def save_rank_folders(root):
@@ -104,38 +107,27 @@ def root(tmp_path, request):
 @pytest.mark.parametrize("only_list", [True, False], ids=["names", "all"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
 def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, only_list):
-    steps = {
-        row.candidate.step
-        for row in list_checkpoints(PosixStorage(), str(root), StrategyLookup(PosixStorage()), 2)[1]
-        if not row.problem
-    }
-    for folder in [
-        root.parent / "strategy",
-        *(path for path in sorted(root.rglob("*")) if path.is_dir()),
-    ]:
+    def usable_rows(storage):
+        rows = list_checkpoints(storage, str(root), StrategyLookup(storage), 2)[1]
+        return rows, {row.candidate.step for row in rows if not row.problem}
+
+    _, steps = usable_rows(STORAGE)
+    for folder in [root.parent / "strategy", *sorted(filter(Path.is_dir, root.rglob("*")))]:
         storage = Closed(folder, code, only_list)
-        found, rows = list_checkpoints(storage, str(root), StrategyLookup(storage), 2)
-        sizes = [info_of(CheckpointDir(storage, str(root)), row).size_bytes for row in rows]
-        assert (
-            len(sizes) == len(rows) and known_lease_holders(CheckpointDir(storage, str(root))) == []
-        )
-        usable = {row.candidate.step for row in rows if not row.problem}
+        rows, usable = usable_rows(storage)
+        assert all(info_of(seen_by(storage, root), row) for row in rows)
+        assert known_lease_holders(seen_by(storage, root)) == []
         assert usable <= steps, folder
         try:
-            choice = choose(storage, root)
+            assert choose(storage, root).chosen.step in steps
         except NoUsableCheckpointError as error:  # never a fresh start
             assert "cannot be" in str(error), folder
-        else:
-            assert choice.chosen is not None and choice.chosen.step in steps
         if folder.name.startswith(("iteration_", "rank_7", "step-", "strategy")):
             lost = 0 if folder.name in ("rank_7", "strategy") else 1
             assert len(usable) >= len(steps) - lost, folder
         if folder.parent == root or folder.parent.parent == root and folder.name != "strategy":
             problems = [str(row.problem) for row in rows if row.problem]
-            assert any(folder.name in text for text in problems) or not usable ^ steps, (
-                folder,
-                problems,
-            )
+            assert any(folder.name in text for text in problems) or usable == steps, folder
 
 
 @pytest.mark.parametrize("fill", [save_rank_folders, save_iteration_folders])
@@ -151,7 +143,7 @@ def test_a_folder_that_cannot_be_listed_prevents_a_fresh_start(tmp_path, name):
     """No other checkpoint is visible."""
     (tmp_path / name).symlink_to(tmp_path / name)
     with pytest.raises(NoUsableCheckpointError, match=f"{name} cannot be listed"):
-        choose(PosixStorage(), tmp_path, world=1)
+        choose(STORAGE, tmp_path, world=1)
 
 
 def test_the_folder_of_the_job_that_is_a_link_to_itself_is_no_empty_one(tmp_path):
@@ -159,32 +151,27 @@ def test_the_folder_of_the_job_that_is_a_link_to_itself_is_no_empty_one(tmp_path
     (tmp_path / "checkpoint").symlink_to(tmp_path / "checkpoint")
     save_rank_folders(tmp_path / "older")
     with pytest.raises((OSError, CollectiveError), match=os.strerror(errno.ELOOP)):
-        choose(PosixStorage(), tmp_path)
-
-
-class _ShownLate(PosixStorage):
-    """A network file system that shows a folder from the second look on."""
-
-    def __init__(self, path):
-        self.late = str(path)
-
-    def status(self, path):
-        if path == self.late:
-            self.late = ""
-            return None
-        return super().status(path)
+        choose(STORAGE, tmp_path)
 
 
 def test_a_folder_that_is_shown_late_is_searched_below(tmp_path):
+    """A network file system shows it from the second look on."""
+    looks = []
+
+    class ShownLate(PosixStorage):
+        def status(self, path):
+            looks.append(path)
+            return None if looks.count(str(tmp_path)) == 1 else super().status(path)
+
     save_rank_folders(tmp_path / "checkpoint")
-    assert choose(_ShownLate(tmp_path), tmp_path).chosen is not None
+    assert choose(ShownLate(), tmp_path).chosen is not None
 
 
 def test_an_iteration_folder_with_the_name_of_a_rank_folder(tmp_path):
     iteration_folders.save(tmp_path, 5)
     (tmp_path / "iteration_00000005").rename(tmp_path / "rank_0")
     (tmp_path / iteration_folders.TRACKER).unlink(missing_ok=True)
-    choice = choose(PosixStorage(), tmp_path / "rank_0")
+    choice = choose(STORAGE, tmp_path / "rank_0")
     assert choice.chosen.step == 5 and choice.chosen.iteration_dir
 
 
@@ -196,11 +183,7 @@ def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
         iteration_folders.track(tmp_path, 15)
     else:
         (tmp_path / iteration_folders.TRACKER).unlink()
-    choice = choose(PosixStorage(), tmp_path)
-    assert choice.chosen.step == 10
-    assert [(refusal.step, "cannot be listed" in refusal.reason) for refusal in choice.refused] == [
-        (15, True)
-    ]
+    job_choices.takes(tmp_path, 10, (15, "cannot be listed"))
 
 
 def test_unlistable_records_do_not_count_as_absent(tmp_path):
@@ -214,17 +197,15 @@ def test_unlistable_records_do_not_count_as_absent(tmp_path):
 
 def test_records_unlistable_a_moment_ago_do_not_count_as_absent(tmp_path):
     iteration_folders.save(tmp_path, 5, 10)
-    records, calls = str(iteration_folders.folder_of(tmp_path, 10) / FOLDER), []
+    records = str(iteration_folders.folder_of(tmp_path, 10) / FOLDER)
+    errors = [os_error(errno.ESTALE)]
 
-    class ClosedOnce(PosixStorage):
-        def list(self, folder):
-            if folder == records and not calls:
-                calls.append(folder)
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
-            return super().list(folder)
+    def close_once(operation, path):
+        if (operation, path) == ("list", records) and errors:
+            raise errors.pop()
 
-    found = scan(CheckpointDir(ClosedOnce(), str(tmp_path))).candidates
-    assert calls and [(c.step, c.origin, c.listing_error) for c in found] == [
+    found = scan(seen_by(Hooked(close_once), tmp_path)).candidates
+    assert not errors and [(c.step, c.origin, c.listing_error) for c in found] == [
         (
             10,
             MINDFORMERS,
@@ -266,7 +247,7 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
     foreign_of_plan(root, four, random_tensors(MODEL))
     write_strategy(four.strategy(), str(tmp_path / "strategy"))
     storage = Closed(tmp_path / "strategy")
-    assert list_checkpoints(storage, str(root), StrategyLookup(storage))[1]
+    assert listed(storage, root)[1]
 
 
 # ---- removal -------------------------------------------------------------------------------------
@@ -293,9 +274,7 @@ def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)
     closed = tmp_path / FOLDER / attempt_name(5, RUN)
-    made = plan(
-        CheckpointDir(Closed(closed, only_list=True), str(tmp_path)), KeepLast(1), ended=EVERY_RUN
-    )
+    made = plan(seen_by(Closed(closed, only_list=True), tmp_path), KeepLast(1), ended=EVERY_RUN)
     assert not made.to_delete and not made.orphans
     assert "cannot be listed" in made.reasons[str(closed)]
 
@@ -310,9 +289,8 @@ def test_emptying_trash_keeps_files_that_an_unlistable_attempt_may_reference(tmp
         path_of(tmp_path, 5, rank).unlink()
     save(tmp_path, 5, 2, run=LATER)
     (tmp_path / "aside").rename(trash)
-    directory = CheckpointDir(
-        Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True), str(tmp_path)
-    )
+    closed = Closed(tmp_path / FOLDER / attempt_name(5, LATER), only_list=True)
+    directory = seen_by(closed, tmp_path)
     empty_trash(directory, ReadLocks(directory))
     assert (
         path_of(tmp_path, 5, 0).exists() and path_of(tmp_path, 5, 1).exists() and not trash.exists()
@@ -332,9 +310,9 @@ def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
     assert (tmp_path / FOLDER / intent_name(10)).exists() and iteration_folders.tracker(
         tmp_path
     ) == "5"
-    storage = PosixStorage()
-    candidates = list_checkpoints(storage, str(tmp_path), StrategyLookup(storage))[0].candidates
-    iteration_publisher.finish_tracker(CheckpointDir(storage, str(tmp_path)), candidates, LATER)
+    storage = STORAGE
+    candidates = listed(storage, tmp_path)[0].candidates
+    iteration_publisher.finish_tracker(seen_by(storage, tmp_path), candidates, LATER)
     assert (
         not (tmp_path / FOLDER / intent_name(10)).exists()
         and iteration_folders.tracker(tmp_path) == "10"
@@ -344,7 +322,7 @@ def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
 def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
     iteration_folders.save(tmp_path, 5, 10)
     storage = Closed(iteration_folders.folder_of(tmp_path, 5))
-    lease = acquire(CheckpointDir(storage, str(tmp_path)), holder_of_this_process("saving"))
+    lease = acquire(seen_by(storage, tmp_path), holder_of_this_process("saving"))
     assert lease.run > RUN
     lease.release()
 
@@ -352,6 +330,5 @@ def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
 def test_an_unlistable_attempt_is_not_offered_to_other_nodes(tmp_path):
     save(tmp_path, 5, 2)
     save(tmp_path, 10, 2)
-    assert newest_committed(
-        CheckpointDir(Closed(tmp_path / FOLDER / attempt_name(10, RUN)), str(tmp_path))
-    ) == [attempt_name(5, RUN)]
+    closed = Closed(tmp_path / FOLDER / attempt_name(10, RUN))
+    assert newest_committed(seen_by(closed, tmp_path)) == [attempt_name(5, RUN)]
