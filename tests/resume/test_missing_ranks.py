@@ -17,6 +17,7 @@ from rank_folders import (
     dir_at,
     flip_bit,
     name_of,
+    start_of,
     state_of,
     target_of,
 )
@@ -44,7 +45,7 @@ from mindresume.saving.shard_writer import (
     rank_shard,
     write_shard,
 )
-from mindresume.tensor_files import encode, read_header
+from mindresume.tensor_files import encode
 from tests.strategy_files import write_strategy
 
 WORLD = 8
@@ -69,73 +70,66 @@ def slices_held(rank, step):
     }
 
 
-def shard_of(rank, step, target=None):
+def write(root, step, rank, iterations=False, mark=False, local_ranks=()):
+    target = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, local_ranks)
+    if mark:
+        mark_emergency(target, step)
     tables = {name: (LAYOUTS[name], SHAPES[name]) for name in SHAPES}
     random = {"python": f"of rank {rank}"}
-    if target is not None:
-        parts = [
-            {
-                name: array
-                for name, array in slices_held(rank, step).items()
-                if name.startswith("adam") is last
-            }
-            for last in (False, True)
-        ]
-        return iteration_shard(
-            "net",
-            target,
-            state_of(step),
-            parts[0],
-            {**parts[1], "global_step": np.array([step], np.int32)},
-            tables,
-            random,
-        )
-    return rank_shard(
-        name_of(rank, step),
-        state_of(step),
-        {**slices_held(rank, step), **counters(step)},
-        tables,
-        random,
-        {"format": "ms", "remove_redundancy": "False"},
-    )
+    tensors = {**slices_held(rank, step), **counters(step)}
+    if iterations:
+        model = {name: tensors[name] for name in ("embedding.weight", "layer.bias")}
+        optimizer = {name: tensors[name] for name in ("adam_m.embedding.weight", "global_step")}
+        shard = iteration_shard("net", target, state_of(step), model, optimizer, tables, random)
+    else:
+        metadata = {"format": "ms", "remove_redundancy": "False"}
+        name = name_of(rank, step)
+        shard = rank_shard(name, state_of(step), tensors, tables, random, metadata)
+    write_shard(target, shard)
 
 
 def save(root, step, iterations=False):
     for rank in range(WORLD):
-        target = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations)
-        write_shard(target, shard_of(rank, step, target if iterations else None))
+        write(root, step, rank, iterations)
     Committer(SaveTarget(STORAGE, str(root), RUN, 0, WORLD, iterations)).poll(step)
 
 
 def last_save(root, step, ranks, iterations=False, mark=True, local_ranks=()):
     for rank in ranks:
-        target = SaveTarget(STORAGE, str(root), RUN, rank, WORLD, iterations, local_ranks)
-        if mark:
-            mark_emergency(target, step)
-        write_shard(target, shard_of(rank, step, target if iterations else None))
+        write(root, step, rank, iterations, mark, local_ranks)
 
 
 def strategy_in(folder):
     write_strategy(STRATEGY, str(folder))
 
 
-def policy_of(ranks, world=WORLD):
-    """Returns the policy of one process that verifies ``ranks(candidate)``."""
-    kind = type(
-        "Policy", (SelectionPolicy,), {"ranks_to_verify": lambda self, group, found: ranks(found)}
-    )
-    return kind(world)
+def choose(root, world=WORLD, ranks=None, **options):
+    """Selects in one process that verifies ``ranks``; None: all, also those that wrote nothing."""
+
+    class Policy(SelectionPolicy):
+        def ranks_to_verify(self, group, candidate):
+            return range(candidate.world_size) if ranks is None else ranks
+
+    return select_checkpoint(STORAGE, str(root), SingleProcess(), Policy(world), **options)
 
 
-def choose(root, world=WORLD, **options):
-    policy = policy_of(lambda candidate: range(candidate.world_size), world)
-    return select_checkpoint(STORAGE, str(root), SingleProcess(), policy, **options)
+def falls_back(root, *said, **options):
+    """Asserts that step 7 is refused with ``said``, and step 5 taken."""
+    choice = choose(root, **options)
+    assert choice.chosen.step == 5
+    assert all(text in choice.refused[0].reason for text in said)
 
 
-def loaded(choice, rank):
+def check_loaded(choice):
+    """Asserts that all ranks load what they held at step 7."""
     from mindresume.mindformers.loading import read_shard
 
-    return read_shard(CheckpointDir(STORAGE, choice.root), choice.shards[rank])
+    chosen = choice.chosen
+    assert (chosen.step, chosen.missing_ranks, chosen.world_size) == (7, (1, 4, 6, 7), WORLD)
+    for shard in choice.shards:
+        arrays = read_shard(CheckpointDir(STORAGE, choice.root), shard)
+        for name, array in slices_held(shard.rank, 7).items():
+            np.testing.assert_array_equal(arrays[name], array)
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -143,15 +137,9 @@ def test_a_subset_of_ranks_that_covers_all_slices_is_a_checkpoint(tmp_path, iter
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, COVERING, iterations)
     choice = choose(tmp_path)
-    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.refused) == (
-        7,
-        (1, 4, 6, 7),
-        (),
-    )
+    assert choice.refused == ()
+    check_loaded(choice)
     for rank in range(WORLD):
-        arrays = loaded(choice, rank)
-        for name, array in slices_held(rank, 7).items():
-            np.testing.assert_array_equal(arrays[name], array)
         assert choice.shards[rank].state.step == 7
         assert choice.shards[rank].details.random == (
             {"python": f"of rank {rank}"} if rank in COVERING else {}
@@ -169,38 +157,31 @@ def test_a_subset_of_ranks_that_lacks_a_slice_is_not_a_checkpoint(tmp_path, iter
 
 
 @pytest.mark.parametrize(
-    ("part", "saved", "found"),
+    "part, saved, said",
     [
-        (COVERING, COVERING, ((), (1, 4, 6, 7))),  # as where all share a disk
-        (LACKING, LACKING, (LACKING, ())),  # all of this node have saved
-        ((0, 1, 2, 3), (0, 2, 3), None),
+        (COVERING, COVERING, None),  # as where all share a disk
+        (LACKING, LACKING, None),  # all of this node have saved
+        ((0, 1, 2, 3), (0, 2, 3), "3 of 4 ranks recorded what they wrote, missing: rank 1; a part"),
     ],
 )
 def test_a_node_local_part_is_complete_without_the_ranks_of_other_nodes(
-    tmp_path, part, saved, found
+    tmp_path, part, saved, said
 ):
     last_save(tmp_path, 7, saved, local_ranks=part)
-    (candidate,) = scan(dir_at(tmp_path)).candidates
-    if found is not None:
-        assert (
-            candidate.local_ranks,
-            candidate.missing_ranks,
-            candidate.problem,
-            candidate.maybe_completed,
-        ) == (*found, None, True)
+    (found,) = scan(dir_at(tmp_path)).candidates
+    assert found.maybe_completed is (said is None)
+    if said is None:
+        is_covering = part == COVERING
+        assert found.local_ranks == (() if is_covering else part) and found.problem is None
+        assert found.missing_ranks == ((1, 4, 6, 7) if is_covering else ())
     else:
-        assert (
-            "3 of 4 ranks recorded what they wrote, missing: rank 1; a part of"
-            in candidate.problem.reason
-        )
-        assert not candidate.maybe_completed
+        assert said in found.problem.reason
 
 
 def test_a_subset_of_ranks_without_the_marker_is_an_incomplete_save(tmp_path):
     save(tmp_path, 5)
     last_save(tmp_path, 7, COVERING, mark=False)
-    choice = choose(tmp_path)
-    assert choice.chosen.step == 5 and "never completed" in choice.refused[0].reason
+    falls_back(tmp_path, "never completed")
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -208,16 +189,8 @@ def test_a_damaged_copy_is_noticed_by_the_rank_that_would_read_it(tmp_path, iter
     save(tmp_path, 5, iterations)
     last_save(tmp_path, 7, COVERING, iterations)
     file = scan(dir_at(tmp_path)).candidates[0].files[3][0].path
-    with open(tmp_path / file, "rb") as opened:
-        entry = read_header(opened, file).tensors["embedding.weight"]
-    flip_bit(tmp_path / file, entry.ranges[0][0] + 3)
-    choice = select_checkpoint(
-        STORAGE,
-        str(tmp_path),
-        SingleProcess(),
-        policy_of(lambda c: [1] if c.missing_ranks else [0]),
-    )
-    assert choice.chosen.step == 5 and "damaged" in choice.refused[0].reason
+    flip_bit(tmp_path / file, start_of(tmp_path / file, "embedding.weight") + 3)
+    falls_back(tmp_path, "damaged", ranks=[1])
 
 
 def test_all_ranks_of_a_group_select_it(tmp_path):
@@ -238,11 +211,8 @@ def test_in_another_layout(tmp_path, iterations):
     for name, shape in SHAPES.items():
         tensor = source.weights.tensors[name]
         assert tensor.shape == shape
-        found = np.zeros(shape, np.float32)
         for cut in tensor.cuts(tuple((0, length) for length in shape)):
-            target = source.weights.locate(name, cut)
-            assert target.rank in COVERING
-        assert found.shape == shape
+            assert source.weights.locate(name, cut).rank in COVERING
 
 
 def test_the_next_job_does_not_commit_it_and_keeps_it_until_it_has_saved_itself(tmp_path):
@@ -295,16 +265,8 @@ def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, 
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
     choice = choose(tmp_path, world, sources=CheckpointSources(lambda root, candidate: STRATEGY))
-    assert (choice.chosen.step, choice.chosen.missing_ranks, choice.chosen.world_size) == (
-        7,
-        (1, 4, 6, 7),
-        WORLD,
-    )
-    for rank in range(WORLD):
-        arrays = loaded(choice, rank)
-        assert choice.shards[rank].scalars["step_num"] == 7
-        for name, array in slices_held(rank, 7).items():
-            np.testing.assert_array_equal(arrays[name], array)
+    check_loaded(choice)
+    assert all(shard.scalars["step_num"] == 7 for shard in choice.shards)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +294,7 @@ def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, 
 def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, said):
     foreign(tmp_path, 5, range(WORLD))
     foreign(tmp_path, 7, LACKING if strategy is STRATEGY else COVERING)
-    choice = choose(tmp_path, sources=CheckpointSources(lambda root, candidate: strategy))
-    assert choice.chosen.step == 5 and said in choice.refused[0].reason
+    falls_back(tmp_path, said, sources=CheckpointSources(lambda root, candidate: strategy))
 
 
 @pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
@@ -347,15 +308,10 @@ def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
     )
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
-    for ranks in (lambda c: range(c.world_size), lambda c: [3]):
-        policy = policy_of(ranks)
+    said = "copies of each other by another/strategy; is that the strategy of another job?"
+    for ranks in (None, [3]):
         sources = CheckpointSources(lambda root, candidate: alien)
-        choice = select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), policy, sources)
-        assert choice.chosen.step == 5
-        assert (
-            "copies of each other by another/strategy; is that the strategy of another job?"
-            in choice.refused[0].reason
-        )
+        falls_back(tmp_path, said, ranks=ranks, sources=sources)
 
 
 def test_the_strategy_folder_beside_is_found_by_the_trainer(tmp_path):
@@ -440,10 +396,8 @@ def test_shares_of_several_ranks_are_looked_at_one_by_one():
     row = TensorRecord("float32", (4,), "", layout, shape)
     rows = {0: Details({"a": row}), 1: Details({"a": row, "b": row})}
     records = Records(rows.get)
-    assert (
-        missing_slices([["f"], ["f"]], True, records) == ""
-        and missing_slices([[], ["f"]], True, records) == ""
-    )
+    assert missing_slices([["f"], ["f"]], True, records) == ""
+    assert missing_slices([[], ["f"]], True, records) == ""
     assert replica_sources(0, [1], 2, records)["b"][0] == 1
     rows[1] = Details({"b": row})
     assert replica_sources(0, [1], 2, Records(lambda rank: replace(rows[1]))).keys() == {"b"}
