@@ -1,5 +1,6 @@
 """The selecting rank waits until it lists every checkpoint that another rank lists."""
 
+import errno
 import os
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 from iteration_folders import foreign, write_all
 from iteration_folders import save as save_iteration
 from rank_folders import STORAGE, Ranks, name_of, save, write_rank
+from storages import Hooked, os_error
 
 from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
@@ -41,37 +43,32 @@ class Late(PosixStorage):
         )
 
 
-def ask(root, late, ranks=3, late_ranks=(0,), shared_groups=None):
+def ask(root, late, ranks=3, late_ranks=(0,)):
     """Returns the result that all ranks get. ``late``: the storage of ``late_ranks``."""
     hosts = [late if rank in late_ranks else Late() for rank in range(ranks)]
     found = Ranks(ranks).run(
-        lambda group: wait_until_visible(
-            hosts[group.rank], str(root), group, shared_groups or single_group(ranks)
-        )
+        lambda group: wait_until_visible(hosts[group.rank], str(root), group, single_group(ranks))
     )
     assert all(one == found[0] for one in found), found
     return found[0]
 
 
-def waited(root, hidden, **keys):
-    found = ask(root, Late(root, hidden), **keys)
-    assert found.missing == ()
-    return found.wait_seconds
+def waits(root, *hidden, **keys):
+    """Returns whether the ranks wait until no name is hidden, and not longer."""
+    return ask(root, Late(root, hidden), **keys) == Visibility(30)
+
+
+def waits_for_nothing(root, **keys):
+    return ask(root, Late(), **keys) == Visibility()
 
 
 def test_nothing_is_waited_for_if_nothing_is_late(tmp_path):
     save(tmp_path, 5, 3)
-    assert (
-        ask(tmp_path, Late())
-        == Visibility()
-        == wait_until_visible(STORAGE, str(tmp_path), SingleProcess(), single_group(1))
-    )
-
-
-def test_the_first_step_of_all(tmp_path):
-    """Rank 0 would have begun afresh."""
-    save(tmp_path, 5, 3)
-    assert waited(tmp_path, [FOLDER]) == 30
+    assert waits_for_nothing(tmp_path) and waits_for_nothing(tmp_path / "none")
+    alone = wait_until_visible(STORAGE, str(tmp_path), SingleProcess(), single_group(1))
+    assert alone == Visibility()
+    # rank 0 would have begun afresh
+    assert waits(tmp_path, FOLDER)
 
 
 @pytest.mark.parametrize("name", ["", "/rank_00001.json", "/rank_00000.json", "/manifest.json"])
@@ -79,34 +76,26 @@ def test_a_complete_step_that_only_other_ranks_list_is_waited_for(tmp_path, name
     """Rank 0 took step 5, after 0 seconds."""
     save(tmp_path, 5, 3)
     save(tmp_path, 10, 3)
-    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}{name}"]) == 30
-
-
-def test_a_checkpoint_that_one_rank_lists_is_waited_for(tmp_path):
-    save(tmp_path, 5, 3)
-    save(tmp_path, 10, 3)
-    assert waited(tmp_path, [f"{FOLDER}/{attempt(10)}"], late_ranks=(0, 1)) == 30
+    assert waits(tmp_path, f"{FOLDER}/{attempt(10)}{name}")
+    # one rank lists it
+    assert waits(tmp_path, f"{FOLDER}/{attempt(10)}{name}", late_ranks=(0, 1))
 
 
 def test_a_save_that_never_completed_is_not_waited_for(tmp_path):
     for rank in (0, 1):
         write_rank(tmp_path, 5, rank, 3)
-    assert ask(tmp_path, Late()) == Visibility()
-
-
-def test_an_empty_or_absent_folder(tmp_path):
-    assert ask(tmp_path, Late()) == Visibility() == ask(tmp_path / "none", Late())
+    assert waits_for_nothing(tmp_path)
 
 
 def test_another_number_of_ranks_than_saved_it(tmp_path):
     save(tmp_path, 5, 4)
-    assert ask(tmp_path, Late(), ranks=2) == Visibility()
-    assert waited(tmp_path, [f"{FOLDER}/{attempt(5)}"], ranks=2) == 30
+    assert waits_for_nothing(tmp_path, ranks=2)
+    assert waits(tmp_path, f"{FOLDER}/{attempt(5)}", ranks=2)
 
 
 def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
     save(tmp_path, 5, 3)
-    assert waited(tmp_path / "rank_0", [tmp_path / FOLDER]) == 30
+    assert waits(tmp_path / "rank_0", tmp_path / FOLDER)
 
 
 # ---- Checkpoint 2.0 ------------------------------------------------------------------------------
@@ -127,25 +116,23 @@ def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
 def test_an_iteration_that_only_other_ranks_list_is_waited_for(tmp_path, late):
     """The wait looked in the parent folder: nothing was ever waited for, and a first save ended in
     a fresh start."""
-    save_iteration(tmp_path, 5)
-    save_iteration(tmp_path, 10)
-    assert ask(tmp_path, Late(), ranks=2) == Visibility()
-    assert waited(tmp_path, late, ranks=2) == 30
+    save_iteration(tmp_path, 5, 10)
+    assert waits_for_nothing(tmp_path, ranks=2)
+    assert waits(tmp_path, *late, ranks=2)
 
 
 def test_an_unpublished_iteration_that_other_ranks_list_is_waited_for(tmp_path):
     save_iteration(tmp_path, 5)
     write_all(tmp_path, 10)
     name = attempt(10)
-    assert ask(tmp_path, Late(), ranks=2) == Visibility()
-    assert waited(tmp_path, [f"{FOLDER}/{name}"], ranks=2) == 30
-    assert waited(tmp_path, [f"{FOLDER}/{name}/{FOLDER}/{name}/rank_00001.json"], ranks=2) == 30
+    assert waits_for_nothing(tmp_path, ranks=2)
+    for late in (name, f"{name}/{FOLDER}/{name}/rank_00001.json"):
+        assert waits(tmp_path, f"{FOLDER}/{late}", ranks=2)
 
 
 def test_an_iteration_named_by_the_tracker_is_waited_for(tmp_path):
-    save_iteration(tmp_path, 5)
-    save_iteration(tmp_path, 10)
-    assert waited(tmp_path, [iteration_name(10)], ranks=2, late_ranks=(0, 1)) == 30
+    save_iteration(tmp_path, 5, 10)
+    assert waits(tmp_path, iteration_name(10), ranks=2, late_ranks=(0, 1))
 
 
 # ---- checkpoints of mindformers alone ------------------------------------------------------------
@@ -153,16 +140,16 @@ def test_an_iteration_named_by_the_tracker_is_waited_for(tmp_path):
 
 def test_an_iteration_of_mindformers(tmp_path):
     foreign(tmp_path)
-    for late in ([iteration_name(15)], [f"{iteration_name(15)}/common.json"], [TRACKER]):
-        assert waited(tmp_path, late, ranks=2) == 30
+    for late in (iteration_name(15), f"{iteration_name(15)}/common.json", TRACKER):
+        assert waits(tmp_path, late, ranks=2)
 
 
 def test_rank_folders_of_mindformers(tmp_path):
     save(tmp_path, 5, 3)
     shutil.rmtree(tmp_path / FOLDER)
-    assert ask(tmp_path, Late()) == Visibility()
+    assert waits_for_nothing(tmp_path)
     for late in ("rank_2", f"rank_1/{name_of(1, 5)}"):
-        assert waited(tmp_path, [late]) == 30
+        assert waits(tmp_path, late)
 
 
 # ---- an end --------------------------------------------------------------------------------------
@@ -193,19 +180,12 @@ def test_a_checkpoint_removed_meanwhile_is_not_waited_for(tmp_path):
 
 
 def test_a_host_that_cannot_list_for_a_moment(tmp_path):
-    class Stale(Late):
-        def list(self, folder):
-            if runtime.monotonic() < 5:
-                raise OSError(116, "Stale file handle", folder)
-            return super().list(folder)
-
-        def status(self, path):
-            if runtime.monotonic() < 5:
-                raise OSError(116, "Stale file handle", path)
-            return super().status(path)
+    def stale(operation, path):
+        if runtime.monotonic() < 5 and operation in ("list", "status"):
+            raise os_error(errno.ESTALE, path)
 
     save(tmp_path, 5, 3)
-    assert ask(tmp_path, Stale()) == Visibility(5)
+    assert ask(tmp_path, Hooked(stale)) == Visibility(5)
 
 
 # ---- nodes that share no disk --------------------------------------------------------------------
