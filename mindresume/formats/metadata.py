@@ -280,15 +280,12 @@ def _check_chunks(chunks: Any, cut: Slices) -> None:
             not isinstance(offset, list)
             or len(offset) != 1
             or not is_count(offset[0], 0, cut.slices - 1)
+            or shape != list(cut.lengths)
+            or not all(map(is_count, shape))
         ):
             raise ValueError(
-                f"global_offset is {_short(offset)}, expected a list of one number from 0 to "
-                f"{cut.slices - 1}"
-            )
-        if shape != list(cut.lengths) or not set(map(type, shape)) <= {int}:
-            raise ValueError(
-                f"slice {offset[0]} has local_shape {_short(shape)}, expected {list(cut.lengths)} "
-                "by its layout"
+                f"global_offset is {_short(offset)}, local_shape {_short(shape)}, expected a list "
+                f"of one number from 0 to {cut.slices - 1}, and {list(cut.lengths)} by the layout"
             )
         seen.add(offset[0])
     if len(seen) < cut.slices:

@@ -316,7 +316,7 @@ def checksummed(
 def array_checksum(array: np.ndarray) -> str:
     """Returns the checksum of a tensor in memory, which equals that of its bytes in a file.
     ``array``: any shape; copied if it is not in C order."""
-    return xxh3_128(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return xxh3_128(tensor_bytes(array)).hexdigest()
 
 
 def file_checksum(file: BinaryIO, progress: Progress | None = None) -> tuple[str, int]:

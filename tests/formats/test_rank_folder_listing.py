@@ -174,12 +174,6 @@ def test_mindformers_files_are_ordered_by_samples_when_global_batch_sizes_differ
     assert [row.step for row in found(tmp_path)] == [60, 100]
 
 
-def test_files_without_meta_json_are_ordered_by_steps_not_by_time(tmp_path):
-    write_foreign(tmp_path, 10, world=1, meta=False, time=100)
-    write_foreign(tmp_path, 5, world=1, meta=False, time=200)
-    assert [step for step, _ in order(tmp_path)] == [10, 5]
-
-
 # ---- our files, records and labels ---------------------------------------------------------------
 
 
@@ -230,15 +224,6 @@ def test_recorded_files_are_not_separate_candidates(tmp_path):
     shutil.copy(path_of(tmp_path, 5, 0), path)
     (row,) = found(tmp_path)
     assert "2 of 3 ranks recorded" in row.problem.reason and row.problem.rank == 2
-
-
-def test_a_manifest_of_another_step_is_refused(tmp_path):
-    save(tmp_path, 5, world=1)
-    save(tmp_path, 10, world=1)
-    shutil.copytree(records_of(tmp_path, 5), records_of(tmp_path, 20))
-    newest = found(tmp_path).checkpoints[0]
-    assert newest.step == 20 and "of another run, step or rank" in newest.problem.reason
-    assert [row.step for row in found(tmp_path) if row.usable] == [10, 5]
 
 
 @pytest.mark.parametrize("content", [b"", b"torn"])

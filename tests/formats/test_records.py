@@ -202,14 +202,6 @@ def test_brief_reads_one_record_of_an_incomplete_save(tmp_path):
     assert opened == [record_name(1), record_name(1), record_name(2)]
 
 
-def test_records_of_one_folder_alone(tmp_path):
-    save(tmp_path, 10)
-    found, _, _ = scan_records(
-        dir_at(tmp_path), attempts_within(dir_at(tmp_path), "iteration_00000010")
-    )
-    assert [c.step for c in found] == [10] and attempts_within(dir_at(tmp_path), "none") == []
-
-
 # ---- manifests between scans ---------------------------------------------------------------------
 
 

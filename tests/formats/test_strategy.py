@@ -73,7 +73,7 @@ def test_a_file_is_read_back(data, fmt):
 @few
 @given(strategies())
 def test_round_trip_as_a_value_of_json_with_each_layout_once(strategy):
-    value = json.loads(json.dumps({**strategy.to_json(), "of a later version": 1}))
+    value = json.loads(json.dumps(strategy.to_json()))
     assert Strategy.from_json(value) == strategy
     assert len({json.dumps(layout) for layout in value["layouts"]}) == len(value["layouts"])
 
@@ -220,10 +220,8 @@ def test_equal_layouts_in_different_bytes_are_the_same_job(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "merged_ckpt_strategy.ckpt",
         "merged_ckpt_strategy_by_rank_3.ckpt",
         "merged.json",
-        "dst_strategy.ckpt",
     ],
 )
 def test_a_merged_file_is_used_if_it_is_alone(tmp_path, name):
@@ -416,10 +414,6 @@ def put(jobs, source, rank, to):
             "there are 8",
         ),
         (
-            lambda jobs: put(jobs, "small", 1, 2) or put(jobs, "small", 3, 3),
-            "are both of stage 0 and differ in",
-        ),
-        (
             lambda jobs: [
                 (jobs / "job" / f"ckpt_strategy_rank_{rank}.ckpt").unlink() for rank in range(4)
             ],
@@ -514,20 +508,6 @@ def test_a_merged_file_with_a_gap_is_refused(tmp_path):
 def test_impossible_strategies_are_refused(stages, says):
     with pytest.raises(StrategyError, match=f"here: .*{says}"):
         Strategy(stages, "here")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        {},
-        {"source": "", "layouts": [], "stages": [{"w": 0}]},
-        {"source": "", "layouts": [W.to_json()], "stages": [["w"]]},
-    ],
-)
-def test_broken_values_of_json_are_refused(value):
-    with pytest.raises(StrategyError):
-        Strategy.from_json(value)
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,9 @@ from mindresume.reshard.geometry import view
     [
         ((0, -1), 0, 0, (8, 4), "0:4,0:4 4:8,0:4 0:4,0:4 4:8,0:4"),
         ((0, -1), 2, 2, (8, 4), "0:2,0:4 4:6,0:4 2:4,0:4 6:8,0:4"),
-        ((0, -1), -1, 2, (8, 4), "0:2,0:4 4:6,0:4 2:4,0:4 6:8,0:4"),
-        ((-1, 0), 2, 2, (8, 4), "0:4,0:2 0:4,2:4 4:8,0:2 4:8,2:4"),
         ((-1, 0), -1, 2, (8, 4), "0:4,0:2 0:4,2:4 4:8,0:2 4:8,2:4"),
-        ((-1,), 2, 1, (8,), "0:4 4:8 0:4 4:8"),
         ((-1,), -1, 1, (8,), "0:2 2:4 4:6 6:8"),
         (((0, 1), -1), 0, 0, (8, 4), "0:2,0:4 4:6,0:4 2:4,0:4 6:8,0:4"),
-        (((1, 0), -1), 0, 0, (8, 4), "0:2,0:4 2:4,0:4 4:6,0:4 6:8,0:4"),
         ((), -1, 0, (), "   "),
     ],
 )
@@ -73,12 +69,8 @@ def test_json_round_trip(case):
         [],
         {},
         {"device_matrix": [2], "tensor_map": [0]},
-        {"device_matrix": 2, "tensor_map": [0], "optimizer_shards": 0},
         {"device_matrix": ["2"], "tensor_map": [0], "optimizer_shards": 0},
-        {"device_matrix": [2], "tensor_map": [None], "optimizer_shards": 0},
-        {"device_matrix": [2], "tensor_map": [0], "optimizer_shards": 1.5},
         {"device_matrix": [2], "tensor_map": [[True]], "optimizer_shards": 0},
-        {"device_matrix": [2], "tensor_map": [1], "optimizer_shards": 0},
     ],
 )
 def test_broken_json_is_a_value_error(broken):
@@ -90,13 +82,10 @@ def test_broken_json_is_a_value_error(broken):
     "arguments, says",
     [
         (((), ()), "at least one axis"),
-        (((2, 0), ()), "at least one axis"),
         (((2,), (1,)), "does not have"),
         (((2,), (-2,)), "does not have"),
-        (((2, 2), (0, 0)), "an axis twice"),
         (((2, 2), ((1, 0), 1)), "an axis twice"),
         (((4,), (-1,), 3), "3 optimizer shards do not divide 4 replicas"),
-        (((2, 2), (0,), 4), "4 optimizer shards"),
         (((4,), (-1,), -2), "-2 optimizer shards"),
     ],
 )
@@ -180,9 +169,7 @@ def test_folded_layouts_have_the_same_slices(case):
         # as in the files of mindformers, ones included
         (TensorLayout((2, 1, 2), (0, -1), -1), (2, 1, 2), ((0, 2, 1), -1)),
         (TensorLayout((4, 2), (-1, 0), 2), (2, 2, 2), (1, 0)),
-        (TensorLayout((4,), (-1,), 2), (2, 2), (0,)),
         (TensorLayout((2, 8), (1,), 4), (2, 2, 4), ((2, 0),)),
-        (TensorLayout((2, 2), (), -1), (2, 2), ()),
         (TensorLayout((2, 2), ((0,), (-1,))), (2, 2), (0, -1)),
     ],
 )

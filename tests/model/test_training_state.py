@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -19,11 +20,8 @@ from mindresume.model.training_state import (
         (1, 10, 1, 1),
         (10, 10, 1, 10),
         (11, 10, 2, 1),
-        (15, 10, 2, 5),
         # sink size 2: step 24 is named -12_2, step 40 -20_2
         (24, 2, 12, 2),
-        (40, 2, 20, 2),
-        (7, 1, 7, 1),
         (0, 10, 0, 0),
     ],
 )
@@ -36,14 +34,10 @@ def test_epoch_and_step_follow_from_the_absolute_step(step, per_epoch, epoch, in
     "before, now, interval, due",
     [
         (4, 5, 5, True),
-        (5, 6, 5, False),
-        (16, 17, 5, False),
         (19, 20, 5, True),
         # sink size 2: 6, 10, 16, 20
         (4, 6, 5, True),
-        (8, 10, 5, True),
         (10, 12, 5, False),
-        (14, 16, 5, True),
         (0, 1, 1, True),
     ],
 )
@@ -67,30 +61,23 @@ def test_some_saved_parameters_may_be_absent(name, absent, transient):
     assert (may_be_absent(name), is_transient(name)) == (absent, transient)
 
 
-def test_json_round_trip_ignores_unknown_fields():
-    state = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
-    assert TrainingState.from_json({**state.to_json(), "of a later version": 1}) == state
-    assert (state.epoch, state.step_in_epoch) == (2, 5)
-
-
-def test_the_position_in_the_data_is_kept():
-    state = TrainingState(
-        15,
-        10,
-        14,
-        8,
-        dataset_size=10,
+def test_json_round_trip():
+    short = TrainingState(15, 10, 14, 8, 1024.0, None, 10)
+    state = replace(
+        short,
+        metrics={"accuracy": 1.0, "loss": 2.5},
         consumed=120,
         data=DataPosition(1, 40, 0, "", {"type": "MindDataset"}),
+        arrangement={"use_a": True, "use_b": False},
+        trainer={"skipped_steps": 3, "best": 0.1 + 0.2, "path": "/a", "flag": True, "none": None},
     )
-    assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
-    old = {
-        name: value for name, value in state.to_json().items() if name not in ("data", "consumed")
-    }
-    assert (TrainingState.from_json(old).data, TrainingState.from_json(old).consumed) == (
-        None,
-        None,
-    )
+    value = json.loads(json.dumps({**state.to_json(), "of a later version": 1}))
+    assert TrainingState.from_json(value) == state and hash(state)
+    later = ("metrics", "consumed", "data", "arrangement", "trainer")
+    old = {name: field for name, field in value.items() if name not in later}
+    assert TrainingState.from_json(old) == short
+    # left out if empty, as before these fields
+    assert not {"arrangement", "trainer"} & set(short.to_json())
 
 
 POSITION = {"passes": 1, "samples": 40, "first_epoch": 0, "declared": "", "identity": {}}
@@ -118,28 +105,6 @@ def test_a_field_of_another_form_is_refused(field, value):
         TrainingState.from_json({**TrainingState(15, 10, 14).to_json(), field: value})
 
 
-def test_metrics_are_an_object_of_finite_numbers():
-    state = TrainingState(15, 10, 14, metrics={"loss": 2.5, "accuracy": 1.0})
-    assert state.to_json()["metrics"] == {"loss": 2.5, "accuracy": 1.0} and hash(state)
-    assert TrainingState.from_json(state.to_json()) == state
-    old = {name: value for name, value in state.to_json().items() if name != "metrics"}
-    assert TrainingState.from_json(old).metrics == {}
-    assert TrainingState.from_json({**old, "metrics": {"samples": 3}}).metrics == {"samples": 3.0}
-
-
-def test_the_arrangement_and_the_counts_of_the_trainer_are_kept():
-    state = TrainingState(
-        15,
-        10,
-        14,
-        arrangement={"use_a": True, "use_b": False},
-        trainer={"skipped_steps": 3, "best": 0.1 + 0.2, "path": "/a", "flag": True, "none": None},
-    )
-    assert TrainingState.from_json(json.loads(json.dumps(state.to_json()))) == state and hash(state)
-    # as before these fields
-    assert not {"arrangement", "trainer"} & set(TrainingState(15, 10, 14).to_json())
-
-
 def test_an_optimizer_that_counts_from_minus_one_can_be_saved_before_its_first_update():
     """FusedAdamW of mindformers; skipped first steps do not count."""
     state = TrainingState(2, 10, -1)
@@ -154,9 +119,7 @@ def test_an_optimizer_that_counts_from_minus_one_can_be_saved_before_its_first_u
 @pytest.mark.parametrize(
     "passes, samples, steps, size, batch, expected",
     [
-        (0, 0, 0, 10, 8, (0, 0)),
         (0, 0, 10, 10, 8, (1, 0)),
-        (1, 40, 4, 10, 8, (1, 72)),
         (1, 40, 5, 10, 8, (2, 0)),
         (1, 40, 35, 10, 8, (5, 0)),
         (0, 64, 1, 5, 16, (1, 0)),

@@ -268,10 +268,7 @@ def test_hostile_files(data, says):
 @pytest.mark.parametrize(
     "value, data",
     [
-        (0, b"\x00"),
-        (127, b"\x7f"),
         (128, b"\x80\x01"),
-        (300, b"\xac\x02"),
         (2**64 - 1, b"\xff" * 9 + b"\x01"),
         (-1, b"\xff" * 9 + b"\x01"),
     ],

@@ -128,9 +128,7 @@ def test_a_contiguous_tensor_is_not_copied_and_is_written_in_chunks(fmt):
     [
         (np.zeros(2, ">f4"), "w is big-endian"),
         (np.zeros(2, np.complex64), "w: .* cannot hold dtype complex64"),
-        (np.array([b"x"]), "w: .* dtype .S1"),
         (np.array(["x"]), "w: .* dtype <U1"),
-        (np.array([None]), "w: .* dtype object"),
     ],
 )
 def test_unsupported_arrays_are_refused_at_the_call(fmt, array, says):
