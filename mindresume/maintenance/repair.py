@@ -249,7 +249,7 @@ class Repair:
                     os.path.relpath(file.path, self.candidate.iteration_dir or "."),
                     temporary,
                 )
-            if not is_proven(storage, temporary, file):
+            if not is_as_recorded(storage, temporary, file):
                 return False
             storage.copy_owner(
                 path if storage.status(path) is not None else os.path.dirname(path), temporary
@@ -294,11 +294,6 @@ def _hashed(pieces: Iterator[bytes], whole: xxh3_128) -> Iterator[bytes]:
     for piece in pieces:
         whole.update(piece)
         yield piece
-
-
-def is_proven(storage: Storage, path: str, file: FileRecord) -> bool:
-    """Returns whether a new file holds what was recorded of ``file``."""
-    return is_as_recorded(storage, path, file)
 
 
 def _own_pieces(

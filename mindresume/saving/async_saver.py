@@ -16,7 +16,6 @@ finishes its save if the training dies.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from mindresume import runtime
@@ -30,15 +29,6 @@ from mindresume.saving.staging import StagingLimits, staging_buffer
 
 _GRACE = 5.0  # seconds added to a timeout that the writer keeps by itself
 _POLL = 0.05  # seconds between two checks of a writer
-
-
-@dataclass
-class _InFlight:
-    """The step that the writer has. ``has_outcome``: its outcome was received, and it is being
-    committed."""
-
-    step: int
-    has_outcome: bool
 
 
 class AsyncSaver:
@@ -73,7 +63,9 @@ class AsyncSaver:
         self.watcher = watcher if kind == "thread" else None
         self._staging = staging_buffer(shared=kind == "process")
         self._writer: Writer | None = None
-        self._in_flight: _InFlight | None = None
+        # the step that the writer has; whether its outcome was received, and it is being committed
+        self._in_flight: int | None = None
+        self._has_outcome = False
         self._polling = False
         self._outcomes: list[Outcome] = []
         self._lease_error: LeaseHeldError | None = None
@@ -89,7 +81,7 @@ class AsyncSaver:
         if busy and not self._wait_until_idle(self.timeout):
             error = SaveError(
                 f"step {save.step} was not saved on rank {self.target.rank}: step "
-                f"{self._in_flight.step} is still being written after {self.timeout:.0f} s"
+                f"{self._in_flight} is still being written after {self.timeout:.0f} s"
             )
             self._outcomes.append(Outcome(save.step, False, error))
             return
@@ -102,13 +94,13 @@ class AsyncSaver:
         if reason is None:
             if self.watcher is not None:
                 self.watcher.writing(save.step)
-            self._in_flight = _InFlight(save.step, False)
+            self._in_flight, self._has_outcome = save.step, False
             self._send(("save", staged, self.watcher))
         else:
             self.emit(SaveNotStaged(save.step, reason))
             outcome = SyncSaver(self.target, None, self.emit).write(save)
             self._outcomes.append(outcome)
-            self._in_flight = _InFlight(save.step, True)
+            self._in_flight, self._has_outcome = save.step, True
             self._send(("commit", outcome))
 
     def busy(self) -> bool:
@@ -136,7 +128,7 @@ class AsyncSaver:
     def finish(self, timeout: float, record_timeout: float | None = None) -> list[Outcome]:
         record_timeout = timeout if record_timeout is None else record_timeout
         if not self._wait_until_idle(timeout):
-            step = self._in_flight.step
+            step = self._in_flight
             error = SaveError(
                 f"step {step} is still being written on rank {self.target.rank} after "
                 f"{timeout:.0f} s; it is left "
@@ -205,8 +197,7 @@ class AsyncSaver:
                 self.emit(values[0])
             elif kind == "outcome":
                 self._outcomes.append(values[0])
-                if self._in_flight is not None and self._in_flight.step == values[0].step:
-                    self._in_flight.has_outcome = True
+                self._has_outcome |= self._in_flight == values[0].step
                 self._last_saved = values[0] if values[0].saved else self._last_saved
             elif kind == "lease_lost":
                 self._lease_error = values[0]
@@ -224,13 +215,13 @@ class AsyncSaver:
             self.emit(WriterDied(self.kind, reason, self._uncommitted.step))
         if self._in_flight is not None:
             lost, self._in_flight = self._in_flight, None
-            if not lost.has_outcome:  # else it died after it had sent the outcome
+            if not self._has_outcome:  # else it died after it had sent the outcome
                 self._outcomes.append(
                     Outcome(
-                        lost.step,
+                        lost,
                         False,
                         SaveError(
-                            f"step {lost.step} may not be saved on rank {self.target.rank}: the "
+                            f"step {lost} may not be saved on rank {self.target.rank}: the "
                             f"{self.kind} that wrote it died "
                             f"({reason}). It counts if its record is there"
                         ),

@@ -30,14 +30,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.model.manifest import FOLDER, LOAD_ATTEMPTS, Run, record_name
-from mindresume.storage.interface import Storage
 from mindresume.storage.operations import publish_json, read_document
 from mindresume.typed import MAX_COUNT, Count, Limits, decode, parse_json
 
@@ -73,25 +72,14 @@ class FailedLoad:
 @dataclass(frozen=True)
 class _LoadHistory:
     """Holds the load attempts of one checkpoint. ``output``: output folder of the jobs.
-    ``failed_loads``: the jobs that count. ``last_attempt``: the job of the last load attempt."""
+    ``failed_loads``: the jobs that count. ``last_attempt``: the job of the last load attempt.
+
+    Files of earlier versions ("2 /output") counted jobs that died for any reason, and are not
+    used."""
 
     output: str
     failed_loads: tuple[FailedLoad, ...] = field(metadata={"key": "deaths"})
     last_attempt: FailedLoad | None = field(metadata={"key": "began"})
-
-    @classmethod
-    def read(cls, storage: Storage, path: str) -> _LoadHistory | None:
-        """Returns the content of a file, None if it has another form. Files of earlier versions ("2
-        /output") counted jobs that died for any reason, and are not used."""
-        return read_document(storage, path, cls)
-
-    def encode(self) -> dict[str, Any]:
-        """Returns the JSON object of the file; its keys are those of its first version."""
-        return {
-            "output": self.output,
-            "deaths": [asdict(failed_load) for failed_load in self.failed_loads],
-            "began": asdict(self.last_attempt) if self.last_attempt else None,
-        }
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,8 @@ def load_attempts(directory: CheckpointDir) -> dict[str, tuple[FailedLoad, ...] 
     found = {}
     for name in directory.storage.list(directory.path(FOLDER)):
         if name.startswith(LOAD_ATTEMPTS):  # the name of a half-written file begins with a dot
-            history = _LoadHistory.read(directory.storage, directory.path(FOLDER, name))
+            path = directory.path(FOLDER, name)
+            history = read_document(directory.storage, path, _LoadHistory)
             found[name.removeprefix(LOAD_ATTEMPTS)] = (
                 _counted(directory, history) if history else None
             )
@@ -250,16 +239,16 @@ class LoadAttempt:
         folder of records. Raises OSError."""
         self.begun = True
         if self.rank == 0 and self.directory.storage.status(os.path.dirname(self.path)) is not None:
-            before = _LoadHistory.read(self.directory.storage, self.path) or _LoadHistory(
+            before = read_document(self.directory.storage, self.path, _LoadHistory) or _LoadHistory(
                 "", (), None
             )
             failed_loads = _counted(self.directory, before) if before.output == self.output else ()
-            history = _LoadHistory(
-                self.output,
-                failed_loads[-_MAX_FAILED_LOADS:],
-                FailedLoad(self.run, hosts=self.hosts),
-            )
-            publish_json(self.directory.storage, self.path, history.encode(), self.run)
+            history = {
+                "output": self.output,
+                "deaths": [*map(asdict, failed_loads[-_MAX_FAILED_LOADS:])],
+                "began": asdict(FailedLoad(self.run, hosts=self.hosts)),
+            }
+            publish_json(self.directory.storage, self.path, history, self.run)
             self._capture_signals()
             self._remove_failures(before.last_attempt.run if before.last_attempt else "")
 
@@ -292,13 +281,14 @@ class LoadAttempt:
         folder = os.path.dirname(self.path)
         for name in self.directory.storage.list(folder) if self.limit else ():
             if name.startswith(LOAD_ATTEMPTS):
-                history = _LoadHistory.read(self.directory.storage, os.path.join(folder, name))
+                path = os.path.join(folder, name)
+                history = read_document(self.directory.storage, path, _LoadHistory)
                 if (
                     history
                     and history.output == self.output
                     and not suspicion(_counted(self.directory, history), self.limit)
                 ):
-                    self.directory.storage.remove(os.path.join(folder, name))
+                    self.directory.storage.remove(path)
                     self._remove_failures(history.last_attempt.run if history.last_attempt else "")
 
     def _failure_path(self, name: str) -> str:

@@ -32,6 +32,7 @@ from mindresume.coordination.lease_acquisition import next_run, record_run_numbe
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
 from mindresume.formats import CheckpointDir
+from mindresume.formats.records import candidate_of
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
@@ -83,16 +84,6 @@ class RunStatus:
     step: Count | None
     ended: bool
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class _RetentionRow:
-    """Holds the values of one checkpoint that a retention policy reads."""
-
-    step: int
-    saved_at: float
-    metrics: Mapping[str, float]
-    health: int | None
 
 
 def record_path(attempt: str, name: str) -> str:
@@ -239,30 +230,20 @@ class RemoteCheckpoints:
         seen = self.scan()
         self.check_not_superseded(run, seen)
         own = self._known(attempt_name(step, run), emit)
-        newest_first, saved = [], []
-        for name in seen.committed():
-            manifest = self._known(name, emit)
-            if manifest is not None and (own is None or manifest.lineage == own.lineage):
-                newest_first.append(name)
-                saved.append(
-                    _RetentionRow(
-                        manifest.state.step,
-                        manifest.saved_at,
-                        manifest.state.metrics,
-                        manifest.state.health,
-                    )
-                )
-        healthy = next((index for index, one in enumerate(saved) if not one.health), None)
-        going = [
-            index
-            for index in surplus(policy, saved)
-            if index != healthy and newest_first[index] != attempt_name(step, run)
+        saves = [
+            candidate_of(manifest)
+            for name in seen.committed()
+            if (manifest := self._known(name, emit)) is not None
+            and (own is None or manifest.lineage == own.lineage)
         ]
+        healthy = next((save for save in saves if not save.health), None)
         failures: list[RemoteError] = []
         removed = [
-            saved[index].step
-            for index in going
-            if self._delete(newest_first[index], seen, failures)
+            save.step
+            for save in (saves[index] for index in surplus(policy, saves))
+            if save is not healthy
+            and save.name != attempt_name(step, run)
+            and self._delete(save.name, seen, failures)
         ]
         for name, number, of in attempts(list(seen.objects)):
             if record_path(name, MANIFEST) not in seen.objects[name] and (

@@ -91,7 +91,7 @@ def nothing(right: Any) -> Any:
 def _put_in_place(self: repair.Repair, file: Any, pieces: Any) -> bool:
     storage, path = self.directory.storage, self.directory.path(file.path)
     storage.write(path, iter([b"".join(pieces)]), file.size)
-    return repair.is_proven(storage, path, file)
+    return repair.is_as_recorded(storage, path, file)
 
 
 def _put_unflushed(self: repair.Repair, file: Any, pieces: Any) -> bool:
@@ -1001,7 +1001,7 @@ MUTANTS = [
         "repair: the copy is not verified",
         [
             Instead(repair, "is_recorded", lambda right: lambda *_: True),
-            Instead(repair, "is_proven", lambda right: lambda *_: True),
+            Instead(repair, "is_as_recorded", lambda right: lambda *_: True),
         ],
         ("rot and scrub", "safetensors", ""),
         f"{LOST} {STUCK} {WRONG}",
