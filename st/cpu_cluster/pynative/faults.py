@@ -25,8 +25,6 @@ import signal
 import sys
 from typing import Any
 
-from ..recorder import wait_for_records
-
 CHANGES = frozenset(
     {
         "os.rename",
@@ -148,6 +146,8 @@ def install() -> None:
         result = call_event(self, event, args, state, **values)
         if event == "on_step_end" and at_end is not None and at_end.is_due:
             if at_end.rank == "all":
+                from ..recorder import wait_for_records  # imports mindspore
+
                 wait_for_records(Place.step)
             end_process(f"at the end of step {Place.step}")
         return result
