@@ -1,23 +1,13 @@
-"""Starts N workers and a scheduler on this host, as msrun does, and can kill them at a chosen
-moment.
+"""Starts N workers and a scheduler on this host, as msrun does.
 
-    launch.py [options] N [--] COMMAND...      e.g.  launch.py 4 -- python st/cpu_cluster/run.py
+    launch.py [--logs DIR] N [--] COMMAND...   e.g.  launch.py 4 -- python st/cpu_cluster/run.py
     program.py args...
 
---port P          of the scheduler; default: a free one >= 18000
 --logs DIR        worker_R.log, scheduler.log (default ./msrun_log, emptied first)
---timeout S       kill everything after S seconds (exit code 124)
---kill WHO@WHEN   SIGKILL; WHO = a rank or "all"; WHEN = t:SECONDS since start, log:REGEX once the
-                  rank's log (all:
-                  rank 0's) matches, file:GLOB once a file matches. May be given several times.
-                  Example: --kill 2@file:output/*/rank_2/*-1_5.*
---keep            do not kill the others when one worker fails: see what they do by themselves
 
-What and why: system tests need crashes at chosen moments, exit codes of every rank and a firm time
-limit, which msrun does not offer; also nothing waits for the scheduler at the end. For a kill at an
-exact step set ``CPU_CLUSTER_KILL`` (``recorder``). Exit code: 0, or that of the first failing
-worker (128 + signal number if it was killed). The last line printed is one JSON object: {"rc",
-"codes", "pids", "wall_s", "cpu_s", "peak_mb"}; peak_mb is of the largest process.
+What and why: the environments of other releases have no msrun, and nothing waits for the scheduler
+at the end. Once a worker fails, the others are ended. Exit code: 0, or that of the first failing
+worker (128 + signal number if it was killed).
 """
 
 from __future__ import annotations
@@ -25,10 +15,7 @@ from __future__ import annotations
 import argparse
 import glob
 import itertools
-import json
 import os
-import re
-import resource
 import shutil
 import signal
 import socket
@@ -36,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 if __package__:
     from .run import SCHEDULER, die_with_parent
@@ -45,6 +32,7 @@ else:
     from run import SCHEDULER, die_with_parent
 
 _calls = itertools.count()
+POLL = 0.05  # seconds
 SCHEDULER_COMMAND = (sys.executable, "-c", SCHEDULER)
 
 
@@ -71,46 +59,13 @@ def remove_abandoned(shared_memory: str = "/dev/shm") -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Kill:
-    """One ``--kill``. Raises argparse.ArgumentTypeError for a text that is not WHO@WHEN."""
-
-    def __init__(self, text: str):
-        who, _, when = text.partition("@")
-        self.kind, _, argument = when.partition(":")
-        self.rank, self.done = (int(who) if who.isdigit() else None), False
-        try:
-            if (
-                self.kind not in ("t", "log", "file")
-                or not argument
-                or not (who == "all" or who.isdigit())
-            ):
-                raise ValueError(text)
-            self.argument = {"t": float, "log": re.compile, "file": str}[self.kind](argument)
-        except (ValueError, re.error) as error:
-            expected = "RANK|all @ t:SECONDS | log:REGEX | file:GLOB"
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}") from error
-
-    def due(self, seconds: float, logs: str) -> bool:
-        """Returns whether its moment has come. ``seconds`` since the start; ``logs``: the folder of
-        worker_R.log."""
-        if self.kind == "t":
-            return seconds >= self.argument
-        if self.kind == "file":
-            return bool(glob.glob(self.argument, recursive=True))
-        log = f"{logs}/worker_{self.rank or 0}.log"
-        if not os.path.exists(log):
-            return False
-        with open(log, encoding="utf-8", errors="replace") as f:
-            return self.argument.search(f.read()) is not None
-
-
 class Job:
     """The processes of one launch; a context manager that ends what is left.
 
         with Job(4, [sys.executable, "st/cpu_cluster/run.py", "program.py"], cwd=folder) as job:
-            code = job.wait(timeout=300, kills=[Kill("2@t:20")])
+            code = job.wait()
 
-    ``codes()`` has the exit code of each rank, ``log(rank)`` what it printed.
+    ``codes()`` has the exit code of each rank.
     """
 
     def __init__(
@@ -118,7 +73,6 @@ class Job:
         n: int,
         command: Sequence[str],
         logs: str | None = None,
-        port: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         scheduler: Sequence[str] = SCHEDULER_COMMAND,
@@ -128,7 +82,6 @@ class Job:
             n: number of workers.
             command: of a worker.
             logs: emptied first; default: msrun_log in ``cwd``.
-            port: of the scheduler; default: a free one.
             env: added to this process' environment.
             cwd: working directory of the processes.
             scheduler: its command.
@@ -136,7 +89,7 @@ class Job:
         self.logs = os.path.abspath(logs or os.path.join(cwd or ".", "msrun_log"))
         shutil.rmtree(self.logs, ignore_errors=True)
         os.makedirs(self.logs)
-        self.cwd, self.started, self.workers, self.scheduler = cwd, time.monotonic(), [], None
+        self.cwd, self.workers, self.scheduler = cwd, [], None
         remove_abandoned()
         # see collectives.py
         self.exchange = tempfile.mkdtemp(prefix=f"cpu_cluster-{os.getpid()}-", dir="/dev/shm")
@@ -145,7 +98,7 @@ class Job:
             **(env or {}),
             MS_WORKER_NUM=str(n),
             MS_SCHED_HOST="127.0.0.1",
-            MS_SCHED_PORT=str(port or free_port()),
+            MS_SCHED_PORT=str(free_port()),
             CPU_CLUSTER_SHM=self.exchange,
         )
         base.setdefault("MS_TOPO_TIMEOUT", "60")  # seconds in which all workers must join
@@ -182,16 +135,6 @@ class Job:
         """Exit code per rank, None while it runs, negative: ended by that signal."""
         return [w.poll() for w in self.workers]
 
-    def log(self, rank: int) -> str:
-        """Returns the output of the rank so far."""
-        with open(f"{self.logs}/worker_{rank}.log", encoding="utf-8", errors="replace") as f:
-            return f.read()
-
-    def kill(self, rank: int | None = None) -> None:
-        """Sends SIGKILL to one rank, or to all ranks at once; the scheduler continues."""
-        for worker in self.workers if rank is None else [self.workers[rank]]:
-            worker.kill()
-
     def close(self) -> None:
         """Ends whatever is left. May be called again."""
         for process in [*self.workers, *([self.scheduler] if self.scheduler else [])]:
@@ -199,57 +142,25 @@ class Job:
             process.wait()
         shutil.rmtree(self.exchange, ignore_errors=True)
 
-    def wait(
-        self,
-        timeout: float | None = None,
-        kills: Iterable[Kill] = (),
-        keep: bool = False,
-        poll: float = 0.05,
-    ) -> int:
-        """Until all workers ended, or one failed (not with ``keep``), or the time is over; then
-        ends the rest.
-
-        Returns the exit code: 0; that of the first failing worker (128 + signal number if it was
-        killed); 124 if the time was over.
-        """
-        first_bad, timed_out = None, False
+    def wait(self) -> int:
+        """Until all workers ended, or one failed; then ends the rest. Returns the exit code: 0, or
+        that of the first failing worker (128 + signal number if it was killed)."""
+        failed = None
         try:
-            while True:
-                codes = self.codes()
-                first_bad = first_bad or next((c for c in codes if c), None)
-                if None not in codes or (first_bad and not keep):
-                    break
-                seconds = time.monotonic() - self.started
-                if timeout is not None and seconds > timeout:
-                    timed_out = True
-                    break
-                for kill in kills:
-                    if not kill.done and kill.due(seconds, self.logs):
-                        kill.done = True
-                        self.kill(kill.rank)
-                        print(
-                            f"killed {'all' if kill.rank is None else kill.rank} after "
-                            f"{seconds:.1f} s",
-                            flush=True,
-                        )
-                time.sleep(poll)
+            while failed is None and None in (codes := self.codes()):
+                failed = next((code for code in codes if code), None)
+                time.sleep(POLL)
+            failed = failed or next((code for code in self.codes() if code), 0)
         finally:
             self.close()
-        if timed_out:
-            return 124
-        code = first_bad or 0
-        return code if code >= 0 else 128 - code
+        return failed if failed >= 0 else 128 - failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--port", type=int)
     parser.add_argument("--logs", default="msrun_log")
-    parser.add_argument("--timeout", type=float)
-    parser.add_argument("--kill", action="append", type=Kill, default=[])
-    parser.add_argument("--keep", action="store_true")
     parser.add_argument("n", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -258,23 +169,8 @@ def main() -> None:
         parser.error("no command given")
     # the workers end with this process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with Job(args.n, command, args.logs, args.port) as job:
-        rc = job.wait(args.timeout, args.kill, args.keep)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(
-        json.dumps(
-            {
-                "rc": rc,
-                "codes": job.codes(),
-                "pids": [w.pid for w in job.workers],
-                "wall_s": round(time.monotonic() - job.started, 1),
-                "cpu_s": round(used.ru_utime + used.ru_stime, 1),
-                "peak_mb": used.ru_maxrss // 1024,
-            }
-        ),
-        flush=True,
-    )
-    sys.exit(rc)
+    with Job(args.n, command, args.logs) as job:
+        sys.exit(job.wait())
 
 
 if __name__ == "__main__":
