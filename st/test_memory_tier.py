@@ -1,8 +1,7 @@
-"""The tier in memory with the real Trainer: SIGKILL of all ranks. The loss of a rank or of the node
-is in st/test_supervised_recovery.py; saves that stop the training, and rot, are cases of the
-judge."""
+"""The tier in memory with the real Trainer: SIGKILL of all ranks of several. One rank, saves that
+stop the training, and rot are cases of the judge; the loss of a rank or of the node is in
+st/test_supervised_recovery.py."""
 
-import os
 
 import pytest
 
@@ -13,9 +12,7 @@ from mindresume.storage.posix import PosixStorage
 from st.run_attempts import (
     LIMIT,
     assert_resumed,
-    committed_steps,
     events,
-    resume_summary,
     run_beside,
 )
 from st.training_run import FORMAT_2, Run
@@ -56,18 +53,6 @@ def killed(run: Run, command: str, memory: str, step: int = 19, every: int = EVE
     run.start(command, **settings(memory, every)).wait_for_step(step)
     run.kill()
     return run
-
-
-def test_one_process_resumes_from_memory(whole_single, tmp_path, memory):
-    command = "--callbacks.1.async_save thread"
-    run = killed(run_beside(whole_single, tmp_path / "run", copied=False), command, memory)
-    newest, disk = in_memory(run)[0].step, max(committed_steps(run))
-    assert newest >= 18 and newest % EVERY == 0 and disk <= newest
-    run.start(command, **settings(memory)).wait_for_success(LIMIT)
-    assert_resumed(run, whole_single, max(newest, disk))
-    assert sources(run) == ["memory"] and resume_summary(run)["checkpoint"][0] == "restored"
-    assert not os.path.exists(tier_of(run))  # the last step is on disk
-    assert events(run, "tier_saved") and not events(run, "tier_refused")
 
 
 @pytest.mark.soak

@@ -1,12 +1,12 @@
-"""Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved, damage,
-and what is missing; and a callback of MindSpore that replaces what was loaded, also in a resume."""
+"""Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved; and a
+callback of MindSpore that replaces what was loaded, also in a resume. (What is damaged or missing:
+cases of the judge.)"""
 
 import shutil
 
 import pytest
 import yaml
 
-from st.checkpoint_files import flip_bit
 from st.run_attempts import (
     FIXTURES,
     assert_event,
@@ -59,34 +59,6 @@ def test_the_folder_of_four_ranks_is_loaded_as_mindformers_loads_it_merged(run, 
     assert steps_of(ours)[0] == 1 and bits(ours) == bits(theirs)
     assert_event(ours, "checkpoint_selected", step=15, weights_only=True)
     assert (tmp_path / "output" / "strategy").is_dir()
-
-
-def test_damaged_and_missing_tensors_are_named_in_the_error(run, tmp_path):
-    """Loads our merged weights. A network with one more layer lacks that layer; if allowed, the
-    layer keeps its initial values."""
-    merged, damaged = tmp_path / "merged", tmp_path / "damaged"
-    runs = [run.like(tmp_path / name) for name in ("damaged_run", "larger", "allowed")]
-    assert (
-        runs[0].mindresume("merge", str(FOUR / "output" / "checkpoint"), str(merged)).returncode
-        == 0
-    )
-    shutil.copytree(merged, damaged)
-    flip_bit(damaged / "part0.safetensors")
-    larger = f"{ALONE} --load_checkpoint {merged} --model.model_config.num_hidden_layers 3"
-    in_parallel(
-        lambda: train(runs[0], f"{ALONE} --load_checkpoint {damaged}"),
-        lambda: train(runs[1], larger),
-        lambda: train(runs[2], larger, MINDRESUME_ALLOW_MISSING="decoder.layers.2.*"),
-    )
-    assert runs[0].process.returncode not in (0, None) and runs[1].process.returncode not in (
-        0,
-        None,
-    )
-    assert steps_of(runs[0]) == steps_of(runs[1]) == []
-    assert "part0.safetensors" in failure(runs[0]) and "checksum" in failure(runs[0])
-    assert "allow_missing: [" in failure(runs[1]) and '"decoder.layers.*.' in failure(runs[1])
-    assert runs[2].process.returncode == 0 and steps_of(runs[2])[0] == 1
-    assert notices(runs[2], "decoder.layers.2.", level="warning")
 
 
 # ---- BackupAndRestore loads its own file at the begin of a training ------------------------------
