@@ -23,7 +23,6 @@ from mindresume import runtime
 from mindresume.api.checkpoint import Checkpoint, check_part, existing
 from mindresume.api.results import (
     DAMAGED,
-    INCOMPLETE,
     UNREADABLE,
     UNVERIFIABLE,
     VERIFIED,
@@ -57,6 +56,7 @@ from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import (
+    INCOMPLETE,
     WHOLE,
     CheckpointStatus,
     find_candidates,

@@ -48,19 +48,6 @@ DTYPE = "dtype"
 VALUES = "values"
 PORTION = 1 << 16  # elements that are compared at once: their bits and values stay in the cache
 
-__all__ = [
-    "DTYPE",
-    "ONLY_A",
-    "ONLY_B",
-    "SHAPE",
-    "VALUES",
-    "ComparedCheckpoint",
-    "Comparison",
-    "TensorDifference",
-    "TensorForm",
-    "compare",
-]
-
 
 @dataclass(frozen=True)
 class TensorForm(Result):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from mindresume.api.checkpoint import (
@@ -70,13 +70,13 @@ class InspectedJob(Result):
     path: str
     kind: str
     source: str
-    origin: str | None
-    run_id: str | None
-    step: int | None
-    format: str | None
-    world_size: int | None
-    stages: int | None
-    stage_size: int | None
+    origin: str | None = None
+    run_id: str | None = None
+    step: int | None = None
+    format: str | None = None
+    world_size: int | None = None
+    stages: int | None = None
+    stage_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Inspection(InspectedJob):
             given.
     """
 
-    tensor_count: int
-    dtypes: Mapping[str, DtypeTotal]
-    size_bytes: int | None
-    bytes_on_disk: int | None
-    files: int | None
-    notes: tuple[str, ...]
-    refused: tuple[Problem, ...]
-    tensors: tuple[TensorInfo, ...]
+    tensor_count: int = 0
+    dtypes: Mapping[str, DtypeTotal] = field(default_factory=dict)
+    size_bytes: int | None = None
+    bytes_on_disk: int | None = None
+    files: int | None = None
+    notes: tuple[str, ...] = ()
+    refused: tuple[Problem, ...] = ()
+    tensors: tuple[TensorInfo, ...] = ()
     rank: int | None = None
     slices: tuple[TensorSlice, ...] | None = None
 
@@ -147,26 +147,16 @@ def inspect(
                 f"{path} is a strategy; the arguments strategy and step apply to checkpoints only"
             )
         given = read_strategy(path)
-        rows = tensors_of_strategy(given)
+        rows = tuple(tensors_of_strategy(given))
         found = Inspection(
             given.source,
             STRATEGY,
             given.source,
-            None,
-            None,
-            None,
-            None,
-            given.world_size,
-            len(given.stages),
-            given.stage_size,
-            len(rows),
-            {},
-            None,
-            None,
-            None,
-            (),
-            (),
-            tuple(rows),
+            world_size=given.world_size,
+            stages=len(given.stages),
+            stage_size=given.stage_size,
+            tensor_count=len(rows),
+            tensors=rows,
         )
         return _asked(found, given, tensors, rank)
     with opened(subject, step, strategy, hold=False) as source:

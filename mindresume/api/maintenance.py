@@ -161,15 +161,9 @@ def prune(
     postponed = {
         event.path: event.reason for event in events if isinstance(event, RemovalPostponed)
     }
-    reasons = {
-        **planned.reasons,
-        **{
-            c.commit_dir: postponed.get(
-                c.commit_dir, "just became held, or was removed by another process"
-            )
-            for c in stayed
-        },
-    }
+    names = [c.commit_dir for c in stayed]
+    unknown = "just became held, or was removed by another process"
+    reasons = {**planned.reasons, **{name: postponed.get(name, unknown) for name in names}}
     kept, gone, held_back = (
         tuple(
             PrunedCheckpoint(

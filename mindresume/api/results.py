@@ -16,37 +16,13 @@ from typing import Any
 from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.weight_files import existing
-from mindresume.resume.candidates import (
-    COMPLETE,
-    INCOMPLETE,
-    NODE_LOCAL,
-    UNUSABLE,
-    CheckpointStatus,
-)
+from mindresume.resume.candidates import CheckpointStatus
 from mindresume.typed import json_value
 
 VERIFIED = "verified"
 UNVERIFIABLE = "unverifiable"
 DAMAGED = "damaged"
 UNREADABLE = "unreadable"
-
-__all__ = [
-    "COMPLETE",
-    "DAMAGED",
-    "INCOMPLETE",
-    "NODE_LOCAL",
-    "UNREADABLE",
-    "UNUSABLE",
-    "UNVERIFIABLE",
-    "VERIFIED",
-    "CheckpointInfo",
-    "CheckpointVerification",
-    "DirectoryUser",
-    "Listing",
-    "Problem",
-    "Result",
-    "VerificationReport",
-]
 
 
 @dataclass(frozen=True)

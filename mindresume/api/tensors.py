@@ -131,15 +131,15 @@ def tensors_of(weights: CheckpointView) -> dict[str, TensorInfo]:
     """Returns every tensor of ``weights`` by name, in their order."""
     infos = {}
     for name, tensor in weights.tensors.items():
-        if tensor.layout is None:
-            file = os.path.basename(weights.places[name][0]) if weights.is_consolidated else None
-            infos[name] = TensorInfo(
-                name, tensor.dtype, tensor.shape, None, (), weights.world_size, file
-            )
-        else:
-            infos[name] = TensorInfo(
-                name, tensor.dtype, tensor.shape, tensor.layout, tensor.stages, tensor.layout.copies
-            )
+        infos[name] = TensorInfo(
+            name,
+            tensor.dtype,
+            tensor.shape,
+            tensor.layout,
+            tensor.stages,
+            tensor.layout.copies if tensor.layout else weights.world_size,
+            os.path.basename(weights.places[name][0]) if weights.is_consolidated else None,
+        )
     return infos
 
 

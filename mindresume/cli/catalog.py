@@ -16,6 +16,7 @@ from mindresume.cli.common import (
     NOTHING,
     AsJson,
     Folder,
+    OnlyStep,
     WorldSize,
     origin_text,
     print_json,
@@ -203,7 +204,7 @@ def verify(
     folder: Folder,
     json: AsJson = False,
     world_size: WorldSize = None,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
+    step: OnlyStep = None,
     part: Part = None,
 ) -> None:
     """Reads every byte of every checkpoint and names the damaged file and tensor.

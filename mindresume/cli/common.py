@@ -62,6 +62,7 @@ Jobs = Annotated[
 Explain = Annotated[
     bool, typer.Option("--explain", help="Describe the scenarios and faults, and stop.")
 ]
+OnlyStep = Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")]
 WorldSize = Annotated[
     int | None,
     typer.Option(
@@ -73,20 +74,6 @@ WorldSize = Annotated[
         "folder beside it, else the number of rank folders.",
     ),
 ]
-
-
-def locate(folder: str) -> str:
-    """Returns ``folder``, or the one checkpoint folder below it.
-
-    Raises:
-        FileNotFoundError: ``folder`` does not exist.
-        MissingCheckpointError: Several folders below it hold checkpoints.
-    """
-    from mindresume.api.checkpoint import existing
-    from mindresume.formats import scan
-    from mindresume.storage.posix import PosixStorage
-
-    return scan.locate(PosixStorage(), existing(folder))
 
 
 def say(text: object = "", error: bool = False) -> None:
@@ -107,12 +94,8 @@ NOTHING = 3  # exit status: there is no usable checkpoint
 
 
 def print_json(value: Any) -> None:
-    """Prints ``value`` as one JSON document."""
-    try:
-        text = json.dumps(value, indent=1, allow_nan=False)
-    except ValueError:  # JSON has no NaN and no infinity
-        text = json.dumps(json_value(value), indent=1)
-    print(text)
+    """Prints ``value`` as one JSON document. JSON has no NaN and no infinity: they become null."""
+    print(json.dumps(json_value(value), indent=1))
 
 
 def print_explanations(tables: dict[str, dict[str, str]]) -> None:

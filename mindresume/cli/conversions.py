@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,11 +46,8 @@ _UNITS = {
 }
 
 
-@dataclass(frozen=True)
-class Shared:
-    """The options that all three commands have, as they are given. Source and target come first,
-    the others last."""
-
+def _shared(
+    *,
     src: Annotated[
         str,
         typer.Argument(
@@ -59,7 +55,7 @@ class Shared:
             help="A checkpoint: the folder that contains the rank folders (or the run folder), a "
             "rank folder, a folder of consolidated weights, or one file. It is only read.",
         ),
-    ]
+    ],
     dst: Annotated[
         str,
         typer.Argument(
@@ -67,7 +63,7 @@ class Shared:
             help="The folder to create. It appears when it is complete; a folder that "
             "holds something else is refused.",
         ),
-    ]
+    ],
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -77,13 +73,13 @@ class Shared:
             "wrote it on several ranks and there is no folder 'strategy' beside it; checkpoints of "
             "mindresume contain their layouts.",
         ),
-    ] = None
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
             "--step", metavar="N", help="The step to use; default: the newest complete one."
         ),
-    ] = None
+    ] = None,
     workers: Annotated[
         int,
         typer.Option(
@@ -93,7 +89,7 @@ class Shared:
             metavar="N",
             help="Threads of the direct engine, processes of the other one.",
         ),
-    ] = 2
+    ] = 2,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -102,62 +98,45 @@ class Shared:
             help="Most memory for buffers of the direct "
             "engine, such as 64MiB or 4GiB; default: 12 MiB per worker.",
         ),
-    ] = None
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be read and written.")
-    ] = False
-    part: Part = None
-    timeout: Timeout = TIMEOUT
-    json: AsJson = False
-
-    def for_api(self) -> dict[str, Any]:
-        """Returns them as arguments of the functions in ``mindresume.api.conversion``."""
-        return {
-            "src": self.src,
-            "dst": self.dst,
-            "step": self.step,
-            "strategy": self.strategy,
-            "workers": self.workers,
-            "dry_run": self.dry_run,
-            "memory_limit_bytes": None
-            if self.memory is None
-            else bytes_of(self.memory, "--memory-limit"),
-        }
+    ] = False,
+    part: Part = None,
+    timeout: Timeout = TIMEOUT,
+    json: AsJson = False,
+) -> None:
+    """Has the options of all three commands. Source and target come first, the others last."""
 
 
 class conversion_command:  # noqa: N801  a decorator
-    """Registers a function as a command with the options of ``Shared`` beside its own. The function
-    is called with those of ``Shared``, as arguments of the API, and its own. ``verb``: what the
-    progress bar says."""
+    """Registers a function as a command with the options of ``_shared`` beside its own. The
+    function is called with all of them, as arguments of the API. ``verb``: what the progress bar
+    says."""
 
     def __init__(self, name: str, verb: str):
         self._name, self._verb = name, verb
 
     def __call__(self, convert: Any) -> Any:
-        def run(**given: Any) -> None:
-            shared = Shared(**{field.name: given.pop(field.name) for field in fields(Shared)})
-            share = share_of_process(shared.part, shared.timeout, shared.dry_run)
-            with progress_bar(
-                self._verb, shared.json or shared.dry_run or not share.prints
-            ) as progress:
+        def run(*, memory: Any, part: Any, timeout: Any, json: Any, **options: Any) -> None:
+            share = share_of_process(part, timeout, options["dry_run"])
+            is_quiet = json or options["dry_run"] or not share.prints
+            with progress_bar(self._verb, is_quiet) as progress:
                 result = convert(
-                    {
-                        **shared.for_api(),
-                        "progress": progress,
-                        "part": share.part,
-                        "timeout_seconds": share.timeout,
-                    },
-                    **given,
+                    **options,
+                    memory_limit_bytes=None
+                    if memory is None
+                    else bytes_of(memory, "--memory-limit"),
+                    progress=progress,
+                    part=share.part,
+                    timeout_seconds=share.timeout,
                 )
             if share.prints:
-                show(result, shared.json)
+                show(result, json)
 
-        common = [*inspect.signature(Shared, eval_str=True).parameters.values()]
-        own = [*inspect.signature(convert, eval_str=True).parameters.values()][1:]
-        parameters = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in (*common[:2], *own, *common[2:])
-        ]
+        source, target, *common = inspect.signature(_shared, eval_str=True).parameters.values()
+        *own, _ = inspect.signature(convert, eval_str=True).parameters.values()
+        parameters = [source, target, *own, *common]
         run.__doc__, run.__signature__ = convert.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(self._name)(run)
@@ -166,7 +145,7 @@ class conversion_command:  # noqa: N801  a decorator
 
 @conversion_command("convert", "converting")
 def convert(
-    options: dict[str, Any],
+    *,
     to: Annotated[
         str,
         typer.Option(
@@ -187,6 +166,7 @@ def convert(
         ),
     ] = None,
     engine: Engine = "auto",
+    **options: Any,
 ) -> Any:
     """Cuts a checkpoint for another parallel strategy, converts it to another format, or both.
 
@@ -208,7 +188,7 @@ def convert(
 
 @conversion_command("merge", "converting")
 def merge(
-    options: dict[str, Any],
+    *,
     hf: Annotated[
         bool,
         typer.Option(
@@ -229,6 +209,7 @@ def merge(
         str, typer.Option("--part-size", metavar="SIZE", help="Most bytes in one file.")
     ] = "3GiB",
     engine: Engine = "auto",
+    **options: Any,
 ) -> Any:
     """Merges the slices of all ranks into consolidated weights, as MindSpore's unified_safetensors
     does.
@@ -260,7 +241,7 @@ _CONTIGUOUS_HELP = (
 
 @conversion_command("export-hf", "exporting")
 def export_hf(
-    options: dict[str, Any],
+    *,
     config: Annotated[
         str | None,
         typer.Option(
@@ -296,6 +277,7 @@ def export_hf(
             help=_CONTIGUOUS_HELP.format("use_interleaved_weight_layout_mlp: False"),
         ),
     ] = False,
+    **options: Any,
 ) -> Any:
     """Writes the weights of a checkpoint as a Hugging Face folder for transformers: Qwen3,
     Qwen3-MoE, DeepSeek-V3, TeleChat3.

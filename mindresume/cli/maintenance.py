@@ -14,6 +14,7 @@ from mindresume.cli.common import (
     NOTHING,
     AsJson,
     Folder,
+    OnlyStep,
     print_json,
     print_table,
     progress_bar,
@@ -249,7 +250,7 @@ def scrub(
             help="remote_save_url of the training: repair from there, too.",
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.")] = None,
+    step: OnlyStep = None,
     older_than: Annotated[
         float,
         typer.Option(

@@ -15,7 +15,8 @@ from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
-from mindresume.events import PREFIX, Emitter, Event, Notice, warning
+from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, warning
+from mindresume.events.progress import Progress
 from mindresume.storage.operations import Hurry
 
 _HANG = "When is it a hang"
@@ -325,14 +326,11 @@ def _flush_memory(output: str, hurry: Hurry) -> Event | None:
     )
 
 
-class _StopsInHurry:
+class _StopsInHurry(Progress):
     """Receives the progress of writing; nobody watches it."""
 
     def __init__(self, hurry: Hurry):
         self.hurry = hurry
-
-    def expect(self, count: int) -> None:
-        pass
 
     def advance(self, count: int) -> None:
         if self.hurry.is_hurried():
@@ -361,7 +359,7 @@ def _seconds(given: float | None, default: float, *variables: str) -> float:
     return default
 
 
-class _Lines:
+class _Lines(Handler):
     """Prints the log line of each event to standard error: the command prints to standard
     output."""
 
@@ -370,18 +368,12 @@ class _Lines:
             say(f"{PREFIX}{text}", error=True)
             sys.stderr.flush()
 
-    def close(self) -> None:
-        pass
 
-
-class _JsonLines:
+class _JsonLines(Handler):
     """Prints each event as one JSON line."""
 
     def handle(self, event: Event, time_s: float) -> None:
         print(json_module.dumps({"time": round(time_s, 3), **event.to_json()}), flush=True)
-
-    def close(self) -> None:
-        pass
 
 
 # ---- plugin-path ---------------------------------------------------------------------------------

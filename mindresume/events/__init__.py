@@ -72,7 +72,7 @@ class Emitter:
                 handler.close()
 
 
-class LogLines:
+class LogLines(Handler):
     """Writes each event that has a log line to ``logger``: a ``logging.Logger``, or an object with
     its methods."""
 
@@ -82,9 +82,6 @@ class LogLines:
     def handle(self, event: Event, time_s: float) -> None:
         if text := event.line():
             getattr(self.logger, event.log_level)("%s%s", PREFIX, text)
-
-    def close(self) -> None:
-        pass
 
 
 def texts_into(texts: list[str]) -> Emit:

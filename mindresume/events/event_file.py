@@ -28,7 +28,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Iterable
 from contextlib import suppress
 
 from mindresume import runtime
@@ -77,6 +76,9 @@ class EventFile:
             again. It may pass both on to this handler.
     """
 
+    _writer = "rank"  # in the name of the file
+    _has_failure = False  # this rank needs a file
+
     def __init__(self, folder: str, rank: int, limit: int = LIMIT, emit: Emit = ignore):
         self.folder = os.path.join(folder, FOLDER)
         self.rank = rank
@@ -85,7 +87,6 @@ class EventFile:
         self.path: str | None = None
         self._file = -1
         self._kept: deque[bytes] = deque(maxlen=KEPT)
-        self._has_failure = False  # this rank needs a file
         # the last write failed: the file may end with part of a line
         self._is_torn = False
         # a warning was emitted since the last write that did not fail
@@ -93,7 +94,6 @@ class EventFile:
         self._last_warning: float | None = None
         self._is_closed = False
         self._thinning = _Thinning(limit)
-        self._writer = f"rank_{rank}"  # in the name of the file
         # reentrant: a signal handler can interrupt the thread that holds it
         self._lock = runtime.RLock()
 
@@ -172,7 +172,9 @@ class EventFile:
             _remove_oldest(self.folder)
         second = runtime.strftime("%Y%m%dT%H%M%S", runtime.gmtime(time_s))
         start = f"{second}.{int(time_s % 1 * 1000):03d}"
-        self.path = os.path.join(self.folder, f"{start}-{self._writer}-{os.getpid()}{SUFFIX}")
+        self.path = os.path.join(
+            self.folder, f"{start}-{self._writer}_{self.rank}-{os.getpid()}{SUFFIX}"
+        )
         self._file = os.open(
             self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
@@ -217,12 +219,11 @@ class _Thinning:
 
 
 class SupervisorEventFile(EventFile):
-    """Writes the events of the supervisor of a node; all of them, from the first one on. ``node``:
-    its number."""
+    """Writes the events of the supervisor of a node; all of them, from the first one on. ``rank``:
+    the number of the node."""
 
-    def __init__(self, folder: str, node: int, limit: int = LIMIT, emit: Emit = ignore):
-        super().__init__(folder, node, limit, emit)
-        self._writer, self._has_failure = f"supervisor_{node}", True
+    _writer = "supervisor"
+    _has_failure = True
 
 
 def _line(event: Event, time_s: float, rank: int) -> bytes:
@@ -248,27 +249,22 @@ def _says_more(event: Event) -> bool:
 
 
 def _remove_oldest(folder: str) -> None:
+    """Removes the event files that are too many. Names begin with the time of the first event, so
+    they sort by run, and by the time of the failure for the ranks of a run."""
     with suppress(OSError):
-        for name in _superfluous(name for name in os.listdir(folder) if name.endswith(SUFFIX)):
+        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
+        # the file of a supervisor has the events of many runs
+        supervisors = [name for name in names if "-supervisor_" in name]
+        # for each run: the file of rank 0, then those of other ranks
+        runs: list[list[str]] = [[]]
+        for name in names:
+            if "-rank_0-" in name:
+                runs.append([])
+            if "-supervisor_" not in name:
+                runs[-1].append(name)
+        oldest = max(len(runs) - MAX_FILES + 1, 0)  # one run is about to begin
+        for name in supervisors[:-MAX_FILES]:
             os.remove(os.path.join(folder, name))
-
-
-def _superfluous(names: Iterable[str]) -> list[str]:
-    """Returns the names of the event files to remove. Names begin with the time of the first event,
-    so they sort by run, and by the time of the failure for the ranks of a run."""
-    # for each run: the file of rank 0, then those of other ranks
-    runs: list[list[str]] = [[]]
-    names = sorted(names)
-    supervisors = [name for name in names if "-supervisor_" in name]
-    for name in names:
-        if "-supervisor_" in name:  # its file has the events of many runs
-            continue
-        if "-rank_0-" in name:
-            runs.append([])
-        runs[-1].append(name)
-    oldest = max(len(runs) - MAX_FILES + 1, 0)  # one run is about to begin
-    return supervisors[:-MAX_FILES] + [
-        name
-        for index, run in enumerate(runs)
-        for name in run[0 if index < oldest else 1 + MAX_FAILED :]
-    ]
+        for index, run in enumerate(runs):
+            for name in run[0 if index < oldest else 1 + MAX_FAILED :]:
+                os.remove(os.path.join(folder, name))

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group
 from mindresume.errors import SaveError
-from mindresume.events import Event, LogLines, Resumed, SaveWritten
+from mindresume.events import Event, Handler, LogLines, Resumed, SaveWritten
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
@@ -472,7 +472,7 @@ def parameters_to_load(network: Any, offered: Container[str] = ()) -> dict[str, 
 # ---- handlers of events --------------------------------------------------------------------------
 
 
-class MindFormersLog:
+class MindFormersLog(Handler):
     """Writes log lines to mindformers' logger."""
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -480,11 +480,8 @@ class MindFormersLog:
 
         LogLines(logger).handle(event, time_s)
 
-    def close(self) -> None:
-        pass
 
-
-class TensorBoard:
+class TensorBoard(Handler):
     """Writes scalars with mindformers' writer (``tensorboard: tensorboard_dir``), which is created
     while the training is set up; writes nothing if it is disabled. All names begin with
     ``mindresume/``:
@@ -517,6 +514,3 @@ class TensorBoard:
         for name, value in rows.items():
             if writer is not None and value is not None:
                 writer.add_scalar(f"mindresume/{name}", value, global_step=event.step)
-
-    def close(self) -> None:
-        pass

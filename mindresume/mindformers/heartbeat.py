@@ -19,7 +19,7 @@ from mindresume.coordination import rank_heartbeat
 from mindresume.coordination.liveness import start_ticks, start_time
 from mindresume.coordination.preemption import BY_UNKNOWN
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
-from mindresume.events import Event
+from mindresume.events import Event, Handler
 
 _STACKS_SIGNAL = signal.SIGRTMIN + 7  # frameworks and launchers use the named ones
 _own: list[RankHeartbeat] = []  # of this process: one or none
@@ -72,7 +72,7 @@ def writing(number: int) -> None:
         heartbeat.set(writing=number)
 
 
-class FromEvents:
+class FromEvents(Handler):
     """Handles the events of a training: sets phases and numbers of the heartbeat. ``output``:
     output folder of the training."""
 
@@ -108,9 +108,6 @@ class FromEvents:
                     outcome=OUTCOMES.index(event.outcome), unasked=int(event.reason == BY_UNKNOWN)
                 )
                 heartbeat.enter(rank_heartbeat.ENDED)
-
-    def close(self) -> None:
-        pass
 
 
 # ---- when this process began ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from mindresume.api.checkpoint import existing
-from mindresume.api.results import COMPLETE, CheckpointInfo, info_of
+from mindresume.api.results import CheckpointInfo, info_of
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.events import FAILED
 from mindresume.formats.scan import locate
@@ -38,7 +38,7 @@ from mindresume.report.log_parser import LogFile, find_logs, merged
 from mindresume.report.phrases import Phrase, phrase
 from mindresume.report.runs import NORMAL, RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.reshard.strategy_store import StrategyLookup
-from mindresume.resume.candidates import list_checkpoints
+from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.typed import json_value

@@ -20,7 +20,6 @@ REASON = 400  # most characters of a reason
 BAR = 24.0  # rem of the longest recovery
 SHARE = 9.0  # rem of the whole time
 LONGEST = 3  # phases that the line on recoveries names
-SPENT = ("productive", "lost", "saving", "startup", "shutdown", "downtime", "idle", "unknown")
 
 
 def summary(report: Report) -> Phrase:
@@ -180,10 +179,9 @@ def problems(attempts: Sequence[RunAttempt]) -> list[tuple[int, int | None, str]
 
 def spent(report: Report) -> list[tuple[str, float, str]]:
     """Returns (name, seconds, rem of its bar) of the uses of the time."""
-    uses = [(name, getattr(report.seconds, name)) for name in SPENT]
     return [
         (name, seconds, f"{SHARE * seconds / (report.seconds.total or 1):.2f}")
-        for name, seconds in uses
+        for name, seconds in vars(report.seconds).items()
         if seconds or name in ("productive", "lost", "saving", "downtime")
     ]
 
