@@ -5,9 +5,9 @@ import os
 
 import pytest
 from coordination.test_storage_topology import save_part
+from job_choices import ALONE
 from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
 
-from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.formats import MERGED, Candidate
@@ -28,9 +28,13 @@ def preview(path, *policy, sources=None, **options):
     )
 
 
+def select(path, policy, sources=None, group=ALONE):
+    return select_checkpoint(STORAGE, str(path), group, policy, sources)
+
+
 class Consolidated:
     def choose(self, storage, path):
-        return Choice(WHOLE, (), (), False, (), path)
+        return Choice(WHOLE, root=path)
 
 
 class Damaged:
@@ -51,41 +55,30 @@ def weights(tmp_path):
 
 
 def test_a_single_file_counts_as_consolidated_weights_only_where_any_layout_is_loaded(weights):
-    sources, path = (
-        CheckpointSources(consolidated=Consolidated()),
-        str(weights / "part0.safetensors"),
-    )
-    assert (
-        select_checkpoint(
-            STORAGE, path, SingleProcess(), SelectionPolicy(any_layout=True), sources
-        ).chosen
-        is WHOLE
-    )
+    sources = CheckpointSources(consolidated=Consolidated())
+    path = weights / "part0.safetensors"
+    assert select(path, SelectionPolicy(any_layout=True), sources).chosen is WHOLE
     with pytest.raises(MissingCheckpointError):
-        select_checkpoint(STORAGE, path, SingleProcess(), SelectionPolicy(1), sources)
+        select(path, SelectionPolicy(1), sources)
 
 
 def test_damage_of_consolidated_weights_ends_the_job_and_is_the_error_of_a_preview(weights):
     sources = CheckpointSources(consolidated=Damaged())
     with pytest.raises(CollectiveError):
-        select_checkpoint(STORAGE, str(weights), SingleProcess(), SelectionPolicy(1), sources)
+        select(weights, SelectionPolicy(1), sources)
     found = preview(weights, sources=sources)
-    assert (
-        found.error == "part0.safetensors is damaged"
-        and found.choice.chosen is None
-        and not found.choice.is_fresh_start
-    )
+    assert found.error == "part0.safetensors is damaged"
+    assert found.choice.chosen is None and not found.choice.is_fresh_start
 
 
 @pytest.mark.parametrize("requested", [None, "x.safetensors"])
 def test_job_and_preview_select_consolidated_weights_whatever_name_is_requested(weights, requested):
     """The command line refused what the job takes."""
     sources = CheckpointSources(consolidated=Consolidated())
-    policy = SelectionPolicy(1, requested)
-    choice = select_checkpoint(STORAGE, str(weights), SingleProcess(), policy, sources)
-    assert choice.chosen is WHOLE and choice.consolidated
+    choice = select(weights, SelectionPolicy(1, requested), sources)
     found = preview(weights, requested=requested, sources=sources)
-    assert found.choice.chosen is WHOLE and (found.error, found.node_local) == ("", None)
+    assert choice.chosen is found.choice.chosen is WHOLE and choice.consolidated
+    assert (found.error, found.node_local) == ("", None)
 
 
 # ---- folders of checkpoints ----------------------------------------------------------------------
@@ -96,17 +89,14 @@ def test_job_and_preview_select_the_same(tmp_path):
         save(tmp_path / "checkpoint", step, world=2)
     flip_bit(path_of(tmp_path / "checkpoint", 10, 1))
     job = Ranks(2).run(
-        lambda group: select_checkpoint(
-            STORAGE, str(tmp_path / "checkpoint"), group, SelectionPolicy(2)
-        )
+        lambda group: select(tmp_path / "checkpoint", SelectionPolicy(2), group=group)
     )
-    found = preview(tmp_path)
-    assert {choice.chosen.step for choice in (*job, found.choice)} == {5}
-    assert all(choice.refused == found.choice.refused for choice in job) and [
-        r.step for r in found.choice.refused
-    ] == [10]
-    assert not found.choice.consolidated and found.choice.root == str(tmp_path / "checkpoint")
-    (note,) = found.choice.notes  # says where the checkpoints lie
+    found = preview(tmp_path).choice
+    for choice in (*job, found):
+        assert choice.chosen.step == 5 and choice.refused == found.refused
+    assert [refusal.step for refusal in found.refused] == [10]
+    assert not found.consolidated and found.root == str(tmp_path / "checkpoint")
+    (note,) = found.notes  # says where the checkpoints lie
     assert str(tmp_path / "checkpoint") in note
     assert preview(tmp_path, full=False).choice.chosen.step == 10
 
@@ -114,15 +104,12 @@ def test_job_and_preview_select_the_same(tmp_path):
 def test_a_preview_reports_why_none_can_be_used(tmp_path):
     save(tmp_path, 5, world=2)
     flip_bit(path_of(tmp_path, 5, 1))
-    found = preview(tmp_path)
-    assert (
-        found.choice.chosen is None and not found.choice.is_fresh_start and found.node_local is None
-    )
-    assert str(tmp_path) in found.error and [refusal.rank for refusal in found.choice.refused] == [
-        1
-    ]
-    found = preview(path_of(tmp_path, 5, 0))
-    assert found.choice.chosen is None and found.choice.root == str(tmp_path)
+    for path in (tmp_path, path_of(tmp_path, 5, 0)):
+        found = preview(path)
+        choice = found.choice
+        assert (choice.chosen, choice.is_fresh_start, found.node_local) == (None, False, None)
+        assert (choice.root, choice.refused[0].rank) == (str(tmp_path), 1)
+        assert (str(tmp_path) if path == tmp_path else "requested") in found.error
 
 
 # ---- node-local storage --------------------------------------------------------------------------
@@ -133,11 +120,9 @@ def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_pa
         save_part(tmp_path, step, (0, 1))
     flip_bit(path_of(tmp_path, 10, 1))
     found = preview(tmp_path)
-    assert (
-        found.choice.chosen is None
-        and found.error
-        and (found.node_local.candidate.step, found.node_local.candidate.local_ranks) == (5, (0, 1))
-    )
+    candidate = found.node_local.candidate
+    assert found.choice.chosen is None and found.error
+    assert (candidate.step, candidate.local_ranks) == (5, (0, 1))
     assert preview(tmp_path, full=False).node_local.candidate.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
 
@@ -161,10 +146,8 @@ def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monke
         remote=object(), shared=shared, saved_to={os.path.realpath(tmp_path)}
     )
 
-    def work(group):
-        return select_checkpoint(
-            STORAGE, str(tmp_path), group, SelectionPolicy(max_failed_loads=3), sources
-        )
-
-    assert all(isinstance(error, NoUsableCheckpointError) for error in Ranks(2).run(work))
+    found = Ranks(2).run(
+        lambda group: select(tmp_path, SelectionPolicy(max_failed_loads=3), sources, group)
+    )
+    assert all(isinstance(error, NoUsableCheckpointError) for error in found)
     assert asked == [(2, 0, True) if split else (None, 3, False)] * 2
