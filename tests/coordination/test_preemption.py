@@ -78,8 +78,28 @@ def test_ranks_exchange_after_each_slow_step():
     assert {tuple(found) for found in Ranks(2).run(work)} == {tuple(range(1, 11))}
 
 
+def alone(seconds=5.0, *arguments, **options):
+    return PreemptionHandler(SingleProcess(), seconds, *arguments, **options)
+
+
+@pytest.fixture
+def install():
+    """Installs handlers of SIGTERM, and closes them after the test."""
+    installed, before = [], signal.getsignal(signal.SIGTERM)
+
+    def add(leaving):
+        installed.append(leaving)
+        leaving.install()
+        return leaving
+
+    yield add
+    for leaving in installed:
+        leaving.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_single_process_leaves_at_once_without_an_exchange():
-    leaving = PreemptionHandler(SingleProcess(), 5.0)
+    leaving = alone()
     assert leaving.check(1) == ""
     leaving.signalled = True
     assert leaving.check(2) == BY_UNKNOWN
@@ -96,53 +116,41 @@ def test_a_known_sender_on_any_rank_counts_before_an_unknown_one():
     assert set(Ranks(3).run(work)) == {BY_SIGNAL}
 
 
-def test_an_interval_of_zero_disables_preemption():
-    leaving = PreemptionHandler(SingleProcess(), 0)
-    leaving.signalled = True
+def test_an_interval_of_zero_disables_preemption(install):
     before = signal.getsignal(signal.SIGTERM)
-    leaving.install()
+    leaving = install(alone(0))
+    leaving.signalled = True
     assert leaving.check(1) == "" and signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_signal_is_recorded_and_its_handler_restored_afterwards():
-    before, leaving = signal.getsignal(signal.SIGTERM), PreemptionHandler(SingleProcess(), 5.0)
-    leaving.install()
-    try:
-        from_outside()
-        assert leaving.check(1) == BY_SIGNAL
-    finally:
-        leaving.close()
-    assert signal.getsignal(signal.SIGTERM) is before and STATUS == 143
+def test_the_signal_is_recorded_and_its_handler_restored_afterwards(install):
+    leaving = install(alone())
+    from_outside()
+    assert leaving.check(1) == BY_SIGNAL and STATUS == 143
 
 
-def test_a_signal_of_this_process_itself_is_a_failure_and_no_request(monkeypatch):
+def test_a_signal_of_this_process_itself_is_a_failure_and_no_request(monkeypatch, install):
     """MindSpore sends it when a worker of the data set has died. It was taken for a preemption."""
     # the training thread is first
     monkeypatch.setattr(SignalSenders, "_watch", lambda self: None)
     failed = []
-    leaving = PreemptionHandler(SingleProcess(), 5.0, on_own_signal=lambda: failed.append(True))
-    leaving.install()
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert [leaving.check(1), leaving.check(2)] == ["", ""] and failed == [True]
-    finally:
-        leaving.close()
+    leaving = install(alone(on_own_signal=lambda: failed.append(True)))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert [leaving.check(1), leaving.check(2)] == ["", ""] and failed == [True]
 
 
 def test_a_fork_of_a_rank_ends_by_the_signal():
     """Such as a process of a user's own pool, which ``terminate`` did not end."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    leaving = PreemptionHandler(SingleProcess(), 5.0)
-    leaving.install()
     try:
+        leaving = alone()
+        leaving.install()
         child = os.fork()
         if not child:
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
-        assert (
-            os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-            and leaving.check(1) == ""
-        )
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert leaving.check(1) == ""
     finally:
         leaving.close()
         signal.signal(signal.SIGTERM, before)
@@ -151,43 +159,45 @@ def test_a_fork_of_a_rank_ends_by_the_signal():
 def test_ranks_that_have_agreed_to_stop_are_not_ended_by_their_own_signal():
     """The scheduler of a job that a platform stops can be gone before the ranks have saved."""
     failed = []
-    leaving = PreemptionHandler(SingleProcess(), 5.0, on_own_signal=lambda: failed.append(True))
+    leaving = alone(on_own_signal=lambda: failed.append(True))
     leaving.signalled = True
     assert leaving.check(1) == BY_UNKNOWN
     leaving._end_by_own_signal()
     assert failed == []
 
 
-def test_the_sender_is_known_although_a_callback_has_replaced_the_handler():
-    callback = SimpleNamespace(remote_config_file=None, exit=False)
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
-    leaving.install()
-    try:
-        signal.signal(signal.SIGTERM, lambda *_: setattr(callback, "exit", True))
-        assert leaving.check(1) == ""
-        from_outside()
-        assert leaving.check(2) == BY_SIGNAL
-    finally:
-        leaving.close()
+def named(path=None):
+    """Returns MindSpore's callback, which may name the file of the graceful exit."""
+    return SimpleNamespace(remote_config_file=path and str(path), exit=False)
+
+
+def test_the_sender_is_known_although_a_callback_has_replaced_the_handler(install):
+    callback = named()
+    leaving = install(alone(5.0, [callback]))
+    signal.signal(signal.SIGTERM, lambda *_: setattr(callback, "exit", True))
+    assert leaving.check(1) == ""
+    from_outside()
+    assert leaving.check(2) == BY_SIGNAL
+
+
+ASKS = '{"GracefulExit": 1}'
 
 
 def test_the_graceful_exit_file_is_a_request(tmp_path, monkeypatch, clock):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MS_ENABLE_GRACEFUL_EXIT", raising=False)
-    named = SimpleNamespace(remote_config_file=str(tmp_path / "mine.json"), exit=False)
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [object(), named])
+    leaving = alone(5.0, [object(), named(tmp_path / "mine.json")])
     assert leaving.check(1) == ""
-    (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
+    (tmp_path / "mine.json").write_text(ASKS)
     assert leaving.check(2) == ""  # looked at a moment ago
     clock.now += 1
     assert leaving.check(3) == BY_FILE
-    for switched_on, said in ((False, ""), (True, BY_FILE)):
-        if switched_on:
-            monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
-        leaving = PreemptionHandler(SingleProcess(), 5.0)
-        (tmp_path / "graceful_exit.json").write_text('{"GracefulExit": 1}')
+    for said in ("", BY_FILE):
+        leaving = alone()
+        (tmp_path / "graceful_exit.json").write_text(ASKS)
         assert leaving.check(1) == said
         os.remove(tmp_path / "graceful_exit.json")
+        monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
 
 
 @pytest.mark.parametrize("again", ['{"GracefulExit": 1} ', '{"GracefulExit": 0}', None])
@@ -195,9 +205,9 @@ def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again, clock)
     """The file ended the previous training. Neither our callback nor MindSpore's reacts to it until
     it is written again; a warning says so."""
     path = tmp_path / "mine.json"
-    path.write_text('{"GracefulExit": 1}')
-    callback = SimpleNamespace(remote_config_file=str(path), exit=False)
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
+    path.write_text(ASKS)
+    callback = named(path)
+    leaving = alone(5.0, [callback])
     assert str(path) in leaving.file.ignored and "Set GracefulExit to 0" in leaving.file.ignored
     for step in range(1, 4):
         clock.now += 1
@@ -215,23 +225,23 @@ def test_a_remaining_file_does_not_end_the_next_training(tmp_path, again, clock)
 
 def test_a_request_while_the_network_is_compiled_counts(tmp_path):
     path = str(tmp_path / "mine.json")
-    callback = SimpleNamespace(remote_config_file=path, exit=False)
+    callback = named(path)
     before = requests(
         {"callbacks": [{"type": "MFLossMonitor"}, {"type": "OnRequestExit", "config_file": path}]}
     )
     assert before == {"graceful_exit.json": None, path: None} and requests({}) == {
         "graceful_exit.json": None
     }
-    (tmp_path / "mine.json").write_text('{"GracefulExit": 1}')
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback], before=before)
+    (tmp_path / "mine.json").write_text(ASKS)
+    leaving = alone(5.0, [callback], before=before)
     assert not leaving.file.ignored and leaving.check(1) == BY_FILE
-    stays = PreemptionHandler(SingleProcess(), 5.0, [callback], before={path: request(path)})
+    stays = alone(5.0, [callback], before={path: request(path)})
     assert stays.file.ignored and stays.check(1) == ""
 
 
 def test_a_callback_that_handles_the_signal_is_consulted():
-    callback = SimpleNamespace(remote_config_file=None, exit=False)
-    leaving = PreemptionHandler(SingleProcess(), 5.0, [callback])
+    callback = named()
+    leaving = alone(5.0, [callback])
     assert leaving.check(1) == ""
     callback.exit = True
     assert leaving.check(2) == BY_UNKNOWN
@@ -240,10 +250,8 @@ def test_a_callback_that_handles_the_signal_is_consulted():
 @pytest.mark.parametrize(
     "content, asks",
     [
-        ('{"GracefulExit": 1}', True),
+        (ASKS, True),
         ('{"GracefulExit": 0}', False),
-        ("{}", False),
-        ("", False),
         ("[1]", False),
         ('{"Grac', False),
         ('{"GracefulExit": "1"}', False),
