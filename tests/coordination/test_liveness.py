@@ -27,10 +27,12 @@ from mindresume.coordination.liveness import (
 
 def test_a_process_that_has_ended_is_no_longer_there_although_nobody_has_reaped_it():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert start_ticks(process.pid) >= start_ticks(os.getpid()) > 0
+    ticks = start_ticks(process.pid)
+    assert ticks >= start_ticks(os.getpid()) > 0 and is_running(process.pid, ticks)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     assert read_process(process.pid).state == "Z" and start_ticks(process.pid) == 0
+    assert is_running(process.pid, ticks) is False
     process.communicate()
     assert read_process(process.pid) is None and start_ticks(process.pid) == 0
 
