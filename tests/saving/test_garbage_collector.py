@@ -26,7 +26,7 @@ from storages import Hooked, failing, os_error
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, acquire_read_lock
-from mindresume.events import CheckpointsRemoved, RemovalPostponed
+from mindresume.events import CheckpointsRemoved, RemovalPostponed, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import META, meta_json
 from mindresume.formats.scan import scan
@@ -65,6 +65,10 @@ def steps(candidates):
 
 def planned(root, policy, **more):
     return plan(dir_at(root), policy, **more)
+
+
+def prune(root, policy, storage=STORAGE, locks=None, emit=ignore, **more):
+    return carry_out(CheckpointDir(storage, str(root)), planned(root, policy, **more), locks, emit)
 
 
 def committed(root):
@@ -170,7 +174,7 @@ def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_d
     made = planned(saved, KeepLast(2))
     # 20 and 15 are broken: 10 and 5 are the last 2
     assert steps(made.kept) == [20, 15, 10, 5] and made.to_delete == ()
-    carry_out(CheckpointDir(STORAGE, str(saved)), planned(saved, KeepLast(1)))
+    prune(saved, KeepLast(1))
     chosen = select_checkpoint(
         STORAGE, str(saved), SingleProcess(), SelectionPolicy(2, every_rank=True)
     ).chosen
@@ -296,7 +300,7 @@ class Counting(Hooked):
 
 def test_the_order_of_operations(saved):
     storage = Counting()
-    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
+    removed = prune(saved, KeepLast(3), storage=storage)
     assert steps(removed) == [5]
     records, name = saved / FOLDER, attempt_name(5, RUN)
     changes = [what for what in storage.asked if what[0] not in ("list", "status", "open")]
@@ -331,7 +335,7 @@ def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
         carry_out(CheckpointDir(dying, str(saved)), made)
     assert not path_of(saved, 5, 1).exists()
     storage = Counting()
-    carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
+    prune(saved, KeepLast(3), storage=storage)
     trash = str(saved / FOLDER / (TRASH + attempt_name(5, RUN)))  # with whatever nonce
     first_record = next(
         i
@@ -347,7 +351,7 @@ def counted(root):
     copy = root.parent / "counted"
     shutil.copytree(root, copy)
     storage = Counting()
-    carry_out(CheckpointDir(storage, str(copy)), planned(copy, KeepLast(3)))
+    prune(copy, KeepLast(3), storage=storage)
     return [tuple(text.replace(str(copy), str(root)) for text in what) for what in storage.asked]
 
 
@@ -355,7 +359,7 @@ def test_a_checkpoint_is_removed_although_a_file_stands_where_a_rank_folder_shou
     shutil.rmtree(saved / "rank_1")
     (saved / "rank_1").write_text("x")
     said = []
-    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), emit=said.append)
+    prune(saved, KeepLast(1), ended=EVERY_RUN, emit=said.append)
     assert said == [] and not [
         name for name in os.listdir(saved / FOLDER) if name.startswith(TRASH)
     ]
@@ -372,7 +376,7 @@ def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
 def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
     save(tmp_path, 5, world=1)
     write_rank(tmp_path, 10, 0, 3)
-    assert steps(carry_out(dir_at(tmp_path), planned(tmp_path, KEEP_ALL, ended=EVERY_RUN))) == [10]
+    assert steps(prune(tmp_path, KEEP_ALL, ended=EVERY_RUN)) == [10]
     assert (
         os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)]
         and not path_of(tmp_path, 10, 0).exists()
@@ -422,9 +426,7 @@ def test_a_read_lock_taken_after_the_plan_is_respected(saved):
         {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()},
         [],
     )
-    removed = carry_out(
-        dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN), lambda: HELD, events.append
-    )
+    removed = prune(saved, KeepLast(1), ended=EVERY_RUN, locks=lambda: HELD, emit=events.append)
     assert steps(removed) == [15, 5, 25] and committed(saved) == [20, 10]
     assert before == {p: p.stat().st_mtime_ns for p in before} and path_of(saved, 10, 1).exists()
     assert events == [
@@ -433,7 +435,7 @@ def test_a_read_lock_taken_after_the_plan_is_respected(saved):
         )
     ]
     # let go: the next one takes it
-    assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(1)))) == [10]
+    assert steps(prune(saved, KeepLast(1))) == [10]
 
 
 def test_read_locks_are_checked_after_the_rename_is_durable(saved):
@@ -443,7 +445,7 @@ def test_read_locks_are_checked_after_the_rename_is_durable(saved):
         asked.append([what[0] for what in storage.asked])
         return {}
 
-    carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(2)), read_locks)
+    prune(saved, KeepLast(2), storage=storage, locks=read_locks)
     assert asked == [
         ["sync", "rename", "sync"],
         ["sync", "rename", "sync", "rename", "sync"],
@@ -452,12 +454,12 @@ def test_read_locks_are_checked_after_the_rename_is_durable(saved):
 
 def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(saved):
     with pytest.raises(Died):
-        carry_out(CheckpointDir(Counting(2), str(saved)), planned(saved, KeepLast(3)), lambda: {})
+        prune(saved, KeepLast(3), storage=Counting(2), locks=lambda: {})
     assert committed(saved) == [20, 15, 10]
     held = {attempt_name(5, RUN): "loading"}
-    carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+    prune(saved, KeepLast(3), held=held, locks=lambda: held)
     assert committed(saved) == [20, 15, 10, 5]
-    carry_out(dir_at(saved), planned(saved, KeepLast(3)))
+    prune(saved, KeepLast(3))
     assert committed(saved) == [20, 15, 10] and not path_of(saved, 5, 0).exists()
 
 
@@ -466,12 +468,8 @@ def test_a_kill_during_the_restoring_rename_loses_nothing(saved):
     # before the rename back, before its sync
     for limit in (3, 4):
         with pytest.raises(Died):
-            carry_out(
-                CheckpointDir(Counting(limit), str(saved)),
-                planned(saved, KeepLast(3)),
-                lambda: held,
-            )
-        carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+            prune(saved, KeepLast(3), storage=Counting(limit), locks=lambda: held)
+        prune(saved, KeepLast(3), held=held, locks=lambda: held)
         assert committed(saved) == [20, 15, 10, 5]
 
 
@@ -480,9 +478,9 @@ def test_a_locked_checkpoint_that_lost_files_is_not_restored_and_waits_for_its_r
     attempt.rename(attempt.with_name(TRASH + attempt.name))
     path_of(saved, 5, 0).unlink()
     held = {attempt_name(5, RUN): "loading"}
-    carry_out(dir_at(saved), planned(saved, KeepLast(3), held=held), lambda: held)
+    prune(saved, KeepLast(3), held=held, locks=lambda: held)
     assert committed(saved) == [20, 15, 10] and path_of(saved, 5, 1).exists()
-    carry_out(dir_at(saved), planned(saved, KeepLast(3)))
+    prune(saved, KeepLast(3))
     assert not path_of(saved, 5, 1).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
 
@@ -492,7 +490,7 @@ def test_another_process_may_finish_the_removal_before_the_lock_is_seen(saved):
             shutil.rmtree(trash)
         return {attempt_name(5, RUN): "loading"}
 
-    assert carry_out(dir_at(saved), planned(saved, KeepLast(3)), read_locks) == []
+    assert prune(saved, KeepLast(3), locks=read_locks) == []
     assert committed(saved) == [20, 15, 10]
 
 
@@ -525,11 +523,7 @@ def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, lef
     events, old = [], saved / FOLDER / trash_name(attempt_name(3, RUN))
     old.mkdir()
     storage = stuck(operation, name)
-    removed = carry_out(
-        CheckpointDir(storage, str(saved)),
-        planned(saved, KeepLast(1), ended=EVERY_RUN),
-        emit=events.append,
-    )
+    removed = prune(saved, KeepLast(1), ended=EVERY_RUN, storage=storage, emit=events.append)
     assert committed(saved) == left and not old.exists()
     assert steps(removed) == [step for step in (15, 10, 5, 25) if step not in left]
     # then other records tell what it wrote
@@ -538,7 +532,7 @@ def test_one_failed_removal_does_not_stop_the_others(saved, operation, name, lef
             (RemovalPostponed, "Permission denied")
         }
         assert not path_of(saved, 5, 0).exists() and not path_of(saved, 10, 0).exists()
-    carry_out(dir_at(saved), planned(saved, KeepLast(1), ended=EVERY_RUN))
+    prune(saved, KeepLast(1), ended=EVERY_RUN)
     assert (
         os.listdir(saved / FOLDER) == [attempt_name(20, RUN)] and not path_of(saved, 15, 1).exists()
     )
@@ -550,7 +544,7 @@ def test_the_last_commit_of_each_run_is_flushed_before_a_removal(saved, next_run
     save(saved, next_run_saved, world=2, run=NEXT_RUN, suffix=1)
     last = {attempt_name(20, RUN), attempt_name(next_run_saved, NEXT_RUN)}
     storage = Counting()
-    removed = carry_out(CheckpointDir(storage, str(saved)), planned(saved, KeepLast(3)))
+    removed = prune(saved, KeepLast(3), storage=storage)
     operations = [what[0] for what in storage.asked]
     flushed = storage.asked[: operations.index("rename")]
     assert {Path(path).name for what, path in flushed if what == "sync"} == last
@@ -582,7 +576,7 @@ def test_trash_of_the_same_attempt_does_not_interfere(saved):
     # without a nonce, as before
     for old in (TRASH + name, trash_name(name)):
         shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
-    assert steps(carry_out(dir_at(saved), planned(saved, KeepLast(3)))) == [5]
+    assert steps(prune(saved, KeepLast(3))) == [5]
     assert committed(saved) == [20, 15, 10] and not list((saved / FOLDER).glob(TRASH + "*"))
     assert not path_of(saved, 5, 0).exists()
 
@@ -594,12 +588,7 @@ def test_a_rename_that_reports_an_error_after_its_effect(saved):
             raise OSError(errno.EIO, "Input/output error", old)
 
     events = []
-    assert (
-        carry_out(
-            CheckpointDir(Late(), str(saved)), planned(saved, KeepLast(3)), emit=events.append
-        )
-        == []
-    )
+    assert prune(saved, KeepLast(3), storage=Late(), emit=events.append) == []
     assert len(events) == 1 and committed(saved) == [20, 15, 10]
     assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
 
@@ -609,10 +598,10 @@ def test_unreadable_read_locks_keep_what_may_be_locked(saved):
         raise OSError(errno.EIO, "Input/output error")
 
     events = []
-    assert carry_out(dir_at(saved), planned(saved, KeepLast(3)), read_locks, events.append) == []
+    assert prune(saved, KeepLast(3), locks=read_locks, emit=events.append) == []
     assert path_of(saved, 5, 0).exists() and len(events) == 2
     held = {attempt_name(5, RUN): "loading"}
-    carry_out(dir_at(saved), planned(saved, KeepLast(3)), lambda: held)
+    prune(saved, KeepLast(3), locks=lambda: held)
     # it was held, and comes back
     assert committed(saved) == [20, 15, 10, 5]
 
