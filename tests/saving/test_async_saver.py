@@ -63,6 +63,10 @@ def shard(step, rank=0, fmt="safetensors", tensors=None):
     )
 
 
+def save_of(step, rank=0, **how):
+    return Save(shard(step, rank, **how))
+
+
 def saver_in(root, kind, world=1, rank=0, policy=KEEP_ALL, **options):
     return AsyncSaver(target_of(root, rank, world), policy if rank == 0 else None, kind, **options)
 
@@ -78,7 +82,7 @@ def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind):
     for step in (5, 10):
         tensors = tensors_of(0, step)
         expected = {name: array.copy() for name, array in tensors.items()}
-        saver.save(Save(shard(step, tensors=tensors)))
+        saver.save(save_of(step, tensors=tensors))
         for array in tensors.values():
             array[...] = 0
         (outcome,) = saver.wait(PATIENCE)
@@ -106,7 +110,7 @@ def test_every_dtype_text_and_shape_survives_the_buffer(tmp_path):
         "text": np.array("dynamic"),
     }
     saver = saver_in(tmp_path, "process")
-    saver.save(Save(shard(5, fmt="ckpt", tensors=tensors)))
+    saver.save(save_of(5, fmt="ckpt", tensors=tensors))
     assert saver.finish(PATIENCE)[0].error is None
     with open(path_of(tmp_path, 5, 0, fmt="ckpt"), "rb") as file:
         header = read_header(file, "x.ckpt")
@@ -121,20 +125,18 @@ def test_a_foreign_bfloat16_keeps_its_bits():
     # a NaN with payload, a denormal, -infinity
     bits = np.array([0x7FC1, 0x0001, 0xFF80], np.uint16)
     staging = Staging()
-    save = Save(shard(5, tensors={"x": bits.view(ml_dtypes.bfloat16)}))
+    save = save_of(5, tensors={"x": bits.view(ml_dtypes.bfloat16)})
     unpacked = staging.unpack(staging.pack(save))
     assert unpacked.shard.files[0].tensors["x"].view(np.uint16).tolist() == bits.tolist()
 
 
 def test_the_buffer_is_made_once_and_grows_only_for_more(tmp_path):
     staging = Staging()
-    first = staging.pack(Save(shard(5)))
+    first = staging.pack(save_of(5))
     memory = staging._memory
-    staging.pack(Save(shard(10)))
-    assert staging._memory is memory and staging.size == first.size == Staging.needed(
-        Save(shard(5))
-    )
-    staging.pack(Save(shard(15, tensors={**tensors_of(0, 15), "more": np.zeros(1000)})))
+    staging.pack(save_of(10))
+    assert staging._memory is memory and staging.size == first.size == Staging.needed(save_of(5))
+    staging.pack(save_of(15, tensors={**tensors_of(0, 15), "more": np.zeros(1000)}))
     assert staging.size > first.size
 
 
@@ -191,7 +193,7 @@ def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
     starts the save only then."""
 
     def work(job):
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         writer = job.saver._writer
         (outcome,) = job.saver.finish(0.05)
         assert not outcome.saved and "still being written" in str(outcome.error)
@@ -205,7 +207,7 @@ def test_a_writer_that_the_training_did_not_wait_for_does_not_write_zeros():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_training_continues_during_the_write(kind):
     def work(job):
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         assert (
             job.saver.busy() and job.saver.poll() == [] and current_cluster().scheduler.now == 0.0
         )
@@ -219,13 +221,13 @@ def test_the_training_continues_during_the_write(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_save_waits(kind):
     def work(job):
-        job.saver.save(Save(shard(5)))
-        job.saver.save(Save(shard(6)))
+        job.saver.save(save_of(5))
+        job.saver.save(save_of(6))
         (outcome,) = job.saver.poll()
         assert not outcome.saved and "step 5 is still being written after 2 s" in str(outcome.error)
         assert 2.0 <= current_cluster().scheduler.now < 2.1
         job.saver.timeout = PATIENCE
-        job.saver.save(Save(shard(7)))
+        job.saver.save(save_of(7))
         assert [(o.step, o.saved) for o in job.saver.finish(PATIENCE)] == [(5, True), (7, True)]
         assert job.steps() == [7, 5]
 
@@ -237,13 +239,13 @@ def test_an_error_of_the_writer_is_reported_by_the_next_poll_and_the_next_save_w
     def work(job):
         job.storage.make_folder(ROOT)
         job.storage.write(f"{ROOT}/rank_0", [b"a file in the way"])
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         (outcome,) = job.saver.wait(PATIENCE)
         assert (
             not outcome.saved and "rank_0" in str(outcome.error) and "step 5" in str(outcome.error)
         )
         job.storage.remove(f"{ROOT}/rank_0")
-        job.saver.save(Save(shard(10)))
+        job.saver.save(save_of(10))
         assert job.saver.finish(PATIENCE)[0].error is None and job.steps() == [10]
 
     simulated(work, kind)
@@ -271,7 +273,7 @@ def slow_saver(tmp_path):
 def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
     save(tmp_path / "checkpoint", 1, 1)
     saver = slow_saver(tmp_path)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     os.kill(saver._writer._process.pid, signal.SIGKILL)
     (outcome,) = saver.wait(PATIENCE)
     assert not outcome.saved and "died (exit status -9)" in str(outcome.error)
@@ -282,7 +284,7 @@ def test_a_killed_writer_process_is_an_error_and_gets_a_successor(tmp_path):
         == 1
     )
     (tmp_path / "go").touch()
-    saver.save(Save(shard(10)))
+    saver.save(save_of(10))
     assert saver.finish(PATIENCE)[0].saved
     assert steps(tmp_path / "checkpoint") == [10, 1]
 
@@ -324,7 +326,7 @@ class Written:
 def test_a_thread_tells_that_it_has_written_although_the_training_does_not_ask(tmp_path):
     written = Written()
     saver = saver_in(tmp_path, "thread", watcher=written)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert written.over.wait(PATIENCE) and written.steps == [5, 0]
     saver.finish(PATIENCE)
     assert steps(tmp_path) == [5]
@@ -334,7 +336,7 @@ def test_a_thread_tells_the_end_of_a_save_that_failed(tmp_path, monkeypatch):
     written = Written()
     saver = saver_in(tmp_path, "thread", watcher=written)
     monkeypatch.setattr(SyncSaver, "write", lambda job, save: 1 / 0)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert written.over.wait(PATIENCE) and written.steps == [5, 0]
     (outcome,) = saver.finish(PATIENCE)
     assert not outcome.saved and "ZeroDivisionError: division by zero" in str(outcome.error)
@@ -345,7 +347,7 @@ def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypa
     monkeypatch.setattr(KillableWriter, "silent", True)
     written = Written()
     saver = saver_in(tmp_path, "thread", watcher=written)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert written.steps == [5]
     saver._writer.running = False
     saver.poll()
@@ -355,7 +357,7 @@ def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypa
 def test_what_a_process_writes_is_no_work_of_this_one(tmp_path):
     written = Written()
     saver = saver_in(tmp_path, "process", watcher=written)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     saver.finish(PATIENCE)
     assert written.steps == []
 
@@ -365,7 +367,7 @@ def test_what_a_process_writes_is_no_work_of_this_one(tmp_path):
 def test_a_writer_killed_during_its_commit_has_saved(tmp_path, monkeypatch, budget):
     monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", limits=StagingLimits(budget))
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.busy()
     saver._writer.running = False
     assert saver.poll() == [] and not saver.busy()
@@ -374,12 +376,12 @@ def test_a_writer_killed_during_its_commit_has_saved(tmp_path, monkeypatch, budg
 def test_a_writer_killed_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", world=2, rank=1)
-    saver.save(Save(shard(5, 1)))
+    saver.save(save_of(5, 1))
     saver.poll()
     saver._writer.running = False
     assert saver.poll() == []
     monkeypatch.setattr(KillableWriter, "silent", True)
-    saver.save(Save(shard(5, 1)))
+    saver.save(save_of(5, 1))
     saver._writer.running = False
     assert [(outcome.saved, "died (killed)" in str(outcome.error)) for outcome in saver.poll()] == [
         (False, True)
@@ -389,7 +391,7 @@ def test_a_writer_killed_in_the_second_save_of_a_step_is_an_error(tmp_path, monk
 @pytest.mark.parametrize("late", ["before the next step", "after it", "at the end"])
 def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_saved(late):
     def work(job):
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         assert job.saver.wait(PATIENCE)[0].saved
         writer = job.saver._writer
         job.kill_writer()
@@ -407,11 +409,11 @@ def test_the_successor_of_a_writer_that_was_killed_commits_what_that_one_had_sav
 
 def test_the_successor_commits_no_older_step_after_a_newer_one():
     def work(job):
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         job.saver.wait(PATIENCE)
         job.kill_writer()
         job.write(10, 1)
-        job.saver.save(Save(shard(10)))
+        job.saver.save(save_of(10))
         job.saver.wait(PATIENCE)
         assert job.steps() == [10]
         job.write(5, 1)  # too late
@@ -433,16 +435,16 @@ def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monke
     saver = saver_in(tmp_path, "thread")
     with monkeypatch.context() as patched:
         patched.setitem(background_writer.WRITERS, "thread", start)
-        saver.save(Save(shard(5)))
+        saver.save(save_of(5))
         (outcome,) = saver.poll()
         assert not outcome.saved and str(error) in str(outcome.error)
-    saver.save(Save(shard(10)))
+    saver.save(save_of(10))
     assert saver.finish(PATIENCE)[0].saved
 
 
 def test_the_end_releases_the_memory(tmp_path):
     saver = saver_in(tmp_path, "process")
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     memory = f"/proc/self/fd/{saver._staging.fd}"
     assert "memfd:mindresume" in os.readlink(memory)
     saver.finish(PATIENCE)
@@ -463,7 +465,7 @@ def test_the_training_thread_saves_without_memory_for_a_copy(
     events = []
     monkeypatch.setattr(host_memory, "left", lambda: host_memory.UNKNOWN if options else 10)
     saver = saver_in(tmp_path, "thread", emit=events.append, limits=StagingLimits(**options))
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert path_of(tmp_path, 5, 0).exists()
     (event,) = [event for event in events if isinstance(event, SaveNotStaged)]
     assert event.step == 5 and reason in event.reason
@@ -474,7 +476,7 @@ def test_the_training_thread_saves_without_memory_for_a_copy(
 @pytest.mark.parametrize("kind", KINDS)
 def test_rank_0_commits_what_another_rank_completes_later(kind):
     def work(job):
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         assert job.saver.wait(PATIENCE)[0].saved and job.steps() == []
         job.saver.poll()
         current_cluster().scheduler.sleep(1.0)
@@ -491,7 +493,7 @@ def test_rank_0_commits_what_another_rank_completes_later(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
     def work(job):
-        job.saver.save(Save(shard(5)))
+        job.saver.save(save_of(5))
         job.write(5, 2)
         job.saver.wait(PATIENCE)
         began = current_cluster().scheduler.now
@@ -508,7 +510,7 @@ def test_the_end_waits_for_the_other_ranks_and_names_them(kind):
 def test_a_lease_held_by_another_job_stops_the_training(kind):
     def work(job):
         job.write(5, 0, run_name(2, "0000bbbb"))
-        job.saver.save(Save(shard(10)))
+        job.saver.save(save_of(10))
         with pytest.raises(LeaseHeldError, match="0002-0000bbbb"):
             job.saver.wait(PATIENCE)
         with pytest.raises(LeaseHeldError):
@@ -520,7 +522,7 @@ def test_a_lease_held_by_another_job_stops_the_training(kind):
 def test_a_new_writer_commits_what_the_dead_one_completed(tmp_path):
     write_rank(tmp_path, 5, 0, 1)
     saver = saver_in(tmp_path, "thread")
-    saver.save(Save(shard(10)))
+    saver.save(save_of(10))
     saver.finish(PATIENCE)
     assert steps(tmp_path) == [10, 5]
 
@@ -553,7 +555,7 @@ def test_files_for_inference_are_written_by_the_writer_too(tmp_path):
 def test_a_rank_that_only_writes_is_no_work_for_poll(tmp_path):
     saver = saver_in(tmp_path, "thread", world=2, rank=1)
     assert saver.poll() == [] and saver._writer is None
-    saver.save(Save(shard(5, rank=1)))
+    saver.save(save_of(5, rank=1))
     assert saver.finish(PATIENCE)[0].saved
 
 
@@ -564,8 +566,8 @@ def test_finish_without_a_save_does_nothing(tmp_path):
 def test_an_existing_buffer_is_used_although_memory_is_short(tmp_path, monkeypatch):
     saver, events = saver_in(tmp_path, "thread"), []
     saver.emit = events.append
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     monkeypatch.setattr(host_memory, "left", lambda: 0)
-    saver.save(Save(shard(10)))
+    saver.save(save_of(10))
     saver.finish(PATIENCE)
     assert not [event for event in events if isinstance(event, SaveNotStaged)]

@@ -69,6 +69,10 @@ def root(tmp_path):
     return tmp_path
 
 
+def kept(root):
+    return [c.step for c in plan(dir_at(root), KeepLast(1)).kept]
+
+
 def left(root):
     return sorted(name for name in os.listdir(root / FOLDER) if name.startswith(("trial", "death")))
 
@@ -327,7 +331,7 @@ def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     (root / FOLDER / left(root)[1]).write_bytes(content)
     assert set(load_attempts(dir_at(root)).values()) == {None} and choose(root).chosen.step == 15
     save(root, 20, world=1)
-    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [20, 15]
+    assert kept(root) == [20, 15]
     Job(root, named="net_rank_0-2_5").passes()
     assert not any(name.startswith("trial") for name in left(root))
 
@@ -374,7 +378,7 @@ def test_a_suspected_checkpoint_is_never_removed(root):
         == "a job died right after it had loaded it"
     )
     Job(root, named="net_rank_0-2_5").passes()
-    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25]
+    assert kept(root) == [25]
 
 
 def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):
@@ -384,10 +388,10 @@ def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_a
     later = run_name(2, "0000bbbb")
     for step in (20, 25):
         save(root, step, world=1, run=later, suffix=1)
-    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25, 15]
+    assert kept(root) == [25, 15]
     # of a training that knows nothing of the first one
     Job(root, output="/another").passes()
-    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25, 15]
+    assert kept(root) == [25, 15]
     Job(root).passes()
-    assert [c.step for c in plan(dir_at(root), KeepLast(1)).kept] == [25]
+    assert kept(root) == [25]
     assert left(root) == []

@@ -28,6 +28,10 @@ def shard(step, rank=0, fmt="safetensors", suffix=0):
     return rank_shard(name_of(rank, step, suffix, fmt), state_of(step), tensors_of(rank, step))
 
 
+def save_of(step, extras=()):
+    return Save(shard(step), extras)
+
+
 def extra(folder, step, keep=0, kind="network"):
     name = f"net_rank_0-{kind}-{state_of(step).epoch}_{state_of(step).step_in_epoch}.safetensors"
     return ExtraWeights(
@@ -43,7 +47,7 @@ def extra(folder, step, keep=0, kind="network"):
 
 def test_written_and_committed_when_it_returns(tmp_path):
     saver = SyncSaver(target_of(tmp_path, 0, 1), KEEP_ALL)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert not saver.busy() and saver.committer.committed == [5]
     (outcome,) = saver.poll()
     assert (outcome.step, outcome.saved, outcome.error) == (5, True, None) and outcome.size > 0
@@ -52,7 +56,7 @@ def test_written_and_committed_when_it_returns(tmp_path):
 
 def test_poll_commits_what_others_complete_later(tmp_path):
     saver = SyncSaver(target_of(tmp_path, 0, 2), KEEP_ALL)
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     saver.poll()
     assert saver.committer.pending == [5]
     write_shard(target_of(tmp_path, 1, 2), shard(5, rank=1))
@@ -62,20 +66,20 @@ def test_poll_commits_what_others_complete_later(tmp_path):
 
 def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
     saver = SyncSaver(target_of(tmp_path, 0, 1))
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     path_of(tmp_path, 6, 0).write_text("in the way")
-    saver.save(Save(shard(6)))
+    saver.save(save_of(6))
     good, bad = saver.poll()
     assert good.saved and not bad.saved and "exists already" in str(bad.error)
     write_shard(target_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), shard(6, suffix=1))
     with pytest.raises(LeaseHeldError):
-        saver.save(Save(shard(7)))
+        saver.save(save_of(7))
 
 
 def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
     (tmp_path / "network").write_text("a file in the way")
     saver = SyncSaver(target_of(tmp_path / "checkpoint", 0, 1), KEEP_ALL)
-    saver.save(Save(shard(5), (extra(tmp_path / "network", 5),)))
+    saver.save(save_of(5, (extra(tmp_path / "network", 5),)))
     (outcome,) = saver.poll()
     assert (
         outcome.saved
@@ -103,7 +107,7 @@ def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside)
     (tmp_path / "network").write_text("a file in the way")
     target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
     saver = SyncSaver(target, KEEP_ALL)
-    saver.save(Save(shard(5), tuple(extra(tmp_path / "network", step) for step in beside)))
+    saver.save(save_of(5, tuple(extra(tmp_path / "network", step) for step in beside)))
     (outcome,) = saver.poll()
     assert (
         not target.storage.armed
@@ -112,7 +116,7 @@ def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside)
     )
     assert saver.committer.committed == []
     # at the end of the training: its record is there, and flushed now
-    saver.save(Save(shard(5)))
+    saver.save(save_of(5))
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.committer.committed == [
         5
     ]
@@ -165,16 +169,16 @@ def test_incomplete_saves_do_not_keep_a_disk_full(tmp_path):
     target = SaveTarget(Small(root, 4 * one + (64 << 10)), str(root), RUN, 0, 2)
     saver = SyncSaver(target, KEEP_ALL, events.append)
     for step in (5, 10, 15, 20):
-        saver.save(Save(shard(step)))
+        saver.save(save_of(step))
         assert saver.poll()[0].saved
-    saver.save(Save(shard(25)))
+    saver.save(save_of(25))
     (outcome,) = saver.poll()
     assert isinstance(outcome.error, OutOfSpaceError) and "keep_checkpoint_max" in str(
         outcome.error
     )
     assert events[-1] == CheckpointsRemoved((5, 10, 15), str(root), is_incomplete=True)
     assert saver.committer.pending == [20]
-    saver.save(Save(shard(30)))
+    saver.save(save_of(30))
     write_rank(root, 30, 1, 2)
     assert saver.poll()[0].saved and saver.committer.committed == [30]
 
