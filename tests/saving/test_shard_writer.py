@@ -31,11 +31,6 @@ from mindresume.storage.operations import UnknownOutcomeError, publish
 from mindresume.storage.posix import PosixStorage
 
 WORLD = 2
-BOTH = pytest.mark.parametrize("made", ["1.0", "2.0"])
-
-
-def target_of(made, root, rank, storage=STORAGE, run=RUN):
-    return SaveTarget(storage, str(root), run, rank, WORLD, iterations=made == "2.0")
 
 
 def shard_of(target, step, other=0.0, suffix=0):
@@ -58,16 +53,33 @@ def shard_of(target, step, other=0.0, suffix=0):
     )
 
 
-def write(made, root, step, rank, storage=STORAGE, other=0.0):
-    target = target_of(made, root, rank, storage)
-    return write_shard(target, shard_of(target, step, other))
+class Place:
+    """A folder of rank folders, or of iterations ("2.0")."""
+
+    def __init__(self, made, root):
+        self.iterations, self.root = made == "2.0", root
+
+    def target(self, rank, storage=STORAGE, run=RUN):
+        return SaveTarget(storage, str(self.root), run, rank, WORLD, iterations=self.iterations)
+
+    def write(self, rank, storage=STORAGE, other=0.0, step=10):
+        target = self.target(rank, storage)
+        return write_shard(target, shard_of(target, step, other))
+
+    def save_all(self, *steps):
+        for step in steps:
+            for rank in range(WORLD):
+                self.write(rank, step=step)
+            assert Committer(self.target(0)).poll(step) == []
+
+    def commits(self):
+        """Returns whether step 10 is committed now, and a resume takes it."""
+        return Committer(self.target(0)).poll(10) == [] and chosen(self.root) == 10
 
 
-def save_all(made, root, *steps):
-    for step in steps:
-        for rank in range(WORLD):
-            write(made, root, step, rank)
-        assert Committer(target_of(made, root, 0)).poll(step) == []
+@pytest.fixture(params=["1.0", "2.0"])
+def place(request, tmp_path):
+    return Place(request.param, tmp_path)
 
 
 def chosen(root):
@@ -127,66 +139,60 @@ class OnRecord(PosixStorage):
 # ---- an error is not an undo ---------------------------------------------------------------------
 
 
-@BOTH
 @pytest.mark.parametrize("operation", ["rename", "sync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_committed_save_is_kept_whatever_error_the_writer_gets(tmp_path, made, operation, code):
+def test_a_committed_save_is_kept_whatever_error_the_writer_gets(place, tmp_path, operation, code):
     """Rank 0 has committed step 10 and removed step 5 before rank 1 gets an error."""
-    save_all(made, tmp_path, 5)
-    write(made, tmp_path, 10, 0)
+    place.save_all(5)
+    place.write(0)
     storage = OnRecord(
-        operation, code, act=lambda: Committer(target_of(made, tmp_path, 0), KeepLast(1)).poll(10)
+        operation, code, act=lambda: Committer(place.target(0), KeepLast(1)).poll(10)
     )
-    written = write(made, tmp_path, 10, 1, storage)
+    written = place.write(1, storage)
     assert not storage.armed and written.durability_error is None
     assert chosen(tmp_path) == 10 and [
         c.step for c in scan(dir_at(tmp_path)).candidates if c.committed
     ] == [10]
 
 
-@BOTH
 @pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
 def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported(
-    tmp_path, made, operation, effect
+    place, operation, effect
 ):
-    write(made, tmp_path, 10, 0)
-    target = target_of(made, tmp_path, 1, OnRecord(operation, errno.EIO, effect))
+    place.write(0)
+    target = place.target(1, OnRecord(operation, errno.EIO, effect))
     saver = SyncSaver(target)
     saver.save(Save(shard_of(target, 10)))
     (outcome,) = saver.poll()
     assert not outcome.saved and outcome.size > 0
     assert "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
-    assert Committer(target_of(made, tmp_path, 0)).poll(10) == [] and chosen(tmp_path) == 10
+    assert place.commits()
 
 
-@BOTH
-def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(tmp_path, made):
+def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(place, tmp_path):
     storage = OnRecord("rename", errno.EIO, effect=False)
     with pytest.raises(
         SaveError,
         match="step 10 may not be saved on rank 1: Input/output error.*Nothing was removed",
     ):
-        write(made, tmp_path, 10, 1, storage)
+        place.write(1, storage)
     left = files(tmp_path)
     assert any(name.endswith(".safetensors") for name in left)
-    assert write(made, tmp_path, 10, 1, storage).durability_error is None
+    assert place.write(1, storage).durability_error is None
     assert set(left) < set(files(tmp_path))
-    write(made, tmp_path, 10, 0)
-    assert Committer(target_of(made, tmp_path, 0)).poll(10) == [] and chosen(tmp_path) == 10
+    place.write(0)
+    assert place.commits()
 
 
-@BOTH
-def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
-    first = write(made, tmp_path, 10, 1)
+def test_a_second_try_finds_what_the_first_one_saved(place, tmp_path):
+    first = place.write(1)
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in files(tmp_path)}
     # whatever it has by now: this step is saved
-    assert write(made, tmp_path, 10, 1, other=1.0) == first
-    write(made, tmp_path, 10, 0)
-    assert Committer(target_of(made, tmp_path, 0)).poll(10) == []
-    assert (
-        write(made, tmp_path, 10, 1).record == first.record
-    )  # of 2.0 the folder has another name by now
-    if made == "1.0":
+    assert place.write(1, other=1.0) == first
+    place.write(0)
+    assert Committer(place.target(0)).poll(10) == []
+    assert place.write(1).record == first.record  # of 2.0 the folder has another name by now
+    if not place.iterations:
         assert all(
             (tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items()
         )
@@ -194,60 +200,55 @@ def test_a_second_try_finds_what_the_first_one_saved(tmp_path, made):
         assert hidden(tmp_path) == []
 
 
-@BOTH
-def test_a_second_try_flushes_the_record_whose_flush_has_failed(tmp_path, made):
+def test_a_second_try_flushes_the_record_whose_flush_has_failed(place):
     """Else a loss of power could undo a save that the second try calls saved."""
     storage = OnRecord("sync", errno.EIO, effect=False)
-    assert write(made, tmp_path, 10, 1, storage).durability_error is not None
+    assert place.write(1, storage).durability_error is not None
     storage.armed = True
-    assert write(made, tmp_path, 10, 1, storage).durability_error is not None
-    assert not storage.armed and write(made, tmp_path, 10, 1, storage).durability_error is None
+    assert place.write(1, storage).durability_error is not None
+    assert not storage.armed and place.write(1, storage).durability_error is None
 
 
-@BOTH
-def test_a_second_try_with_other_content_replaces_nothing(tmp_path, made):
+def test_a_second_try_with_other_content_replaces_nothing(place, tmp_path):
     """The first record may exist without being visible yet."""
     with pytest.raises(SaveError):
-        write(made, tmp_path, 10, 1, OnRecord("rename", errno.EIO, effect=False))
+        place.write(1, OnRecord("rename", errno.EIO, effect=False))
     before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
     with pytest.raises(SaveError, match="exists already, with other content"):
-        write(made, tmp_path, 10, 1, other=1.0)
+        place.write(1, other=1.0)
     assert {name: (tmp_path / name).read_bytes() for name in files(tmp_path)} == before
 
 
-@BOTH
-def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(tmp_path, made):
+def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(place, tmp_path):
     storage = OnRecord("rename", errno.EIO, effect=False)
     with pytest.raises(SaveError):
-        write(made, tmp_path, 10, 1, storage)
+        place.write(1, storage)
     before, storage = files(tmp_path), OnRecord("write", errno.EIO, effect=False)
     with pytest.raises(SaveError, match="was not saved"):
-        write(made, tmp_path, 10, 1, storage)
+        place.write(1, storage)
     assert not storage.armed and files(tmp_path) == before
 
 
-@BOTH
-def test_files_are_removed_if_the_record_is_not_published(tmp_path, made):
+def test_files_are_removed_if_the_record_is_not_published(place, tmp_path):
     """A disk that the weights just filled has its room back."""
     with pytest.raises(OutOfSpaceError, match="step 10 was not saved on rank 1: No space left"):
-        write(made, tmp_path, 10, 1, OnRecord("write", errno.ENOSPC, effect=False))
+        place.write(1, OnRecord("write", errno.ENOSPC, effect=False))
     assert files(tmp_path) == []
     assert [c.maybe_completed for c in scan(dir_at(tmp_path)).candidates] == [False]
-    write(made, tmp_path, 10, 1)
-    write(made, tmp_path, 10, 0)
-    assert Committer(target_of(made, tmp_path, 0)).poll(10) == [] and chosen(tmp_path) == 10
+    place.write(1)
+    place.write(0)
+    assert place.commits()
 
 
-@BOTH
-def test_no_space_for_the_record_is_an_error(tmp_path, made):
+def test_no_space_for_the_record_is_an_error(place):
     with pytest.raises(OutOfSpaceError, match="may not be saved"):
-        write(made, tmp_path, 10, 1, OnRecord("rename", errno.ENOSPC, effect=False))
+        place.write(1, OnRecord("rename", errno.ENOSPC, effect=False))
 
 
 def test_a_file_of_another_run_is_never_touched(tmp_path):
     save(tmp_path, 5, world=WORLD)
     before = path_of(tmp_path, 5, 1).read_bytes()
-    target = target_of("1.0", tmp_path, 1, run=run_name(2, "0000bbbb"))
+    target = Place("1.0", tmp_path).target(1, run=run_name(2, "0000bbbb"))
     with pytest.raises(SaveError, match="exists already"):
         write_shard(target, shard_of(target, 5))
     assert path_of(tmp_path, 5, 1).read_bytes() == before
@@ -272,11 +273,12 @@ def test_a_published_name_is_unsettled_from_the_rename_on(tmp_path):
 
 def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flush(tmp_path):
     """No fault: only the order of the two."""
-    save_all("2.0", tmp_path, 5)
-    write("2.0", tmp_path, 10, 0)
-    committer = Committer(target_of("2.0", tmp_path, 0), KeepLast(1))
+    place = Place("2.0", tmp_path)
+    place.save_all(5)
+    place.write(0)
+    committer = Committer(place.target(0), KeepLast(1))
     storage = OnRecord("sync", effect=False, act=lambda: committer.poll(10))
-    target = target_of("2.0", tmp_path, 1, storage)
+    target = place.target(1, storage)
     saver = SyncSaver(target)
     saver.save(Save(shard_of(target, 10)))
     (outcome,) = saver.poll()
@@ -300,8 +302,9 @@ def test_rank_0_renames_the_folder_between_the_rename_of_the_record_and_its_flus
 
 def test_rank_0_saves_a_step_again_that_is_committed(tmp_path, clock):
     """Its writer was killed before it could report the save."""
-    save_all("2.0", tmp_path, 10)
-    target = target_of("2.0", tmp_path, 0)
+    place = Place("2.0", tmp_path)
+    place.save_all(10)
+    target = place.target(0)
     saver = SyncSaver(target)
     saver.committer = Committer(target)
     clock.also = lambda now: pytest.fail("it waits")
@@ -310,14 +313,14 @@ def test_rank_0_saves_a_step_again_that_is_committed(tmp_path, clock):
 
 
 def test_an_emergency_save_of_a_committed_step_changes_nothing(tmp_path):
-    save_all("2.0", tmp_path, 10)
-    mark_emergency(target_of("2.0", tmp_path, 1), 10)
+    place = Place("2.0", tmp_path)
+    place.save_all(10)
+    mark_emergency(place.target(1), 10)
     assert hidden(tmp_path) == [] and chosen(tmp_path) == 10
 
 
-@BOTH
-def test_metrics_that_differ_do_not_matter_to_a_second_try(tmp_path, made):
-    target = target_of(made, tmp_path, 1)
+def test_metrics_that_differ_do_not_matter_to_a_second_try(place):
+    target = place.target(1)
     first = write_shard(target, shard_of(target, 10))
     again = replace(
         shard_of(target, 10), state=replace(rank_folders.state_of(10), metrics={"loss": 1.0})
