@@ -29,9 +29,22 @@ def of(section, seed=42):
     return dataset_identity(STORAGE, section, seed)
 
 
+def differs(before, now):
+    return len(dataset_differences(before, now)) == 1
+
+
+def write(folder, *names, data=b"123"):
+    for name in names:
+        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def loader(kind, **more):
+    return {"data_loader": {"type": kind, **more}}
+
+
 def test_a_file_is_identified_by_name_and_size_not_by_its_folder(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.mindrecord").write_bytes(b"123")
+    write(tmp_path / "a", "x.mindrecord")
     before = of(mind(tmp_path / "a" / "x.mindrecord"))
     assert before == {
         "type": "MindDataset",
@@ -41,38 +54,35 @@ def test_a_file_is_identified_by_name_and_size_not_by_its_folder(tmp_path):
         "seed": "0",
     }
     shutil.move(tmp_path / "a", tmp_path / "b")
-    assert (
-        of({**mind(tmp_path / "b" / "x.mindrecord"), "batch_size": 16, "num_parallel_workers": 1})
-        == before
-    )
-    (tmp_path / "b" / "x.mindrecord").write_bytes(b"1234")
-    assert dataset_differences(before, of(mind(tmp_path / "b" / "x.mindrecord"))) == [
+    moved = mind(tmp_path / "b" / "x.mindrecord")
+    assert of({**moved, "batch_size": 16, "num_parallel_workers": 1}) == before
+    write(tmp_path / "b", "x.mindrecord", data=b"1234")
+    assert dataset_differences(before, of(moved)) == [
         "dataset_dir: 1 file, 3 bytes: x.mindrecord, now 1 file, 4 bytes: x.mindrecord"
     ]
 
 
 def test_settings_that_decide_the_samples_count(tmp_path):
-    before = of(mind("/no/where"))
+    section = mind("/no/where")
     for changed in (
         mind("/no/where", num_samples=80),
-        {**mind("/no/where"), "seed": 1},
         mind("/else/where"),
-        {**mind("/no/where"), "input_columns": ["input_ids"]},
-        {**mind("/no/where"), "drop_remainder": True},
+        {**section, "seed": 1},
+        {**section, "input_columns": ["input_ids"]},
+        {**section, "drop_remainder": True},
     ):
-        assert len(dataset_differences(before, of(changed))) == 1, changed
+        assert differs(of(section), of(changed)), changed
 
 
 def test_the_seed_of_the_job_counts_if_the_data_set_has_none():
-    section = {"data_loader": {"type": "T"}}
+    section = loader("T")
     assert of(section, 1) == {"type": "T", "seed": "1"} and of(section, None) == {"type": "T"}
 
 
 def test_a_folder_is_all_files_in_it(tmp_path):
     for number in range(5):
-        os.makedirs(tmp_path / "d" / str(number), exist_ok=True)
-        (tmp_path / "d" / str(number) / "part.mindrecord").write_bytes(b"1" * number)
-    (tmp_path / "d" / ".cache").write_bytes(b"1")
+        write(tmp_path / "d", f"{number}/part.mindrecord", data=b"1" * number)
+    write(tmp_path / "d", ".cache")
     before = of(mind(tmp_path / "d"))["dataset_dir"]
     assert before.startswith(
         "5 files, 10 bytes: 0/part.mindrecord, 1/part.mindrecord, 2/part.mindrecord, ... ("
@@ -82,36 +92,19 @@ def test_a_folder_is_all_files_in_it(tmp_path):
 
 
 def test_a_blend_of_megatron(tmp_path):
-    for name in ("a_text", "b_text"):
-        (tmp_path / f"{name}.bin").write_bytes(b"12")
-        (tmp_path / f"{name}.idx").write_bytes(b"1")
-
-    def section(*weights):
-        blend = [
-            part
-            for weight, name in zip(weights, ("a_text", "b_text"), strict=True)
-            for part in (str(weight), str(tmp_path / name))
-        ]
-        return {
-            "data_loader": {
-                "type": "BlendedMegatronDatasetDataLoader",
-                "sizes": [1000, 0, 0],
-                "config": {"seed": 1234, "seq_length": 64, "data_path": blend},
-            }
-        }
-
-    before = of(section(0.3, 0.7))
-    assert before["config.data_path"].startswith(
-        "4 files, 6 bytes: a_text.bin, a_text.idx, b_text.bin, ... ("
-    )
-    assert before["config.data_path"].endswith("; 0.3, 0.7") and before["sizes"] == "1000, 0, 0"
-    assert len(dataset_differences(before, of(section(0.5, 0.5)))) == 1
+    one, two = tmp_path / "a_text", tmp_path / "b_text"
+    write(tmp_path, "a_text.bin", "a_text.idx", "b_text.bin", "b_text.idx")
+    before = of(megatron(0.3, one, 0.7, two))
+    said = before["config.data_path"]
+    assert said.startswith("4 files, 12 bytes: a_text.bin, a_text.idx, b_text.bin, ... (")
+    assert said.endswith("; 0.3, 0.7") and before["sizes"] == "1000, 0, 0"
+    assert differs(before, of(megatron(0.5, one, 0.5, two)))
 
 
 def test_many_keys_and_long_values_are_bounded_and_still_count():
     def section(last):
         many = {f"key{number}": "x" for number in range(200)}
-        return {"data_loader": {"type": "T", **many, "last": last}, "text": "y" * 9999 + last}
+        return {**loader("T", **many, last=last), "text": "y" * 9999 + last}
 
     first, second = of(section("a")), of(section("b"))
     assert len(first) <= MAX_IDENTITY and all(len(text) <= MAX_TEXT for text in first.values())
@@ -146,43 +139,33 @@ INDICES = tuple(
 )
 
 
-def write(folder, *names, data=b"123"):
-    for name in names:
-        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
-        (folder / name).write_bytes(data)
-
-
-def megatron(prefix, **config):
-    return {
-        "data_loader": {
-            "type": "BlendedMegatronDatasetDataLoader",
-            "sizes": [1000, 0, 0],
-            "config": {"seq_length": 64, "data_path": ["1", str(prefix)], **config},
-        }
-    }
+def megatron(*blend, **config):
+    """Returns a blend: weight, prefix, ..."""
+    config = {"seq_length": 64, "data_path": [str(part) for part in blend], **config}
+    return loader("BlendedMegatronDatasetDataLoader", sizes=[1000, 0, 0], config=config)
 
 
 def test_indices_that_mindformers_keeps_beside_a_prefix(tmp_path):
     """``{prefix}/cache/GPTDataset_indices``, its default: made at the first start. A replaced .bin
     is still noticed."""
     write(tmp_path, "text.bin", "text.idx")
-    before = of(megatron(tmp_path / "text"))
+    before = of(megatron(1, tmp_path / "text"))
     assert before["config.data_path"] == "2 files, 6 bytes of 3, 3: text.bin, text.idx; 1"
     write(tmp_path / "text" / "cache" / "GPTDataset_indices", *INDICES)
-    assert of(megatron(tmp_path / "text")) == before
+    assert of(megatron(1, tmp_path / "text")) == before
     write(tmp_path, "text.bin", data=b"1234")
-    assert len(dataset_differences(before, of(megatron(tmp_path / "text")))) == 1
+    assert differs(before, of(megatron(1, tmp_path / "text")))
 
 
 def test_a_prefix_without_a_folder_before_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "text.bin", "text.idx", "1000.bin")
     assert (
-        of(megatron("text"))["config.data_path"]
+        of(megatron(1, "text"))["config.data_path"]
         == "2 files, 6 bytes of 3, 3: text.bin, text.idx; 1"
     )
-    assert of(megatron(" text "))["config.data_path"].startswith("2 files")
-    assert of(megatron("text"))["type"] == "BlendedMegatronDatasetDataLoader"
+    assert of(megatron(1, " text "))["config.data_path"].startswith("2 files")
+    assert of(megatron(1, "text"))["type"] == "BlendedMegatronDatasetDataLoader"
 
 
 def test_caches_and_states_named_in_the_configuration(tmp_path):
@@ -191,16 +174,8 @@ def test_caches_and_states_named_in_the_configuration(tmp_path):
     write(tmp_path / "d", "data.json")
 
     def section(**more):
-        return {
-            "data_loader": {
-                "type": "HFDataLoader",
-                "path": "json",
-                "data_dir": str(tmp_path / "d"),
-                "streaming": True,
-                "size": 80,
-                **more,
-            }
-        }
+        data = str(tmp_path / "d")
+        return loader("HFDataLoader", path="json", data_dir=data, streaming=True, size=80, **more)
 
     extra = {
         "cache_dir": str(tmp_path / "d" / "c"),
@@ -215,8 +190,8 @@ def test_caches_and_states_named_in_the_configuration(tmp_path):
     assert of(section(**extra)) == before
     write(tmp_path / "cache", *INDICES)
     assert of(
-        megatron("/no/where", path_to_cache=str(tmp_path / "cache"), mmap_bin_files=False)
-    ) == of(megatron("/no/where"))
+        megatron(1, "/no/where", path_to_cache=str(tmp_path / "cache"), mmap_bin_files=False)
+    ) == of(megatron(1, "/no/where"))
 
 
 @pytest.mark.parametrize(
@@ -234,34 +209,20 @@ def test_caches_and_states_named_in_the_configuration(tmp_path):
     ],
 )
 def test_files_that_loaders_leave_among_the_data(tmp_path, name):
-    section = {
-        "data_loader": {
-            "type": "HFDataLoader",
-            "load_func": "load_from_disk",
-            "dataset_path": str(tmp_path / "d"),
-        }
-    }
+    path = str(tmp_path / "d")
+    section = loader("HFDataLoader", load_func="load_from_disk", dataset_path=path)
     write(tmp_path / "d", "data-00000-of-00001.arrow", "state.json")
     before = of(section)
     write(tmp_path / "d", name)
     assert of(section) == before
     write(tmp_path / "d", "data-00001-of-00002.arrow")
-    assert len(dataset_differences(before, of(section))) == 1
+    assert differs(before, of(section))
 
 
 def test_credentials_are_not_recorded():
-    assert "secret" not in str(
-        of(
-            {
-                "data_loader": {
-                    "type": "HFDataLoader",
-                    "path": "json",
-                    "token": "secret",
-                    "storage_options": {"key": "secret"},
-                }
-            }
-        )
-    )
+    options = {"key": "secret"}
+    section = loader("HFDataLoader", path="json", token="secret", storage_options=options)
+    assert "secret" not in str(of(section))
 
 
 def test_cache_rows_of_earlier_versions_are_no_change():
@@ -278,12 +239,8 @@ def test_cache_rows_of_earlier_versions_are_no_change():
         {**now, "config.data_path": f"4 files, 12 bytes: {names}, ... (0123456789abcdef); 1"},
     ):
         assert dataset_differences(before, now) == [] and dataset_differences(now, before) == []
-    assert (
-        len(
-            dataset_differences(
-                {**now, "config.data_path": "2 files, 7 bytes of 4, 3: text.bin, text.idx; 1"}, now
-            )
-        )
-        == 1
-    )
-    assert len(dataset_differences({**now, "type": "cache-1.arrow"}, now)) == 1
+    for other in (
+        {"config.data_path": "2 files, 7 bytes of 4, 3: text.bin, text.idx; 1"},
+        {"type": "cache-1.arrow"},
+    ):
+        assert differs({**now, **other}, now)
