@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from st.checkpoint_files import records
 from st.run_attempts import (
     LIMIT,
     assert_event,
@@ -59,19 +58,6 @@ def test_sigterm_to_the_launcher_saves_and_ends_one_process(whole_single, tmp_pa
     assert_event(run, "preemption_requested", step=step, reason="SIGTERM")
     assert_event(run, "training_ended", outcome="preempted", reason="SIGTERM", step=step)
     resume(run, whole_single, step, "--callbacks.1.async_save thread")
-
-
-@pytest.mark.soak  # two ranks are a case of the judge
-@pytest.mark.parametrize("command", ["", "--use_legacy_format False"])
-def test_sigterm_to_one_rank_stops_all(whole_several, tmp_path, command):
-    run = run_beside(whole_several, tmp_path / "run", copied=False)
-    run.start(command, **CHECK)
-    run.wait_for_step(11)
-    os.kill(run.worker(run.workers - 1), signal.SIGTERM)
-    step = preempted_at(run, whole_several, 143)
-    if not command:
-        assert {record.state.step for record in records(run).values()} >= {step}
-    resume(run, whole_several, step, command)
 
 
 def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tmp_path):

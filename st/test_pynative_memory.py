@@ -1,16 +1,48 @@
-"""The PyNative trainer with the tier in memory: SIGKILL of all ranks, and a node that is lost."""
+"""The PyNative trainer with the tier in memory: SIGKILL of all ranks, and a node that is lost.
+The graph trainer: tests/judge, st/test_supervised_recovery.py."""
 
 import os
 import shutil
 
 import pytest
 
+from mindresume.formats import CheckpointDir
+from mindresume.formats.records import scan_records
+from mindresume.saving.memory_tier.directory import read_mark, tier_path
+from mindresume.storage.posix import PosixStorage
 from st.pynative_cases import OURS, assert_same, build, dies, whole  # noqa: F401
 from st.pynative_run import why_not
 from st.run_attempts import LIMIT, assert_event, events
-from st.test_memory_tier import in_memory, settings, sources, tier_of  # noqa: F401
+from st.training_run import Run
 
 # ruff: noqa: F811  build and whole are fixtures
+STORAGE = PosixStorage()
+
+
+def settings(memory: str) -> dict[str, str]:
+    return {"MINDRESUME_MEMORY_TIER_EVERY_STEPS": "3", "MINDRESUME_MEMORY_TIER_DIR": memory}
+
+
+def tier_of(run: Run) -> str:
+    return tier_path(read_mark(CheckpointDir(STORAGE, str(run.checkpoints))))
+
+
+def in_memory(run: Run) -> list:
+    """Returns the saves in memory that are whole, newest first."""
+    return [
+        candidate
+        for candidate in scan_records(CheckpointDir(STORAGE, tier_of(run)))[0]
+        if candidate.problem is None
+    ]
+
+
+def sources(run: Run) -> list[str]:
+    """Returns where each rank of the last attempt resumed from."""
+    return [
+        row["source"]
+        for rank in range(run.workers)
+        for row in events(run, "checkpoint_selected", rank)
+    ]
 
 
 def on(release: str, workers: int, soak: bool = False):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from st.cpu_cluster.launch import free_port
-from st.run_attempts import FIXTURES, LIMIT, PROGRAMS
+from st.run_attempts import FIXTURES, LIMIT
 from st.test_huggingface import SIZES
 from st.training_run import ROOT
 
@@ -105,42 +105,3 @@ def test_the_bytes_of_one_process(tmp_path, words, processes, command):
     alone(*words)
     assert content(tmp_path / "many") == content(tmp_path / "new")
     assert sorted(os.listdir(tmp_path)) == ["config.json", "logs", "many", "new"]
-
-
-def test_a_killed_process_is_an_error_and_the_same_command_goes_on(tmp_path):
-    words = ("convert", *SOURCE, tmp_path / "new", "--to", "tp=2,dp=2")
-    assert (
-        msrun(
-            tmp_path / "killed",
-            *words,
-            command=(str(PROGRAMS / "killed_conversion.py"),),
-            KILLED_PROCESS="1",
-        )
-        != 0
-    )
-    assert not (tmp_path / "new").exists()
-    work = [path for path in tmp_path.glob(".new*") if list(path.rglob("*.safetensors"))]
-    assert work, "what was finished stays"
-    assert msrun(tmp_path / "logs", *words, processes=3) == 0, printed(tmp_path / "logs", 0)
-    os.rename(tmp_path / "new", tmp_path / "many")
-    alone(*words)
-    assert content(tmp_path / "many") == content(tmp_path / "new")
-    assert sorted(os.listdir(tmp_path)) == ["killed", "logs", "many", "new"]
-
-
-def test_each_process_prints_what_it_verified(tmp_path):
-    alone("convert", *SOURCE, tmp_path / "new", "--to", "same")
-    assert msrun(tmp_path / "fine", "verify", tmp_path / "new", "--json") == 0
-    read = [
-        json.loads(text[text.index("{") :])["bytes_read"]
-        for rank in range(2)
-        for text in [printed(tmp_path / "fine", rank)]
-    ]
-    assert all(read)
-    (file,) = tmp_path.glob("new/rank_1/*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert msrun(tmp_path / "logs", "verify", tmp_path / "new", "--json") != 0
-    assert str(file) in printed(tmp_path / "logs", 0) + printed(tmp_path / "logs", 1)
-    assert sorted(os.listdir(tmp_path)) == ["fine", "logs", "new"]

@@ -1,31 +1,26 @@
-"""One process: the other ways to start a training with mindresume and to name its checkpoint, a
-first save that was killed, and the files of weights for inference beside a checkpoint."""
+"""One process: the other ways to start a training with mindresume and to name its checkpoint, and
+the files of weights for inference beside a checkpoint."""
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mindresume.model.manifest import FOLDER
-from st.checkpoint_files import flip_bit, names, records, weights
+from st.checkpoint_files import flip_bit, names, weights
 from st.run_attempts import (
     assert_event,
     assert_resumed,
     contains,
     in_parallel,
     notices,
-    refused_steps,
     run_beside,
-    selected_step,
     steps_of,
-    train,
     train_well,
     use_program,
     use_register_path,
 )
-from st.training_run import Run, differences
+from st.training_run import Run
 
 EXTRA = (
     "--callbacks.1.save_network_params True --callbacks.1.save_trainable_params True "
@@ -106,44 +101,6 @@ def test_a_file_and_a_name_ignores_the_name_and_warns(started, whole_single):
         str(weights(whole_single, 35)),
         level="warning",
     )
-
-
-# ---- a first save that was killed ----------------------------------------------------------------
-
-
-def starts_afresh(run: Run, whole: Run, folder: str) -> None:
-    assert selected_step(run) is None
-    assert_event(run, "fresh_start", checkpoint_dir=contains(folder))
-    rows = run.steps(-1)
-    assert rows and rows[0]["step"] == 1
-    assert differences(whole.steps()[: len(rows)], rows) == []
-
-
-def killed_in_its_first_save(whole: Run, folder: Path) -> Run:
-    """Kills a run while the weight file of step 5 is half-written. A save takes some milliseconds;
-    if the kill comes too late, it is tried again."""
-    for attempt in range(4):
-        run = run_beside(whole, folder / str(attempt), copied=False).start()
-        half = run.stop_in_a_save(3)
-        run.kill()
-        if records(run) == {} and any("qwen3_rank_0-1_5" in path for path in half):
-            return run
-    raise AssertionError("the first save could not be cut")
-
-
-@pytest.mark.soak
-def test_a_killed_first_save_is_a_fresh_start_and_is_cleaned_up(whole_single, tmp_path):
-    """The next run starts afresh, cleans up and saves."""
-    run = killed_in_its_first_save(whole_single, tmp_path)
-    assert (
-        len(list(run.checkpoints.glob(f"{FOLDER}/step-*"))) == 1 and run.which()["chosen"] is None
-    )
-    train(run, CPU_CLUSTER_KILL="0@7")
-    starts_afresh(run, whole_single, "./output/checkpoint")
-    assert 5 in refused_steps(run) and notices(run, ".qwen3_rank_0-1_5.safetensors")
-    assert run.half_written() == []
-    assert names(run) == {5: "qwen3_rank_0-1_5.safetensors"}
-    assert run.which()["chosen"]["step"] == 5
 
 
 # ---- weights for inference -----------------------------------------------------------------------

@@ -39,39 +39,6 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     assert wrong_steps(run, whole) == []
 
 
-@pytest.mark.soak  # of two: st/test_supervised_recovery.py
-def test_a_killed_rank_of_four_is_noticed_ended_and_resumed(whole_four, tmp_path, capsys):
-    run = supervised(run_beside(whole_four, tmp_path / "run", copied=False))
-    train_until(run, 8)
-    pid, killed = run.worker(2), time.time()
-    os.kill(pid, signal.SIGKILL)
-    run.wait_for_success(LIMIT)
-    assert_no_process_left(run)
-    assert_uninterrupted(run, whole_four)
-    (died,) = supervisor_events(run, "rank_died")
-    first, second = supervisor_events(run, "job_ended")
-    began = [event["time"] for event in supervisor_events(run, "job_started")]
-    assert (died["rank"], died["status"], died["process_id"]) == (2, -signal.SIGKILL, pid)
-    assert (first["status"], second["status"]) == (128 + signal.SIGKILL, 0)
-    assert second["resumed_step"] >= 5 and first["last_step"] >= 8
-    measured = supervisor_events(run, "startup_measured")
-    with capsys.disabled():
-        print(
-            f"\nafter SIGKILL: noticed {died['time'] - killed:.2f} s, all gone "
-            f"{first['time'] - killed:.2f} s, started again {began[1] - killed:.2f} s, trains "
-            f"{measured[-1]['time'] - killed:.1f} s; parts of the starts:"
-        )
-        for event in measured:
-            print(
-                f"  start {event['start']}: "
-                + ", ".join(
-                    f"{phase} {seconds:.1f} s"
-                    for phase, seconds in zip(event["phases"], event["seconds"], strict=True)
-                )
-            )
-    assert [event["step"] for event in events(run, "training_ended")][-1:] == [LAST]
-
-
 def test_ranks_that_hang_are_ended_after_their_stacks_are_written_and_resume(
     whole_several, tmp_path
 ):

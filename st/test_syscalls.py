@@ -4,7 +4,7 @@ the code above it.
 
 First the order of the calls alone. Then every call of a save once more, killed in it or failing
 with an error of the disk, and the oracle of the drill says what a resume takes: the previous or the
-new checkpoint, bit by bit. ``-s`` shows the table, ST_SYSCALLS_JSON=FILE gets every cell.
+new checkpoint, bit by bit. ``-s`` shows the table.
 """
 
 import errno
@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -217,47 +217,15 @@ def report() -> Iterator[None]:
     CELLS.clear()
     yield
     print(f"\n{table(CELLS)}")
-    if name := os.environ.get("ST_SYSCALLS_JSON"):
-        Path(name).write_text(json.dumps([asdict(cell) for cell in CELLS], indent=1) + "\n")
 
 
 def table(cells: list[Cell]) -> str:
-    """Rows: setup and fault. How many calls were struck, and what became of it."""
-    rows = [("saver, format", "fault", "calls", "previous", "new", "none yet", "reported", "wrong")]
-    for setup, fault in dict.fromkeys((cell.setup, cell.fault) for cell in cells):
-        mine = [cell for cell in cells if (cell.setup, cell.fault) == (setup, fault)]
-        chosen, said = (
-            Counter(cell.chosen for cell in mine),
-            sum(cell.saved is False for cell in mine),
-        )
-        rows.append(
-            (
-                setup,
-                fault,
-                *map(
-                    str,
-                    (
-                        len(mine),
-                        chosen["previous"],
-                        chosen["new"],
-                        chosen["none"],
-                        said,
-                        sum(bool(cell.problems) for cell in mine),
-                    ),
-                ),
-            )
-        )
-    rows.append(
-        ("all", "", str(len(cells)), *[""] * 4, str(sum(bool(cell.problems) for cell in cells)))
+    """Returns how many calls were struck, by setup, fault, and what a resume then took."""
+    counts = Counter(
+        (cell.setup, cell.fault, cell.chosen, "wrong" if cell.problems else "right")
+        for cell in cells
     )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            f"{text:<{width}}" if index < 2 else f"{text:>{width}}"
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return "\n".join(f"{count:5}  {', '.join(row)}" for row, count in sorted(counts.items()))
 
 
 # ---- without faults: the order -------------------------------------------------------------------
