@@ -4,21 +4,20 @@ ranks run under the fault injector."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 from mindresume.coordination.lease import Lease, LeaseHolder
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.errors import SaveError
 from mindresume.fault_injection.faults import FaultInjector
 from mindresume.fault_injection.journal import ITERATION, Journal, make_shard
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FORMATS, run_name
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
-from mindresume.saving.retention import KEEP_ALL, KeepLast, Policy
+from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import (
     Outcome,
     Save,
@@ -46,7 +45,6 @@ class Sandbox:
     format: str
     ranks: int
     journal: Journal = field(default_factory=Journal)
-    errors: list[str] = field(default_factory=list)
     storage: Storage = field(default_factory=PosixStorage)
 
     def __post_init__(self) -> None:
@@ -66,9 +64,6 @@ class Sandbox:
             self.ranks,
             self.format == ITERATION,
         )
-
-    def committer(self, run: int, policy: Policy = KEEP_ALL) -> Committer:
-        return Committer(self.target(0, run), policy)
 
     def acquire(self, run: int, storage: Storage) -> Lease:
         """Acquires the folder, as rank 0 does at the start of a run."""
@@ -161,21 +156,11 @@ class Scenario:
         """Runs the workload. Returns the result of each rank; an exception is a result too."""
         results: list[object] = []
         for phase in (self.begin, self.work) if self.starts else (self.work,):
-            works = [partial(self._run_rank, phase, sandbox, rank) for rank in range(sandbox.ranks)]
+            works = [partial(phase, sandbox, rank) for rank in range(sandbox.ranks)]
             # a writer thread waits by the real clock
             with nullcontext() if self.background else sandbox.injector.clock():
                 results += sandbox.injector.scheduler.run(works)
         return results
-
-    def _run_rank(
-        self, phase: Callable[[Sandbox, int], None], sandbox: Sandbox, rank: int
-    ) -> object:
-        try:
-            return phase(sandbox, rank)
-        except (SaveError, OSError) as error:
-            # the training continues, or ends with this error
-            sandbox.errors.append(str(error))
-            return error
 
     def begin(self, sandbox: Sandbox, rank: int) -> None:
         """Rank 0 acquires the lease; the other ranks wait for the run id, as in a training."""
@@ -186,7 +171,7 @@ class Scenario:
         """Runs the workload of one rank."""
         policy = KeepLast(self.keep) if self.keep else KEEP_ALL
         target = sandbox.target(rank, self.run)
-        committer = sandbox.committer(self.run, policy) if rank == 0 else None
+        committer = Committer(target, policy) if rank == 0 else None
         if self.commits:
             step, _ = self.uncommitted[0]
             sandbox.journal.report((target.run, step), rank)
@@ -213,8 +198,6 @@ class Scenario:
             for outcome in outcomes:
                 if outcome.saved:
                     sandbox.journal.report((target.run, outcome.step), rank)
-                else:
-                    sandbox.errors.append(str(outcome.error))
 
 
 SCENARIOS: Mapping[str, Scenario] = {
