@@ -36,13 +36,6 @@ MUTANTS = {  # what: (class, method, its source, the wrong source, the test that
         "for mapped, path in ():",
         saves,
     ),
-    "the newest save is overwritten": (
-        MemoryTier,
-        "_save",
-        "step_to_overwrite(held, slots.count, whole)",
-        "held[0] if len(held) == slots.count else None",
-        dies,
-    ),
     "the loaded save is removed before a newer one is common": (
         MemoryTier,
         "_save",

@@ -1,7 +1,7 @@
 """Saves of one rank in memory, death after each operation included."""
 
-import errno
 import os
+import random
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from rank_folders import STORAGE, dir_at, tensors_of
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import acquire_read_lock
 from mindresume.events import TierRefused, TierSaved
+from mindresume.fault_injection.faults import READS, Fault, FaultInjector, Killed, Scheduler
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import attempt_name, run_name
@@ -120,44 +121,23 @@ def test_the_newest_saves_are_whole_and_their_files_are_used_again(
     assert again == inodes and len(whole(memory, 2)) == len(held)
 
 
-class Killed(BaseException):
-    """No except clause of the product catches it."""
+def faulty(kind="", at=0):
+    """Injects a fault at an operation of the only rank."""
+    chance = random.Random(0)
+    fault = Fault(at, kind) if kind else None
+    return FaultInjector(STORAGE, Scheduler(1, chance), fault, chance)
 
 
-class Mortal(PosixStorage):
-    """Counts the changes, and dies before change number ``at``."""
-
-    width = 1
-
-    def __init__(self):
-        self.count, self.at = 0, -1
-
-    def _change(self, name, *arguments):
-        if self.count == self.at:
-            raise Killed
-        self.count += 1
-        return getattr(PosixStorage, name)(self, *arguments)
-
-    def rename(self, old, new):
-        return self._change("rename", old, new)
-
-    def remove(self, path):
-        return self._change("remove", path)
-
-    def make_folder(self, path):
-        return self._change("make_folder", path)
-
-    def write(self, path, pieces, size=0):
-        return self._change("write", path, pieces, size)
-
-    def sync(self, folder):
-        return self._change("sync", folder)
+def changes(injector):
+    """Returns the numbers of the operations that change something."""
+    reads = (*READS, "free_space")
+    return [row.number for row in injector.operations if row.name not in reads]
 
 
-def mortal_job(memory, storage, **options):
+def mortal_job(memory, injector, **options):
     """Returns a training that runs its background work at once, so that the order of operations is
     the same each time."""
-    job = Training(memory, storage=storage, **options)
+    job = Training(memory, storage=injector.storage_of(0), **options)
     for tier in job.tiers:
         tier._background.start = lambda work, *values: work(*values)
     return job
@@ -166,19 +146,16 @@ def mortal_job(memory, storage, **options):
 class Torn(MappedFile):
     """A file whose content changes in two operations."""
 
-    def __init__(self, path, size, storage):
-        self.storage = storage
+    def __init__(self, path, size, injector):
+        self.injector = injector
         super().__init__(path, size)
 
     def resize(self, size):
-        if self.storage.count == self.storage.at:
-            raise Killed
-        self.storage.count += 1
-        super().resize(size)
-        self.data[: len(self.data) // 2] = 7
-        if self.storage.count == self.storage.at:
-            raise Killed
-        self.storage.count += 1
+        with self.injector.operation(0, "write", self.path):
+            super().resize(size)
+            self.data[: len(self.data) // 2] = 7
+        with self.injector.operation(0, "write", self.path):
+            pass
 
 
 @pytest.mark.parametrize("iterations", [False, True])
@@ -186,18 +163,17 @@ class Torn(MappedFile):
 def test_death_before_each_operation_leaves_a_whole_save(
     memory, monkeypatch, every, steps, iterations
 ):
-    memory, storage, seen = Path(memory), Mortal(), set()
-    monkeypatch.setattr(slots, "mapped_file", lambda path, size: Torn(path, size, storage))
-    mortal_job(memory / "all", storage, every=every, iterations=iterations).steps(steps)
-    total = storage.count
-    assert total > 40
-    for at in range(total):
-        root, storage = memory / str(at), Mortal()
-        storage.at = at
-        job = mortal_job(root, storage, every=every, iterations=iterations)
+    memory, disk, seen = Path(memory), faulty(), set()
+    monkeypatch.setattr(slots, "mapped_file", lambda path, size: Torn(path, size, disk))
+    mortal_job(memory / "all", disk, every=every, iterations=iterations).steps(steps)
+    operations = changes(disk)
+    assert len(operations) > 40
+    for at in operations:
+        root, disk = memory / str(at), faulty("kill all", at)
+        job = mortal_job(root, disk, every=every, iterations=iterations)
         with suppress(Killed):
             job.steps(steps)
-        storage.at = -1
+        disk = faulty()
         found = whole(root)
         # in every step before, the work was done at once
         ended = job.step - 1
@@ -222,35 +198,17 @@ def test_death_before_each_operation_leaves_a_whole_save(
     assert len(seen) > 3
 
 
-class Failing(Mortal):
-    """Reports an error for change number ``at``, before or after its effect."""
-
-    def __init__(self, at, after):
-        super().__init__()
-        self.at, self.after = at, after
-
-    def _change(self, name, *arguments):
-        self.count += 1
-        fails = self.count == self.at + 1
-        if fails and not self.after:
-            raise OSError(errno.EIO, "failed", *arguments[:1])
-        result = getattr(PosixStorage, name)(self, *arguments)
-        if fails:
-            raise OSError(errno.EIO, "failed", *arguments[:1])
-        return result
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory, after):
+@pytest.mark.parametrize("kind", ["EIO", "EIO after"])
+def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory, kind):
     """The process may die between the copy and the background work, too."""
 
-    def run(root, storage):
-        job, work = Training(root, storage=storage), []
+    def run(root, disk):
+        job, work = Training(root, storage=disk.storage_of(0)), []
         # returns None: nothing to wait for
         job.tiers[0]._background.start = lambda *row: work.append(row)
         begun = 0
         for step in range(1, 11):
-            begun = storage.count if step == 6 else begun
+            begun = len(disk.operations) if step == 6 else begun
             job.steps(1)
             if step in (6, 8, 10):
                 # what has all of its records is as it was written
@@ -259,14 +217,14 @@ def test_an_error_of_any_operation_leaves_no_record_of_overwritten_files(memory,
                 function, *values = work.pop()
                 function(*values)
             if step == 6:
-                ended = storage.count
-        return job, range(begun, ended)
+                ended = len(disk.operations)
+        return job, [at for at in changes(disk) if begun < at <= ended]
 
-    _, operations = run(os.path.join(memory, "all"), Failing(-1, after))
+    _, operations = run(os.path.join(memory, "all"), faulty())
     assert len(operations) >= 10
     # those of the first save that overwrites another
     for at in operations:
-        job, _ = run(os.path.join(memory, str(at)), Failing(at, after))
+        job, _ = run(os.path.join(memory, str(at)), faulty(kind, at))
         assert len(job.refused()) <= 1 and whole(os.path.join(memory, str(at))) == [10, 8], at
 
 
