@@ -1,13 +1,12 @@
 """Stale files are removed by the clock of the file system, each independently, without errors."""
 
-import errno
 import os
 
 import pytest
 from rank_folders import STORAGE
+from storages import Hooked, failing
 
 from mindresume.storage.operations import STALE_SECONDS, remove_stale
-from mindresume.storage.posix import PosixStorage
 
 NOW = 2_000_000_000.0  # no clock of this host
 
@@ -47,29 +46,15 @@ def test_nothing_is_removed_without_the_current_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "operation, stays", [("status", ["a", "b", "fresh"]), ("remove", ["a", "fresh"])]
+    "name, operation, stays",
+    [("", "status", ["a", "b", "fresh"]), ("a", "remove", ["a", "fresh"])],
 )
-def test_an_error_does_not_stop_the_removal_of_others(tmp_path, operation, stays):
+def test_an_error_does_not_stop_the_removal_of_others(tmp_path, name, operation, stays):
     aged(tmp_path, a=2 * STALE_SECONDS, b=2 * STALE_SECONDS, fresh=0)
-
-    class FailingStorage(PosixStorage):
-        def status(self, path):
-            if operation == "status":
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-            return super().status(path)
-
-        def remove(self, path):
-            if path.endswith("a"):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
-            super().remove(path)
-
-    assert left(tmp_path, FailingStorage()) == stays
+    assert left(tmp_path, failing(name, operation)) == stays
 
 
 def test_without_files_no_operation_is_done(tmp_path):
-    class Nothing(PosixStorage):
-        def status(self, path):
-            raise AssertionError(path)
-
     aged(tmp_path, fresh=0)
-    assert left(tmp_path, Nothing()) == ["fresh"]
+    storage = Hooked()
+    assert left(tmp_path, storage) == ["fresh"] and storage.asked == []

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from storages import Hooked
 
 from mindresume.errors import RecordError
 from mindresume.storage.posix import PosixStorage
@@ -22,28 +23,18 @@ from mindresume.supervisor.restart_policy import DIED
 PATIENCE = 120.0
 
 
-class Hanging(PosixStorage):
+class Hanging(Hooked):
     """Is a storage whose operations do not return while it hangs."""
 
     def __init__(self):
-        self.answers, self.asked = threading.Event(), threading.Event()
+        super().__init__(self._wait)
+        self.answers, self.hangs = threading.Event(), threading.Event()
         self.answers.set()
 
-    def list(self, folder):
-        self._wait()
-        return super().list(folder)
-
-    def write(self, path, pieces, size=0):
-        self._wait()
-        return super().write(path, pieces, size)
-
-    def _wait(self):
+    def _wait(self, operation, path):
         if not self.answers.is_set():
-            self.asked.set()
+            self.hangs.set()
         self.answers.wait()
-
-    def hang(self):
-        self.answers.clear()
 
 
 @pytest.fixture
@@ -72,14 +63,14 @@ def wait_until(states, condition):
 def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storage, tmp_path):
     states.set(state=FAILED, status=7)
     wait_until(states, lambda: states.is_published)
-    storage.hang()
+    storage.answers.clear()
     # returns, although no operation of the storage does
     for status in range(20):
         states.set(status=status)
         states.refresh()
         states.publish_if_due()
         states.remove_old()
-    assert storage.asked.wait(PATIENCE) and not states.is_published
+    assert storage.hangs.wait(PATIENCE) and not states.is_published
     storage.answers.set()
     wait_until(states, lambda: states.is_published)
     peer = other(tmp_path)
@@ -91,9 +82,9 @@ def test_a_storage_that_hangs_holds_nobody_up_and_nothing_is_lost(states, storag
 
 
 def test_a_state_that_is_set_while_another_is_published_is_published_too(states, storage, tmp_path):
-    storage.hang()
+    storage.answers.clear()
     states.set(state=FAILED, status=1)
-    assert storage.asked.wait(PATIENCE)
+    assert storage.hangs.wait(PATIENCE)
     states.set(state=READY, status=2)
     assert not states.is_published
     storage.answers.set()
@@ -113,7 +104,7 @@ def test_the_rendezvous_goes_on_without_its_storage(storage, tmp_path):
         lambda: now[0],
         states=BackgroundStates,
     )
-    storage.hang()
+    storage.answers.clear()
     for _ in range(20):
         now[0] += 1.0
         assert nodes.agree() is None

@@ -10,6 +10,7 @@ import pytest
 from manager_jobs import Job, committed, end_jobs, spoil
 from memory_tiers import make_owned_tier, tier_of
 from rank_folders import RUN, STORAGE, Ranks, dir_at, save
+from storages import Hooked, os_error
 
 from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
@@ -141,15 +142,13 @@ def test_a_folder_of_another_user_is_not_used(tmp_path, memory):
 
 
 def test_the_closed_folder_of_another_user_is_not_looked_into(tmp_path, memory):
-    class Closed(PosixStorage):
-        def status(self, path):
-            if path.startswith(parent_of_tiers(memory) + "/"):
-                raise PermissionError(errno.EACCES, "Permission denied", path)
-            return super().status(path)
+    def closed(operation, path):
+        if path.startswith(parent_of_tiers(memory) + "/"):
+            raise os_error(errno.EACCES, path)
 
     make_owned_tier(memory, tmp_path)
     os.chmod(parent_of_tiers(memory), 0o777)  # stands for another owner
-    found, problem = find_tier(CheckpointDir(Closed(), str(tmp_path)))
+    found, problem = find_tier(CheckpointDir(Hooked(closed), str(tmp_path)))
     assert found == "" and "only this user" in problem
 
 
@@ -168,14 +167,12 @@ def test_a_run_after_one_that_saved_into_memory_alone_has_a_larger_number(tmp_pa
 
 
 def test_a_tier_that_cannot_be_read_keeps_no_training_from_saving(tmp_path, memory):
-    class Broken(PosixStorage):
-        def list(self, folder):
-            if folder.startswith(memory):
-                raise OSError(errno.EIO, "is broken", folder)
-            return super().list(folder)
+    def broken(operation, path):
+        if operation == "list" and path.startswith(memory):
+            raise os_error(errno.EIO, path)
 
     make_owned_tier(memory, tmp_path)
-    assert newest_run(CheckpointDir(Broken(), str(tmp_path)), SingleProcess()) == ""
+    assert newest_run(CheckpointDir(Hooked(broken), str(tmp_path)), SingleProcess()) == ""
 
 
 def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
@@ -395,7 +392,7 @@ def test_a_directory_that_cannot_be_looked_at_is_not_another_one(
 
     def fails(storage, path):
         if path.endswith(what):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            raise os_error(errno.ESTALE, path)
         return status(storage, path)
 
     monkeypatch.setattr(PosixStorage, "status", fails)
