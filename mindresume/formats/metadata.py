@@ -362,17 +362,15 @@ class _Writer:
 
     def __init__(self) -> None:
         self.heads: dict[tuple[Any, ...], str] = {}
-        self.cuts: dict[tuple[Any, ...], tuple[Slices, tuple[int, ...]]] = {}
+        self.cuts: dict[tuple[Any, ...], Slices] = {}
         self.files: dict[str, str] = {}
         self.groups: dict[tuple[int, ...], str] = {}
 
-    def cut(self, tensor: TensorMetadata) -> tuple[Slices, tuple[int, ...]]:
-        """Returns the slices, and for each the first rank within the stage that holds it."""
+    def cut(self, tensor: TensorMetadata) -> Slices:
         key = tensor.layout, tensor.shape
         if key not in self.cuts:
             layout = tensor.layout and fold_optimizer_shards(tensor.layout)
-            cut = Slices(layout, tensor.shape)
-            self.cuts[key] = cut, tuple(map(cut.ordinals.index, range(cut.slices if layout else 0)))
+            self.cuts[key] = Slices(layout, tensor.shape)
         return self.cuts[key]
 
     def head(self, tensor: TensorMetadata) -> str:
@@ -385,7 +383,7 @@ class _Writer:
         if key not in self.heads:
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"dtype {tensor.dtype!r}, expected one of {', '.join(DTYPES)}")
-            cut, _ = self.cut(tensor)
+            cut = self.cut(tensor)
             layout = cut.layout or TensorLayout((1,), (-1,) * len(tensor.shape))
             _check_rank(first)
             _check_rank(first + layout.stage_size - 1)
@@ -421,7 +419,8 @@ class _Writer:
         return self.heads[key]
 
     def storage(self, tensor: TensorMetadata) -> str:
-        cut, holders = self.cut(tensor)
+        cut = self.cut(tensor)
+        ranks = cut.layout and holders(cut.layout, tensor.shape)
         if set(tensor.stored) != set(range(cut.slices)) or not all(tensor.stored.values()):
             raise ValueError(
                 f"stored are the slices {_short(sorted(tensor.stored))}, expected all of "
@@ -436,9 +435,9 @@ class _Writer:
             odd = cut.rank_with_other_slice(number, tensor.first, known)
             if odd is not None:
                 raise ValueError(f"rank {odd} holds another slice than {number}: {tensor.layout}")
-            if holders and tensor.first + holders[number] not in known:
+            if ranks and tensor.first + ranks[number][0] not in known:
                 raise ValueError(
-                    f"slice {number}: rank {tensor.first + holders[number]} is in no group of a "
+                    f"slice {number}: rank {tensor.first + ranks[number][0]} is in no group of a "
                     "file that has it"
                 )
             slices.append(

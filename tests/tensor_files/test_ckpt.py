@@ -1,13 +1,16 @@
 """MindSpore itself is the reference here; the only tests of this folder that import it."""
 
 import io
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tensor_files import contents
+from tensor_files.contents import described
 
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files import ckpt, encode, plan_arrays, read_header, read_scalar, read_tensor
+from mindresume.tensor_files import ckpt, plan_arrays, read_header, read_scalar
 from mindresume.tensor_files.ckpt import decode_varint, encode_varint, signed
 
 DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"]
@@ -27,27 +30,15 @@ TENSORS |= {
 }
 
 
+content = partial(contents.content, "ckpt")
+read_all = partial(contents.read_all, fmt="ckpt")
+
+
 @pytest.fixture(scope="module")
 def ms():
     import mindspore
 
     return mindspore
-
-
-def content(tensors, metadata=None):
-    return b"".join(piece for _, piece in encode("ckpt", tensors, metadata or {}))
-
-
-def read_all(data):
-    file = io.BytesIO(data)
-    header = read_header(file, "x.ckpt")
-    return header, {name: read_tensor(file, entry) for name, entry in header.tensors.items()}
-
-
-def described(tensors):
-    return {
-        name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()
-    }
 
 
 def loaded(ms, path, data, **options):

@@ -1,14 +1,16 @@
-import io
 import json
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
 from safetensors.numpy import load, save
+from tensor_files import contents
+from tensor_files.contents import described
 
 from mindresume.errors import CorruptFileError
-from mindresume.tensor_files import encode, read_header, read_tensor
+from mindresume.tensor_files import encode
 
 RANDOM = np.random.default_rng(0)
 
@@ -27,14 +29,8 @@ TENSORS = {
 }
 
 
-def content(tensors, metadata=None):
-    return b"".join(piece for _, piece in encode("safetensors", tensors, metadata or {}))
-
-
-def described(tensors):
-    return {
-        name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()
-    }
+content = partial(contents.content, "safetensors")
+read_all = partial(contents.read_all, fmt="safetensors")
 
 
 def file_of(table, data=b"", pad=True):
@@ -62,9 +58,7 @@ def test_the_real_library_reads_ours(tmp_path):
 
 def test_we_read_what_the_real_library_writes():
     for metadata in (None, {"format": "ms", "remove_redundancy": "True"}):
-        file = io.BytesIO(save(TENSORS, metadata))
-        header = read_header(file, "x.safetensors")
-        found = {name: read_tensor(file, entry) for name, entry in header.tensors.items()}
+        header, found = read_all(save(TENSORS, metadata))
         assert described(found) == described(TENSORS)
         assert header.metadata == (metadata or {})
 
@@ -92,13 +86,12 @@ def test_narrow_floats_keep_every_bit_pattern(dtype, tag):
     data = content({"w": array})
     described_row = dict(safetensors.deserialize(data))["w"]
     assert (described_row["dtype"], bytes(described_row["data"])) == (tag, array.tobytes())
-    file = io.BytesIO(data)
-    found = read_tensor(file, read_header(file, "x.safetensors").tensors["w"])
+    found = read_all(data)[1]["w"]
     assert (found.dtype, found.tobytes()) == (array.dtype, array.tobytes())
 
 
 def test_every_tensor_is_aligned():
-    header = read_header(io.BytesIO(content(TENSORS, {"a": "b" * 5})), "x.safetensors")
+    header = read_all(content(TENSORS, {"a": "b" * 5}))[0]
     assert all(
         entry.ranges[0][0] % np.dtype(entry.dtype).itemsize == 0
         for entry in header.tensors.values()
@@ -107,7 +100,7 @@ def test_every_tensor_is_aligned():
 
 
 def test_a_file_without_tensors():
-    assert read_header(io.BytesIO(content({})), "x.safetensors").tensors == {} == load(content({}))
+    assert read_all(content({}))[1] == {} == load(content({}))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +180,7 @@ HOSTILE = {
 @pytest.mark.parametrize("data, says", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_files(data, says):
     with pytest.raises(CorruptFileError, match=says) as error:
-        read_header(io.BytesIO(data), "x.safetensors")
+        read_all(data)
     assert len(str(error.value)) < 500
 
 
@@ -203,8 +196,4 @@ def test_sound_files_of_others_are_read(table):
     data = file_of(
         table, b"x" * max((r["data_offsets"][1] for r in table.values()), default=0), pad=False
     )
-    assert (
-        sorted(read_header(io.BytesIO(data), "x.safetensors").tensors)
-        == sorted(table)
-        == sorted(load(data))
-    )
+    assert sorted(read_all(data)[1]) == sorted(table) == sorted(load(data))

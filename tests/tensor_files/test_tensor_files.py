@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensor_files.contents import content, described, read_all
 
 from mindresume.errors import CorruptFileError
 from mindresume.model.manifest import FORMATS
@@ -78,23 +79,6 @@ def files():
             st.just(fmt), st.dictionaries(names, arrays(dtypes[fmt]), max_size=5), texts
         )
     )
-
-
-def content(fmt, tensors, metadata=None):
-    return b"".join(piece for _, piece in encode(fmt, tensors, metadata or {}))
-
-
-def read_all(data, fmt):
-    """(header, {name: array}) of a file in memory."""
-    file = io.BytesIO(data)
-    header = read_header(file, f"x.{fmt}")
-    return header, {name: read_tensor(file, entry) for name, entry in header.tensors.items()}
-
-
-def described(tensors):
-    return {
-        name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors.items()
-    }
 
 
 @settings(max_examples=150)
