@@ -31,7 +31,7 @@ from mindresume.formats import (
     Refusal,
     unlisted_candidate,
 )
-from mindresume.formats.records import Attempt, scan_records
+from mindresume.formats.records import Attempt, attempt_at, scan_records
 from mindresume.formats.weight_files import existing, header_of, no_step, scalars_of
 from mindresume.model.layout import MAX_RANKS
 from mindresume.model.manifest import (
@@ -372,13 +372,13 @@ class _RankFolders:
         """Returns whether a folder of records exists although it was not listed; if so, keeps it in
         ``late``."""
         name = attempt_name(step, run)
-        path = self.directory.path(FOLDER, name)
+        path = os.path.join(FOLDER, name)
         try:
-            if self.directory.storage.status(path) is None:
+            if self.directory.storage.status(self.directory.path(path)) is None:
                 return False
-            self.late[run, step] = Attempt(name, step, run, "", self.directory.storage.list(path))
+            self.late[run, step] = attempt_at(self.directory, name, step, run)
         except OSError as error:
-            self.late[run, step] = Attempt(name, step, run, "", [], error)
+            self.late[run, step] = Attempt(name, step, run, "", path, [], error)
         return True
 
 

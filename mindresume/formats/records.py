@@ -87,6 +87,7 @@ class Attempt(NamedTuple):
         run: id of the run.
         iteration_dir: the iteration folder (published or not) that contains it, relative to the
             root; empty for rank folders.
+        place: path of the folder, relative to the root.
         content: names in it.
         error: why it cannot be listed.
     """
@@ -95,13 +96,9 @@ class Attempt(NamedTuple):
     step: int
     run: str
     iteration_dir: str
+    place: str
     content: list[str]
     error: OSError | None = None
-
-    @property
-    def place(self) -> str:
-        """Returns the path of the folder, relative to the root."""
-        return os.path.join(self.iteration_dir, FOLDER, self.name)
 
 
 def find_attempts(
@@ -120,14 +117,14 @@ def find_attempts(
     """
     found: list[Attempt] = []
     for row in attempts(directory.storage.list(directory.path(FOLDER)) if names is None else names):
-        attempt, making = _attempt(directory, *row), f"{FOLDER}/{row[0]}"
+        attempt, making = attempt_at(directory, *row), f"{FOLDER}/{row[0]}"
         if FOLDER not in attempt.content:
             found.append(attempt)
             continue
         try:
             # If none is listed, the writer died while it made the folders, or the list lags behind:
             # open it by name.
-            found += attempts_within(directory, making) or [_attempt(directory, *row, making)]
+            found += attempts_within(directory, making) or [attempt_at(directory, *row, making)]
         except OSError as error:
             found.append(attempt._replace(content=[], error=error))
     for name in directory.storage.list(directory.root) if top is None else top:
@@ -141,20 +138,21 @@ def attempts_within(directory: CheckpointDir, iteration_dir: str) -> list[Attemp
     """Returns the newest attempt in one iteration folder, as a list; older ones are obsolete.
     Raises OSError if its records cannot be listed."""
     rows = [
-        _attempt(directory, *row, iteration_dir)
+        attempt_at(directory, *row, iteration_dir)
         for row in attempts(directory.storage.list(directory.path(iteration_dir, FOLDER)))
     ]
     return sorted(rows, key=lambda row: (run_sequence(row.run), row.step))[-1:]
 
 
-def _attempt(
+def attempt_at(
     directory: CheckpointDir, name: str, step: int, run: str, iteration_dir: str = ""
 ) -> Attempt:
+    """Lists the folder of records of that name."""
+    attempt = Attempt(name, step, run, iteration_dir, os.path.join(iteration_dir, FOLDER, name), [])
     try:
-        content = directory.storage.list(directory.path(iteration_dir, FOLDER, name))
+        return attempt._replace(content=directory.storage.list(directory.path(attempt.place)))
     except OSError as error:
-        return Attempt(name, step, run, iteration_dir, [], error)
-    return Attempt(name, step, run, iteration_dir, content)
+        return attempt._replace(error=error)
 
 
 def scan_records(

@@ -88,15 +88,14 @@ def attempt_name(step: int, run: str) -> str:
 
 def parse_attempt(name: str) -> tuple[int, str] | None:
     """Returns (step, run) of an attempt folder, None for any other name."""
-    found = _ATTEMPT.fullmatch(name)
-    return (int(found[1]), found[2]) if found else None
+    return next(((step, run) for _, step, run in attempts([name])), None)
 
 
 def attempts(names: Iterable[str]) -> Iterator[tuple[str, int, str]]:
     """Yields (name, step, run) for every attempt folder in ``names``."""
     for name in names:
-        if found := parse_attempt(name):
-            yield name, *found
+        if found := _ATTEMPT.fullmatch(name):
+            yield name, int(found[1]), found[2]
 
 
 def trash_name(attempt: str) -> str:
@@ -212,11 +211,11 @@ def rank_ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 def ranks_of_node(head: Mapping[str, Any]) -> list[int]:
     """Returns the ranks of one node that a head names as its ``part``, a proper subset, ascending:
-    a list of ranks in a manifest, of ranges in a record. Empty without a part."""
+    a list of ranks in a manifest, of ranges in a record."""
     ranks: list[int] = []
     world_size = head.get("world_size")
     # another number of ranks is refused with the other fields
-    if "part" not in head or not is_count(world_size, 1, MAX_RANKS):
+    if not is_count(world_size, 1, MAX_RANKS):
         return ranks
     value = head["part"]
     for row in value if isinstance(value, list) else [None]:
@@ -405,17 +404,14 @@ def read_record(file: BinaryIO) -> Record:
     """Returns the head of a record. Raises RecordError if it is torn, altered or of another
     kind, or a field is missing or wrong."""
     head, checksum = read_head(file, "record")
-    head |= {"part": ranks_of_node(head), "checksum": checksum}
-    record = decode(Record, head, "record")
+    if "part" in head:
+        head["part"] = ranks_of_node(head)
+    record = decode(Record, head | {"checksum": checksum}, "record")
     if record.rank not in (record.local_ranks or range(record.world_size)):
         part = f" in its part, rank {listed(record.local_ranks)}" if record.local_ranks else ""
         raise RecordError(f"rank is {record.rank}, expected one below {record.world_size}{part}")
     _check_files([(record.rank, record.files)])
     return record
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_AXES and all(map(is_count, value))
 
 
 def read_details(file: BinaryIO) -> tuple[Record, Details]:
@@ -434,11 +430,13 @@ def read_details(file: BinaryIO) -> tuple[Record, Details]:
             dtype, shape, checksum, index, whole, number = row
             if not (
                 isinstance(dtype, str)
-                and _is_shape(shape)
                 and isinstance(checksum, str)
                 and _CHECKSUM.fullmatch(checksum)
-                and (index is None or is_count(index, 0, len(layouts) - 1))
-                and (_is_shape(whole) or whole is index is None)
+                and (index is None or whole is not None and is_count(index, 0, len(layouts) - 1))
+                and all(
+                    isinstance(sizes, list) and len(sizes) <= MAX_AXES and all(map(is_count, sizes))
+                    for sizes in ((shape,) if whole is None else (shape, whole))
+                )
                 and is_count(number, 0, len(record.files) - 1)
             ):
                 raise RecordError(
@@ -543,7 +541,9 @@ class Manifest:
     def read(cls, file: BinaryIO) -> Manifest:
         """Reads a manifest. Raises RecordError if it is torn, altered or of another kind."""
         head, _ = read_head(file, "manifest", MANIFEST_LIMIT)
-        manifest = decode(cls, head | {"part": ranks_of_node(head)}, "manifest")
+        if "part" in head:
+            head["part"] = ranks_of_node(head)
+        manifest = decode(cls, head, "manifest")
         ranks = manifest.local_ranks or range(manifest.world_size)
         if not len(manifest.files) == len(manifest.records) == len(ranks):
             raise RecordError(

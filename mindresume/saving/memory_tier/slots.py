@@ -71,12 +71,11 @@ from mindresume.tensor_files import (
     FilePlan,
     TensorSpec,
     checksummed,
-    chunks,
     encode_plan,
     plan_file,
     tensor_spec,
 )
-from mindresume.tensor_files.header import DTYPES
+from mindresume.tensor_files.header import CHUNK, DTYPES
 
 # ---- the rule ------------------------------------------------------------------------------------
 
@@ -531,8 +530,9 @@ class TierSlots:
 
 def _pieces(plan: FilePlan, memory: np.ndarray) -> Iterator[tuple[str | None, memoryview]]:
     for part in plan.parts:
-        for piece in chunks(memoryview(memory[part.offset : part.offset + part.count])):
-            yield part.name, piece
+        data = memoryview(memory[part.offset : part.offset + part.count])
+        for start in range(0, max(len(data), 1), CHUNK):
+            yield part.name, data[start : start + CHUNK]
 
 
 def shard_in(slot: Slot) -> Shard:
