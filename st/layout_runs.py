@@ -69,7 +69,6 @@ class ModelKind:
 FIRST = Layout(dp=2, tp=2)
 KINDS = {
     "safetensors": ModelKind("quickstart_qwen3.yaml", 4, options=ONE_LAYER),
-    "safetensors-up": ModelKind("quickstart_qwen3.yaml", 4),
     "ckpt": ModelKind("quickstart_llama.yaml", 1, legacy=True),
 }
 

@@ -38,7 +38,8 @@ from st.layout_runs import (
 from st.run_attempts import RunAttempt, finished_attempt
 from st.training_run import Run
 
-pytestmark = pytest.mark.timeout(1200)
+# by default st/test_iterations.py, st/test_single_convert.py, st/test_cookbook.py and the judge
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,12 @@ class Outcome:
     samples: dict[int, list[str]] = field(default_factory=dict)
 
 
-LONG = (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, 17), Plan(Layout(dp=4), 15, None))
-# st/test_iterations.py grows again
 PLANS = {
-    "safetensors": (Plan(Layout(dp=2), 5, 12), Plan(Layout(dp=1), 10, None)),
-    "safetensors-up": LONG,
+    "safetensors": (
+        Plan(Layout(dp=2), 5, 12),
+        Plan(Layout(dp=1), 10, 17),
+        Plan(Layout(dp=4), 15, None),
+    ),
     "ckpt": (Plan(Layout(dp=2), 5, None),),
 }
 
@@ -75,13 +77,7 @@ PLANS = {
 # ---- the attempts --------------------------------------------------------------------------------
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "safetensors",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in list(PLANS)[1:]),
-    ],
-)
+@pytest.fixture(scope="module", params=PLANS)
 def kind(request) -> str:
     return request.param
 

@@ -1,5 +1,5 @@
 """One process, and the data set or the batch size is another one at a resume: declared or not,
-interrupted again, round after round.
+interrupted again. (The new data set alone, and round after round: st/test_cookbook.py.)
 
 The data sets are windows of one text, in other numbers: a sample is known by its tokens, and no two
 sets have the same rows in the same places.
@@ -104,13 +104,12 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
         **own,
         **{
             name: run_beside(whole_single, base / name)
-            for name in ("ignored", "skipped", "larger", "silent", "refused", "new", "sinks")
+            for name in ("skipped", "larger", "silent", "refused", "new", "sinks")
         },
     )
     shutil.rmtree(runs.new.checkpoints)
     second, more = sets["second"], "--epochs 6"
     in_parallel(
-        lambda: twice(runs.ignored, 47, second, IGNORE, more),
         lambda: twice(runs.skipped, 47, second, SKIP, more),
         lambda: train_well(
             runs.larger,
@@ -134,22 +133,6 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
 
 
 # ---- a new data set that was declared ------------------------------------------------------------
-
-
-def test_training_starts_with_the_first_sample_of_the_new_data_set(changed, alone):
-    """Scenario 1. Two passes of 15 steps follow step 40."""
-    run = changed.ignored
-    assert [samples(run, 0)[step] for step in range(41, 48)] == alone.second[:7]
-
-
-def test_after_another_interruption_its_position_is_restored(changed, alone):
-    """The same command with ignore_data_skip: True restarts the data only once."""
-    run = changed.ignored
-    assert selected_step(run) == 45
-    assert steps_of(run) == list(range(46, 71))
-    assert [samples(run)[step] for step in range(46, 71)] == (alone.second * 2)[5:]
-    how, details = resume_summary(run)["data"]
-    assert how == "restored" and "40 of 120" in details
 
 
 def test_steps_that_were_trained_already_are_skipped(changed, alone):
