@@ -6,11 +6,12 @@ import os
 from dataclasses import replace
 
 import pytest
+from lease_holders import publish_lease
 from rank_folders import EVERY_RUN, STORAGE, Ranks, dir_at, save, target_of, write_rank
 from storages import Hooked, os_error
 
 from mindresume import runtime
-from mindresume.coordination import lease, storage_topology
+from mindresume.coordination import storage_topology
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import (
     COMMON,
@@ -131,13 +132,12 @@ def looked_from(tmp_path, hosts, local=False):
         host = hosts[group.rank // 2]
         return find_shared_groups(CheckpointDir(host, str(tmp_path)), group)
 
+    names_of_hosts = [f"node{rank // 2}" for rank in range(2 * len(hosts))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage_topology, "is_local", lambda path: local)
-        found = Ranks(2 * len(hosts), [f"node{rank // 2}" for rank in range(2 * len(hosts))]).run(
-            work
-        )
-    assert all(one == found[0] for one in found) and os.listdir(tmp_path) == []
-    return found[0].leaders
+        (leaders,) = {one.leaders for one in Ranks(len(names_of_hosts), names_of_hosts).run(work)}
+    assert os.listdir(tmp_path) == []
+    return leaders
 
 
 @pytest.mark.parametrize("seconds, by_name", [(30, True), (60, True), (1e9, False)])
@@ -233,13 +233,8 @@ def test_the_next_run_is_later_than_all_on_any_node(tmp_path):
 def test_two_leaders_of_one_folder_find_each_other(tmp_path):
     """Whatever went wrong in the exchange of probe files: one of them reads the other's lease
     before the first step."""
-    mine = lease.Lease(
-        dir_at(tmp_path), replace(lease.holder_of_this_process("saving", 4), run=RUN)
-    )
-    theirs = lease.Lease(dir_at(tmp_path), replace(mine.holder, host="node7", pid=7))
-    (tmp_path / FOLDER).mkdir()
-    for one in (mine, theirs):
-        one.publish()
+    mine = publish_lease(tmp_path)
+    theirs = publish_lease(tmp_path, replace(mine.holder, host="node7", pid=7))
     check_not_shared(theirs)
     with pytest.raises(LeaseHeldError, match="host node7 and host .* find each other"):
         check_not_shared(mine)
@@ -299,52 +294,40 @@ def test_the_records_of_a_node_are_its_commit(tmp_path):
     """The job was killed before its manifest; the next run writes that."""
     save_part(tmp_path, 5, commit=False)
     found = candidate_at(tmp_path)
-    assert (found.local_ranks, found.maybe_completed, found.committed, found.problem) == (
-        (2, 3),
-        True,
-        False,
-        None,
-    )
-    assert [
-        seen.state for seen in list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]
-    ] == [NODE_LOCAL]
+    assert (found.local_ranks, found.problem) == ((2, 3), None)
+    assert found.maybe_completed and not found.committed
+    (row,) = list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]
+    assert row.state == NODE_LOCAL
     made = plan(dir_at(tmp_path), KeepLast(1), active=LATER, ended=EVERY_RUN)
     assert made.orphans == made.to_delete == ()
     assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
     again = candidate_at(tmp_path)
     assert again.committed and replace(again, committed=False) == found
-    assert (
-        newest_committed(dir_at(tmp_path)) == [attempt_name(5, RUN)]
-        and (tmp_path / "rank_2" / "meta.json").exists()
-    )
+    assert newest_committed(dir_at(tmp_path)) == names(5)
+    assert (tmp_path / "rank_2" / "meta.json").exists()
 
 
-def test_a_node_without_the_record_of_one_rank_has_no_part(tmp_path):
-    write_rank(tmp_path, 5, 2, 4, local_ranks=(2, 3))
+@pytest.mark.parametrize(
+    "ranks, with_local_ranks, is_torn, said",
+    [
+        ((2,), True, False, "1 of 2 ranks recorded what they wrote, missing: rank 3"),
+        # the save may have been complete, so nothing of it is removed
+        ((2, 3), True, True, "the record of rank 3 cannot be read"),
+        # records of earlier versions
+        ((2, 3), False, False, "2 of 4 ranks recorded what they wrote, missing: rank 0, 1"),
+    ],
+)
+def test_a_node_without_all_records_of_its_ranks_has_no_part(
+    tmp_path, ranks, with_local_ranks, is_torn, said
+):
+    for rank in ranks:
+        write_rank(tmp_path, 5, rank, 4, local_ranks=(2, 3) if with_local_ranks else ())
+    if is_torn:
+        (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
     for brief in (False, True):
         (found,) = scan_records(dir_at(tmp_path), brief=brief)[0]
-        assert (
-            found.problem.reason
-            == "the save never completed: 1 of 2 ranks recorded what they wrote, missing: rank 3"
-        )
-        assert (found.local_ranks, found.maybe_completed) == ((), False)
-
-
-def test_a_save_with_an_unreadable_record_counts_as_maybe_completed(tmp_path):
-    """The save may have been complete, so nothing of it is removed."""
-    save_part(tmp_path, 5, commit=False)
-    (tmp_path / FOLDER / attempt_name(5, RUN) / record_name(3)).write_bytes(b"")
-    found = candidate_at(tmp_path)
-    assert found.maybe_completed and "the record of rank 3 cannot be read" in found.problem.reason
-
-
-def test_records_of_earlier_versions_have_no_local_ranks(tmp_path):
-    save_part(tmp_path, 5, commit=False, with_local_ranks=False)
-    found = candidate_at(tmp_path)
-    assert (
-        not found.maybe_completed
-        and "2 of 4 ranks recorded what they wrote, missing: rank 0, 1" in found.problem.reason
-    )
+        assert said in found.problem.reason
+        assert (found.local_ranks, found.maybe_completed) == ((), is_torn)
 
 
 def test_the_merged_records_of_some_nodes_are_the_parts_of_these_nodes(tmp_path):
@@ -380,17 +363,14 @@ def names(*steps, run=RUN):
 
 
 def test_the_newest_step_that_all_nodes_have_is_recorded():
-    assert newest_common([names(20, 15, 10), names(15, 10), names(25, 15)]) == names(15)[0]
-    assert (
-        newest_common([names(5, run=LATER) + names(20), names(20) + names(5, run=LATER)])
-        == names(5, run=LATER)[0]
-    )
-    assert (
-        newest_common([names(20), names(15)])
-        == newest_common([])
-        == newest_common([names(5), []])
-        == ""
-    )
+    (later,) = names(5, run=LATER)
+    for rows, common in (
+        ([names(20, 15, 10), names(15, 10), names(25, 15)], *names(15)),
+        ([[later, *names(20)], [*names(20), later]], later),
+    ):
+        assert newest_common(rows) == common
+    for rows in ([names(20), names(15)], [], [names(5), []]):
+        assert newest_common(rows) == ""
 
 
 def test_a_node_that_is_ahead_keeps_the_common_step(tmp_path):
@@ -427,10 +407,8 @@ def test_nothing_is_removed_if_the_common_step_is_unknown(tmp_path, content):
     (tmp_path / FOLDER / COMMON).write_bytes(content)
     assert set(protected_by_peers(dir_at(tmp_path))) == set(names(5, 10))
     made = plan(dir_at(tmp_path), KeepLast(1))
-    assert (
-        carry_out(dir_at(tmp_path), made) == []
-        and "share no disk" in made.reasons[made.kept[1].commit_dir]
-    )
+    assert carry_out(dir_at(tmp_path), made) == []
+    assert "share no disk" in made.reasons[made.kept[1].commit_dir]
 
 
 def test_a_shared_folder_has_no_record_of_a_common_step(tmp_path):

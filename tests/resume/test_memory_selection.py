@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from coordination.test_storage_topology import save_part
+from job_choices import ALONE
 from memory_tiers import make_owned_tier
 from rank_folders import (
     RUN,
@@ -24,56 +25,60 @@ from rank_folders import (
     write_rank,
 )
 
-from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import lease_holders
 from mindresume.errors import LoadError, NoUsableCheckpointError
-from mindresume.events import CandidateRefused, FreshStart, Notice
+from mindresume.events import CandidateRefused, FreshStart, Notice, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import FOLDER, attempt_name, record_name, run_name
 from mindresume.resume import memory_source
-from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
-from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.crash_loop import FailedLoad, LoadAttempt, key_of
 from mindresume.saving.memory_tier.directory import NOTE, DiskNote, this_process
 from mindresume.settings import MemoryTierSettings, Settings
 from mindresume.storage.read_cache import ReadCache
+from sim.cluster import current_process
 
 LATER = run_name(2, "0000bbbb")
 
 
 def choose(
-    root, ranks=2, settings=None, events=None, saved_to=None, path=None, storages=None, **request
+    root,
+    ranks=2,
+    settings=None,
+    emit=ignore,
+    saved_to=None,
+    path=None,
+    storages=None,
+    shared_groups=None,
+    **request,
 ):
-    """Returns the choices of all ranks, which agree. ``storages``: of the ranks."""
+    """Returns what all ranks select, which is the same. ``storages``: of the ranks."""
     settings = settings or Settings(memory_tier=MemoryTierSettings(every_steps=2))
-    events = [] if events is None else events
+    request = SelectionRequest(str(path or root), output_dir="/output", **request)
+    sources = CheckpointSources(saved_to={os.path.realpath(root)} if saved_to is None else saved_to)
 
     def work(group):
-        selector = CheckpointSelector(
+        found = CheckpointSelector(
             storages[group.rank] if storages else STORAGE,
             group,
             settings,
-            events.append if group.rank == 0 else lambda event: None,
-            CheckpointSources(saved_to={os.path.realpath(root)} if saved_to is None else saved_to),
-        )
-        found = selector.select(
-            SelectionRequest(str(path or root), output_dir="/output", **request)
-        )
+            ignore if group.rank else emit,
+            sources,
+            {} if shared_groups is None else shared_groups,
+        ).select(request)
         if found.read_lock is not None:
             found.read_lock.release()
         return found
 
-    found = Ranks(ranks).run(work) if ranks > 1 else [work(SingleProcess())]
+    found = Ranks(ranks).run(work) if ranks > 1 else [work(ALONE)]
     errors = [one for one in found if isinstance(one, Exception)]
     if errors:
         assert len(errors) == len(found), found
         raise errors[0]
     assert (
-        len({(one.choice.root, one.choice.chosen.name) if one.choice else None for one in found})
-        == 1
+        len({one.choice and (one.choice.in_memory, one.choice.chosen.name) for one in found}) == 1
     )
     return found
 
@@ -199,10 +204,10 @@ def test_memory_does_not_bring_back_what_a_person_has_removed_to_go_back(
     if not has_records:
         shutil.rmtree(root / FOLDER / attempt_name(10, RUN))
     if has_others:
-        assert taken(root, events=events) == (5, False)
+        assert taken(root, emit=events.append) == (5, False)
     else:
         with pytest.raises(NoUsableCheckpointError):
-            taken(root, events=events)
+            taken(root, emit=events.append)
     assert attempt_name(10, RUN) in notices(events) and "flush" in notices(events)
 
 
@@ -255,7 +260,7 @@ def test_an_error_of_the_tier_does_not_keep_a_job_from_the_disk(root, tier, monk
 
     monkeypatch.setattr(memory_source, "scan_records", broken)
     events = []
-    assert taken(root, events=events) == (5, False)
+    assert taken(root, emit=events.append) == (5, False)
     assert "is broken" in notices(events)
 
 
@@ -263,7 +268,7 @@ def test_an_incomplete_save_is_not_taken_and_the_one_before_is(root, both_saved)
     """maxtext#5260: an incomplete step was chosen."""
     write_rank(both_saved, 15, 1, 2)
     events = []
-    assert taken(root, events=events) == (10, True)
+    assert taken(root, emit=events.append) == (10, True)
     assert [event.step for event in refused(events)] == [15]
     shutil.rmtree(both_saved / FOLDER)
     assert taken(root) == (5, False)
@@ -275,7 +280,7 @@ def test_a_corrupt_replica_is_refused_once_and_never_tried_again(root, both_save
     save(both_saved, 12, world=2)
     flip_bit(path_of(both_saved, 12, rank))
     events = []
-    assert taken(root, events=events) == (10, True)
+    assert taken(root, emit=events.append) == (10, True)
     (event,) = refused(events)
     assert event.step == 12 and f"rank {rank} is not what was written" in event.reason
     damaged = next(c for c in scan_records(dir_at(both_saved))[0] if c.step == 12)
@@ -299,7 +304,7 @@ def test_memory_is_taken_if_the_newer_checkpoint_on_disk_is_damaged(root, both_s
     save(root, 15, world=2)
     flip_bit(path_of(root, 15, 1))
     events = []
-    assert taken(root, events=events) == (10, True)
+    assert taken(root, emit=events.append) == (10, True)
     assert [event.step for event in refused(events)] == [15]
     shutil.rmtree(root / "rank_0")
     assert taken(root) == (10, True)
@@ -311,7 +316,7 @@ def test_if_neither_can_be_used_the_error_is_that_of_the_disk(root, both_saved):
     flip_bit(path_of(both_saved, 10, 0))
     events = []
     with pytest.raises(NoUsableCheckpointError):
-        choose(root, events=events)
+        choose(root, emit=events.append)
     assert "step 10" in notices(events)
 
 
@@ -319,7 +324,7 @@ def test_a_fresh_start_without_any_checkpoint_on_disk_is_not_silent(root, tier):
     save(tier, 10, world=2)
     flip_bit(path_of(tier, 10, 0))
     events = []
-    assert taken(root, events=events) is None
+    assert taken(root, emit=events.append) is None
     assert [event.step for event in refused(events)] == [10]
     assert any(isinstance(event, FreshStart) for event in events)
 
@@ -390,41 +395,20 @@ def test_a_save_after_which_jobs_die_is_taken_last(root, both_saved):
 
 @pytest.fixture
 def nodes(memory, root, monkeypatch):
-    """Makes one disk for two nodes with ranks 0, 1 and 2, 3. Returns their tiers; those of a rank
-    are found by its thread."""
+    """Makes one disk for two nodes with ranks 0, 1 and 2, 3, with step 5 on it. Returns their
+    tiers; that of a rank is found by its thread."""
     tiers = {}
     for node in ("a", "b"):
         os.mkdir(os.path.join(memory, node))
-        root.mkdir(exist_ok=True)
         tiers[node] = make_owned_tier(os.path.join(memory, node), root)
-    return tiers
-
-
-def choose_on_nodes(root, nodes, monkeypatch, **options):
-    from sim.cluster import current_process
 
     def find(directory):
-        tier = nodes["a" if current_process().name in ("rank0", "rank1") else "b"]
+        tier = tiers["a" if current_process().name in ("rank0", "rank1") else "b"]
         return (str(tier), "") if tier.exists() else ("", "")
 
     monkeypatch.setattr(memory_source, "find_tier", find)
-    policy = SelectionPolicy(4, max_failed_loads=2, **options)
-    groups = {}
-    found = Ranks(4).run(
-        lambda group: select_checkpoint(
-            STORAGE,
-            str(root),
-            group,
-            policy,
-            CheckpointSources(saved_to={os.path.realpath(root)}, memory=groups),
-        )
-    )
-    for error in found:
-        if isinstance(error, Exception):
-            raise error
-    steps = {(choice.chosen.step, choice.in_memory) for choice in found}
-    assert len(steps) == 1, steps
-    return steps.pop(), groups, found
+    save(root, 5, world=4)
+    return tiers
 
 
 def both(nodes, *steps):
@@ -433,40 +417,29 @@ def both(nodes, *steps):
         save_part(nodes["b"], step, (2, 3), commit=False)
 
 
-def test_a_step_counts_only_if_every_rank_has_it(root, nodes, monkeypatch):
-    save(root, 5, world=4)
+def test_a_step_counts_only_if_every_rank_has_it(root, nodes):
     both(nodes, 10)
     save_part(nodes["a"], 12, (0, 1), commit=False)
-    step, groups, found = choose_on_nodes(root, nodes, monkeypatch)
-    assert step == (10, True) and [shard.rank for choice in found for shard in choice.shards] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    groups = {}
+    for rank, found in enumerate(choose(root, 4, shared_groups=groups)):
+        choice = found.choice
+        assert (choice.chosen.step, choice.in_memory, choice.refused[0].step) == (10, True, 12)
+        assert [shard.rank for shard in choice.shards] == [rank]
     assert {groups[str(tier)].leaders for tier in nodes.values()} == {(0, 0, 2, 2)}
-    assert {choice.refused[0].step for choice in found} == {12}
 
 
-def test_the_loss_of_one_node_falls_back_to_the_disk(root, nodes, monkeypatch):
-    save(root, 5, world=4)
+def test_the_loss_of_one_node_falls_back_to_the_disk(root, nodes):
     both(nodes, 10)
     shutil.rmtree(nodes["b"])
-    assert choose_on_nodes(root, nodes, monkeypatch)[0] == (5, False)
+    assert taken(root, ranks=4) == (5, False)
 
 
-def test_damage_on_one_node_moves_all_to_the_save_before(root, nodes, monkeypatch):
-    save(root, 5, world=4)
+def test_damage_on_one_node_moves_all_to_the_save_before(root, nodes):
     both(nodes, 8, 10)
     flip_bit(path_of(nodes["b"], 10, 3))
-    assert choose_on_nodes(root, nodes, monkeypatch)[0] == (8, True)
-    assert choose_on_nodes(root, nodes, monkeypatch)[0] == (8, True)
+    assert taken(root, ranks=4) == taken(root, ranks=4) == (8, True)
 
 
-def test_regions_are_not_read_from_several_nodes(root, nodes, monkeypatch):
-    save(root, 5, world=4)
+def test_regions_are_not_read_from_several_nodes(root, nodes):
     both(nodes, 10)
-    assert choose_on_nodes(root, nodes, monkeypatch, any_layout=True, every_rank=True)[0] == (
-        5,
-        False,
-    )
+    assert taken(root, ranks=4, any_layout=True) == (5, False)
