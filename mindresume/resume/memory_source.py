@@ -436,17 +436,10 @@ class DiskCopy:
 
     @cached_property
     def target(self) -> SaveTarget:
-        found = self.candidate
-        return SaveTarget(
-            self.directory.storage,
-            self.directory.root,
-            found.run,
-            min(found.files),
-            found.world_size,
-            bool(found.iteration_dir),
-            (),
-            found.lineage,
-            self.samples_in_common,
+        return replace(
+            SaveTarget.of(self.directory, self.candidate, min(self.candidate.files)),
+            local_ranks=(),
+            samples_in_common=self.samples_in_common,
         )
 
     def leave(self) -> None:

@@ -267,8 +267,6 @@ class Committer:
     def recover(self) -> list[int]:
         """Commits and publishes what earlier runs completed before they died. Returns the steps,
         newest first."""
-        storage = self.target.storage
-        root = self.target.root
         recovered = []
         found = scan_records(self.target)[0]
         order = found
@@ -301,16 +299,9 @@ class Committer:
             # of one node, copied here
             if candidate.local_ranks and not self.target.local_ranks:
                 continue
-            target = SaveTarget(
-                storage,
-                root,
-                candidate.run or "",
-                0,
-                candidate.world_size,
-                making,
-                candidate.local_ranks,
-                candidate.lineage,
-                self.target.samples_in_common,
+            target = replace(
+                SaveTarget.of(self.target, candidate),
+                samples_in_common=self.target.samples_in_common,
             )
             step = candidate.step or 0
             try:

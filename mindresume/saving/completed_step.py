@@ -89,16 +89,7 @@ def upload_completed(
     if chosen.origin != OURS or chosen.missing_ranks:
         return
     step = chosen.step
-    target = SaveTarget(
-        storage,
-        origin.checkpoint_dir,
-        chosen.run,
-        0,
-        chosen.world_size,
-        bool(chosen.iteration_dir),
-        chosen.local_ranks,
-        chosen.lineage,
-    )
+    target = SaveTarget.of(CheckpointDir(storage, origin.checkpoint_dir), chosen)
     ranks = range(group.rank, chosen.world_size, group.size)
     try:
         if not run_on_rank0(

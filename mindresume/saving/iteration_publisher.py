@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import xxhash
 
 from mindresume import runtime
+from mindresume.coordination.lease_acquisition import half_written
 from mindresume.errors import RecordError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats import Candidate, CheckpointDir
@@ -50,7 +50,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.operations import publish, temporary_name
+from mindresume.storage.operations import publish
 
 
 def write_metadata_files(
@@ -192,10 +192,6 @@ def finish_tracker(directory: CheckpointDir, candidates: Iterable[Candidate], ta
 
 def _clean_trackers(directory: CheckpointDir, tag: str) -> None:
     """Removes temporary files of the tracker of runs before ``tag``."""
-    head, tail = temporary_name(directory.path(TRACKER), "\0").split("\0")
-    for name in directory.storage.list(directory.root):
-        path = directory.path(name)
-        if path.startswith(head) and path.endswith(tail):
-            with suppress(RecordError):
-                if run_sequence(path[len(head) : -len(tail)]) < run_sequence(tag):
-                    directory.storage.remove(path)
+    for name, run in half_written(directory.storage.list(directory.root)):
+        if name.startswith(f".{TRACKER}.") and run_sequence(run) < run_sequence(tag):
+            directory.storage.remove(directory.path(name))

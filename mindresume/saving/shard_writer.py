@@ -24,7 +24,7 @@ from mindresume.coordination.lease import fence
 from mindresume.coordination.lease_acquisition import half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import CheckpointDir
+from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import (
     MODEL,
     OPTIMIZER,
@@ -78,6 +78,20 @@ class SaveTarget(CheckpointDir):
     local_ranks: tuple[int, ...] = ()
     lineage: str = ""
     samples_in_common: bool = False
+
+    @classmethod
+    def of(cls, directory: CheckpointDir, candidate: Candidate, rank: int = 0) -> SaveTarget:
+        """Returns the destination of a save that is there."""
+        return cls(
+            directory.storage,
+            directory.root,
+            candidate.run or "",
+            rank,
+            candidate.world_size,
+            bool(candidate.iteration_dir),
+            candidate.local_ranks,
+            candidate.lineage,
+        )
 
     @property
     def ranks(self) -> Sequence[int]:
