@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -86,23 +85,19 @@ def test_a_row_for_each_attempt_and_each_checkpoint(tmp_path):
     save(tmp_path / "checkpoint", 10)
     text = page.html(written(tmp_path, two_attempts()))
     rows = Checker(text).rows
-    attempts = [row for row in rows if len(row) == 9 and row[1] in RUNS]
-    assert [(row[0], row[3], row[4], row[5], row[6], row[7]) for row in attempts[:2]] == [
-        ("1", "failed" + KILLED, "fresh start", "1 to 8", "3", "1"),
-        ("2", "finished", "step 5", "6 to 10", "0", "1"),
+    assert [row[:1] + row[3:8] for row in rows if len(row) == 9 and row[1] in RUNS[:2]][:2] == [
+        ["1", "failed" + KILLED, "fresh start", "1 to 8", "3", "1"],
+        ["2", "finished", "step 5", "6 to 10", "0", "1"],
     ]
     assert [row[0] for row in rows if row[-1] == "complete"] == ["10", "5"]
-    assert ["2", "8", "the save never completed: no rank recorded what they wrote"] in rows
-    assert text.count("<caption>") == text.count("<table>") == 6
-    assert ["1", "2", "disk", "30 s", "3 steps", ""] in rows and [
-        "Total",
-        "",
-        "",
-        "30 s",
-        "3 steps",
-        "",
-    ] in rows
-    assert "3 of 13" in text and ["", "Total", "34 s", "100 %", ""] in rows
+    assert text.count("<caption>") == text.count("<table>") == 6 and "3 of 13" in text
+    for row in (
+        ["2", "8", "the save never completed: no rank recorded what they wrote"],
+        ["1", "2", "disk", "30 s", "3 steps", ""],
+        ["Total", "", "", "30 s", "3 steps", ""],
+        ["", "Total", "34 s", "100 %", ""],
+    ):
+        assert row in rows
 
 
 def test_the_page_says_what_the_advice_would_change(tmp_path):
@@ -110,48 +105,26 @@ def test_the_page_says_what_the_advice_would_change(tmp_path):
     text = page.html(report)
     assert advice_of(report).change in text and "; 36 in memory" in text
     rows = Checker(text).rows
-    assert [row[:3] for row in rows if row[2:3] in (["memory"], ["disk"])] == [
-        ["1", "2", "memory"],
-        ["2", "3", "memory"],
-        ["3", "4", "disk"],
+    assert [row[2] for row in rows if row[0].isdigit() and row[2] in ("memory", "disk")] == [
+        *("memory", "memory", "disk")
     ]
-    assert "step 108 in memory" in [cell for row in rows for cell in row]
+    assert "step 108 in memory" in sum(rows, [])
     assert tables.recovery_summary(report).startswith("3 recoveries: 2 from memory")
-
-
-def test_without_a_failure_there_is_no_estimate_and_no_recovery(tmp_path):
-    report = written(tmp_path, history(attempts=1, memory=3, finished=True))
-    assert "no estimate" in page.html(report) and report.recoveries == ()
 
 
 def test_the_page_loads_nothing_and_runs_only_its_own_script(tmp_path):
     checker = Checker(page.html(written(tmp_path, two_attempts())))
-    assert not {"link", "iframe", "img", "object", "base", "form", "image", "foreignObject"} & set(
-        checker.tags
-    )
-    assert not [
-        name
-        for name, _ in checker.attributes
-        if name.startswith("on") or name in ("src", "href", "style", "srcdoc")
-    ]
-    (block, _), (attributes, script) = checker.scripts
-    (style,) = checker.styles
-    assert (block, attributes, script, style) == (
-        {"type": "application/json", "id": "data"},
-        {},
-        page.SCRIPT,
-        page.STYLE,
-    )
-    policies = [
-        value for name, value in checker.attributes if name == "content" and "default-src" in value
-    ]
-    assert len(policies) == 1 and policies[0].startswith(
-        BASE.format(hash_of(script), hash_of(style))
-    )
-    assert (
-        "unsafe" not in policies[0]
-        and "require-trusted-types-for 'script'; trusted-types 'none'" in policies[0]
-    )
+    loading = {"link", "iframe", "img", "object", "base", "form", "image", "foreignObject"}
+    assert not loading & set(checker.tags)
+    names = {name for name, _ in checker.attributes}
+    assert not names & {"src", "href", "style", "srcdoc"}
+    assert not [name for name in names if name.startswith("on")]
+    (block, _), script = checker.scripts
+    assert block == {"type": "application/json", "id": "data"}
+    assert (script, checker.styles) == ([{}, page.SCRIPT], [page.STYLE])
+    (policy,) = [text for name, text in checker.attributes if "default-src" in (text or "")]
+    assert policy.startswith(BASE.format(hash_of(page.SCRIPT), hash_of(page.STYLE)))
+    assert policy.endswith("require-trusted-types-for 'script'; trusted-types 'none'")
 
 
 def test_the_script_writes_no_markup_and_asks_no_network():
@@ -184,17 +157,9 @@ def test_the_script_writes_no_markup_and_asks_no_network():
 
 
 def test_hostile_text_is_escaped(tmp_path):
-    log = (
-        Training()
-        .start(0)
-        .event(1, ev.CandidateRefused(5, EVIL, EVIL))
-        .resume(2, 0, EVIL)
-        .run(3, EVIL)
-        .steps(4, 1, 3)
-    )
-    log.event(8, ev.SaveFailed(3, EVIL)).event(9, ev.TrainingEnded(ev.FAILED, EVIL))
-    report = written(tmp_path, log)
-    text = page.html(report)
+    log = Training().start(0).event(1, ev.CandidateRefused(5, EVIL, EVIL)).resume(2, 0, EVIL)
+    log.run(3, EVIL).steps(4, 1, 3).event(8, ev.SaveFailed(3, EVIL))
+    text = page.html(written(tmp_path, log.event(9, ev.TrainingEnded(ev.FAILED, EVIL))))
     checker = Checker(text)
     assert checker.tags.count("script") == 2 and "img" not in checker.tags
     cells = [cell for row in checker.rows for cell in row if "alert(1)" in cell]
@@ -202,12 +167,8 @@ def test_hostile_text_is_escaped(tmp_path):
     assert not [name for name, _ in checker.attributes if name.startswith("on")]
     (_, block), _ = checker.scripts
     assert not set("<>&") & set(block)
-    assert (
-        EVIL
-        in next(mark for mark in data_of(text)["chart"]["marks"] if mark["kind"] == "failed")[
-            "text"
-        ][1]["reason"]
-    )
+    (failed,) = [mark for mark in data_of(text)["chart"]["marks"] if mark["kind"] == "failed"]
+    assert EVIL in failed["text"][1]["reason"]
     phrases = [json.loads(value) for name, value in checker.attributes if name == "data-t"]
     assert ["failed_save", {"reason": EVIL}] in phrases
 
@@ -225,15 +186,6 @@ def test_nothing_gets_out_of_the_data_block(text):
     ]
 
 
-def test_numbers_that_are_not_finite_are_null():
-    assert json.loads(page.json_block([math.nan, math.inf, -math.inf, 1.5])) == [
-        None,
-        None,
-        None,
-        1.5,
-    ]
-
-
 def test_a_hostile_name_of_a_folder_is_text(tmp_path):
     folder = tmp_path / "a<script>b"
     Checker(text := page.html(written(folder, two_attempts())))
@@ -245,12 +197,8 @@ def test_a_hostile_name_of_a_folder_is_text(tmp_path):
 
 def test_each_phrase_of_the_page_has_its_texts(tmp_path):
     text = page.html(written(tmp_path, two_attempts()))
-    phrases = [json.loads(value) for name, value in Checker(text).attributes if name == "data-t"]
-    assert (
-        phrases[0][0] == "title.of"
-        and len(phrases) > 90
-        and {key for key, _ in phrases} <= TEXTS.keys()
-    )
+    keys = [json.loads(value)[0] for name, value in Checker(text).attributes if name == "data-t"]
+    assert keys[0] == "title.of" and len(keys) > 90 and set(keys) <= TEXTS.keys()
     texts = data_of(text)["texts"]
     assert texts["zh"].keys() == texts["en"].keys() == TEXTS.keys()
 
@@ -264,22 +212,13 @@ def test_the_template_has_no_text_of_its_own():
 
 def test_a_page_without_logs_names_the_searched_folders(tmp_path):
     save(tmp_path / "checkpoint", 5)
-    text = page.html(
-        build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), ["/elsewhere"])
-    )
-    rows = Checker(text).rows
-    assert (
-        [row[0] for row in rows[1:]] == ["5"]
-        and ">Run attempts<" not in text
-        and data_of(text)["chart"] is None
-    )
-    for path in (
-        f"{tmp_path}/mindresume_events/*.jsonl",
-        f"{tmp_path}/log*/rank_*/info.log*",
-        f"{tmp_path}/msrun_log*/worker_*.log",
-        "/elsewhere/log*/rank_*/info.log*",
-    ):
-        assert path in text
+    more = ["/elsewhere"]
+    text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), more))
+    assert [row[0] for row in Checker(text).rows[1:]] == ["5"]
+    assert ">Run attempts<" not in text and data_of(text)["chart"] is None
+    for folder in (tmp_path, "/elsewhere"):
+        for pattern in ("mindresume_events/*.jsonl", "log*/rank_*/info.log*", "msrun_log*/worker"):
+            assert f"{folder}/{pattern}" in text
 
 
 def test_without_anything(tmp_path):
@@ -296,10 +235,8 @@ def test_hidden_characters_are_shown(tmp_path):
 def test_unknown_values_are_marked(tmp_path):
     two_attempts().write(tmp_path / "log" / "rank_0" / "info.log")
     report = build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"))
-    rows = [row for row in Checker(page.html(report)).rows if len(row) == 9]
-    assert [(row[1], row[7]) for row in rows[1:]] == [
-        ("not known", "not known")
-    ] * 2 and "inferred" in rows[2][4]
+    _, first, second = (row for row in Checker(page.html(report)).rows if len(row) == 9)
+    assert first[1] == first[7] == "not known" and "inferred" in second[4]
 
 
 def test_the_summary_is_one_sentence(tmp_path):
@@ -311,32 +248,19 @@ def test_the_summary_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     "seconds, text",
     [
-        (0, "0.00 s"),
+        (-1, "0.00 s"),
         (0.321, "0.32 s"),
         (4.04, "4.0 s"),
-        (59.4, "59 s"),
         (59.6, "1 min 00 s"),
-        (725, "12 min 05 s"),
         (3599.7, "1 h 00 min"),
-        (12000, "3 h 20 min"),
         (86400 * 2 + 4 * 3600, "2 d 4 h"),
-        (-1, "0.00 s"),
     ],
 )
 def test_spans(seconds, text):
     assert page.span_text(seconds) == text
 
 
-@pytest.mark.parametrize(
-    "part, whole, text",
-    [
-        (0, 0, "0 %"),
-        (1, 3, "33 %"),
-        (1, 40, "2.5 %"),
-        (0, 5, "0 %"),
-        (5, 5, "100 %"),
-        (1, 5000, "< 0.1 %"),
-    ],
-)
-def test_percent(part, whole, text):
-    assert tables.percent(part, whole) == text
+def test_percent():
+    parts = ((0, 0, "0 %"), (1, 3, "33 %"), (1, 40, "2.5 %"), (5, 5, "100 %"), (1, 5000, "< 0.1 %"))
+    for part, whole, text in parts:
+        assert tables.percent(part, whole) == text
