@@ -34,16 +34,13 @@ def test_all_handlers_receive_the_event_and_its_time(monkeypatch):
     emit(SaveBegun(1))
     emit.add(other)
     emit(SaveBegun(2))
-    assert (
-        one.events == [SaveBegun(1), SaveBegun(2)]
-        and other.events == [SaveBegun(2)]
-        and one.times == [5.0, 5.0]
-    )
+    assert one.events == [SaveBegun(1), SaveBegun(2)] and one.times == [5.0, 5.0]
+    assert other.events == [SaveBegun(2)]
 
 
 def test_a_failing_handler_is_removed_with_a_notice_to_the_others():
     broken, good = Broken(), Recorder()
-    emit = Emitter(broken, good)
+    emit = Emitter(broken, Broken(), good)
     for step in (1, 2):
         emit(SaveBegun(step))
     assert len(broken.events) == 1
@@ -52,12 +49,7 @@ def test_a_failing_handler_is_removed_with_a_notice_to_the_others():
         SaveBegun(2),
     ]
     notices = [event for event in good.events if isinstance(event, Notice)]
-    assert len(notices) == 1 and "Broken" in notices[0].text and notices[0].level == "warning"
-
-
-def test_all_handlers_fail():
-    emit = Emitter(Broken(), Broken())
-    emit(SaveBegun(1))
+    assert len(notices) == 2 and "Broken" in notices[0].text and notices[0].level == "warning"
 
 
 def test_handlers_are_closed_once_despite_errors():
