@@ -10,7 +10,7 @@ in another order.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from mindresume.model.manifest import TensorRecord
 from mindresume.tensor_files import read_header, read_tensor
 from st.checkpoint_files import merged, shards
+from st.run_attempts import RunAttempt
 from st.training_run import ONE_LAYER, ROOT, Run
 
 PROGRAM = ROOT / "st" / "programs" / "record_start.py"
@@ -71,6 +72,35 @@ KINDS = {
     "safetensors": ModelKind("quickstart_qwen3.yaml", 4, options=ONE_LAYER),
     "ckpt": ModelKind("quickstart_llama.yaml", 1, legacy=True),
 }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt: its layout, the step whose checkpoint it must take (None: a fresh start), the
+    step after which it is killed, and what is special about its command."""
+
+    layout: Layout
+    takes: int | None
+    killed: int | None
+    extra: str = ""
+
+    @property
+    def saves(self) -> int:
+        """The last step that it saves."""
+        return (self.killed or STEPS) // 5 * 5
+
+
+@dataclass
+class Outcome:
+    """One attempt after its end. ``saved``: global tensors of the checkpoint before it; ``loaded``:
+    of its start, without transient state of a step. ``samples``: {step: ids that all ranks saw}."""
+
+    plan: Plan
+    attempt: RunAttempt
+    saved: dict[str, np.ndarray]
+    loaded: dict[str, np.ndarray]
+    samples: dict[int, list[str]]
+    table: Mapping[str, TensorRecord] = field(default_factory=dict)
 
 
 def run_of_kind(kind: str, folder: Path, data: Path, device: str, graphs: Path) -> Run:

@@ -15,7 +15,6 @@ so that a job can change from its rank folders to 2.0.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,6 +50,8 @@ from st.layout_runs import (
     STEPS,
     TOLERANCE,
     Layout,
+    Outcome,
+    Plan,
     assert_losses,
     assert_samples,
     loaded_tensors,
@@ -60,7 +61,6 @@ from st.layout_runs import (
     uninterrupted_run,
 )
 from st.run_attempts import (
-    RunAttempt,
     assert_event,
     committed_steps,
     contains,
@@ -77,42 +77,13 @@ KEEP = "--callbacks.1.keep_checkpoint_max 4"
 BEHIND = "--callbacks.1.async_save True --callbacks.1.remove_redundancy True"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One attempt: its layout, the step whose checkpoint it must take (None: a fresh start), the
-    step after which it is killed, and what is special about its command."""
-
-    layout: Layout
-    takes: int | None
-    killed: int | None
-    extra: str = BEHIND
-
-    @property
-    def saves(self) -> int:
-        """The last step that it saves."""
-        return (self.killed or STEPS) // 5 * 5
-
-
-@dataclass
-class Outcome:
-    """One attempt after its end. ``saved``: global tensors of the checkpoint before it; ``loaded``:
-    of its start, without transient state of a step. ``samples``: {step: ids that all ranks saw}."""
-
-    plan: Plan
-    attempt: RunAttempt
-    saved: dict[str, np.ndarray]
-    loaded: dict[str, np.ndarray]
-    table: Mapping[str, TensorRecord]
-    samples: dict[int, list[str]] = field(default_factory=dict)
-
-
 REPLICAS = "--parallel.enable_parallel_optimizer False"
 BALANCED = "--balanced_load True"
 PLANS = (
-    Plan(FIRST, None, 7),
+    Plan(FIRST, None, 7, BEHIND),
     Plan(Layout(dp=2), 5, 12, f"{BEHIND} {REPLICAS} {BALANCED}"),
-    Plan(Layout(dp=1), 10, 17),
-    Plan(Layout(dp=4), 15, None, ""),
+    Plan(Layout(dp=1), 10, 17, BEHIND),
+    Plan(Layout(dp=4), 15, None),
 )
 
 
@@ -148,7 +119,7 @@ def chain(data, device, graphs, tmp_path_factory) -> tuple[Run, list[Outcome]]:
         attempt, table = finished_attempt(run), layout_table(run.checkpoints, plan.saves)
         # without a load nothing is compiled, or cut, yet
         loaded = parameters(run, table) if plan.takes else {}
-        found.append(Outcome(plan, attempt, saved, loaded, table, samples(run)))
+        found.append(Outcome(plan, attempt, saved, loaded, samples(run), table))
     return run, found
 
 

@@ -13,9 +13,7 @@ Once with .safetensors files; with .ckpt files the second line, to the end.
 """
 
 import json
-from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from mindresume.model.training_state import is_transient
@@ -26,6 +24,8 @@ from st.layout_runs import (
     KINDS,
     STEPS,
     Layout,
+    Outcome,
+    Plan,
     assert_losses,
     assert_samples,
     loaded_tensors,
@@ -35,33 +35,11 @@ from st.layout_runs import (
     start_layout,
     uninterrupted_run,
 )
-from st.run_attempts import RunAttempt, finished_attempt
+from st.run_attempts import finished_attempt
 from st.training_run import Run
 
 # by default st/test_iterations.py, st/test_single_convert.py, st/test_cookbook.py and the judge
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One attempt: its layout, the step whose checkpoint it must take, and the step after which it
-    is killed."""
-
-    layout: Layout
-    takes: int
-    killed: int | None
-
-
-@dataclass
-class Outcome:
-    """One attempt after its end. ``saved``, ``loaded``: global tensors of the checkpoint before it,
-    and of its start. ``samples``: {step: ids that all ranks saw}."""
-
-    plan: Plan
-    attempt: RunAttempt
-    saved: dict[str, np.ndarray]
-    loaded: dict[str, np.ndarray]
-    samples: dict[int, list[str]] = field(default_factory=dict)
 
 
 PLANS = {
