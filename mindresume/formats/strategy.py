@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from mindresume.errors import StrategyError
@@ -115,38 +115,20 @@ class Strategy:
         """Returns the strategy with its layouts adapted to the given numbers of dimensions. A file
         has ``[1, 0]`` both for a matrix and for a vector sharded by two axes, and no dimensions at
         all if a stage is one rank. Raises StrategyError if a layout does not fit."""
-        fitted: dict[tuple[TensorLayout, int], TensorLayout] = {}
+        stages = []
         for stage in self.stages:
+            fitted = {}
             for name, layout in stage.items():
-                count, cuts = dimensions.get(name, len(layout.tensor_map)), layout.tensor_map
-                if (layout, count) in fitted:
-                    continue
-                axes = tuple(axis for axis in cuts if isinstance(axis, int))
-                if count == len(cuts):
-                    fitted[layout, count] = layout
-                    continue
-                if count == 1 and cuts and len(axes) == len(cuts):
-                    cuts = (axes,)
-                elif not cuts and layout.stage_size == 1:
-                    cuts = (-1,) * count
-                else:
+                count = dimensions.get(name, len(layout.tensor_map))
+                form = _fitted(layout, count)
+                if form is None:
                     raise StrategyError(
                         f"{self._where}parameter {name} has {count} dimensions, the strategy has "
-                        f"{len(cuts)}: {layout}; does it belong to this model?"
+                        f"{len(layout.tensor_map)}: {layout}; does it belong to this model?"
                     )
-                fitted[layout, count] = TensorLayout(
-                    layout.device_matrix, cuts, layout.optimizer_shards
-                ).normalized()
-        return Strategy(
-            tuple(
-                {
-                    name: fitted[layout, dimensions.get(name, len(layout.tensor_map))]
-                    for name, layout in stage.items()
-                }
-                for stage in self.stages
-            ),
-            self.source,
-        )
+                fitted[name] = form
+            stages.append(fitted)
+        return Strategy(tuple(stages), self.source)
 
     def to_json(self) -> dict[str, Any]:
         """Returns a JSON value that ``from_json`` reads; it contains each distinct layout once."""
@@ -169,6 +151,23 @@ class Strategy:
             {name: layouts[index] for name, index in stage.items()} for stage in value["stages"]
         )
         return cls(tuple(stages), value["source"])
+
+
+@lru_cache(maxsize=1 << 12)
+def _fitted(layout: TensorLayout, count: int) -> TensorLayout | None:
+    """Returns the layout for ``count`` dimensions, see ``fit_dimensions``; None if it does not
+    fit."""
+    cuts = layout.tensor_map
+    axes = tuple(axis for axis in cuts if isinstance(axis, int))
+    if count == len(cuts):
+        return layout
+    if count == 1 and cuts and len(axes) == len(cuts):
+        cuts = (axes,)
+    elif not cuts and layout.stage_size == 1:
+        cuts = (-1,) * count
+    else:
+        return None
+    return TensorLayout(layout.device_matrix, cuts, layout.optimizer_shards).normalized()
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -80,40 +80,31 @@ def _entries(table: dict[str, Any], path: str, start: int, size: int) -> dict[st
     overlap."""
     rows = []
     for name, row in table.items():
-        if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        if (
+            not isinstance(row, dict)
+            or set(row) != {"dtype", "shape", "data_offsets"}
+            or not isinstance(row["shape"], list)
+            or not isinstance(row["data_offsets"], list)
+            or len(row["data_offsets"]) != 2
+            or not all(map(is_count, row["shape"] + row["data_offsets"]))
+            or row["data_offsets"][0] > row["data_offsets"][1]
+        ):
             raise CorruptFileError(
                 path,
-                f"tensor {name} should have dtype, shape and data_offsets, found {row!r}"[:400],
+                f"tensor {name} should have dtype, shape and data_offsets [begin, end], found "
+                f"{row!r}"[:400],
                 tensor=name,
             )
         tag = row["dtype"]
-        shape = row["shape"]
-        offsets = row["data_offsets"]
         if not isinstance(tag, str) or tag not in _DTYPES:
             raise CorruptFileError(
                 path,
                 f"tensor {name}: unknown dtype {tag!r}; known are {', '.join(_DTYPES)}"[:400],
                 tensor=name,
             )
-        if not isinstance(shape, list) or not all(map(is_count, shape)):
-            raise CorruptFileError(
-                path,
-                f"tensor {name}: the shape is {shape!r}, expected a list of sizes"[:400],
-                tensor=name,
-            )
-        if (
-            not isinstance(offsets, list)
-            or len(offsets) != 2
-            or not all(map(is_count, offsets))
-            or offsets[0] > offsets[1]
-        ):
-            raise CorruptFileError(
-                path,
-                f"tensor {name}: data_offsets are not [begin, end]: {offsets!r}"[:400],
-                tensor=name,
-            )
-        place = start + offsets[0], offsets[1] - offsets[0]
-        rows.append((place, name, checked_entry(path, name, _DTYPES[tag], tuple(shape), [place])))
+        begin, end = row["data_offsets"]
+        place, shape = (start + begin, end - begin), tuple(row["shape"])
+        rows.append((place, name, checked_entry(path, name, _DTYPES[tag], shape, [place])))
     rows.sort(key=itemgetter(0, 1))
     position = start
     for (offset, count), name, _ in rows:

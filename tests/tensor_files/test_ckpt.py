@@ -129,18 +129,9 @@ def test_texts_and_scalars_of_append_dict(ms, tmp_path):
         "wide": np.array("a", "U9"),
         "big": np.array("b", ">U1"),
     }
-    assert loaded(ms, tmp_path / "y.ckpt", content(texts)) == {
-        "text": "hällo",
-        "none": "",
-        "wide": "a",
-        "big": "b",
-    }
-    assert {name: array.item() for name, array in read_all(content(texts))[1].items()} == {
-        "text": "hällo",
-        "none": "",
-        "wide": "a",
-        "big": "b",
-    }
+    expected = {"text": "hällo", "none": "", "wide": "a", "big": "b"}
+    assert loaded(ms, tmp_path / "y.ckpt", content(texts)) == expected
+    assert {name: array.item() for name, array in read_all(content(texts))[1].items()} == expected
     assert plan_arrays("ckpt", texts, {}).size == len(content(texts))
 
 
