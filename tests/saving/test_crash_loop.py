@@ -308,21 +308,8 @@ def test_all_ranks_at_once(root):
     "content",
     [
         b"",
-        b"\xff\xfe",
-        b"two",
-        b"2 /output",
-        b"[]",
-        b"{}",
-        b"[" * 9000,
-        *(
-            json.dumps({"output": "/output", "deaths": [row] * 2, "began": None}).encode()
-            for row in (
-                {},
-                {"run": "x"},
-                {"run": "0001-0000aaaa", "hosts": 0},
-                {"run": "0001-0000aaaa", "cause": "x" * 999},
-            )
-        ),
+        b"2 /output",  # of an earlier version
+        json.dumps({"output": "/output", "deaths": [{"run": "x"}] * 2, "began": None}).encode(),
     ],
 )
 def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
@@ -336,9 +323,7 @@ def test_an_unreadable_load_attempt_refuses_no_checkpoint(root, content):
     assert not any(name.startswith("trial") for name in left(root))
 
 
-@pytest.mark.parametrize(
-    "word", [b"", b"{}", b"[1]", b'{"explained": "", "cause": 7, "host": "", "rank": 0}']
-)
+@pytest.mark.parametrize("word", [b"", b'{"explained": "", "cause": 7, "host": "", "rank": 0}'])
 def test_an_unreadable_failure_record_does_not_count(root, word):
     job = Job(root).fails(NAN)
     (root / FOLDER / f"death-{job.load_attempts[0].run}-rank_00000.json").write_bytes(word)

@@ -251,7 +251,6 @@ def healths(monkeypatch):
         ((25, 20), [25, 15], 15),
         ((25, 20, 15, 10, 5), [25], None),
         ((20,), [25], None),
-        ((10,), [25], None),
     ],
 )
 def test_the_newest_healthy_checkpoint_is_kept(tmp_path, healths, unhealthy, kept, extra):
@@ -262,8 +261,6 @@ def test_the_newest_healthy_checkpoint_is_kept(tmp_path, healths, unhealthy, kep
     assert steps(made.kept) == kept
     if extra:
         assert why(made)[attempt_name(extra, RUN)] == NEWEST_HEALTHY
-    Committer(rank_folders.target_of(tmp_path, 0, 2), KeepLast(1)).prune()
-    assert committed(tmp_path) == kept
 
 
 def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_healthy(

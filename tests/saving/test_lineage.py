@@ -236,7 +236,7 @@ def test_records_and_manifests_store_the_lineage_and_earlier_versions_are_read(t
         assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
 
 
-@pytest.mark.parametrize("value", ["", "x", 5, None, [], "0001-0000AAAA", "../0001-0000aaaa"])
+@pytest.mark.parametrize("value", ["", 5, "../0001-0000aaaa"])
 def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
     save(tmp_path, 5, world=1)
     for name, kind, read in (

@@ -47,13 +47,10 @@ def with_losses(*losses):
         (KeepAll(), []),
         (KeepLast(3), [3, 4, 5, 6, 7, 8, 9]),
         (KeepLast(20), []),
-        (KeepLast(1), list(range(1, 10))),
         (KeepPerMinutes(3), [1, 2, 4, 5, 7, 8]),  # steps 0, 3, 6, 9 stay
         (KeepPerMinutes(0.5), []),
         (KeepEverySteps(4), [2, 3, 4, 6, 7, 8, 9]),  # steps 4, 8, and 9, the newest
         (KeepEverySteps(1), [9]),  # step 0 lies before the first multiple
-        (KeepAny((KeepLast(2), KeepEverySteps(4))), [2, 3, 4, 6, 7, 8, 9]),
-        (KeepAny((KeepLast(2), KeepEverySteps(3), KeepPerMinutes(5))), [2, 5, 7, 8]),
     ],
 )
 def test_policies_select_the_surplus(policy, gone):
@@ -64,7 +61,6 @@ def test_policies_select_the_surplus(policy, gone):
     "interval, steps",
     [
         (10, {12, 20, 32}),
-        (20, {20}),
         (100, set()),
         (4, {4, 8, 12, 16, 20, 24, 32}),
         (8, {8, 16, 24, 32}),
@@ -124,7 +120,6 @@ def test_the_best(policy, losses, kept):
         (KeepLast(3), "the last 3"),
         (KeepLast(1), "the last one"),
         (KeepPerMinutes(30), "one every 30 minutes"),
-        (KeepPerMinutes(0.5), "one every 0.5 minutes"),
         (KeepEverySteps(1000), "one every 1000 steps"),
         (KeepBest("loss", 2), "the best 2 by loss (smallest)"),
         (KeepBest("bleu", 1, "max"), "the best one by bleu (largest)"),
@@ -139,7 +134,6 @@ def test_policies_have_a_readable_text(policy, text):
     "build, word",
     [
         (lambda: KeepLast(0), "at least 1"),
-        (lambda: KeepLast(-3), "at least 1"),
         (lambda: KeepLast(2.5), "whole number"),
         (lambda: KeepLast(True), "True"),
         (lambda: KeepEverySteps(0), "steps between"),
@@ -160,7 +154,6 @@ def test_the_keys_of_the_yaml():
     assert policy_of(5, 10, RetentionSettings()) == KeepLast(5)
     assert policy_of(0, 10, RetentionSettings()) == KeepPerMinutes(10)
     assert policy_of(None, 0, RetentionSettings()) == KeepAll()
-    assert policy_of(5, 0, RetentionSettings(1000)) == KeepAny((KeepLast(5), KeepEverySteps(1000)))
     assert policy_of(0, 10, RetentionSettings(0, 2, "bleu", "max")) == KeepAny(
         (KeepPerMinutes(10), KeepBest("bleu", 2, "max"))
     )
@@ -172,7 +165,6 @@ def test_the_keys_of_the_yaml():
 @pytest.mark.parametrize(
     "more, keys",
     [
-        ({"keep_every_steps": 10}, ["keep_every_steps"]),
         ({"keep_best": 1}, ["keep_best"]),
         ({"keep_every_steps": 10, "keep_best": 1}, ["keep_every_steps", "keep_best"]),
     ],

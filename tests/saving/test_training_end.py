@@ -54,16 +54,6 @@ def lonely_failure(root, row):
     return job
 
 
-def test_a_rank_that_saved_the_last_step_takes_part_when_another_repeats_it(tmp_path):
-    job = Job(tmp_path).steps(5)
-    job.manager.group = Peer(UNSAVED)
-    job.end()
-    assert job.collected == [5, 5] and committed(tmp_path) == [5]
-    assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == [
-        "net_rank_0-1_5.safetensors"
-    ]
-
-
 def test_a_rank_that_did_not_save_the_last_step_repeats_it_with_the_others(tmp_path):
     assert lonely_failure(tmp_path, SAVED).end().collected == [5, 5] and committed(tmp_path) == [5]
 
@@ -104,11 +94,17 @@ def test_no_save_is_repeated_if_all_ranks_saved_the_last_step(tmp_path):
     assert job.end().collected == [5, 10]
 
 
-def test_a_writer_that_is_busy_elsewhere_is_waited_for_in_short_exchanges(tmp_path):
+def test_a_rank_takes_part_when_another_repeats_the_last_step_and_waits_in_short_exchanges(
+    tmp_path,
+):
     job = Job(tmp_path).steps(5)
     peer = job.manager.group = Peer(UNSAVED, busy=1)
     job.end()
-    assert job.collected == [5, 5] and peer.busy == -3 and peer.sent == [SAVED, None, None, SAVED]
+    assert job.collected == [5, 5] and committed(tmp_path) == [5]
+    assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == [
+        "net_rank_0-1_5.safetensors"
+    ]
+    assert peer.busy == -3 and peer.sent == [SAVED, None, None, SAVED]
 
 
 def test_a_rank_lost_at_the_end_is_the_error_of_the_training(tmp_path):
