@@ -37,18 +37,18 @@ class Machine:
         )
 
     def v2(self, folder, limit, current, inactive=0, active=0, high="max"):
-        self.write(f"{folder}/memory.max", limit if limit == "max" else limit * GIB)
-        self.write(f"{folder}/memory.high", high if high == "max" else high * GIB)
-        self.write(f"{folder}/memory.current", current * GIB)
+        for name, number in (("max", limit), ("high", high), ("current", current)):
+            text = number if number == "max" else number * GIB
+            self.write(f"sys/fs/cgroup/{folder}/memory.{name}", text)
         self.write(
-            f"{folder}/memory.stat",
+            f"sys/fs/cgroup/{folder}/memory.stat",
             f"anon 5\ninactive_file {inactive * GIB}\nactive_file {active * GIB}",
         )
 
     def v1(self, folder, limit, usage, cache=0, above=None):
-        self.write(
-            f"{folder}/memory.limit_in_bytes", 9223372036854771712 if limit is None else limit * GIB
-        )
+        folder = f"sys/fs/cgroup/memory/{folder}"
+        none = 9223372036854771712
+        self.write(f"{folder}/memory.limit_in_bytes", none if limit is None else limit * GIB)
         self.write(f"{folder}/memory.usage_in_bytes", usage * GIB)
         self.write(
             f"{folder}/memory.stat",
@@ -61,81 +61,57 @@ class Machine:
         return left(str(self.root)) / GIB
 
 
-def test_the_memory_of_the_host_counts_without_a_limit(tmp_path):
-    machine = Machine(tmp_path, 22)
-    machine.group("0::/", V2)
-    assert machine.left == 22
-
-
 def test_unreadable_limits_are_unknown(tmp_path):
-    assert (
-        left(str(tmp_path)) == UNKNOWN and share_of_rank(SingleProcess(), str(tmp_path)) == UNKNOWN
-    )
+    assert left(str(tmp_path)) == UNKNOWN
+    assert share_of_rank(SingleProcess(), str(tmp_path)) == UNKNOWN
     Machine(tmp_path, None).write("proc/meminfo", "MemAvailable: many")
     assert left(str(tmp_path)) == UNKNOWN
 
 
-def test_the_limit_of_the_container_counts_and_file_cache_is_free(tmp_path):
-    """The limit is 22 GiB: 2 are used, and 6 of the 8 that the kernel counts are file cache."""
-    machine = Machine(tmp_path)
-    machine.group("0::/", V2)
-    machine.v2("sys/fs/cgroup", 22, 8, inactive=4, active=2)
-    assert machine.left == 20
+JOB, BOX = "slurm/job_7", "kube/pod/box"
 
 
 @pytest.mark.parametrize(
-    "outer, inner, expected",
+    "own, groups, expected",
     [
-        ((100, 40), (200, 30), 60),
-        ((100, 40), (50, 30), 20),
-        ((100, 40), ("max", 30), 60),
-        (("max", 40), ("max", 30), 1500),
+        ("/", [], 1500),
+        # 2 are used, and 6 of the 8 that the kernel counts are file cache
+        ("/", [("", 22, 8, 4, 2)], 20),
+        ("/pod", [("pod", 22, 2, 0, 0, 20)], 18),  # memory.high
+        ("/pod", [("pod", 5, 9)], 0),  # exceeded
+        # every parent group counts
+        (f"/{JOB}/task", [("slurm", "max", 50), (JOB, 100, 40), (f"{JOB}/task", 200, 30)], 60),
+        (f"/{JOB}/task", [("slurm", "max", 50), (JOB, 100, 40), (f"{JOB}/task", 50, 30)], 20),
+        (f"/{JOB}/task", [(JOB, 100, 40), (f"{JOB}/task", "max", 30)], 60),
+        (f"/{JOB}/task", [(JOB, "max", 40), (f"{JOB}/task", "max", 30)], 1500),
     ],
 )
-def test_every_parent_group_counts(tmp_path, outer, inner, expected):
+def test_the_least_of_the_host_and_of_all_groups_is_left(tmp_path, own, groups, expected):
     machine = Machine(tmp_path)
-    machine.group("1:name=systemd:/\n0::/slurm/job_7/task_0", V2)
-    machine.v2("sys/fs/cgroup/slurm", "max", 50)
-    machine.v2("sys/fs/cgroup/slurm/job_7", *outer)
-    machine.v2("sys/fs/cgroup/slurm/job_7/task_0", *inner)
+    machine.group(f"1:name=systemd:/\n0::{own}", V2)
+    for group in groups:
+        machine.v2(*group)
     assert machine.left == expected
 
 
 @pytest.mark.parametrize(
-    "limit, used, more, left", [(22, 2, {"high": 20}, 18), (5, 9, {}, 0)], ids=["high", "exceeded"]
+    "own, above, groups, expected",
+    [
+        (f"/{BOX}", "/", [("", None, 300), ("kube/pod", 30, 10, 3), (BOX, None, 9)], 23),
+        # a container that sees its own group as the top: the limit of the parent groups is still
+        # in memory.stat
+        ("/docker/3f", "/docker/3f", [("", None, 9, 0, 22)], 13),
+        # a path of another namespace is where it is mounted
+        ("/../../elsewhere", "/", [("", 22, 2)], 20),
+        ("/docker/3f", "/", [("", 22, 2)], 20),
+    ],
 )
-def test_memory_above_high_or_beyond_the_limit_is_not_free(tmp_path, limit, used, more, left):
+def test_version_1(tmp_path, own, above, groups, expected):
     machine = Machine(tmp_path)
-    machine.group("0::/pod", V2)
-    machine.v2("sys/fs/cgroup/pod", limit, used, **more)
-    assert machine.left == left
-
-
-def test_version_1(tmp_path):
-    machine = Machine(tmp_path)
-    machine.group(
-        "11:cpu,cpuacct:/kube/pod/box\n4:memory:/kube/pod/box\n0::/", V1.format(above="/")
-    )
-    machine.v1("sys/fs/cgroup/memory", None, 300)
-    machine.v1("sys/fs/cgroup/memory/kube/pod", 30, 10, cache=3)
-    machine.v1("sys/fs/cgroup/memory/kube/pod/box", None, 9)
-    assert machine.left == 23
-
-
-def test_version_1_in_a_container_that_sees_its_own_group_as_the_top(tmp_path):
-    """The limit of the parent groups is still in memory.stat."""
-    machine = Machine(tmp_path)
-    machine.group("4:memory:/docker/3f", V1.format(above="/docker/3f"))
-    machine.v1("sys/fs/cgroup/memory", None, 9, above=22)
-    assert machine.left == 13
-
-
-@pytest.mark.parametrize("own", ["4:memory:/../../elsewhere", "4:memory:/docker/3f"])
-def test_a_path_of_another_namespace_is_where_it_is_mounted(tmp_path, own):
-    machine = Machine(tmp_path)
-    machine.group(own, V1.format(above="/"))
-    machine.v1("sys/fs/cgroup/memory", 22, 2)
-    assert machine.left == 20
+    machine.group(f"11:cpu,cpuacct:{own}\n4:memory:{own}\n0::/", V1.format(above=above))
+    for group in groups:
+        machine.v1(*group)
+    assert machine.left == expected
 
 
 def share(group, machines):
@@ -153,7 +129,7 @@ def test_eight_ranks_of_one_container_share_its_limit(tmp_path):
     """8 x 13 GiB do not pass on 22 GiB; a tenth of what is left is for what grows beside."""
     machine = Machine(tmp_path)
     machine.group("0::/", V2)
-    machine.v2("sys/fs/cgroup", 22, 2)
+    machine.v2("", 22, 2)
     assert Ranks(8).run(lambda group: share(group, [machine] * 8)) == pytest.approx(
         [20 * 0.9 / 8] * 8
     )
@@ -164,7 +140,7 @@ def test_containers_of_one_host_share_the_host_and_have_limits_of_their_own(tmp_
     machines = [Machine(tmp_path / name, 100) for name in "ab"]
     for machine, limit in zip(machines, (100, 30), strict=True):
         machine.group("0::/", V2)
-        machine.v2("sys/fs/cgroup", limit, 0)
+        machine.v2("", limit, 0)
     found = Ranks(4).run(lambda group: share(group, [machines[0]] * 2 + [machines[1]] * 2))
     assert found == pytest.approx([22.5, 22.5, 13.5, 13.5])
 
