@@ -259,8 +259,7 @@ def foreign(root, step, ranks, fmt="ckpt"):
 STRATEGY = Strategy((LAYOUTS,), "strategy")
 
 
-@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
-@pytest.mark.parametrize("world", [WORLD, None])
+@pytest.mark.parametrize("fmt, world", [("ckpt", WORLD), ("safetensors", None)])
 def test_a_mindformers_checkpoint_is_completed_with_its_strategy(tmp_path, fmt, world):
     foreign(tmp_path, 5, range(WORLD), fmt)
     foreign(tmp_path, 7, COVERING, fmt)
@@ -297,8 +296,7 @@ def test_a_mindformers_checkpoint_without_proof_is_refused(tmp_path, strategy, s
     falls_back(tmp_path, said, sources=CheckpointSources(lambda root, candidate: strategy))
 
 
-@pytest.mark.parametrize("fmt", ["ckpt", "safetensors"])
-@pytest.mark.parametrize("matrix, cut", [((8, 1), -1), ((2, 4), 1)])
+@pytest.mark.parametrize("fmt, matrix, cut", [("ckpt", (8, 1), -1), ("safetensors", (2, 4), 1)])
 def test_the_strategy_of_another_job_proves_nothing(tmp_path, fmt, matrix, cut):
     """It has as many ranks and covers everything, but its replicas differ between the ranks that
     wrote."""

@@ -411,14 +411,6 @@ def renamed(rows, described, stored):
 
 FOREIGN_DAMAGE = {
     "metadata cut": (lambda folder: cut(folder / METADATA), "metadata.json: "),
-    "metadata empty": (
-        lambda folder: (folder / METADATA).write_bytes(b""),
-        "metadata.json: it has 0 bytes",
-    ),
-    "metadata no object": (
-        lambda folder: (folder / METADATA).write_bytes(b"[]"),
-        "metadata.json: ",
-    ),
     "metadata of other files": (metadata(elsewhere), "slice 0 of "),
     "metadata of other shapes": (metadata(narrower), "by metadata.json it is float32 of shape"),
     "metadata of other tensors": (metadata(renamed), "metadata.json names for it"),

@@ -104,8 +104,7 @@ def root(tmp_path, request):
     return root
 
 
-@pytest.mark.parametrize("only_list", [True, False], ids=["names", "all"])
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
+@pytest.mark.parametrize("code, only_list", [(errno.EACCES, True), (errno.EIO, False)])
 def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, only_list):
     def usable_rows(storage):
         rows = list_checkpoints(storage, str(root), StrategyLookup(storage), 2)[1]
@@ -130,8 +129,9 @@ def test_the_other_checkpoints_are_used_if_one_folder_is_unlistable(root, code, 
             assert any(folder.name in text for text in problems) or usable == steps, folder
 
 
-@pytest.mark.parametrize("fill", [save_rank_folders, save_iteration_folders])
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ELOOP, errno.EIO])
+@pytest.mark.parametrize(
+    "fill, code", [(save_rank_folders, errno.EACCES), (save_iteration_folders, errno.EIO)]
+)
 def test_an_unlistable_root_is_not_an_empty_one(tmp_path, fill, code):
     fill(tmp_path / "checkpoint")
     with pytest.raises((OSError, CollectiveError), match=os.strerror(code)):
