@@ -4,6 +4,7 @@ or an error."""
 import json
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,6 +30,7 @@ from job_choices import choose, stops, takes
 from rank_folders import LATER_RUN, MANIFEST, RECORDS, RUN, Ranks, flip_bit
 
 from mindresume.errors import MissingCheckpointError
+from mindresume.model.manifest import read_details
 
 missing = partial(stops, error=MissingCheckpointError)
 
@@ -182,6 +184,13 @@ def record(root, rank):
     return records_of(folder_of(root, 10), 10) / f"rank_0000{rank}.json"
 
 
+def write_again(root):
+    """Writes a whole record that says the same of the files, after the commit."""
+    with open(record(root, 1), "rb") as file:
+        written, details = read_details(file)
+    record(root, 1).write_bytes(written.encode(replace(details, random={})))
+
+
 DAMAGE = {
     "removed": (
         lambda root: os.remove(weights_of(root, 10, 1)),
@@ -202,6 +211,7 @@ DAMAGE = {
     ),
     "record": (lambda root: os.remove(record(root, 1)), "the record of rank 1 is missing"),
     "another record": (lambda root: shutil.copy(record(root, 0), record(root, 1)), "is of run"),
+    "record of later": (write_again, "the record of rank 1 is not the one that was committed"),
 }
 
 
