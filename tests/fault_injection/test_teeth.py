@@ -18,6 +18,7 @@ from mindresume.coordination.lease import ReadLocks
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.fault_injection import oracle, runner, scenarios
 from mindresume.fault_injection.faults import Fault, RankStorage
+from mindresume.fault_injection.journal import ITERATION
 from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
 from mindresume.fault_injection.scenarios import Sandbox, Scenario
@@ -53,16 +54,33 @@ Patch = pytest.MonkeyPatch
 class Mutant:
     """``verdict``: the expected verdict of the drill in ``scenario`` under ``fault``. ``where``:
     limits the test to operations with this text in their name or path, to be fast. ``seed``: an
-    order of the ranks in which it matters. ``format``: by default one of the rank folders."""
+    order of the ranks in which it matters."""
 
-    name: str
     mutate: Callable[[Patch], None]
+    format: str
     scenario: str
     fault: str
     verdict: str
     where: str = ""
     seed: int = 0
-    format: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.mutate.__name__.replace("_", " ")
+
+
+MUTANTS: list[Mutant] = []
+
+
+def found(*case: str, format: str = "", **more: int) -> Callable[..., Callable[[Patch], None]]:
+    """Says how a mutant is found: see ``Mutant``. ``format``: by default one of the rank
+    folders."""
+
+    def add(mutate: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append(Mutant(mutate, format or FORMATS[len(MUTANTS) % 2], *case, **more))
+        return mutate
+
+    return add
 
 
 def patch_all(patch: Patch, name: str, value: object) -> None:
@@ -86,9 +104,22 @@ def patch_all(patch: Patch, name: str, value: object) -> None:
             patch.setattr(module, name, value)
 
 
+class NoSync:
+    """Flushes no folder."""
+
+    def __init__(self, disk):
+        self.disk = disk
+
+    def __getattr__(self, name):
+        return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
+
+
 # ---- publishing ----------------------------------------------------------------------------------
 
 
+@found("save", "power", LOST_WORK)
+@found("first save", "power", HARD_FAIL)
+@found("pointers", "power", LOST_WORK, "latest", format=ITERATION)
 def publish_without_sync(patch: Patch) -> None:
     def publish(disk, path, pieces, tag, size=0):
         temporary = temporary_name(path, tag)
@@ -99,15 +130,9 @@ def publish_without_sync(patch: Patch) -> None:
     patch_all(patch, "publish", publish)
 
 
+@found("save", "reorder", LOST_WORK, "meta.json")
 def weights_published_without_sync(patch: Patch) -> None:
     right = operations.publish
-
-    class NoSync:
-        def __init__(self, disk):
-            self.disk = disk
-
-        def __getattr__(self, name):
-            return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
 
     def publish(disk, path, pieces, tag, size=0):
         return right(disk if FOLDER in path else NoSync(disk), path, pieces, tag, size)
@@ -115,6 +140,8 @@ def weights_published_without_sync(patch: Patch) -> None:
     patch_all(patch, "publish", publish)
 
 
+@found("first save", "torn", HARD_FAIL)
+@found("first save", "torn", HARD_FAIL, "json", format=ITERATION)
 def publish_without_rename(patch: Patch) -> None:
     def publish(disk, path, pieces, tag, size=0):
         count = disk.write(path, pieces, size)
@@ -124,6 +151,7 @@ def publish_without_rename(patch: Patch) -> None:
     patch_all(patch, "publish", publish)
 
 
+@found("pointers", "torn", HARD_FAIL)
 def pointers_written_in_place(patch: Patch) -> None:
     right = operations.publish
 
@@ -137,6 +165,7 @@ def pointers_written_in_place(patch: Patch) -> None:
     patch_all(patch, "publish", publish)
 
 
+@found("first save", "kill all", HARD_FAIL, "rank_0")
 def record_before_weights(patch: Patch) -> None:
     right, waiting = operations.publish, threading.local()
 
@@ -153,6 +182,8 @@ def record_before_weights(patch: Patch) -> None:
     patch_all(patch, "publish", publish)
 
 
+@found("first save", "EIO", HARD_FAIL)
+@found("save", "ENOSPC", LOST_WORK)
 def errors_of_writing_swallowed(patch: Patch) -> None:
     right = operations.publish
 
@@ -165,11 +196,13 @@ def errors_of_writing_swallowed(patch: Patch) -> None:
     patch_all(patch, "publish", publish)
 
 
+@found("save", "EIO", LOST_WORK, "write")
 def failed_saves_reported_as_saved(patch: Patch) -> None:
     right = SyncSaver.write
     patch.setattr(SyncSaver, "write", lambda self, save: replace(right(self, save), saved=True))
 
 
+@found("background", "kill all", LOST_WORK)
 def save_reported_before_it_is_written(patch: Patch) -> None:
     """Reports the save as complete when the writer accepts it."""
     right = AsyncSaver.save
@@ -182,6 +215,7 @@ def save_reported_before_it_is_written(patch: Patch) -> None:
     patch.setattr(AsyncSaver, "save", save)
 
 
+@found("first save", "kill all", HARD_FAIL)
 def pointer_before_the_file(patch: Patch) -> None:
     right = shard_writer.write_shard
 
@@ -200,6 +234,7 @@ def pointer_before_the_file(patch: Patch) -> None:
 # ---- committing ----------------------------------------------------------------------------------
 
 
+@found("first save", "kill one", HARD_FAIL)
 def manifest_without_all_ranks(patch: Patch) -> None:
     """Writes a manifest without waiting for all ranks."""
 
@@ -234,6 +269,7 @@ def manifest_without_all_ranks(patch: Patch) -> None:
     patch.setattr(committer, "publish_manifest", publish_manifest)
 
 
+@found("first save", "late", CONTROL, seed=3)
 def commit_that_gives_up_cleans_up(patch: Patch) -> None:
     """Removes the save when its commit times out."""
     right = Committer.finish
@@ -249,6 +285,7 @@ def commit_that_gives_up_cleans_up(patch: Patch) -> None:
     patch.setattr(Committer, "finish", finish)
 
 
+@found("first save", "kill all", LEFT, "rename")
 def half_written_files_are_not_cleaned(patch: Patch) -> None:
     patch_all(patch, "clean_own_folder", lambda target: [])
 
@@ -256,6 +293,7 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
 # ---- choosing ------------------------------------------------------------------------------------
 
 
+@found("save", "", CONTROL)
 def oldest_first(patch: Patch) -> None:
     right = candidates.scan
     patch.setattr(
@@ -267,6 +305,7 @@ def oldest_first(patch: Patch) -> None:
     )
 
 
+@found("save again", "kill all", LOST_WORK, "rename")
 def highest_step_first(patch: Patch) -> None:
     """Selects the highest step, whatever its run."""
     right = candidates.scan
@@ -284,6 +323,7 @@ def highest_step_first(patch: Patch) -> None:
     )
 
 
+@found("first save", "kill all", SILENT_DIVERGENCE, "write")
 def missing_ranks_accepted(patch: Patch) -> None:
     """Accepts a save without manifest as soon as one rank recorded it."""
     right = candidates.scan
@@ -300,6 +340,9 @@ def missing_ranks_accepted(patch: Patch) -> None:
     patch.setattr(candidates, "scan", scan)
 
 
+@found("pointers", "kill all", LOST_WORK)
+@found("save", "kill one", LOST_WORK, "manifest")
+@found("pointers", "kill all", LOST_WORK, "list", format=ITERATION)
 def only_manifests_count(patch: Patch) -> None:
     """Ignores complete saves without a manifest."""
     right = candidates.scan
@@ -323,6 +366,7 @@ def skip_verification(patch: Patch) -> None:
     patch.setattr(sources, "check_files", lambda directory, candidate, world, files=True: None)
 
 
+@found("first save", "torn", SILENT_DIVERGENCE)
 def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
     record_before_weights(patch)
     publish = operations.publish
@@ -359,6 +403,7 @@ class _InPlace:
 # ---- removing ------------------------------------------------------------------------------------
 
 
+@found("prune", "kill all", HARD_FAIL, "write")
 def prune_before_saving(patch: Patch) -> None:
     """Runs retention before the new save, as if that were complete."""
     right = shard_writer.write_shard
@@ -372,6 +417,7 @@ def prune_before_saving(patch: Patch) -> None:
     patch_all(patch, "write_shard", write_shard)
 
 
+@found("prune", "", CONTROL)
 def prune_keeps_nothing(patch: Patch) -> None:
     patch.setattr(retention, "protected", lambda *args: {})
     patch.setattr(
@@ -381,6 +427,7 @@ def prune_keeps_nothing(patch: Patch) -> None:
     )
 
 
+@found("save", "", CONTROL)
 def prune_removes_unfinished_saves(patch: Patch) -> None:
     """Removes saves in progress, too."""
     right = retention.plan
@@ -392,6 +439,7 @@ def prune_removes_unfinished_saves(patch: Patch) -> None:
     patch_all(patch, "plan", plan)
 
 
+@found("prune", "kill all", HARD_FAIL, "remove")
 def removal_without_rename(patch: Patch) -> None:
     def carry_out(directory, made, read_locks=None, emit=print, manifests=None):
         to_delete = [*made.to_delete, *made.orphans]
@@ -403,6 +451,7 @@ def removal_without_rename(patch: Patch) -> None:
     patch_all(patch, "carry_out", carry_out)
 
 
+@found("prune", "kill all", LEFT, "remove")
 def records_removed_before_weights(patch: Patch) -> None:
     def _clear(directory, trash, referenced):
         disk = directory.storage
@@ -416,6 +465,7 @@ def records_removed_before_weights(patch: Patch) -> None:
     patch.setattr(garbage_collector, "_clear", _clear)
 
 
+@found("prune", "reorder", LEFT, "trash")
 def weights_removed_without_sync(patch: Patch) -> None:
     def _clear(directory, trash, referenced):
         disk = directory.storage
@@ -428,6 +478,8 @@ def weights_removed_without_sync(patch: Patch) -> None:
     patch.setattr(garbage_collector, "_clear", _clear)
 
 
+@found("prune", "kill all", LEFT)
+@found("prune", "kill all", LEFT, "remove", format=ITERATION)
 def trash_is_never_emptied(patch: Patch) -> None:
     patch.setattr(garbage_collector, "empty_trash", lambda *args, **how: None)
 
@@ -435,6 +487,7 @@ def trash_is_never_emptied(patch: Patch) -> None:
 # ---- iteration folders ---------------------------------------------------------------------------
 
 
+@found("pointers", "kill all", HARD_FAIL, "rename", format=ITERATION)
 def tracker_before_the_rename(patch: Patch) -> None:
     right = iteration_publisher.publish_iteration
 
@@ -445,6 +498,7 @@ def tracker_before_the_rename(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
+@found("pointers", "kill all", HARD_FAIL, "json", format=ITERATION)
 def rename_before_the_manifest(patch: Patch) -> None:
     """Gives the folder its final name before it is complete."""
 
@@ -462,6 +516,7 @@ def rename_before_the_manifest(patch: Patch) -> None:
     patch.setattr(Committer, "_update_pointers", lambda *_: None)
 
 
+@found("pointers", "kill all", HARD_FAIL, "common", format=ITERATION)
 def small_files_after_the_manifest(patch: Patch) -> None:
     right, late = iteration_publisher.publish, threading.local()
 
@@ -483,6 +538,7 @@ def small_files_after_the_manifest(patch: Patch) -> None:
     patch.setattr(committer, "publish", manifest_first)
 
 
+@found("save again", "kill all", LOST_WORK, "sync", format=ITERATION)
 def replaced_folder_removed_first(patch: Patch) -> None:
     """Removes the old folder before the new one is complete, as mindformers does."""
     right = shard_writer.write_shard
@@ -496,6 +552,13 @@ def replaced_folder_removed_first(patch: Patch) -> None:
     patch_all(patch, "write_shard", write_shard)
 
 
+@found(
+    "save again",
+    "kill all",
+    HARD_FAIL,
+    "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/",
+    format=ITERATION,
+)
 def replaced_folder_written_into(patch: Patch) -> None:
     """Replaces the files of the old folder one at a time."""
     right = iteration_publisher.publish_iteration
@@ -519,10 +582,18 @@ def replaced_folder_written_into(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
+@found(
+    "save again",
+    "kill all",
+    HARD_FAIL,
+    "rename checkpoint/.mindresume/step-0000000020",
+    format=ITERATION,
+)
 def tracker_names_the_folder_that_is_being_replaced(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "_set_tracker_back", lambda *args: None)
 
 
+@found("pointers", "kill all", LOST_WORK, "latest", format=ITERATION)
 def intent_not_written(patch: Patch) -> None:
     right = iteration_publisher.publish
     patch.setattr(
@@ -536,19 +607,14 @@ def intent_not_written(patch: Patch) -> None:
     )
 
 
+@found("pointers", "kill all", LEFT, "remove", format=ITERATION)
 def intents_are_never_finished(patch: Patch) -> None:
     # neither by the next run nor by the next save
     patch.setattr(iteration_publisher, "intents", lambda names: set())
 
 
+@found("pointers", "reorder", LOST_WORK, "sync checkpoint", seed=8, format=ITERATION)
 def renamed_without_sync(patch: Patch) -> None:
-    class NoSync:
-        def __init__(self, disk):
-            self.disk = disk
-
-        def __getattr__(self, name):
-            return (lambda folder: None) if name == "sync" else getattr(self.disk, name)
-
     right = iteration_publisher.publish_iteration
 
     def set_tracker(directory, step, tag):
@@ -565,6 +631,7 @@ def renamed_without_sync(patch: Patch) -> None:
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
 
 
+@found("prune", "kill all", LEFT, "remove", format=ITERATION)
 def iteration_removed_without_rename(patch: Patch) -> None:
     def carry_out(directory, made, read_locks=None, emit=print, manifests=None):
         disk = directory.storage
@@ -575,199 +642,6 @@ def iteration_removed_without_rename(patch: Patch) -> None:
         return to_delete
 
     patch_all(patch, "carry_out", carry_out)
-
-
-ITERATION_MUTANTS = [
-    Mutant(
-        "tracker before the rename",
-        tracker_before_the_rename,
-        "pointers",
-        "kill all",
-        HARD_FAIL,
-        "rename",
-    ),
-    Mutant(
-        "rename before the manifest",
-        rename_before_the_manifest,
-        "pointers",
-        "kill all",
-        HARD_FAIL,
-        "json",
-    ),
-    Mutant(
-        "small files after the manifest",
-        small_files_after_the_manifest,
-        "pointers",
-        "kill all",
-        HARD_FAIL,
-        "common",
-    ),
-    Mutant(
-        "replaced folder removed first",
-        replaced_folder_removed_first,
-        "save again",
-        "kill all",
-        LOST_WORK,
-        "sync",
-    ),
-    Mutant(
-        "replaced folder written into",
-        replaced_folder_written_into,
-        "save again",
-        "kill all",
-        HARD_FAIL,
-        "rename checkpoint/.mindresume/step-0000000020-run-0002-0000bbbb/",
-    ),
-    Mutant(
-        "tracker names the folder that is being replaced",
-        tracker_names_the_folder_that_is_being_replaced,
-        "save again",
-        "kill all",
-        HARD_FAIL,
-        "rename checkpoint/.mindresume/step-0000000020",
-    ),
-    Mutant("intent not written", intent_not_written, "pointers", "kill all", LOST_WORK, "latest"),
-    Mutant(
-        "intents are never finished",
-        intents_are_never_finished,
-        "pointers",
-        "kill all",
-        LEFT,
-        "remove",
-    ),
-    Mutant(
-        "renamed without sync",
-        renamed_without_sync,
-        "pointers",
-        "reorder",
-        LOST_WORK,
-        "sync checkpoint",
-        seed=8,
-    ),
-    Mutant(
-        "iteration removed without rename",
-        iteration_removed_without_rename,
-        "prune",
-        "kill all",
-        LEFT,
-        "remove",
-    ),
-    Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK, "list"),
-    Mutant("publish without sync", publish_without_sync, "pointers", "power", LOST_WORK, "latest"),
-    Mutant(
-        "publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL, "json"
-    ),
-    Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT, "remove"),
-]
-
-MUTANTS = [
-    Mutant("publish without sync", publish_without_sync, "save", "power", LOST_WORK),
-    Mutant("publish without sync", publish_without_sync, "first save", "power", HARD_FAIL),
-    Mutant(
-        "weights published without sync",
-        weights_published_without_sync,
-        "save",
-        "reorder",
-        LOST_WORK,
-        "meta.json",
-    ),
-    Mutant("publish without rename", publish_without_rename, "first save", "torn", HARD_FAIL),
-    Mutant("pointers written in place", pointers_written_in_place, "pointers", "torn", HARD_FAIL),
-    Mutant(
-        "record before weights",
-        record_before_weights,
-        "first save",
-        "kill all",
-        HARD_FAIL,
-        "rank_0",
-    ),
-    Mutant(
-        "errors of writing swallowed", errors_of_writing_swallowed, "first save", "EIO", HARD_FAIL
-    ),
-    Mutant("errors of writing swallowed", errors_of_writing_swallowed, "save", "ENOSPC", LOST_WORK),
-    Mutant(
-        "failed saves reported as saved",
-        failed_saves_reported_as_saved,
-        "save",
-        "EIO",
-        LOST_WORK,
-        "write",
-    ),
-    Mutant(
-        "save reported before it is written",
-        save_reported_before_it_is_written,
-        "background",
-        "kill all",
-        LOST_WORK,
-    ),
-    Mutant("pointer before the file", pointer_before_the_file, "first save", "kill all", HARD_FAIL),
-    Mutant(
-        "manifest without all ranks",
-        manifest_without_all_ranks,
-        "first save",
-        "kill one",
-        HARD_FAIL,
-    ),
-    Mutant(
-        "a commit that gives up cleans up",
-        commit_that_gives_up_cleans_up,
-        "first save",
-        "late",
-        CONTROL,
-        seed=3,
-    ),
-    Mutant(
-        "half-written files are not cleaned",
-        half_written_files_are_not_cleaned,
-        "first save",
-        "kill all",
-        LEFT,
-        "rename",
-    ),
-    Mutant("oldest first", oldest_first, "save", "", CONTROL),
-    Mutant("highest step first", highest_step_first, "save again", "kill all", LOST_WORK, "rename"),
-    Mutant(
-        "missing ranks accepted",
-        missing_ranks_accepted,
-        "first save",
-        "kill all",
-        SILENT_DIVERGENCE,
-        "write",
-    ),
-    Mutant("only manifests count", only_manifests_count, "pointers", "kill all", LOST_WORK),
-    Mutant("only manifests count", only_manifests_count, "save", "kill one", LOST_WORK, "manifest"),
-    Mutant(
-        "verification skipped and files written in place",
-        verification_skipped_and_files_written_in_place,
-        "first save",
-        "torn",
-        SILENT_DIVERGENCE,
-    ),
-    Mutant("prune before saving", prune_before_saving, "prune", "kill all", HARD_FAIL, "write"),
-    Mutant("prune keeps nothing", prune_keeps_nothing, "prune", "", CONTROL),
-    Mutant("prune removes unfinished saves", prune_removes_unfinished_saves, "save", "", CONTROL),
-    Mutant(
-        "removal without rename", removal_without_rename, "prune", "kill all", HARD_FAIL, "remove"
-    ),
-    Mutant(
-        "records removed before weights",
-        records_removed_before_weights,
-        "prune",
-        "kill all",
-        LEFT,
-        "remove",
-    ),
-    Mutant(
-        "weights removed without sync",
-        weights_removed_without_sync,
-        "prune",
-        "reorder",
-        LEFT,
-        "trash",
-    ),
-    Mutant("trash is never emptied", trash_is_never_emptied, "prune", "kill all", LEFT),
-    *(replace(mutant, format=scenarios.LAYOUTS[-1]) for mutant in ITERATION_MUTANTS),
-]
 
 
 def verdict_of(found: Cell) -> str:
@@ -796,10 +670,7 @@ def table() -> Iterator[list[str]]:
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.scenario}, {mutant.format}"
 )
 def test_a_mutant_is_found(mutant, folder, table):
-    setup, fmt = (
-        Setup(folder, seed=mutant.seed),
-        mutant.format or FORMATS[MUTANTS.index(mutant) % 2],
-    )
+    setup, fmt = Setup(folder, seed=mutant.seed), mutant.format
     (right,) = prepare(setup, [mutant.scenario], [fmt])
     with pytest.MonkeyPatch.context() as patch:
         mutant.mutate(patch)
