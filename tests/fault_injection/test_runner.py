@@ -128,22 +128,16 @@ def test_a_scenario_that_fails_without_a_fault_is_not_drilled(setup, monkeypatch
 
 def test_a_sample_hits_every_scenario_format_and_fault_and_other_operations_in_each(setup):
     tasks = prepare(setup, ["first save", "save", "pointers"])
-    found = {
-        (task.scenario, task.format, kind): [
-            operation.number for operation in sampled(setup, task, kind, 10)
-        ]
-        for task in tasks
-        for kind in FAULTS
-    }
-    assert all(found.values())
-    assert count(setup, tasks, every=10) == sum(map(len, found.values())) < count(setup, tasks) / 8
-    for task in tasks:
-        hit = {number for kind in FAULTS for number in found[task.scenario, task.format, kind]}
+
+    def sample(seed):
+        of_seed = Setup(setup.folder, seed=seed)
+        return [[sampled(of_seed, task, kind, 10) for kind in FAULTS] for task in tasks]
+
+    found = sample(0)
+    cells = sum(len(operations) for row in found for operations in row)
+    assert count(setup, tasks, every=10) == cells < count(setup, tasks) / 8
+    assert all(operations for row in found for operations in row)
+    for task, row in zip(tasks, found, strict=True):
+        hit = {operation.number for operations in row for operation in operations}
         assert len(hit) > len(task.operations) / 3  # not the same tenth twelve times
-    again = Setup(setup.folder, seed=0), Setup(setup.folder, seed=1)
-    assert [sampled(again[0], task, "EIO", 10) for task in tasks] == [
-        sampled(setup, task, "EIO", 10) for task in tasks
-    ]
-    assert [sampled(again[1], task, "EIO", 10) for task in tasks] != [
-        sampled(setup, task, "EIO", 10) for task in tasks
-    ]
+    assert sample(0) == found != sample(1)

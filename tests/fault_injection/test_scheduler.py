@@ -45,29 +45,6 @@ def test_every_interleaving_is_possible():
     }
 
 
-class Dead(BaseException):
-    pass
-
-
-def test_a_killed_rank_does_not_block_the_others():
-    scheduler, done = Scheduler(3, random.Random(1)), []
-
-    def work(rank):
-        for number in range(4):
-            scheduler.acquire_turn(rank)
-            try:
-                if rank == 1 and number == 1:
-                    raise Dead
-                done.append(rank)
-            finally:
-                scheduler.release_turn(rank)
-        return rank
-
-    first, second, third = scheduler.run([lambda rank=rank: work(rank) for rank in range(3)])
-    assert (first, third) == (0, 2) and isinstance(second, Dead)
-    assert done.count(0) == done.count(2) == 4 and done.count(1) == 1
-
-
 def test_ranks_that_hang_are_an_error(monkeypatch):
     """Rank 0 waits forever, so rank 1 is never scheduled."""
     monkeypatch.setattr(faults, "PATIENCE", 0.2)
