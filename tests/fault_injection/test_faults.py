@@ -193,8 +193,12 @@ def test_unsynced_names_are_lost_and_synced_ones_survive(root):
         storage.write(root + "/a/h", [b"three"])
         storage.sync(root + "/a")
         storage.write(root + "/a/i", [b"four"])
+        storage.make_folder(root + "/b")
+        storage.rename(root + "/a/g", root + "/b/g")
+        storage.sync(root + "/b")  # a rename happens in both folders or in none
 
-    assert lost(root, steps) == {"a": None, "a/f": b"one", "a/g": b"two", "a/h": b"three"}
+    left = {"a": None, "a/f": b"one", "a/h": b"three", "b": None, "b/g": b"two"}
+    assert lost(root, steps) == left
 
 
 @pytest.mark.parametrize("fates", list(itertools.product([True, False], repeat=2)))

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from mindresume.cli.run import run
+from mindresume.errors import ConfigError
+
 LINGER = "time.sleep(3600)"
 
 
@@ -155,12 +158,12 @@ def test_the_death_of_a_local_rank_is_noticed_while_the_rendezvous_hangs(nodes):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--nodes", "2"],
-        ["--nodes", "2", "--rendezvous", "x", "--node-rank", "2"],
-        ["--nodes", "2", "--rendezvous", "x", "--min-nodes", "3"],
-        ["--nodes", "2", "--rendezvous", "x", "--min-nodes", "1"],
+        {},
+        {"rendezvous": "x", "node_rank": 2},
+        {"rendezvous": "x", "min_nodes": 3},
+        {"rendezvous": "x", "min_nodes": 1},
     ],
 )
-def test_wrong_numbers_are_refused(job, options):
-    status, events = job.run("", *options)
-    assert status == 2 and not events
+def test_wrong_numbers_are_refused(options):
+    with pytest.raises(ConfigError):
+        run(["true"], nodes=2, **options)
