@@ -120,10 +120,7 @@ def cell(setup: Setup, task: Task, fault: Fault) -> Cell:
         hit.rank,
         hit.name,
         hit.path,
-        verdict.verdict,
-        verdict.reason,
-        verdict.chosen,
-        verdict.left,
+        **vars(verdict),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from mindresume import runtime
@@ -90,13 +89,12 @@ def within(path: str, folder: str) -> bool:
     return os.path.commonpath([path, folder]) == folder
 
 
-def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None = None) -> bool:
+def is_shared(path: str, shared_paths: str = "") -> bool:
     """Returns whether all nodes see ``path``.
 
     Args:
         path: relative paths and symbolic links are resolved.
         shared_paths: the value of SHARED_PATHS: folders separated by commas.
-        mounted: mount table; None reads the one of this host.
     """
     path = os.path.realpath(path)
     named = [
@@ -104,15 +102,15 @@ def is_shared(path: str, shared_paths: str = "", mounted: Iterable[Mount] | None
     ]
     if any(within(path, folder) for folder in named):
         return True
-    return filesystem_type(path, mounted) in SHARED_TYPES
+    return filesystem_type(path) in SHARED_TYPES
 
 
-def filesystem_type(path: str, mounted: Iterable[Mount] | None = None) -> str:
+def filesystem_type(path: str) -> str:
     """Returns the type of the file system that holds ``path``, lower case, without "fuse."; empty
     if unknown. The deepest mount point decides. ``path`` must be absolute and resolved."""
     holding = [
         mount
-        for mount in (mounts() if mounted is None else mounted)
+        for mount in mounts()
         if os.path.isabs(mount.point) and within(path, os.path.normpath(mount.point))
     ]
     deepest = max((len(os.path.normpath(mount.point)) for mount in holding), default=0)
@@ -128,7 +126,7 @@ def filesystem_type(path: str, mounted: Iterable[Mount] | None = None) -> str:
 
 
 @runtime.asks_machine
-def is_local(path: str, mounted: Iterable[Mount] | None = None) -> bool:
+def is_local(path: str) -> bool:
     """Returns whether ``path`` certainly lies on a disk or in memory of this host, where a change
     is visible at once."""
-    return filesystem_type(os.path.realpath(path), mounted) in LOCAL_TYPES
+    return filesystem_type(os.path.realpath(path)) in LOCAL_TYPES

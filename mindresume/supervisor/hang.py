@@ -152,11 +152,11 @@ def find_hang(
     started: float,
     now: float,
     settings: JobSettings,
-    clock: AwakeClock | None = None,
+    clock: AwakeClock,
 ) -> Hang | None:
     """Returns the ranks that exceed their limit, None if none does. ``started``: when the command
     was started. Both times are those of ``time.monotonic``; ``clock`` tells how much of the time
-    between them counts, None: all of it."""
+    between them counts."""
     stuck: list[tuple[float, Heartbeat, str]] = []
     for heartbeat in heartbeats:
         if heartbeat.phase == INFERENCE or heartbeat.phase == ENDED and heartbeat.outcome != FAILED:
@@ -169,7 +169,7 @@ def find_hang(
         else:
             since = heartbeat.times.changed if heartbeat.phase in (ENDING, ENDED) else started
             limit, name = settings.start_timeout, "--start-timeout"
-        seconds = clock.at(now) - clock.at(since) if clock is not None else now - since
+        seconds = clock.at(now) - clock.at(since)
         if limit and seconds > limit:
             stuck.append((seconds, heartbeat, name))
     if not stuck:

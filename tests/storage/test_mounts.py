@@ -2,7 +2,19 @@
 
 import pytest
 
+from mindresume.storage import mounts as module
 from mindresume.storage.mounts import Mount, is_local, is_shared, mounts
+
+
+@pytest.fixture(autouse=True)
+def mount(monkeypatch):
+    """Mounts nothing. Returns a function that mounts file systems: (mount point, type)."""
+
+    def mount(*rows):
+        monkeypatch.setattr(module, "mounts", lambda: [Mount(*row) for row in rows])
+
+    mount()
+    return mount
 
 
 @pytest.mark.parametrize(
@@ -20,7 +32,7 @@ from mindresume.storage.mounts import Mount, is_local, is_shared, mounts
     ],
 )
 def test_shared_paths_are_compared_by_components(path, named, shared):
-    assert is_shared(path, named, []) is shared
+    assert is_shared(path, named) is shared
 
 
 def test_links_are_followed_and_relative_paths_resolved(tmp_path, monkeypatch):
@@ -29,7 +41,7 @@ def test_links_are_followed_and_relative_paths_resolved(tmp_path, monkeypatch):
     link.symlink_to(real)
     monkeypatch.chdir(real)
     for path, named in ((link / "job", real), (real / "job", link), ("job", real), (real, ".")):
-        assert is_shared(str(path), str(named), [])
+        assert is_shared(str(path), str(named))
 
 
 @pytest.mark.parametrize(
@@ -40,28 +52,20 @@ def test_links_are_followed_and_relative_paths_resolved(tmp_path, monkeypatch):
         *((kind, False, False) for kind in ("fuse", "fuse.unknown", "nfsd", "9p", "virtiofs")),
     ],
 )
-def test_file_system_types(kind, shared, local):
-    table = [Mount("/", "overlay"), Mount("/mnt/share", kind)]
-    assert is_shared("/mnt/share/job", "", table) is shared
-    assert is_local("/mnt/share/job", table) is local
-    assert not is_shared("/mnt/share01/job", "", table) and not is_shared("/mnt", "", table)
-    assert not is_local("/mnt/share", [])
+def test_file_system_types(mount, kind, shared, local):
+    assert not is_local("/mnt/share")
+    mount(("/", "overlay"), ("/mnt/share", kind))
+    assert is_shared("/mnt/share/job") is shared and is_local("/mnt/share/job") is local
+    assert not is_shared("/mnt/share01/job") and not is_shared("/mnt")
 
 
-def test_the_deepest_mount_decides_and_of_two_at_one_place_the_later():
-    table = [
-        Mount("/", "ext4"),
-        Mount("/mnt", "nfs4"),
-        Mount("/mnt/local", "xfs"),
-        Mount("/both", "xfs"),
-        Mount("/both", "lustre"),
-    ]
-    assert (
-        is_shared("/mnt/job", "", table)
-        and not is_shared("/mnt/local/job", "", table)
-        and is_shared("/both/job", "", table)
-    )
-    assert is_shared("/anything", "", [Mount("/", "nfs4")])  # a diskless node
+def test_the_deepest_mount_decides_and_of_two_at_one_place_the_later(mount):
+    two = ("/both", "xfs"), ("/both", "lustre")
+    mount(("/", "ext4"), ("/mnt", "nfs4"), ("/mnt/local", "xfs"), *two)
+    found = [is_shared(path) for path in ("/mnt/job", "/mnt/local/job", "/both/job")]
+    assert found == [True, False, True]
+    mount(("/", "nfs4"))  # a diskless node
+    assert is_shared("/anything")
 
 
 def test_the_table_of_the_kernel(tmp_path):

@@ -18,6 +18,10 @@ def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
     )
 
 
+def hang(heartbeats, now, limits=LIMITS, clock=None):
+    return find_hang(heartbeats, 0.0, now, limits, clock or AwakeClock())
+
+
 @pytest.mark.parametrize(
     "heartbeat, now, limit",
     [
@@ -34,7 +38,7 @@ def rank(number, phase=hb.TRAINING, step=5, progressed=0.0, changed=0.0):
     ],
 )
 def test_limits(heartbeat, now, limit):
-    found = find_hang([heartbeat], 0.0, now, LIMITS)
+    found = hang([heartbeat], now)
     assert (found and found.limit) == limit
 
 
@@ -43,24 +47,22 @@ def test_limits(heartbeat, now, limit):
 )
 def test_a_process_that_does_not_end_after_its_training_has_failed_hangs(outcome, limit):
     heartbeat = replace(rank(0, hb.ENDED, changed=500), outcome=outcome)
-    assert find_hang([heartbeat], 0.0, 1400, LIMITS) is None
-    found = find_hang([heartbeat], 0.0, 1501, LIMITS)
+    assert hang([heartbeat], 1400) is None
+    found = hang([heartbeat], 1501)
     assert (found and found.limit) == limit
 
 
 def test_the_rank_that_is_behind_comes_first():
-    found = find_hang(
+    found = hang(
         [rank(0, step=7), rank(1, step=6), rank(2, hb.SAVING, 6), rank(3, progressed=90, step=1)],
-        0.0,
         150,
-        LIMITS,
     )
     assert [heartbeat.rank for heartbeat in found.ranks] == [1, 2, 0] and found.seconds == 150
 
 
 def test_without_limits_and_without_ranks_nothing_hangs():
-    assert find_hang([rank(0), rank(1, hb.LOADING)], 0.0, 10**9, JobSettings(0, 0)) is None
-    assert find_hang([], 0.0, 10**9, LIMITS) is None
+    assert hang([rank(0), rank(1, hb.LOADING)], 10**9, JobSettings(0, 0)) is None
+    assert hang([], 10**9) is None
 
 
 def test_the_time_in_which_the_supervisor_was_suspended_does_not_count(clock):
@@ -68,9 +70,9 @@ def test_the_time_in_which_the_supervisor_was_suspended_does_not_count(clock):
     for moment in (1.0, 9.0, 5009.0, 5010.0):  # suspended for 5000 s, as its job was
         clock.now = moment
         awake()
-    assert find_hang([rank(0)], 0.0, 5010.0, LIMITS, awake) is None
-    assert find_hang([rank(0)], 0.0, 5101.0, LIMITS, awake).seconds == 111.0
-    assert find_hang([rank(0)], 0.0, 5010.0, LIMITS).seconds == 5010.0
+    assert hang([rank(0)], 5010.0, clock=awake) is None
+    assert hang([rank(0)], 5101.0, clock=awake).seconds == 111.0
+    assert hang([rank(0)], 5010.0).seconds == 5010.0
 
 
 @pytest.mark.parametrize(
