@@ -444,20 +444,23 @@ def _read_record(storage: Storage, path: str, rank: int) -> Record | Exception:
 
 @dataclass(frozen=True)
 class RecordFolder:
-    """The records in the folder ``path``. ``known``: keeps the details that were read; None:
-    nothing is kept."""
+    """The records in the folder ``path``. ``known``: keeps what was read; None: nothing is kept."""
 
     storage: Storage
     path: str
-    known: dict[int, Details] | None = None
+    known: dict[int, tuple[Record, Details]] | None = None
 
     def details(self, rank: int) -> Details:
-        """Returns the details in a rank's record. Raises RecordError or OSError if they cannot be
-        read."""
+        """Returns the details in a rank's record. Raises the errors of ``read``."""
+        return self.read(rank)[1]
+
+    def read(self, rank: int) -> tuple[Record, Details]:
+        """Returns the record of a rank and its details. Raises RecordError or OSError if they
+        cannot be read."""
         if self.known is not None and rank in self.known:
             return self.known[rank]
         with self.storage.open(os.path.join(self.path, record_name(rank))) as file:
-            found = read_details(file)[1]
+            found = read_details(file)
         if self.known is not None:
             self.known[rank] = found
         return found

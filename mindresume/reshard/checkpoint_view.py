@@ -28,7 +28,7 @@ from mindresume.formats.consolidated import ConsolidatedWeights
 from mindresume.formats.records import RecordFolder
 from mindresume.formatting import listed
 from mindresume.model.layout import Region, TensorLayout, is_scalar
-from mindresume.model.manifest import Details
+from mindresume.model.manifest import Details, Record
 from mindresume.reshard.geometry import Cut, chunks, cuts, shape_of
 from mindresume.storage.interface import Storage
 from mindresume.storage.read_cache import ReadCache
@@ -109,6 +109,7 @@ class CheckpointView:
         checksums: of consolidated weights, as far as they are recorded.
         candidate: the saved step, whose records are read; None: there are none.
         headers: by path, as far as they were read.
+        records: by rank, likewise.
         arrangement: how the network orders the elements within the tensors (``tensor_checks``);
             empty if unknown.
         split: the layouts tell optimizer shards from tensor parallelism; those of a
@@ -125,11 +126,11 @@ class CheckpointView:
     candidate: Candidate | None = None
     world_size: int = 1
     headers: dict[str, Header | None] = field(default_factory=dict)
+    records: dict[int, tuple[Record, Details]] = field(default_factory=dict)
     arrangement: Mapping[str, bool] = field(default_factory=dict)
     split: bool = True
     memory: Any = None
     _lock: runtime.Lock = field(default_factory=runtime.Lock)
-    _details: dict[int, Details] = field(default_factory=dict)
     # {slice: ranks whose files are in memory}
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)
 
@@ -153,7 +154,7 @@ class CheckpointView:
         if candidate is None or candidate.records_dir is None or rank not in candidate.files:
             return None
         with self._lock:
-            return RecordFolder(self.storage, candidate.records_dir, self._details).details(rank)
+            return RecordFolder(self.storage, candidate.records_dir, self.records).details(rank)
 
     @property
     def format(self) -> str:

@@ -30,7 +30,7 @@ from mindresume.formats.consolidated import FILE
 from mindresume.formats.rank_folders import FileName, parse_name
 from mindresume.formats.scan import CONSOLIDATED, kind_of
 from mindresume.formats.strategy import Strategy
-from mindresume.formats.weight_files import state_from_scalars
+from mindresume.formats.weight_files import scalars_of, state_from_scalars
 from mindresume.formatting import ranks_count
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -236,16 +236,18 @@ def open_candidate(
             )
         candidate = with_world_size(directory.root, candidate, layouts)
         verifier = Verifier(directory, candidate, full=False)
-        checked = parallel(directory.storage, partial(_scalars, verifier), sorted(candidate.files))
-        for found in checked:
-            if isinstance(found, Refusal):
-                raise CorruptFileError(directory.path(found.file or ""), str(found))
-        source = checkpoint_of(directory, candidate, layouts, identity, checked[0], split=True)
-        # reads every header: each slice must be in some file
-        for tensor in source.weights.tensors.values():
-            for cut in tensor.cuts(whole(tensor.shape)):
-                source.weights.locate(tensor.name, cut)
-        check_replicas(source.weights)
+        try:
+            source = checkpoint_of(directory, candidate, layouts, identity, split=True)
+            # reads every header: each slice must be in some file
+            for tensor in source.weights.tensors.values():
+                for cut in tensor.cuts(whole(tensor.shape)):
+                    source.weights.locate(tensor.name, cut)
+            check_replicas(source.weights)
+        except Exception:
+            _verify(verifier)  # the damage of a file explains more
+            raise
+        verifier.headers, verifier.records = source.weights.headers, source.weights.records
+        _verify(verifier)
         return source
     except Exception as error:
         if candidate.commit_dir and directory.storage.status(candidate.commit_dir) is None:
@@ -255,11 +257,19 @@ def open_candidate(
         raise
 
 
-def _scalars(verifier: Verifier, rank: int) -> Mapping[str, Any] | Refusal:
-    """Verifies the files of a rank. Returns the counters in them alone: the details of all ranks
-    would fill the memory."""
+def _verify(verifier: Verifier) -> None:
+    """Verifies records, headers and sizes of all ranks. Raises CorruptFileError. Keeps nothing: the
+    details of all ranks would fill the memory."""
+    directory = verifier.directory
+    ranks = sorted(verifier.candidate.files)
+    for refusal in parallel(directory.storage, partial(_refusal, verifier), ranks):
+        if refusal is not None:
+            raise CorruptFileError(directory.path(refusal.file or ""), str(refusal))
+
+
+def _refusal(verifier: Verifier, rank: int) -> Refusal | None:
     shard = verifier.verify(rank)
-    return shard if isinstance(shard, Refusal) else shard.scalars
+    return shard if isinstance(shard, Refusal) else None
 
 
 def checkpoint_of(
@@ -267,25 +277,29 @@ def checkpoint_of(
     candidate: Candidate,
     strategy: Strategy | None,
     identity: Any,
-    scalars: Mapping[str, Any],
+    scalars: Mapping[str, Any] | None = None,
     split: bool = False,
 ) -> OpenCheckpoint:
-    """Opens a verified candidate whose number of ranks is known (``with_world_size``).
+    """Opens a candidate whose number of ranks is known (``with_world_size``).
 
     Args:
-        scalars: counters of its first file, for a candidate without records.
+        scalars: counters of its first file, for a candidate without records; None: they are read.
         split: the optimizer shard of every tensor is needed (``view_of_iteration``), not only of
             those whose elements are ordered within each slice.
     Raises:
         StrategyError, LoadError: see ``view_of_rank_folders``.
     """
     name = parse_name(os.path.basename(candidate.first.path))
-    state = candidate.state or state_of(scalars, name)
+    state = candidate.state
     if candidate.iteration_dir:
         split = split or state is not None and depends_on_slices(state.arrangement)
         weights = view_of_iteration(directory, candidate, split)
     else:
         weights = view_of_rank_folders(directory, candidate, strategy)
+        if scalars is None and state is None:
+            header = weights.header(directory.path(candidate.first.path))
+            scalars = scalars_of(directory, candidate.first, header)
+    state = state or state_of(scalars or {}, name)
     weights.arrangement = dict(state.arrangement) if state is not None else {}
     what = (
         f"{weights.name}, {'weights only' if state is None else f'step {state.step}'}, "

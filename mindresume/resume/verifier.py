@@ -39,7 +39,6 @@ from mindresume.model.manifest import (
     Record,
     TensorRecord,
     attempts,
-    read_details,
     record_name,
 )
 from mindresume.model.training_state import TrainingState, is_transient
@@ -107,6 +106,7 @@ class Verifier:
         strategy: of the job that saved, where mindformers wrote no files for some ranks.
         keep: keeps the verified tensors of a checkpoint with records, as far as its budget allows,
             for a load that takes them.
+        headers, records: what was read already of the files, by path and by rank.
     """
 
     directory: CheckpointDir
@@ -115,6 +115,8 @@ class Verifier:
     full: bool = True
     strategy: Strategy | None = None
     keep: ReadCache | None = None
+    headers: Mapping[str, Header | None] = field(default_factory=dict)
+    records: Mapping[int, tuple[Record, Details]] = field(default_factory=dict)
     _stored: StoredSlices | Refusal | None = None
     _lock: runtime.Lock = field(default_factory=runtime.Lock)
 
@@ -129,7 +131,7 @@ class Verifier:
         try:
             if candidate.origin == OURS and candidate.records_dir:
                 return self._verify_recorded(rank)
-            headers = {file: header_of(self.directory, file) for file in files}
+            headers = {file: self._header(file) for file in files}
             if candidate.iteration_dir:
                 return self._verify_iteration(rank, headers)
             scalars = scalars_of(self.directory, files[0], headers[files[0]])
@@ -144,6 +146,9 @@ class Verifier:
             damaged = (file for file in files if named.endswith(os.path.basename(file.path)))
             return self._refuse(error, rank, next(damaged, files[0]))
         return self._compare_label(rank, files[0], parse_label(headers[files[0]]), scalars)
+
+    def _header(self, file: FileRecord) -> Header:
+        return self.headers.get(self.directory.path(file.path)) or header_of(self.directory, file)
 
     def damaged_files(self, rank: int) -> list[Refusal]:
         """Returns a refusal for each damaged file of a rank of a checkpoint with records:
@@ -333,10 +338,8 @@ class Verifier:
         """Returns a record and its details, or why it is not the one that was committed. Raises
         RecordError or OSError if it cannot be read."""
         candidate, files = self.candidate, self.candidate.files[rank]
-        with self.directory.storage.open(
-            os.path.join(candidate.records_dir or "", record_name(rank))
-        ) as opened:
-            record, details = read_details(opened)
+        folder = RecordFolder(self.directory.storage, candidate.records_dir or "")
+        record, details = self.records.get(rank) or folder.read(rank)
         if (record.run, record.state.step, record.rank, record.world_size) != (
             candidate.run,
             candidate.step,
@@ -386,7 +389,7 @@ class Verifier:
         if status.size != file.size:
             return wrong_size(candidate, rank, file, status.size)
         # its errors are more specific than a wrong checksum
-        header = header_of(self.directory, file)
+        header = self._header(file)
         if problem := _mismatch(candidate, recorded, header):
             return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
         if not self.full:

@@ -95,21 +95,6 @@ def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_pat
         assert weights.locate("bias", cut).rank == rank
 
 
-def test_layouts_of_a_stage_of_one_rank_have_no_dimensions(tmp_path):
-    plan = plan_of("pp2")
-    strategy = Strategy(
-        tuple({name: TensorLayout((1,), ()) for name in stage} for stage in plan.stages), "of files"
-    )
-    check_all(weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), strategy))
-
-
-def test_a_nested_map_for_a_vector_is_refused(tmp_path):
-    plan = plan_of("dp2tp2")
-    odd = {**plan.stages[0], "norm.weight": TensorLayout((2, 2), ((1, 0), -1))}
-    with pytest.raises(StrategyError, match="norm.weight"):
-        weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), Strategy((odd,), "odd"))
-
-
 def test_tensors_of_several_stages_are_taken_from_the_first(tmp_path):
     """Shared embeddings are in the first and in the last stage."""
     plan = plan_of("tp2pp2")
@@ -145,7 +130,10 @@ def test_counters_and_copies_without_layout_when_the_file_of_rank_0_is_lost(tmp_
     plan = plan_of("dp2")
     candidate = recorded(tmp_path, plan, TENSORS, layouts=layouts)
     lose(tmp_path, candidate, [0])
-    check_all(weights_of(tmp_path, candidate))
+    weights = weights_of(tmp_path, candidate)
+    check_all(weights)
+    # without layouts the records prove that both ranks hold the same
+    assert layouts or not any(tensor.layout for tensor in weights.tensors.values())
 
 
 def test_a_number_that_only_the_last_stage_has(tmp_path):
@@ -160,13 +148,6 @@ def test_a_number_that_only_the_last_stage_has(tmp_path):
     weights = weights_of(tmp_path, newest(tmp_path), plan.strategy())
     tensor = weights.tensors["aux_loss"]
     assert weights.locate("aux_loss", tensor.cuts(((0, 1),))[0]).rank == 2
-
-
-def test_data_parallel_without_layouts_is_proven_by_the_records(tmp_path):
-    plan = plan_of("dp2")
-    weights = weights_of(tmp_path, recorded(tmp_path, plan, TENSORS, layouts=False))
-    check_all(weights)
-    assert all(tensor.layout is None for tensor in weights.tensors.values())
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2opt2", "pp2"])
@@ -225,25 +206,6 @@ def test_an_equivalent_strategy_is_accepted(tmp_path):
         for name, layout in plan_of("tp4").stages[0].items()
     }
     check_all(weights_of(tmp_path, candidate, Strategy((other,))))
-
-
-@pytest.mark.parametrize(
-    "name, layout",
-    [
-        ("head.weight", TensorLayout((1, 2), (0, -1, -1))),
-        ("head.weight", TensorLayout((1, 2), (0,))),
-        ("head.weight", TensorLayout((1, 2), ())),
-        ("layers.0.norm.weight", TensorLayout((1, 2), ())),
-    ],
-)
-def test_a_layout_of_other_dimensions(tmp_path, name, layout):
-    plan = plan_of("tp2")
-    with pytest.raises(StrategyError, match=f"{name} has . dimensions?, the strategy has"):
-        weights_of(
-            tmp_path,
-            foreign(tmp_path, plan, TENSORS),
-            Strategy(({**plan.stages[0], name: layout},), "x"),
-        )
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])

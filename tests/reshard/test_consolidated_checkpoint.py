@@ -121,16 +121,10 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
     "field, value",
     [
         ("files", [["../a", 1, "0" * 32]]),
-        ("files", [["/etc/passwd", 1, "0" * 32]]),
-        ("files", [["a", -1, "0" * 32]]),
         ("files", [["a", 1, "x"]]),
-        ("files", [["a", 1]]),
-        ("files", [7]),
         ("files", None),
         ("tensors", {"a": 5}),
-        ("tensors", []),
         ("what", None),
-        ("fingerprint", 5),
     ],
 )
 def test_fields_that_cannot_be(tmp_path, field, value):

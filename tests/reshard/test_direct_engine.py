@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -309,92 +310,81 @@ def test_reading_beyond_a_tensor_is_refused(tmp_path):
 LITTLE = {name: spec for name, spec in transformer(layers=2).items() if "accu" not in name}
 
 
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
+def small(folder, given="tp4", wanted="tp2pp2", write=foreign, fmt="safetensors", model=LITTLE):
+    """Returns (weights, empty target files, (plan and tensors of the target))."""
     tensors, source, target = (
-        random_tensors(LITTLE),
-        Plan.parse("dp2tp2opt2", LITTLE),
-        Plan.parse("tp2pp2", LITTLE),
+        random_tensors(model),
+        Plan.parse(given, model),
+        Plan.parse(wanted, model),
     )
-    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors, fmt))
-    targets = targets_of(tmp_path / "to", target, "safetensors")
-    places = [
-        weights.locate(name, cut)
+    candidate = write(folder, source, tensors, fmt)
+    strategy = source.strategy() if write is foreign else None
+    weights = view_of_rank_folders(dir_at(folder), candidate, strategy)
+    return weights, targets_of(folder / "to", target, "safetensors"), (target, tensors)
+
+
+def places_of(weights):
+    return [
+        (name, weights.locate(name, cut))
         for name, tensor in weights.tensors.items()
         for cut in tensor.cuts(whole(tensor.shape))
     ]
-    names = [
-        name for name, tensor in weights.tensors.items() for _ in tensor.cuts(whole(tensor.shape))
-    ]
-    assert set(names) == {*LITTLE, *COUNTERS} - {"layers.1.none"}
-    for number, (name, place) in enumerate(zip(names, places, strict=True)):
+
+
+@contextmanager
+def failing(folder, error, match=None):
+    """Asserts that the work inside raises the error and leaves nothing."""
+    with leaves_nothing(folder), pytest.raises(error, match=match) as found:
+        yield found
+    assert files_below(folder / "to") == []
+
+
+@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_flipped_bit_in_any_tensor_that_is_read(tmp_path, fmt, workers):
+    weights, targets, expected = small(tmp_path, "dp2tp2opt2", write=recorded, fmt=fmt)
+    places = places_of(weights)
+    assert {name for name, _ in places} == {*LITTLE, *COUNTERS} - {"layers.1.none"}
+    for number, (name, place) in enumerate(places):
         if (number + workers) % 2:
             continue  # half of them with each number of workers
         position, count = place.entry.ranges[-1]
         offset = position + number * 7 % count
         flip_bit(Path(place.path), offset)
-        with (
-            leaves_nothing(tmp_path),
-            pytest.raises(CorruptFileError, match="not what was written") as found,
-        ):
+        with failing(tmp_path, CorruptFileError, "not what was written") as found:
             transform(weights, STORAGE, targets, workers, 512)
         assert (found.value.path, found.value.tensor) == (place.path, name)
         assert name in str(found.value) and f"rank {place.rank}" in str(found.value)
-        assert files_below(tmp_path / "to") == []
         flip_bit(Path(place.path), offset)
-    check(targets, transform(weights, STORAGE, targets, workers, 512), target, tensors)
+    check(targets, transform(weights, STORAGE, targets, workers, 512), *expected)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, rank):
-    tensors, source, target = (
-        random_tensors(LITTLE),
-        Plan.parse("tp4", LITTLE),
-        Plan.parse("tp2", LITTLE),
-    )
-    candidate = foreign(tmp_path, source, tensors, fmt)
-    weights = view_of_rank_folders(dir_at(tmp_path), candidate, source.strategy())
-    path = str(tmp_path / candidate.files[rank][0].path)
-    places = [
-        weights.locate(name, cut)
-        for name, tensor in weights.tensors.items()
-        for cut in tensor.cuts(whole(tensor.shape))
-    ]
-    os.truncate(
-        path,
-        max(start for place in places if place.path == path for start, _ in place.entry.ranges) + 1,
-    )
-    targets = targets_of(tmp_path / "to", target, "safetensors")
+    weights, targets, _ = small(tmp_path, wanted="tp2", fmt=fmt)
+    (path,) = weights.files[rank]
+    places = [place for _, place in places_of(weights) if place.path == path]
+    os.truncate(path, max(start for place in places for start, _ in place.entry.ranges) + 1)
     ends = r"the file ends at byte .* truncated since its header was read"
-    with leaves_nothing(tmp_path), pytest.raises(CorruptFileError, match=ends) as found:
+    with failing(tmp_path, CorruptFileError, ends) as found:
         transform(weights, STORAGE, targets, workers, 512)
     assert found.value.path == path
-    assert files_below(tmp_path / "to") == []
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("header_read", [False, True])
 def test_a_source_that_disappears(tmp_path, workers, header_read):
-    tensors, source, target = (
-        random_tensors(LITTLE),
-        Plan.parse("tp4", LITTLE),
-        Plan.parse("tp2", LITTLE),
-    )
-    candidate = foreign(tmp_path, source, tensors)
-    weights = view_of_rank_folders(dir_at(tmp_path), candidate, source.strategy())
-    path = str(tmp_path / candidate.files[2][0].path)
+    weights, targets, _ = small(tmp_path, wanted="tp2")
+    (path,) = weights.files[2]
     weights.headers.pop(path, None)
     if header_read:
         weights.header(path)
     os.remove(path)
-    targets = targets_of(tmp_path / "to", target, "safetensors")
     says = path if header_read else "should be in the file of rank 2"
-    with leaves_nothing(tmp_path), pytest.raises((LoadError, OSError), match=says):
+    with failing(tmp_path, (LoadError, OSError), says):
         transform(weights, STORAGE, targets, workers, 512)
-    assert files_below(tmp_path / "to") == []
 
 
 # ---- targets that cannot be written --------------------------------------------------------------
@@ -440,21 +430,15 @@ class FailingFile:
 @pytest.mark.parametrize("kind", ["create", "head", "data", "finish"])
 def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
     model = {name: spec for name, spec in LITTLE.items() if not name.startswith("adam")}
-    tensors, source, target = (
-        random_tensors(model),
-        Plan.parse("tp2", model),
-        Plan.parse("dp2tp2opt2", model),
-    )
-    weights = view_of_rank_folders(dir_at(tmp_path), recorded(tmp_path, source, tensors))
-    targets, working = targets_of(tmp_path / "to", target, "safetensors"), Failing()
-    check(targets, transform(weights, working, targets, workers, 512), target, tensors)
+    weights, targets, expected = small(tmp_path, "tp2", "dp2tp2opt2", recorded, model=model)
+    working = Failing()
+    check(targets, transform(weights, working, targets, workers, 512), *expected)
     for made in targets:
         os.remove(made.path)
     assert working.done[kind] >= 4
     for number in range(working.done[kind]):
-        with leaves_nothing(tmp_path), pytest.raises(OSError, match="No space left"):
+        with failing(tmp_path, OSError, "No space left"):
             transform(weights, Failing(kind, number), targets, workers, 512)
-        assert files_below(tmp_path / "to") == [], number
 
 
 def test_an_existing_target_is_kept(sources, tmp_path):
@@ -478,21 +462,9 @@ def test_a_text_of_a_ckpt_is_refused(tmp_path):
 # ---- interrupted ---------------------------------------------------------------------------------
 
 
-def little(tmp_path, wanted="tp2pp2"):
-    tensors, source, target = (
-        random_tensors(LITTLE),
-        Plan.parse("tp4", LITTLE),
-        Plan.parse(wanted, LITTLE),
-    )
-    weights = view_of_rank_folders(
-        dir_at(tmp_path), foreign(tmp_path, source, tensors), source.strategy()
-    )
-    return weights, targets_of(tmp_path / "to", target, "safetensors")
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
-    weights, targets = little(tmp_path)
+    weights, targets, _ = small(tmp_path)
     struck = threading.Event()
 
     def progress(count):
@@ -502,9 +474,8 @@ def test_an_error_in_a_worker_is_not_lost(tmp_path, error):
             struck.set()
             raise error("in a worker")
 
-    with leaves_nothing(tmp_path), pytest.raises(error, match="in a worker"):
+    with failing(tmp_path, error, "in a worker"):
         transform(weights, STORAGE, targets, 3, 512, Traffic(progress=progress))
-    assert files_below(tmp_path / "to") == []
 
 
 class Waiting(PosixStorage):
@@ -521,6 +492,12 @@ class Waiting(PosixStorage):
 
     def create(self, path, size):
         return WaitingFile(self, super().create(path, size))
+
+    def check(self, folder):
+        assert self.too_early is False, (
+            "files were closed and removed while a worker still wrote into them"
+        )
+        assert files_below(folder / "to") == []
 
 
 class WaitingFile:
@@ -562,7 +539,7 @@ def end(threads):
 
 
 def test_ctrl_c_while_the_main_thread_waits_for_the_others(tmp_path):
-    weights, targets = little(tmp_path)
+    weights, targets, _ = small(tmp_path)
     main, workers = threading.main_thread().ident, []
 
     def press():
@@ -576,14 +553,11 @@ def test_ctrl_c_while_the_main_thread_waits_for_the_others(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             transform(weights, storage, targets, 2, 512)
         end(workers)
-    assert storage.too_early is False, (
-        "files were closed and removed while a worker still wrote into them"
-    )
-    assert files_below(tmp_path / "to") == []
+    storage.check(tmp_path)
 
 
 def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
-    weights, targets = little(tmp_path)
+    weights, targets, _ = small(tmp_path)
     begun, writing = [], threading.Event()
 
     class Thread(threading.Thread):
@@ -603,7 +577,4 @@ def test_a_thread_that_cannot_be_started(tmp_path, monkeypatch):
             patch.setattr(runtime, "Thread", Thread)
             transform(weights, storage, targets, 4, 512)
         end([thread.ident for thread in begun])
-    assert storage.too_early is False, (
-        "files were closed and removed while a worker still wrote into them"
-    )
-    assert files_below(tmp_path / "to") == []
+    storage.check(tmp_path)

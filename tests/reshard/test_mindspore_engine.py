@@ -270,37 +270,22 @@ def test_a_file_is_missing_though_its_copy_is_there(tmp_path, work):
     refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 2 has no file")
 
 
-def test_a_file_with_other_tensors_is_an_error(tmp_path, work):
-    weights = weights_of(tmp_path / "src", Plan.parse("dp2tp2", SMALL))
-    path = Path(weights.files[3][0])
-    put(
-        path,
-        {
-            **Plan.parse("dp2tp2", SMALL).shard(TENSORS, 3),
-            **COUNTERS,
-            "embedding.weight": np.zeros((8, 4), np.float32),
-        },
-    )
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        (
+            {"embedding.weight": np.zeros((8, 4), np.float32)},
+            ("embedding.weight", "(4, 4)", "(8, 4)"),
+        ),
+        ({"stray": np.zeros(3, np.float32)}, ("stray",)),
+    ],
+)
+def test_a_file_with_other_tensors_is_an_error(tmp_path, work, other, says):
+    plan = Plan.parse("dp2tp2", SMALL)
+    weights = weights_of(tmp_path / "src", plan)
+    put(Path(weights.files[3][0]), {**plan.shard(TENSORS, 3), **COUNTERS, **other})
     weights.headers.clear()
-    refused(
-        weights,
-        Plan.parse("tp4", SMALL).strategy(),
-        work,
-        "rank 3",
-        "embedding.weight",
-        "(4, 4)",
-        "(8, 4)",
-    )
-    weights.headers.clear()
-    put(
-        path,
-        {
-            **Plan.parse("dp2tp2", SMALL).shard(TENSORS, 3),
-            **COUNTERS,
-            "stray": np.zeros(3, np.float32),
-        },
-    )
-    refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 3", "stray")
+    refused(weights, Plan.parse("tp4", SMALL).strategy(), work, "rank 3", *says)
 
 
 def test_a_parameter_without_layout(tmp_path, work):
@@ -376,29 +361,27 @@ def test_counters_need_not_be_on_all_ranks(tmp_path, work, small):
     attempt(small, work, fake(tmp_path, small.ready))
 
 
-def broken(name):
-    """Returns the defect of one rank's file: (rank, changed tensors, facts expected in the
-    message)."""
-    return {
-        "shape": (
+@pytest.mark.parametrize(
+    "rank, change, expected",
+    [
+        (
             1,
             {"embedding.weight": np.zeros((4, 4), np.float32)},
-            ["embedding.weight", "(4, 4)", "(8, 4)"],
+            "embedding.weight float32 (4, 4), expected float32 (8, 4)",
         ),
-        "dtype": (
+        (
             2,
-            {"layers.1.norm.weight": np.zeros(8, np.float64)},
-            ["layers.1.norm.weight", "float64", "float32"],
+            {"layers.1.norm.weight": np.zeros(8)},
+            "layers.1.norm.weight float64 (8,), expected float32",
         ),
-        "unknown": (3, {"stray": np.zeros(8, np.float32)}, ["stray", "expected nothing"]),
-        "missing": (0, {"layers.0.proj.weight": None}, ["layers.0.proj.weight", "nothing"]),
-        "counter": (0, {"step_num": None}, ["step_num", "nothing"]),
-    }[name]
-
-
-@pytest.mark.parametrize("kind", ["shape", "dtype", "unknown", "missing", "counter"])
-def test_a_wrong_result_is_an_error_despite_exit_status_0(tmp_path, work, small, kind):
-    rank, change, expected = broken(kind)
+        (3, {"stray": np.zeros(8)}, "stray float64 (8,), expected nothing"),
+        (0, {"layers.0.proj.weight": None}, "layers.0.proj.weight nothing"),
+        (0, {"step_num": None}, "step_num nothing"),
+    ],
+)
+def test_a_wrong_result_is_an_error_despite_exit_status_0(
+    tmp_path, work, small, rank, change, expected
+):
     content = {**small.target.shard(TENSORS, rank), **COUNTERS, **change}
     put(
         small.ready / f"rank_{rank}" / f"weights{rank}.safetensors",
@@ -406,7 +389,7 @@ def test_a_wrong_result_is_an_error_despite_exit_status_0(tmp_path, work, small,
     )
     with pytest.raises(EngineError) as error:
         attempt(small, work, fake(tmp_path, small.ready, "print('all done', file=sys.stderr)"))
-    for part in [f"rank {rank}", *expected, "all done", "--engine direct"]:
+    for part in (f"rank {rank}", expected, "all done", "--engine direct"):
         assert part in str(error.value)
 
 
