@@ -141,11 +141,8 @@ NO_PATH = [
     "/etc/passwd",
     "../x.safetensors",
     "rank_1/../../x.safetensors",
-    "rank_1/../rank_1/x.safetensors",
     "rank_1/..",
     "rank_1/",
-    "rank_1",
-    "./rank_1/x.safetensors",
     "rank_1//x.safetensors",
     "rank_1/./x.safetensors",
     ".mindresume/x.safetensors",
@@ -159,13 +156,8 @@ NO_PATH = [
     "rank_1/a\n.safetensors",
     "rank_1/" + "x" * 300 + ".safetensors",
     "rank_1/x.ckpt",
-    "rank_1/x.txt",
     "rank_1/x",
     "C:\\x.safetensors",
-    "",
-    None,
-    3,
-    ["rank_1/x.safetensors"],
     SURROGATE,
     DEEP,
 ]
@@ -260,7 +252,6 @@ SAYS = {
 
 STRANGERS = [
     *STRANGE,
-    *NO_PATH,
     -2,
     10**15,
     MAX_RANKS + 1,
@@ -297,7 +288,7 @@ def test_a_value_that_no_rank_can_have_written_is_refused_wherever_it_stands(kin
         if keys[0] == "files" and not isinstance(found_at(document, keys), list):
             field = f"files.{keys[-1]}"
         allowed = MAY_HOLD.get(field) or MAY_HOLD.get(keys[-1]) or (lambda value: False)
-        for value in STRANGERS:
+        for value in [*STRANGERS, *(NO_PATH if field == "files.0" else ())]:
             if repr(value) == repr(found_at(document, keys)):
                 continue
             change = setting(*keys, value=value)
