@@ -181,9 +181,12 @@ def worlds(tmp_path, monkeypatch):
     moxing.file.hidden.clear()
 
 
-@pytest.fixture(params=sorted(FORMATS))
+@pytest.fixture
 def world(request, worlds):
-    return worlds(request.param)
+    return worlds(getattr(request, "param", "1.0"))
+
+
+BOTH = pytest.mark.parametrize("world", sorted(FORMATS), indirect=True)
 
 
 def content(root):
@@ -249,6 +252,7 @@ def strike(monkeypatch, at):
 # ---- round trips ---------------------------------------------------------------------------------
 
 
+@BOTH
 def test_a_lost_disk_is_restored_bit_for_bit(world):
     world.upload(5, 10)
     assert world.committed() == [10, 5]
@@ -274,6 +278,7 @@ def test_a_lost_disk_is_restored_bit_for_bit(world):
         }
 
 
+@BOTH
 def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
     """A copy by any tool is a checkpoint: in 1.0 a root, in 2.0 an iteration folder."""
     world.upload(10)
@@ -285,6 +290,7 @@ def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
     assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
+@BOTH
 def test_a_damaged_local_file_is_replaced(world):
     """The store has the same bytes: the local file is refused and downloaded again, and only that
     file."""
@@ -307,6 +313,7 @@ def test_a_damaged_local_file_is_replaced(world):
     assert [os.path.basename(source) for source in copies] == [path.name]
 
 
+@BOTH
 def test_a_damaged_remote_checkpoint_is_refused_and_the_next_older_one_downloaded(world, tmp_path):
     world.upload(5, 10)
     commit_dir = tmp_path / "objects" / "bucket/job/checkpoint" / attempt_name(10, RUN)
@@ -324,9 +331,8 @@ def test_a_damaged_remote_checkpoint_is_refused_and_the_next_older_one_downloade
     assert not any("0000000010" in path or "1_10" in path for path in content(world.disk))
 
 
-def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(worlds):
+def test_a_file_of_another_run_with_the_same_name_is_not_overwritten(world):
     """Rank folders: two runs that both started on an empty disk use the same names."""
-    world = worlds()
     rank_folders.save(world.disk, 10, 2, LATER)
     world.uploaders(LATER)
     world.saved(10, save=lambda *_: None)
@@ -357,16 +363,14 @@ def restored_without_it(world):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(worlds, recorded):
-    world = worlds()
+def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(world, recorded):
     unfinished_afresh(world, [1])
     if not recorded:
         next(world.disk.rglob("rank_00001.json")).unlink()
     restored_without_it(world)
 
 
-def test_an_interrupted_removal_of_an_unfinished_save_is_continued(worlds, monkeypatch):
-    world = worlds()
+def test_an_interrupted_removal_of_an_unfinished_save_is_continued(world, monkeypatch):
     unfinished_afresh(world, [1])
     with monkeypatch.context() as dying:
         dying.setattr(garbage_collector, "empty_trash", lambda *args: 1 / 0)
@@ -375,8 +379,7 @@ def test_an_interrupted_removal_of_an_unfinished_save_is_continued(worlds, monke
     restored_without_it(world)
 
 
-def test_an_unfinished_save_of_a_running_job_is_kept(worlds):
-    world = worlds()
+def test_an_unfinished_save_of_a_running_job_is_kept(world):
     unfinished_afresh(world, [1])
     lease = acquire(dir_at(world.disk), replace(holder_of_this_process("saving"), run=LATER), 0)
     before = content(world.disk)
@@ -512,6 +515,7 @@ def test_a_downloaded_checkpoint_that_is_refused_is_not_a_fresh_start(worlds, mo
         world.restore()
 
 
+@BOTH
 def test_another_number_of_ranks(world):
     world.upload(5)
     world.empty_disk()
@@ -580,6 +584,7 @@ def unhealthy_from(world, monkeypatch, first):
     }
 
 
+@BOTH
 def test_an_unhealthy_checkpoint_is_refused_by_its_manifest_before_any_download(world, monkeypatch):
     filters = unhealthy_from(world, monkeypatch, 10)
     world.upload(5, 10, 15)
@@ -590,6 +595,7 @@ def test_an_unhealthy_checkpoint_is_refused_by_its_manifest_before_any_download(
     assert {event.step for event in kinds(world, CandidateRefused)} >= {15, 10}
 
 
+@BOTH
 def test_only_unhealthy_checkpoints_are_an_error_without_a_download(world, monkeypatch):
     filters = unhealthy_from(world, monkeypatch, 10)
     world.upload(10, 15)
@@ -622,6 +628,7 @@ def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
     assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
 
 
+@BOTH
 def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_usable(
     world, monkeypatch
 ):
@@ -701,32 +708,25 @@ def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(worl
 
 def test_remote_retention_keeps_another_training(world, monkeypatch):
     """A fresh start uses the url of another training."""
-    for module in (rank_folders, iteration_folders):
-        monkeypatch.setattr(
-            module,
-            "target_of",
-            lambda root, rank, size, run=RUN, *more, plain=module.target_of: replace(
-                plain(root, rank, size, run, *more), lineage=run
-            ),
-        )
+    plain = rank_folders.target_of
+    monkeypatch.setattr(
+        rank_folders,
+        "target_of",
+        lambda root, rank, size, run=RUN, *more: replace(
+            plain(root, rank, size, run, *more), lineage=run
+        ),
+    )
     world.upload(5, 10)
     world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
     assert world.committed() == [25, 20, 10, 5]
 
 
 def test_remote_retention_keeps_the_newest_healthy_checkpoint(world, monkeypatch):
-    plain, write = rank_folders.state_of, iteration_folders.write_rank
+    plain = rank_folders.state_of
     monkeypatch.setattr(
         rank_folders,
         "state_of",
         lambda step, batch=8: replace(plain(step, batch), health=int(step > 10)),
-    )
-    monkeypatch.setattr(
-        iteration_folders,
-        "write_rank",
-        lambda root, step, *more, **how: write(
-            root, step, *more, **{**how, "health": int(step > 10)}
-        ),
     )
     world.upload(5, 10, 15, 20, policy=KeepLast(1))
     assert world.committed() == [20, 10]
@@ -781,11 +781,12 @@ def test_uploads_slower_than_saves_skip_steps_with_a_report(world):
 def test_an_uncommitted_step_is_not_uploaded(world):
     world.uploaders()
     for rank in range(2):
-        FORMATS[world.fmt].write_rank(world.disk, 5, rank, 2)
+        rank_folders.write_rank(world.disk, 5, rank, 2)
     world.saved(5, save=lambda *_: None)
     assert world.first.work() is False and world.remote.scan().objects == {}
 
 
+@BOTH
 def test_an_invisible_part_on_a_shared_disk_is_waited_for_until_a_limit(world):
     """Another host publishes the folder."""
     uploaders = world.uploaders(stall_timeout=600.0)
@@ -820,6 +821,7 @@ def test_a_rank_that_never_uploads_is_named(world):
     )
 
 
+@BOTH
 def test_a_checkpoint_in_upload_is_not_removed_locally(world):
     """Retention of the job runs while the other rank is slow."""
     world.uploaders()
@@ -984,10 +986,7 @@ def test_two_pods_with_one_url_at_the_same_moment(world):
     url = f"{URL}/{attempt_name(5, RUN)}"
     save_of(first[0].uploads.remote, first[0].uploads.target, 5).upload()
     before = world.remote.store.list(url)
-    if world.fmt == "1.0":
-        rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
-    else:
-        iteration_folders.save(world.disk, 10, world=world.size, run=twin)
+    rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
     world.uploaders(run=twin)
     world.saved(10, save=lambda *_: None)
     world.first.work()
@@ -1090,6 +1089,7 @@ def alone(world):
     )
 
 
+@BOTH
 def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(world, monkeypatch):
     world.upload(5, 10)
     at, over = 0, False
@@ -1109,6 +1109,7 @@ def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(
     assert at > 10
 
 
+@BOTH
 def test_a_disk_error_during_a_download_leaves_nothing_selectable(world):
     """Every operation on the disk fails once, with a kill: no partial download is ever selected."""
     at, seen = 0, SimpleNamespace(fresh=0, taken=0)
@@ -1143,6 +1144,7 @@ def test_a_disk_error_during_a_download_leaves_nothing_selectable(world):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@BOTH
 def test_a_damaged_file_is_not_uploaded_and_the_good_one_stays(world, rank):
     """Only the sizes would fit: the damaged step would be complete in the store, and the good one
     pruned."""
