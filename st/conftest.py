@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from st.training_run import ONE_LAYER, ROOT, Attempt, Run  # noqa: E402
+from st.training_run import ONE_LAYER, ROOT, Attempt, Run, make_data  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
@@ -110,12 +110,7 @@ def shared(tmp_path_factory) -> Shared:
 
 @pytest.fixture(scope="session")
 def data(shared) -> Path:
-    return shared(
-        "data",
-        lambda folder: subprocess.run(
-            [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder)], check=True
-        ),
-    )
+    return shared("data", make_data)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,18 +158,21 @@ def assert_not_trained(run: Run, status: int | None = None) -> None:
 # ---- events --------------------------------------------------------------------------------------
 
 
-def events(
-    run: Run, kind: str | None = None, rank: int = 0, attempt: int = -1
-) -> list[dict[str, Any]]:
-    """The events of this kind (None: of all) that a rank has recorded in an attempt so far; a torn
-    last line is left out."""
-    rows = [
+def recorded(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The events in these files, in order; a torn last line is left out."""
+    return [
         json.loads(line)
-        for path in run.event_files(rank, attempt)
+        for path in sorted(files)
         for line in path.read_text(encoding="ascii").splitlines()
         if line.endswith("}")
     ]
-    return [row for row in rows if kind in (None, row["event"])]
+
+
+def events(
+    run: Run, kind: str | None = None, rank: int = 0, attempt: int = -1
+) -> list[dict[str, Any]]:
+    """The events of this kind (None: of all) that a rank has recorded in an attempt so far."""
+    return [row for row in recorded(run.event_files(rank, attempt)) if kind in (None, row["event"])]
 
 
 def contains(*facts: str) -> Callable[[Any], bool]:

@@ -1,11 +1,10 @@
 """Starts a training under ``mindresume run`` and tells its starts apart: one attempt of ``Run``,
 several starts."""
 
-import json
 import sys
 from typing import Any
 
-from st.run_attempts import events
+from st.run_attempts import events, recorded
 from st.training_run import ROOT, Run
 
 
@@ -28,14 +27,7 @@ def supervised(
 def supervisor_events(run: Run, kind: str) -> list[dict[str, Any]]:
     """Returns the events of this kind that the supervisor has recorded so far; a torn last line is
     left out."""
-    found = [
-        json.loads(line)
-        for path in sorted(
-            (run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl")
-        )
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.endswith("}")
-    ]
+    found = recorded((run.folder / "output" / "mindresume_events").glob("*-supervisor_*.jsonl"))
     return [event for event in found if event["event"] == kind]
 
 

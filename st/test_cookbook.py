@@ -7,10 +7,7 @@ after step 17.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +27,8 @@ from st.run_attempts import (
     wrong_steps,
 )
 from st.supervised_run import Start, supervised, supervisor_events
-from st.training_run import FORMAT_2, ROOT, Run, differences
+from st.test_remote import Moxing
+from st.training_run import FORMAT_2, ROOT, Run, differences, make_data
 
 pytestmark = pytest.mark.timeout(1200)
 TWO_EPOCHS, LAST, KILLED, SAVED = "--epochs 2", 20, 17, 15
@@ -103,16 +101,7 @@ def interrupted(cook, trained, whole) -> Run:
 def second(tmp_path_factory) -> str:
     """Returns the option that names another data set."""
     folder = tmp_path_factory.mktemp("cookbook") / "data_2"
-    subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "st" / "data" / "make_data.py"),
-            str(folder),
-            "--samples",
-            str(MORE),
-        ],
-        check=True,
-    )
+    make_data(folder, "--samples", str(MORE))
     return f"--train_dataset {folder / 'mcore.mindrecord'}"
 
 
@@ -207,11 +196,7 @@ def test_modelarts(cook, whole, tmp_path):
     """modelarts.yaml, with a stand-in for moxing: the job ends after an epoch and its disk is
     lost."""
     run = cook("modelarts.yaml", tmp_path / "run")
-    environment = {
-        "MA_JOB_DIR": "/home/ma-user/modelarts",
-        "FAKE_MOXING_ROOT": str(tmp_path / "objects"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "fakes")]),
-    }
+    environment = Moxing.environment(run)
     train_well(run, "--epochs 1", **environment)
     shutil.rmtree(run.folder / "output")
     train_well(run, **environment)

@@ -5,7 +5,6 @@ these calls, hold for both trainers.
 
 import os
 import re
-import shutil
 import subprocess
 from itertools import groupby
 from pathlib import Path
@@ -17,8 +16,10 @@ from st.pynative_run import PynativeRun, why_not
 from st.releases import python_of
 from st.run_attempts import FIXTURES
 from st.strace import TRACED, Call, read_trace
+from st.test_syscalls import strace  # noqa: F401  a fixture
 from st.training_run import ROOT, Run
 
+# ruff: noqa: F811  strace is a fixture
 STEPS = (5, 10)
 CHANGES = [
     (r"(iteration_|step-)0*(\d+)", r"\1\2"),
@@ -26,17 +27,6 @@ CHANGES = [
     (r"[A-Za-z0-9]+-(model|opt)-", r"\1-"),
     (r"\.[0-9a-f]{8,}", ".random"),
 ]
-
-
-@pytest.fixture(scope="module")
-def strace() -> None:
-    """Skips where it is missing or forbidden; st/test_syscalls.py fails then."""
-    tried = ["strace", "-f", "-o", "/dev/null", "true"]
-    if (
-        shutil.which("strace") is None
-        or subprocess.run(tried, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("strace is not allowed here")
 
 
 def watched(run: Run, trace: Path, *extra: object, **environment: str) -> list[Call]:

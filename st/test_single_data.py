@@ -6,8 +6,6 @@ sets have the same rows in the same places.
 """
 
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -27,36 +25,18 @@ from st.run_attempts import (
     train_well,
     use_register_path,
 )
-from st.training_run import FORMAT_2, ROOT, Run
+from st.training_run import FORMAT_2, Run, make_data
 
 pytestmark = pytest.mark.timeout(1200)
 IGNORE, SKIP = "--ignore_data_skip True", "--data_skip_steps 2"
-SAMPLES = {"second": 120, "third": 56}
 
 
 @pytest.fixture(scope="module")
-def sets(data, tmp_path_factory) -> dict[str, str]:
-    """{name: arguments of the program}: the first has 80 samples (10 steps), the second 120 (15),
-    the third 56 (7)."""
-    base = tmp_path_factory.mktemp("sets")
-    for name, count in SAMPLES.items():
-        subprocess.run(
-            [
-                sys.executable,
-                str(ROOT / "st" / "data" / "make_data.py"),
-                str(base / name),
-                "--samples",
-                str(count),
-            ],
-            check=True,
-        )
-    return {
-        "first": "",
-        **{
-            name: f"--train_dataset {base / name / 'mcore.mindrecord'} --num_samples {count}"
-            for name, count in SAMPLES.items()
-        },
-    }
+def second(data, tmp_path_factory) -> str:
+    """Arguments of the program: the first data set has 80 samples (10 steps), this one 120 (15)."""
+    folder = tmp_path_factory.mktemp("second") / "data"
+    make_data(folder, "--samples", "120")
+    return f"--train_dataset {folder / 'mcore.mindrecord'} --num_samples 120"
 
 
 def samples(run: Run, attempt: int = -1) -> dict[int, list[str]]:
@@ -64,22 +44,13 @@ def samples(run: Run, attempt: int = -1) -> dict[int, list[str]]:
     return {row["step"]: row["samples"] for row in run.steps(attempt)}
 
 
-def passes(run: Run) -> list[list[str]]:
-    """Ids of each step of a run from its beginning."""
-    return [row["samples"] for row in run.steps(0)]
-
-
 @pytest.fixture(scope="module")
-def alone(whole_single, sets, tmp_path_factory) -> SimpleNamespace:
-    """One pass over the second and over the third set: which samples each step has."""
-    base = tmp_path_factory.mktemp("alone")
-    runs = {name: run_beside(whole_single, base / name, copied=False) for name in SAMPLES}
-    in_parallel(
-        *(lambda name=name: train_well(runs[name], sets[name], "--epochs 1") for name in SAMPLES)
-    )
-    found = {name: passes(run) for name, run in runs.items()}
-    assert {name: len(rows) for name, rows in found.items()} == {"second": 15, "third": 7}
-    return SimpleNamespace(**found)
+def alone(whole_single, second, tmp_path_factory) -> list[list[str]]:
+    """One pass over the second set: which samples each step has."""
+    run = run_beside(whole_single, tmp_path_factory.mktemp("alone") / "run", copied=False)
+    train_well(run, second, "--epochs 1")
+    assert len(run.steps(0)) == 15
+    return [row["samples"] for row in run.steps(0)]
 
 
 def twice(run: Run, kill: int, *command: str) -> Run:
@@ -89,7 +60,7 @@ def twice(run: Run, kill: int, *command: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
+def changed(whole_single, second, alone, tmp_path_factory) -> SimpleNamespace:
     """Each resumes from a copy of the uninterrupted run at step 40, the end of epoch 4 of the first
     data set, or from its step 35."""
     base = tmp_path_factory.mktemp("changed")
@@ -108,7 +79,7 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
         },
     )
     shutil.rmtree(runs.new.checkpoints)
-    second, more = sets["second"], "--epochs 6"
+    more = "--epochs 6"
     in_parallel(
         lambda: twice(runs.skipped, 47, second, SKIP, more),
         lambda: train_well(
@@ -138,15 +109,15 @@ def changed(whole_single, sets, alone, tmp_path_factory) -> SimpleNamespace:
 def test_steps_that_were_trained_already_are_skipped(changed, alone):
     """Scenario 2: the first two steps of the new set are left out, once."""
     run = changed.skipped
-    assert [samples(run, 0)[step] for step in range(41, 48)] == alone.second[2:9]
-    assert [samples(run)[step] for step in range(46, 69)] == (alone.second * 2)[7:]
+    assert [samples(run, 0)[step] for step in range(41, 48)] == alone[2:9]
+    assert [samples(run)[step] for step in range(46, 69)] == (alone * 2)[7:]
     assert steps_of(run)[-1] == 68
 
 
 def test_another_batch_size_at_the_same_time(changed, alone):
     """Scenario 3: step 40 of 8 samples is step 20 of 16; a pass of the new set has 7 steps, its
     last 8 samples are dropped."""
-    run, pairs = changed.larger, [alone.second[i] + alone.second[i + 1] for i in range(0, 14, 2)]
+    run, pairs = changed.larger, [alone[i] + alone[i + 1] for i in range(0, 14, 2)]
     assert [samples(run)[step] for step in range(21, 28)] == pairs
     assert_event(run, "progress_restored", step_scale=0.5, saved_step=40)
 
@@ -172,7 +143,7 @@ def test_in_sink_mode_too(changed, alone):
     """The fifth epoch has 15 steps, 7 sinks of 2."""
     run = changed.sinks
     assert steps_of(run) == list(range(41, 55))
-    assert [samples(run)[step] for step in range(41, 55)] == alone.second[:14]
+    assert [samples(run)[step] for step in range(41, 55)] == alone[:14]
     # an epoch of mindformers is a sink
     assert_event(run, "progress_restored", epochs_done=30)
     assert resume_summary(run)["epoch"][0] == "recomputed"
@@ -181,7 +152,7 @@ def test_in_sink_mode_too(changed, alone):
 def test_in_checkpoint_2_too(changed, alone):
     run = changed.new
     assert selected_step(run) == 15
-    assert [samples(run)[step] for step in range(16, 41)] == (alone.second * 2)[5:]
+    assert [samples(run)[step] for step in range(16, 41)] == (alone * 2)[5:]
     assert steps_of(run)[-1] == 40
 
 
@@ -193,7 +164,7 @@ def test_a_silent_change_is_a_warning(changed, alone):
     new one is skipped."""
     run = changed.silent
     assert notices(run, "mcore.mindrecord", "ignore_data_skip: True", level="warning")
-    assert [samples(run)[step] for step in range(41, 71)] == alone.second * 2
+    assert [samples(run)[step] for step in range(41, 71)] == alone * 2
 
 
 def test_or_an_error(changed):

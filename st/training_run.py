@@ -62,6 +62,14 @@ NOT_IN_GRAPHS = (
 )
 
 
+def make_data(folder: Path, *options: str) -> None:
+    """Runs st/data/make_data.py."""
+    subprocess.run(
+        [sys.executable, str(ROOT / "st" / "data" / "make_data.py"), str(folder), *options],
+        check=True,
+    )
+
+
 @dataclass(frozen=True)
 class Attempt:
     """The state when an attempt started: the number of recorded steps, and these event files."""

@@ -1,10 +1,10 @@
 """Quotas, memory limits, a killed launcher, copies and concurrent commands: their faults, and what
 the oracle finds."""
 
-import random
 from dataclasses import replace
 
 import pytest
+from simulation.test_search import found as failures
 from simulation.test_teeth import Edit, mutate
 
 from mindresume.coordination import lease, lease_acquisition
@@ -25,9 +25,8 @@ from sim.schedule import (
     QUOTA,
     QUOTA_OF_HOST,
     Schedule,
-    random_schedule,
 )
-from sim.search import SCENARIOS, Counts, KnownStates, count_operations, run
+from sim.search import SCENARIOS
 from sim.workloads import MOMENTS, RUN
 
 NAMES = (
@@ -64,20 +63,8 @@ def kinds_of(sim):
 def found(name, seeds, fmt="ckpt", way=""):
     """Returns the kinds of findings of the first seed that has any; kills are not tried at every
     moment."""
-    scenario = SCENARIOS[name]
-    size = count_operations(scenario, fmt, way)
-    for seed in range(seeds):
-        failure = run(
-            scenario,
-            fmt,
-            way,
-            random_schedule(random.Random(seed), size, scenario.kinds),
-            KnownStates(),
-            Counts(),
-            deaths=False,
-        )
-        if failure is not None:
-            return {finding.kind for finding in failure.findings}
+    for failure in failures((0, seeds), name, fmt, way, deaths=False):
+        return {finding.kind for finding in failure.findings}
     return set()
 
 
@@ -313,12 +300,12 @@ def test_a_store_that_is_not_searched_for_older_ones_is_found(monkeypatch):
 
 
 def test_a_bucket_that_loses_its_last_healthy_checkpoint_is_found(monkeypatch):
-    saved = remote_checkpoints._RetentionRow
-    monkeypatch.setattr(
-        remote_checkpoints,
-        "_RetentionRow",
-        lambda step, at, metrics, health: saved(step, at, metrics, 0),
-    )
+    right = remote_checkpoints.candidate_of
+
+    def healthy(manifest):
+        return right(replace(manifest, state=replace(manifest.state, health=0)))
+
+    monkeypatch.setattr(remote_checkpoints, "candidate_of", healthy)
     assert "lost" in kinds_of(simulated("bucket health"))
 
 

@@ -41,13 +41,19 @@ def no_folder_is_flushed(monkeypatch):
     monkeypatch.setattr(Disk, "sync", lambda self, path: self.folder(path))
 
 
-def found(seeds, name="save", fmt="ckpt", way=""):
+def found(seeds, name="save", fmt="ckpt", way="", deaths=True):
     """Returns the failures of random schedules, not shrunk."""
     scenario = SCENARIOS[name]
     size = count_operations(scenario, fmt, way)
     for seed in range(*seeds):
         failure = run(
-            scenario, fmt, way, random_schedule(random.Random(seed), size), KnownStates(), Counts()
+            scenario,
+            fmt,
+            way,
+            random_schedule(random.Random(seed), size, scenario.kinds),
+            KnownStates(),
+            Counts(),
+            deaths,
         )
         if failure is not None:
             yield failure
