@@ -33,7 +33,7 @@ from mindresume.formats.iterations import (
     parse_iteration,
     tracked,
 )
-from mindresume.formats.rank_folders import folder_name, folder_rank, parse_name
+from mindresume.formats.rank_folders import folder_name, parse_name, root_of
 from mindresume.model.manifest import EMERGENCY, FOLDER, MANIFEST, attempts, record_name
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
@@ -69,11 +69,7 @@ def wait_until_visible(
     """
     if group.size == 1:
         return Visibility()
-    root = (
-        os.path.dirname(os.path.abspath(path))
-        if folder_rank(os.path.basename(path)) is not None
-        else path
-    )
+    root = root_of(path)
     view = _View(CheckpointDir(storage, root), group)
     rows = gather_results(group, view.newest)
     view.save_dirs = _latest(name for names in rows for name in names)

@@ -125,6 +125,10 @@ class SavedStep:
         the folder lies."""
         return os.path.basename(self.records_dir or "")
 
+    def in_records(self, name: str) -> str:
+        """Returns the path of a file in its folder of records."""
+        return os.path.join(self.records_dir or "", name)
+
     @property
     def commit_dir(self) -> str:
         """Returns the folder whose renaming revokes the commit: the iteration folder, else the

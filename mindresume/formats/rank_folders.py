@@ -105,6 +105,12 @@ def folder_name(rank: int) -> str:
     return f"rank_{rank}"
 
 
+def root_of(path: str) -> str:
+    """Returns the folder that a rank folder lies in; another path as it is."""
+    is_rank_folder = folder_rank(os.path.basename(path)) is not None
+    return os.path.dirname(os.path.abspath(path)) if is_rank_folder else path
+
+
 def folder_rank(name: str) -> int | None:
     """Returns the rank of a rank folder; None for any other name."""
     found = _FOLDER.fullmatch(name)

@@ -247,7 +247,7 @@ def read_result(storage: Storage, candidate: Candidate) -> ScrubResult | None:
         return None
     with (
         suppress(OSError, RecordError),
-        storage.open(os.path.join(candidate.records_dir or "", SCRUB_RESULT)) as file,
+        storage.open(candidate.in_records(SCRUB_RESULT)) as file,
     ):
         found = decode(ScrubResult, codec.read_head(file, KIND, LIMIT)[0], KIND)
         return found if found.records == fingerprint(candidate) else None

@@ -32,7 +32,7 @@ from mindresume.formats.metadata import (
     metadata_from_records,
     read_metadata,
 )
-from mindresume.formats.rank_folders import folder_rank, name_for_rank
+from mindresume.formats.rank_folders import folder_rank, name_for_rank, root_of
 from mindresume.formats.records import RecordFolder
 from mindresume.formats.scan import (
     ITERATION,
@@ -86,11 +86,7 @@ def find_candidates(
     path = path.rstrip("/") or path
     if kind == ITERATION:
         return scan_one(storage, path), True
-    root = (
-        os.path.dirname(os.path.abspath(path))
-        if folder_rank(os.path.basename(path)) is not None
-        else path
-    )
+    root = root_of(path)
     found = scan(CheckpointDir(storage, root))
     if found.exists and not found.has_checkpoint:
         # a job may have saved later ones, and removed what was listed, while it was read
@@ -307,7 +303,7 @@ def damaged_metadata_files(directory: CheckpointDir, candidate: Candidate) -> li
     found: list[Refusal] = []
     damaged: Iterable[_Problem] = ()
     if text := manifest_warning(candidate):
-        path = os.path.relpath(os.path.join(candidate.records_dir or "", MANIFEST), directory.root)
+        path = os.path.relpath(candidate.in_records(MANIFEST), directory.root)
         found = [replace(candidate.refuse(text, path), is_unreadable=candidate.manifest_unreadable)]
         damaged = _by_records(directory, candidate) if candidate.iteration_dir else ()
     elif candidate.metadata_files:

@@ -379,9 +379,7 @@ class MemorySource:
         for refusal in refusals:
             if refusal.rank in ranks:
                 with suppress(OSError):
-                    self.job.storage.remove(
-                        os.path.join(candidate.records_dir or "", record_name(refusal.rank))
-                    )
+                    self.job.storage.remove(candidate.in_records(record_name(refusal.rank)))
 
 
 def _unwanted(reason: str) -> dict[str, Any]:
@@ -459,7 +457,7 @@ class DiskCopy:
         if is_committed(target, candidate.step):
             return
         for rank, sources in candidate.files.items():
-            with storage.open(os.path.join(candidate.records_dir, record_name(rank))) as file:
+            with storage.open(candidate.in_records(record_name(rank))) as file:
                 record, details = read_details(file)
             rows = tuple(
                 row

@@ -23,7 +23,7 @@ from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheck
 from mindresume.events import Emit, ignore
 from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
-from mindresume.formats.rank_folders import folder_rank, parse_name
+from mindresume.formats.rank_folders import parse_name, root_of
 from mindresume.formats.scan import CHECKPOINT
 from mindresume.formats.weight_files import is_weights_only
 from mindresume.formatting import listed, ranks_count
@@ -115,8 +115,7 @@ class Job:
 def job_directory(path: str, saved_to: Collection[str]) -> str | None:
     """Returns the folder in ``saved_to``, in which the job saves, that ``path`` means; None if it
     means another one."""
-    root = os.path.realpath(path)
-    root = os.path.dirname(root) if folder_rank(os.path.basename(root)) is not None else root
+    root = root_of(os.path.realpath(path))
     if root not in saved_to and os.path.join(root, CHECKPOINT) in saved_to:
         # the output folder was given, and nothing is in it yet
         root = os.path.join(root, CHECKPOINT)

@@ -155,9 +155,7 @@ class Verifier:
         ``verify`` ends at the first one. If the record itself is damaged, its file is the only one.
         A missing file is not damaged if replicas hold all of it."""
         candidate = self.candidate
-        record_path = os.path.relpath(
-            os.path.join(candidate.records_dir or "", record_name(rank)), self.directory.root
-        )
+        record_path = os.path.relpath(candidate.in_records(record_name(rank)), self.directory.root)
         try:
             checked = self._checked_record(rank)
         except (RecordError, OSError) as error:

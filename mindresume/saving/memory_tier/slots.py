@@ -291,7 +291,7 @@ class FormerSaves:
             return
         storage, ranks = self.target.storage, list(self.target.ranks)
         for rank in sorted(loaded.files)[ranks.index(self.target.rank) :: len(ranks)]:
-            storage.remove(os.path.join(loaded.records_dir or "", record_name(rank)))
+            storage.remove(loaded.in_records(record_name(rank)))
             for file in loaded.files[rank]:
                 storage.remove(os.path.join(self.target.root, file.path))
         records_dir = loaded.records_dir or ""
