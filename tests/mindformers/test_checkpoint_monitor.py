@@ -32,54 +32,19 @@ from monitor_jobs import (
 )
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
-from mindresume.coordination.lease import Lease, holder_of_this_process, lease_holders  # noqa: E402
-from mindresume.errors import ConfigError, LeaseHeldError, SaveError  # noqa: E402
+from mindresume.coordination.lease import lease_holders  # noqa: E402
+from mindresume.errors import ConfigError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
 from mindresume.mindformers import checkpoint_monitor as module  # noqa: E402
 from mindresume.mindformers import training_context, training_saves  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
-from mindresume.model.manifest import run_name  # noqa: E402
 from mindresume.resume.eligible import Choice  # noqa: E402
 from mindresume.resume.job_selection import LostWork  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
-
-# ---- the load attempt ----------------------------------------------------------------------------
-
-
-class FakeLoadAttempt:
-    def __init__(self):
-        self.calls, self.begun = [], False
-
-    def begin(self):
-        self.calls.append(f"begins, run {self.run[:4]}, {self.hosts} host")
-        self.begun = True
-
-    def passed(self):
-        self.calls.append("passed")
-
-
-@pytest.mark.parametrize("signalled", [False, True])
-def test_a_load_attempt_lasts_from_the_compilation_to_the_end_of_the_first_step(
-    tmp_path, signalled
-):
-    load_attempt = FakeLoadAttempt()
-    training_context.current().resources.pending_load.attempt = load_attempt
-    job = Job(build(tmp_path))
-    job.monitor.on_train_step_begin(job.context)
-    assert load_attempt.calls == []
-    job.monitor._training.manager.preemption.signalled = signalled  # while it was compiled
-    job.monitor._training.manager.begin_load_attempt()
-    assert load_attempt.calls == ([] if signalled else ["begins, run 0001, 1 host"])
-    job.monitor._training.manager.preemption.signalled = False
-    job.steps(2)
-    job.monitor.on_train_step_begin(job.context)
-    assert load_attempt.calls[-1:] == ["passed"] and load_attempt.calls.count("passed") == 1
-    job.end()
-
 
 # ---- registry and arguments ----------------------------------------------------------------------
 
@@ -99,21 +64,6 @@ def test_all_25_arguments_with_the_defaults_of_upstream(tmp_path, monkeypatch):
     defaults = {p.name: p.default for p in arguments}
     assert len(defaults) == 25
     assert CheckpointMonitor(**defaults)._asked == CheckpointMonitor()._asked == defaults
-
-
-def test_positional_arguments_are_those_of_upstream(tmp_path):
-    built = CheckpointMonitor("mine", str(tmp_path), None, 7)
-    assert (built.origin_prefix, built._asked["save_checkpoint_steps"]) == ("mine", 7)
-
-
-def test_an_unknown_argument_is_named_once(tmp_path):
-    with pytest.raises(
-        ConfigError, match="^unknown key 'keep_max', did you mean 'keep_checkpoint_max'"
-    ):
-        CheckpointMonitor(directory=str(tmp_path), keep_max=3)
-    # of the registry
-    with pytest.raises(ConfigError, match="^CheckpointMonitor: unknown key 'keep_max'"):
-        build(tmp_path, keep_max=3)
 
 
 def test_build_callback_with_the_arguments_of_the_trainer(tmp_path):
@@ -152,9 +102,7 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
 # ---- asynchronous saves --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind, fmt", [(True, "ckpt"), ("thread", "safetensors"), ("process", "safetensors")]
-)
+@pytest.mark.parametrize("kind, fmt", [(True, "ckpt"), ("process", "safetensors")])
 def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
     job = (
         Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3))
@@ -199,20 +147,6 @@ def test_a_training_that_begins_again_in_its_process_goes_on(tmp_path, monkeypat
     assert job.monitor._training.manager is not before
 
 
-def test_a_job_that_lost_its_lease_ends_and_names_the_holder(tmp_path):
-    job = Job(build(tmp_path)).steps(5)
-    later = Lease(
-        CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")),
-        replace(holder_of_this_process("saving", 8), run=run_name(7, "0000ffff"), host="node9"),
-    )
-    later.publish()
-    later.beat()  # it has acquired the folder
-    with pytest.raises(LeaseHeldError, match="run 0007-0000ffff on host node9"):
-        job.steps(5)
-    assert committed(tmp_path) == [5]
-    later.release()
-
-
 # ---- content -------------------------------------------------------------------------------------
 
 
@@ -250,8 +184,7 @@ def test_transient_parameters_are_not_saved(tmp_path):
 # ---- left to the built-in ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("other", [False, True])
-@pytest.mark.parametrize("kind", [False, "thread"])
+@pytest.mark.parametrize("other, kind", [(False, "thread"), (True, False)])
 def test_an_emergency_save_has_records_and_a_mark(tmp_path, calls, other, kind):
     """Saved by the monitor of the training, or by a second one outside any training, which
     mindformers 1.9.0 creates before it trains: the built-in removes an empty folder, so not while

@@ -15,7 +15,6 @@ from rank_folders import STORAGE, save, state_of, write_rank  # noqa: E402
 from mindresume.errors import ConfigError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import adapter, job_start, training_context  # noqa: E402
 from mindresume.mindformers.configuration import (
-    TRAIN,
     LoadRequest,
     request_of_iterations,
     request_of_pynative,
@@ -26,18 +25,6 @@ from mindresume.model.training_state import TrainingState  # noqa: E402
 from mindresume.saving.committer import Committer  # noqa: E402
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
-
-
-@pytest.fixture
-def current():
-    before, own = (
-        training_context.current(),
-        training_context.TrainingContext(Settings(), task=TRAIN),
-    )
-    yield training_context.set_current(own)
-    # its read lock and kept bytes, as at the end of a training
-    own.resources.release()
-    training_context.set_current(before)
 
 
 def config_of(**values):
@@ -183,7 +170,6 @@ def test_the_folder_above_is_accepted_and_an_unrelated_folder_is_an_error(tmp_pa
         config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005")
         and current.plan.choice.chosen.step == 5
     )
-    current.resources.release()
 
 
 def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, current):
@@ -196,7 +182,6 @@ def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, cur
         and current.plan.choice.chosen.step == 5
     )
     assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
-    current.resources.release()
 
 
 def test_rank_folders_are_selected_if_there_is_nothing_else(tmp_path, current):
@@ -208,14 +193,12 @@ def test_rank_folders_are_selected_if_there_is_nothing_else(tmp_path, current):
     )
     assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.iteration_dir == ""
     assert current.plan.open_source is not None
-    current.resources.release()
     saved(tmp_path, 7)
     job_start.select_checkpoint(
         config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)),
         current,
     )
     assert current.plan.choice.chosen.iteration_dir == "iteration_00000007"
-    current.resources.release()
 
 
 def test_weights_of_hugging_face(tmp_path, current):
@@ -265,7 +248,6 @@ def test_an_unhealthy_checkpoint_is_refused_unless_requested(tmp_path, current):
     ):
         job_start.select_checkpoint(config_of(load_checkpoint=str(path), **more), current)
         assert current.plan.choice.chosen.step == step
-        current.resources.release()
 
 
 # ---- counters ------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def train(request, monkeypatch):
     training_context.set_current(before)
 
 
-@pytest.mark.parametrize("event", ["on_train_begin", "on_train_epoch_begin", "on_train_step_begin"])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_train_step_begin"])
 def test_a_callback_that_loads_weights_of_its_own_ends_the_training_before_a_step(train, event):
     counter = Counter()
     with pytest.raises(AlteredWeightsError, match="callbacks of this training: .*Counter, Loader"):
@@ -89,16 +89,14 @@ def test_a_callback_that_loads_weights_of_its_own_ends_the_training_before_a_ste
     assert counter.steps == 0
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_the_loaded_weights_train(train, several):
-    counter = Counter()
-    emitted = train([counter, Counter()] if several else counter)
-    assert counter.steps == 4 and [type(event) for event in emitted] == [NetworkCompiled]
-    assert training_context.current().resources.loaded is None
+def test_the_loaded_weights_train(train):
+    """Only a training of the trainer is compared."""
+    for several in (False, True):
+        counter = Counter()
+        emitted = train([counter, Counter()] if several else counter)
+        assert counter.steps == 4 and [type(event) for event in emitted] == [NetworkCompiled]
+        assert training_context.current().resources.loaded is None
     train(None)
-
-
-def test_only_a_training_of_the_trainer_is_compared(train):
     train([Loader("on_train_begin")], task="")
 
 

@@ -13,7 +13,7 @@ from mindformers.dataset.dataloader.hf_dataloader import (
 )  # noqa: E402
 
 from mindresume.errors import CollectiveError, ProgressError  # noqa: E402
-from mindresume.mindformers import configuration, counters, patches, training_context  # noqa: E402
+from mindresume.mindformers import counters, patches  # noqa: E402
 from mindresume.model.training_state import DataPosition  # noqa: E402
 from mindresume.resume.progress import ResumeProgress  # noqa: E402
 
@@ -58,13 +58,6 @@ def states(tmp_path):
 
 def at(skip, begins=False):
     return ResumeProgress(99, 9, 99, 1.0, DataPosition(0, 0), skip, starts_data_set=begins)
-
-
-@pytest.fixture
-def current():
-    before = training_context.current()
-    yield training_context.set_current(training_context.TrainingContext(task=configuration.TRAIN))
-    training_context.set_current(before)
 
 
 def gone_on(dataset, progress, current):

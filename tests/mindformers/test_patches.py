@@ -85,13 +85,7 @@ def place(module, name):
     return found
 
 
-@pytest.fixture(autouse=True)
-def current():
-    before, own = training_context.current(), training_context.TrainingContext()
-    yield training_context.set_current(own)
-    # its read lock and kept bytes, as at the end of a training
-    own.resources.release()
-    training_context.set_current(before)
+pytestmark = pytest.mark.usefixtures("current")
 
 
 def config_of(path="", **values):
@@ -576,14 +570,16 @@ def load_shard(net, current, storage=STORAGE):
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
 def test_every_value_is_restored_and_global_step_is_scaled(tmp_path, current, dtype):
-    saved_network(tmp_path, network(1.7, dtype))
+    net, expected = network(0.0, dtype), network(1.7, dtype)
+    saved_network(tmp_path, expected)
     job_start.select_checkpoint(config_of(tmp_path), current)
     current.progress.origin = replace(resume_progress.START, global_step=3)
-    net, expected = network(0.0, dtype), network(1.7, dtype)
     load_shard(net, current)
-    found = {p.name: p.asnumpy() for p in net.get_parameters()}
-    assert np.array_equal(found["weight"], expected.parameters_dict()["weight"].asnumpy())
-    assert found["global_step"].tolist() == [3]
+    found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, expected))
+    assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -620,27 +616,6 @@ def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, mo
     assert seen == [beside] and float(
         net.parameters_dict()["weight"].asnumpy()[0, 0]
     ) == np.float32(1.7)
-
-
-def test_regions_into_a_real_network(tmp_path, current):
-    """Weights and moments, through auto_trans_ckpt, of a checkpoint of one rank."""
-    source = network(1.7)
-    saved_network(tmp_path / "checkpoint", source)
-    config = config_of(
-        tmp_path / "checkpoint",
-        auto_trans_ckpt=True,
-        output_dir=str(tmp_path / "output"),
-        use_parallel=False,
-    )
-    job_start.select_checkpoint(config, current)
-    current.progress.origin = replace(resume_progress.START, global_step=3)
-    net = network(0.0)
-    graph_load.load_resume(config, SimpleNamespace(_train_network=net), None, current)
-    found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, source))
-    assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
-    assert {name: array.tobytes() for name, array in found.items()} == {
-        name: array.tobytes() for name, array in wanted.items()
-    }
 
 
 @pytest.mark.parametrize("name", ["weight", "moment1.weight"])
