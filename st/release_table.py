@@ -183,8 +183,8 @@ def _unavailable(language: Language) -> str:
     lines = ["### " + language["Not available, because the release does not have it"], ""]
     for profile in PROFILES:
         lacks = language["; "].join(
-            language["{} (since {}): {}"].format(feature.name, since, feature.without)
-            for feature, since in profile.off.items()
+            language["{} (since {}): {}"].format(feature.name, feature.since, feature.without)
+            for feature in profile.off
         )
         lines.append(
             language["- {}, tested with mindspore {}: {}"].format(

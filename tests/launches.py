@@ -13,7 +13,12 @@ from mindresume.mindformers import upstream
 
 ROOT = Path(__file__).resolve().parents[1]
 # options of CheckpointMonitor in a configuration
-MONITOR = frozenset(re.findall(r"(\w+)=", upstream._MONITOR_ARGUMENTS))
+MONITOR = frozenset(
+    argument
+    for row in upstream.MINDFORMERS
+    if row.name == "CheckpointMonitor.__init__"
+    for argument in re.findall(r"(\w+)=", row.signature or "")
+)
 # of a configuration, that mindresume adds
 KEYS = frozenset(KNOWN_KEYS)
 

@@ -198,8 +198,7 @@ def require(
         )
     off = frozenset(finding.symbol.feature for finding in serious)
     later = [
-        f"{feature.name} (since {since}; {feature.without})"
-        for feature, since in profile.off.items()
+        f"{feature.name} (since {feature.since}; {feature.without})" for feature in profile.off
     ]
     notices = [f"not available in {profile.name}: " + "; ".join(later)] if later else []
     notices += [
@@ -215,7 +214,7 @@ def require(
             + " without an effect on mindresume: "
             + "; ".join(changed)
         )
-    return off | profile.off.keys(), notices
+    return off.union(profile.off), notices
 
 
 def refuse_if_off(feature: Feature) -> None:
