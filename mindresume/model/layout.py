@@ -368,6 +368,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
     """
     if ranks < 1:
         raise ValueError(f"a stage of {ranks} ranks")
+    everyone = (tuple(range(ranks)),)
     rows = []
     for name, (layout, shape, itemsize) in tensors.items():
         if layout is not None and layout.stage_size != ranks:
@@ -375,7 +376,7 @@ def shares(tensors: Mapping[str, Held], ranks: int) -> list[frozenset[str]]:
                 f"tensor {name}: its layout is of {layout.stage_size} ranks, the stage has "
                 f"{ranks}: {layout}"
             )
-        slices = [tuple(range(ranks))] if layout is None else holders(layout, shape)
+        slices = everyone if layout is None else holders(layout, shape)
         size = math.prod(layout.local_shape(shape) if layout else shape) * itemsize
         rows += [(len(held), -size, name, number, held) for number, held in enumerate(slices)]
     rows.sort(key=itemgetter(0, 1, 2, 3))
