@@ -154,7 +154,7 @@ class CheckpointView:
         if candidate is None or candidate.records_dir is None or rank not in candidate.files:
             return None
         with self._lock:
-            return RecordFolder(self.storage, candidate.records_dir, self.records).details(rank)
+            return RecordFolder(self.storage, candidate.records_dir, self.records).read(rank)[1]
 
     @property
     def format(self) -> str:

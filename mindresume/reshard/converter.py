@@ -564,11 +564,7 @@ class Conversion:
                         tensor.shape if layout else None,
                         index,
                     )
-                path = (
-                    file.path.removeprefix(f"{plan.iteration_dir}/")
-                    if plan.iteration_dir
-                    else file.path
-                )
+                path = file.path.removeprefix(f"{plan.iteration_dir}/")
                 records.append(FileRecord(path, file.format, sums[number].size, sums[number].file))
             record = Record(
                 plan.run,

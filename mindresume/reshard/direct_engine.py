@@ -53,7 +53,6 @@ MAX_CHUNKS_IN_TILE = 512  # small tensors
 BUFFERS = 3  # of TILE bytes, a worker
 MIN_TILE = 64 << 10  # bytes; with less, calls would cost more than data
 AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
-TIMEOUT = 7200.0  # seconds for MindSpore's engine, as long as mindformers waits for it
 
 
 @dataclass
@@ -136,7 +135,6 @@ class Engine:
                 plan.strategy,
                 folder,
                 workers=self.workers,
-                timeout=TIMEOUT,
                 emit=self.emit,
             )
         except EngineError as error:

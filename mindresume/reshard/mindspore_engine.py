@@ -65,7 +65,7 @@ def rewrite(
         target: strategy of the result; None: whole tensors.
         work: an empty folder of the caller, who removes it.
         workers: number of processes.
-        timeout: seconds for all processes together.
+        timeout: seconds for all processes together; as long as mindformers waits for it.
         emit: receives notices of the progress.
         command: command of a worker, without its jobs.
     Raises:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rank_folders import STORAGE, flip_bit, open_below
+from rank_folders import STORAGE, flip_bit
 from reshard.plans import (
     COUNTERS,
     TENSORS,
@@ -509,15 +509,6 @@ def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
         second.commit()
     second.abandon()
     assert contents(tmp_path / "new") == expected["ranks"][0] and os.listdir(tmp_path) == ["new"]
-
-
-def test_no_file_stays_open(tmp_path, root):
-    for number in range(3):
-        carry_out(conversion(ranks_job(root), tmp_path / str(number)))
-    failing = disk("EIO", 30)
-    with pytest.raises(OSError):
-        carry_out(conversion(on(failing, ranks_job(root)), tmp_path / "new", failing))
-    assert open_below(tmp_path) == [] == open_below(root)
 
 
 def test_removal_does_not_follow_links(tmp_path):
