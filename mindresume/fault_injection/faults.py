@@ -90,6 +90,11 @@ class Fault:
             return not _ERRORS[self.kind][1] or operation in _ERRORS[self.kind][1]
         return self.kind != "torn" or operation == "write"
 
+    def strikes(self, number: int, operation: str) -> bool:
+        """Returns whether the fault occurs at operation ``number``. A full disk stays full."""
+        lasts = self.kind in _ERRORS and _ERRORS[self.kind][1] in (_FULL, READS)
+        return self.hits(operation) and (number == self.at or lasts and number > self.at)
+
 
 # ---- order ---------------------------------------------------------------------------------------
 
@@ -273,21 +278,14 @@ class FaultInjector:
                 self._top = _read(self.root)
             self.operations.append(Operation(len(self.operations) + 1, rank, name, path))
             self.now += _TICK
-            number, fault = len(self.operations), self.fault
-            if fault is None or not fault.hits(name) or number < fault.at:
+            fault = self.fault
+            if fault is None or not fault.strikes(len(self.operations), name):
                 yield False
-            elif fault.kind in DEATHS and number == fault.at:
-                is_torn = name == "write" and fault.kind in ("torn", "reorder")
-                if is_torn:
+            elif fault.kind in DEATHS:
+                if name == "write" and fault.kind in ("torn", "reorder"):
                     yield True
                 self._die(fault.kind, rank)
                 raise Killed
-            elif (
-                fault.kind in DEATHS
-                or number > fault.at
-                and _ERRORS[fault.kind][1] not in (_FULL, READS)
-            ):
-                yield False  # it has struck, and does not last
             else:
                 if fault.kind == "EIO after":
                     yield False
