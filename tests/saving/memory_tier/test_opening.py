@@ -108,15 +108,11 @@ def test_an_end_with_an_error_of_the_disk_keeps_the_memory(tmp_path, memory):
 
 
 def test_without_a_tmpfs_one_line_says_so_and_the_training_goes_on(tmp_path, memory):
-    job = job_with_tier(tmp_path / "a", str(tmp_path)).steps(5).end()
-    (refused,) = job.emitted(TierRefused)
-    assert (
-        refused.step is None
-        and str(tmp_path) in refused.reason
-        and committed(tmp_path / "a") == [5]
-    )
-    job = job_with_tier(tmp_path / "b", os.path.join(memory, "missing")).steps(5).end()
-    assert len(job.emitted(TierRefused)) == 1 and committed(tmp_path / "b") == [5]
+    for number, folder in enumerate((str(tmp_path), os.path.join(memory, "missing"))):
+        root = tmp_path / str(number)
+        job = job_with_tier(root, folder).steps(5).end()
+        (refused,) = job.emitted(TierRefused)
+        assert refused.step is None and folder in refused.reason and committed(root) == [5]
 
 
 @pytest.mark.parametrize("looks", [5, 1000])
@@ -176,54 +172,45 @@ def test_a_tier_that_cannot_be_read_keeps_no_training_from_saving(tmp_path, memo
 
 
 def test_a_replaced_or_restored_directory_has_no_tier(tmp_path, memory):
-    root = tmp_path / "checkpoint"
+    root, copy = tmp_path / "checkpoint", tmp_path / "copy"
     job_with_tier(root, memory).steps(5).manager._tier.stop()
     tier = tier_of(root)
-    shutil.copytree(root, tmp_path / "copy")
-    found, problem = find_tier(dir_at(tmp_path / "copy"))
-    assert found == "" and tier in problem
+    shutil.copytree(root, copy)
     root.rename(tmp_path / "aside")
-    shutil.copytree(tmp_path / "copy", root)
-    found, problem = find_tier(dir_at(root))
-    assert found == "" and tier in problem
+    shutil.copytree(copy, root)
+    for directory_ in (copy, root):
+        found, problem = find_tier(dir_at(directory_))
+        assert found == "" and tier in problem
+    assert find_tier(dir_at(tmp_path / "aside")) == (tier, "")
     shutil.rmtree(root)
     assert find_tier(dir_at(root)) == ("", "")
 
 
-@pytest.mark.parametrize("coincides", [False, True])
-def test_a_copy_never_uses_the_tier_of_the_other_training(tmp_path, memory, monkeypatch, coincides):
-    """Two containers share a tmpfs, and both have their directory at the same path. ``coincides``:
-    devices and inodes are equal, too, as those of two containers of one image can be; the copy was
-    made before the directory was opened."""
+def test_a_copy_never_uses_the_tier_of_the_other_training(tmp_path, memory, monkeypatch):
+    """Two containers share a tmpfs, and both have their directory at the same path; devices and
+    inodes are equal, too, as those of two containers of one image can be. The copy was made before
+    the directory was opened."""
     root, other = tmp_path / "checkpoint", tmp_path / "of the other container"
-    if coincides:
-        status = PosixStorage.status
-        monkeypatch.setattr(
-            PosixStorage,
-            "status",
-            lambda storage, path: (
-                (found := status(storage, path)) and replace(found, identity="1/1")
-            ),
-        )
-        root.mkdir()
-        shutil.copytree(root, other)
+    status = PosixStorage.status
+    monkeypatch.setattr(
+        PosixStorage,
+        "status",
+        lambda storage, path: (found := status(storage, path)) and replace(found, identity="1/1"),
+    )
+    root.mkdir()
+    shutil.copytree(root, other)
     first = job_with_tier(root, memory).steps(5)
     first.manager._tier.stop()
     # its path leads to the copy soon
     first.manager.session.release()
     tier = tier_of(root)
-    if not coincides:
-        shutil.copytree(root, other)
     root.rename(tmp_path / "aside")
     other.rename(root)
     second = job_with_tier(root, memory).steps(3)
     second.manager._tier.stop()
     assert tier_of(root) != tier and held(root) == [2]
-    assert (
-        TierOwner.read(STORAGE, tier).run == first.manager.target.run and len(os.listdir(tier)) > 1
-    )
-    if not coincides:
-        assert find_tier(dir_at(tmp_path / "aside")) == (tier, "")
+    assert TierOwner.read(STORAGE, tier).run == first.manager.target.run
+    assert len(os.listdir(tier)) > 1
 
 
 def test_a_restart_keeps_its_tier_and_a_renamed_directory_too(tmp_path, memory):
