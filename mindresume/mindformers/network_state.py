@@ -21,22 +21,17 @@ from mindresume.model.layout import Layouts, Shape, TensorLayout, is_scalar, ord
 from mindresume.tensor_files.header import DTYPES
 
 
-def snapshot(parameters: Iterable[tuple[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns {name: array} of MindSpore tensors, parameters or plain numbers; bfloat16 becomes
-    ml_dtypes.bfloat16.
+def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns {name: value} of MindSpore tensors, parameters or plain numbers; bfloat16 becomes
+    ml_dtypes.bfloat16. Each tensor is copied from its device only when its bytes are read, so that
+    host memory never holds a second copy of the whole model. The values have dtype, shape and
+    nbytes, and numpy accepts them.
 
     On CPU an array may share memory with the parameter: write it before the next step.
 
     Raises:
         SaveError: A parameter is no tensor (MapParameter).
     """
-    return {name: to_numpy(name, value) for name, value in parameters}
-
-
-def deferred(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the same as ``snapshot``, but copies each tensor from its device only when its bytes
-    are read, so that host memory never holds a second copy of the whole model. The values have
-    dtype, shape and nbytes, and numpy accepts them."""
     return {name: DeviceTensor.of(name, value) for name, value in parameters}
 
 

@@ -202,7 +202,7 @@ class StateCollector:
             )
         )
         tables = self._layouts(getattr(net, "parameter_layout_dict", None) or {}, _shapes(tensors))
-        tensors.update(live.snapshot(self._counters(cb_params, state)))
+        tensors.update(live.deferred(self._counters(cb_params, state)))
         name = FileName(
             self.monitor.origin_prefix,
             self.target.rank,

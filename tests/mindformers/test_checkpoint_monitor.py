@@ -32,7 +32,6 @@ from monitor_jobs import (
 )
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
-from mindresume.coordination.lease import lease_holders  # noqa: E402
 from mindresume.errors import ConfigError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
@@ -309,13 +308,3 @@ def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch,
     ] and resumed.lost_seconds > 0
     [opened] = [event for event in seen.events if isinstance(event, RunOpened)]
     assert opened.checkpoint_dir == str(tmp_path / "checkpoint") and opened.world_size == 1
-
-
-def test_the_lease_has_the_step_of_the_training(tmp_path):
-    job = Job(build(tmp_path)).steps(7)
-    lease = job.monitor._training.manager.session.lease
-    lease.beat()
-    assert [
-        holder.step
-        for holder in lease_holders(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint")))
-    ] == [7]

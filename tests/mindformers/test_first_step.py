@@ -15,7 +15,7 @@ from mindspore import nn  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
 from mindresume.events import NetworkCompiled  # noqa: E402
-from mindresume.mindformers import checkpoint_monitor, configuration, training_context  # noqa: E402
+from mindresume.mindformers import configuration, training_context  # noqa: E402
 from mindresume.mindformers.network_state import LoadedWeights  # noqa: E402
 from mindresume.mindformers.patches import WRAPPERS  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
@@ -62,14 +62,18 @@ def train(request, monkeypatch):
     monkeypatch.setattr(ms.Model, "train", WRAPPERS["Model.train"](ms.Model.train))
     ms.set_context(mode=request.param)
 
-    def run(callbacks, task=configuration.TRAIN):
+    def run(callbacks, task=configuration.TRAIN, attempt=None):
         emitted = []
         context = training_context.set_current(TrainingContext(task=task))
         context.resources.emit, context.plan = emitted.append, SimpleNamespace(resumes=True)
         net = nn.Dense(3, 2)
-        context.resources.loaded = LoadedWeights.of(
-            {it.name: it.asnumpy().copy() for it in net.get_parameters()}
-        )
+        context.resources.pending_load.attempt = attempt
+        if attempt is None:
+            context.resources.loaded = LoadedWeights.of(
+                {it.name: it.asnumpy().copy() for it in net.get_parameters()}
+            )
+        else:
+            context.saves = SimpleNamespace(manager=attempt)
         model = ms.Model(net, nn.MSELoss(), nn.SGD(net.trainable_params()))
         model.train(
             1, ms.dataset.GeneratorDataset(pairs, ["data", "label"]).batch(1), callbacks=callbacks
@@ -100,35 +104,14 @@ def test_the_loaded_weights_train(train):
     train([Loader("on_train_begin")], task="")
 
 
-# ---- the load attempt ----------------------------------------------------------------------------
+class Attempt:
+    begun = 0
+
+    def begin_load_attempt(self):
+        self.begun += 1
 
 
-def test_the_load_attempt_begins_when_the_network_is_compiled(monkeypatch):
-    compiled, begun = [], []
-    monkeypatch.setattr(
-        checkpoint_monitor.adapter,
-        "call_when_compiled",
-        lambda network, work: compiled.append((network, work)),
-    )
-    before, context = (
-        training_context.current(),
-        training_context.set_current(TrainingContext(task=configuration.TRAIN)),
-    )
-    try:
-        attempt = context.resources.pending_load.attempt = SimpleNamespace(begun=False)
-        manager = SimpleNamespace(begin_load_attempt=lambda: begun.append(True))
-        context.saves = SimpleNamespace(manager=manager)
-        net = nn.Dense(3, 2)
-        cb_params = SimpleNamespace(train_network=net, list_callback=[])
-        callback, run_context = (
-            checkpoint_monitor.FirstStep(),
-            SimpleNamespace(original_args=lambda: cb_params),
-        )
-        callback.on_train_step_begin(run_context)
-        assert compiled[0][0] is net and not begun
-        compiled[0][1]()
-        attempt.begun = True
-        callback.on_train_step_begin(run_context)
-        assert begun == [True] and len(compiled) == 1
-    finally:
-        training_context.set_current(before)
+def test_the_load_attempt_begins_once_the_network_is_compiled(train):
+    attempt = Attempt()
+    assert [type(event) for event in train(None, attempt=attempt)] == [NetworkCompiled]
+    assert attempt.begun == 1

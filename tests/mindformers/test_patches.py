@@ -59,7 +59,7 @@ from mindresume.mindformers import (  # noqa: E402
     training_context,
     upstream,
 )
-from mindresume.mindformers.network_state import snapshot  # noqa: E402
+from mindresume.mindformers.network_state import deferred  # noqa: E402
 from mindresume.mindformers.upstream import Kind  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
 from mindresume.resume import job_selection, selection  # noqa: E402
@@ -550,7 +550,7 @@ def network(value, dtype=ms.float32):
 
 
 def saved_network(root, net, step=5, drop=()):
-    tensors = snapshot([(p.name, p) for p in net.get_parameters() if p.name not in drop])
+    tensors = deferred([(p.name, p) for p in net.get_parameters() if p.name not in drop])
     write_shard(
         target_of(root, 0, 1),
         rank_shard(
@@ -647,7 +647,7 @@ def test_the_file_of_one_rank_is_not_loaded_by_all_ranks_of_a_job_that_cuts_tens
             return [message, message]
 
     tensors = {
-        **snapshot([(p.name, p) for p in network(1.0).get_parameters()]),
+        **deferred([(p.name, p) for p in network(1.0).get_parameters()]),
         **rank_folders.counters(5),
     }
     write_shard(
