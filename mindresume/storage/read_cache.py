@@ -36,13 +36,15 @@ class ReadCache:
     Args:
         inner: the storage to read from.
         budget: bytes that may be kept.
-        max_files: files that may be kept; each needs an open file handle of the process. None: a
-            quarter of its limit.
+    Attributes:
+        max_files: files that may be kept: each needs an open handle, of which this process may have
+            four times as many.
     """
 
-    def __init__(self, inner: Storage, budget: int, max_files: int | None = None):
+    def __init__(self, inner: Storage, budget: int):
         self.inner, self.budget = inner, budget
-        self.max_files = _default_max_files() if max_files is None else max_files
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.max_files = sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
         self._handles = 0
         self._lock = runtime.Lock()
         # bytes, including files that are still being read
@@ -145,12 +147,6 @@ class ReadCache:
                 self._kept[path] = handle, size
                 return
         self.release(handle, size)
-
-
-def _default_max_files() -> int:
-    """Returns a quarter of the number of files that this process may have open."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 4
 
 
 def uncached(storage: Storage) -> Storage:

@@ -109,17 +109,14 @@ def test_no_more_files_are_kept_than_the_process_can_have_open(tmp_path):
     for path in paths:
         with open(path, "wb") as file:
             file.write(b"1234")
-    storage = ReadCache(PosixStorage(), 20_000_000, max_files=2)
+    storage = ReadCache(PosixStorage(), 20_000_000)
+    assert storage.max_files >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 > 0
+    storage.max_files = 2
     sums = [hashed(storage, path) for path in paths]
     assert storage.size == 8 and sums == [hashed(storage, path) for path in paths]
     storage.clear()
     # the handles were given back
     assert hashed(storage, paths[3]) == sums[3] and storage.size == 4
-    assert (
-        ReadCache(PosixStorage(), 1).max_files
-        >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-        > 0
-    )
 
 
 def test_two_threads_that_read_the_same_file(path):
