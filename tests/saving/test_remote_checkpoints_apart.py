@@ -112,12 +112,6 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, clock
                 resume(tmp_path, hosts=NODES)
 
 
-def test_nothing_is_committed_in_the_store_without_the_part_of_one_rank(tmp_path, clock):
-    first = save(tmp_path, clock, 5, late=(3,))[0]
-    assert remote().scan().committed() == []
-    assert "rank 3" in str(first.queue.poll()[0])
-
-
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, clock, lost):
     save(tmp_path, clock, 5, 10)
