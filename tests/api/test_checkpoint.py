@@ -64,14 +64,14 @@ def same(found, wanted):
 
 
 def test_every_tensor_in_its_global_shape(saved):
+    arrays = {**TENSORS, **COUNTERS}
     with mindresume.open(saved)[STEP] as checkpoint:
-        assert {name: (row.shape, row.dtype) for name, row in checkpoint.tensors.items()} == {
-            name: (array.shape, array.dtype.name) for name, array in {**TENSORS, **COUNTERS}.items()
+        rows = checkpoint.tensors
+        assert {name: (row.shape, row.dtype) for name, row in rows.items()} == {
+            name: (array.shape, array.dtype.name) for name, array in arrays.items()
         }
-        assert all(
-            same(checkpoint.read(name), array) for name, array in {**TENSORS, **COUNTERS}.items()
-        )
-        assert checkpoint.tensors["layers.0.weight"].size_bytes == TENSORS["layers.0.weight"].nbytes
+        assert all(same(checkpoint.read(name), array) for name, array in arrays.items())
+        assert rows["layers.0.weight"].size_bytes == TENSORS["layers.0.weight"].nbytes
 
 
 def test_a_region_is_what_indexing_gives(saved):
@@ -104,33 +104,25 @@ def test_the_state_of_iteration_folders(tmp_path):
     iteration_folders.foreign(tmp_path / "theirs")
     iteration_folders.save(tmp_path / "ours", 10)
     assert mindresume.open(tmp_path / "theirs")[15].state.step == 15
-    checkpoint = mindresume.open(tmp_path / "ours")[10]
-    assert checkpoint.state.step == 10 and checkpoint.info.iteration_dir == "iteration_00000010"
-    assert checkpoint.tensors["embedding.weight"].shape == (8, 4)
-    wanted = np.concatenate(
-        [iteration_folders.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)]
-    )
-    assert same(checkpoint.read("embedding.weight"), wanted)
-    checkpoint.release()
+    with mindresume.open(tmp_path / "ours")[10] as checkpoint:
+        assert (checkpoint.state.step, checkpoint.info.iteration_dir) == (10, "iteration_00000010")
+        parts = [iteration_folders.tensors_of(rank, 10)["embedding.weight"] for rank in range(2)]
+        assert same(checkpoint.read("embedding.weight"), np.concatenate(parts))
 
 
 def test_weights_alone_have_no_state(tmp_path):
     put(tmp_path / "one.ckpt", {"w": np.zeros((2, 3), np.float16)})
     checkpoint = mindresume.open(tmp_path / "one.ckpt").latest()
-    assert (
-        checkpoint.step is None
-        and checkpoint.state is None
-        and checkpoint.read("w").dtype == np.float16
-    )
+    assert checkpoint.step is checkpoint.state is None
+    assert checkpoint.read("w").dtype == np.float16
 
 
 def test_layouts_come_from_a_strategy(tmp_path):
-    foreign(tmp_path / "other" / "checkpoint", PLAN, TENSORS)
+    root = tmp_path / "other" / "checkpoint"
+    foreign(root, PLAN, TENSORS)
     with pytest.raises(StrategyError):
-        mindresume.open(tmp_path / "other" / "checkpoint")[STEP].read("norm.weight")
-    found = mindresume.open(
-        tmp_path / "other" / "checkpoint", strategy=PLAN.write(tmp_path / "given")
-    )[STEP]
+        mindresume.open(root)[STEP].read("norm.weight")
+    found = mindresume.open(root, strategy=PLAN.write(tmp_path / "given"))[STEP]
     assert found.tensors["layers.0.weight"].layout == PLAN.stages[0]["layers.0.weight"]
 
 
@@ -220,14 +212,14 @@ def test_a_checkpoint_that_was_removed_meanwhile_is_an_error(tmp_path):
 def test_strategy_arguments_are_recognized(tmp_path):
     for fmt in ("ckpt", "json"):
         Plan.parse("tp2").write(tmp_path / fmt, fmt)
-        assert is_strategy(STORAGE, str(tmp_path / fmt))
-        assert all(is_strategy(STORAGE, str(path)) for path in (tmp_path / fmt).iterdir())
+        for path in (tmp_path / fmt, *(tmp_path / fmt).iterdir()):
+            assert is_strategy(STORAGE, str(path))
     put(tmp_path / "weights" / "strategy.ckpt", {"w": np.zeros(3, np.float32)})
-    complete(tmp_path / "merged", random_tensors(MODEL))
+    complete(tmp_path / "merged", TENSORS)
     (tmp_path / "merged" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     save(tmp_path / "run" / "checkpoint", 5, world=1)
-    (tmp_path / "failed_strategy.ckpt").write_bytes(b"")
+    (tmp_path / "failed_strategy.ckpt").touch()
     assert is_strategy(STORAGE, str(tmp_path / "failed_strategy.ckpt"))
     for path in ("weights", "weights/strategy.ckpt", "merged", "empty", "run", "run/checkpoint"):
         assert not is_strategy(STORAGE, str(tmp_path / path)), path

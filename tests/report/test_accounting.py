@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_logs import RUNS, ZERO, Training, history, two_attempts
+from training_logs import RUNS, ZERO, Training, check, history, two_attempts
 
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, PREEMPTED, Moments
@@ -16,30 +16,23 @@ from mindresume.report.event_log import RecordedEvent
 from mindresume.report.runs import UNKNOWN, Losses, Origin, RunAttempt, Save, Saves, attempts_of
 
 
-def attempt(number, first, last, parent=None, outcome=FAILED, run=None, **more):
+def attempt(number, first, last, parent=None, outcome=FAILED, **more):
     """Returns an attempt with steps ``first`` to ``last``, each of a second, resumed after ``first
     - 1``. ``parent``: the run that saved it."""
     start, count = 100.0 * number, last - first + 1
-    steps = np.arange(first, last + 1)
-    losses = Losses(steps, np.ones(count), start + 10 + np.arange(count), np.ones(count))
-    ended = more.pop("ended", start + 9 + count)
-    origin = Origin(
-        **{
-            "is_fresh": first == 1,
-            "step": first - 1 or None,
-            "run_id": parent,
-            "base_step": first - 1,
-            **{
-                name: more.pop(name)
-                for name in ("step", "step_scale", "is_fresh", "base_step")
-                if name in more
-            },
-        }
+    steps, ones = np.arange(first, last + 1), np.ones(count)
+    attempt = RunAttempt(
+        number,
+        start,
+        start + 9 + count,
+        outcome,
+        run_id=RUNS[number],
+        first_step=first,
+        last_step=last,
+        losses=Losses(steps, ones, start + 10 + np.arange(count), ones),
+        origin=Origin(first == 1, first - 1 or None, run_id=parent, base_step=first - 1),
     )
-    given = dict(
-        run_id=run or RUNS[number], first_step=first, last_step=last, losses=losses, origin=origin
-    )
-    return RunAttempt(number, start, ended, outcome, **{**given, **more})
+    return replace(attempt, **more)
 
 
 def lost(*attempts):
@@ -69,12 +62,9 @@ def test_two_attempts_second_by_second():
 
 def test_the_use_of_time_is_unknown_without_a_log():
     first, second = accounts_of(attempts_of(two_attempts().recorded, []))
-    assert (first.seconds.unknown, first.seconds.saving) == (
-        pytest.approx(15.9),
-        0.5,
-    ) and first.seconds.productive == 0
+    check(first.seconds, unknown=pytest.approx(15.9), saving=0.5, productive=0)
+    check(first, steps=5, steps_lost=0)
     assert total_of([first, second]).goodput is None and total_of([]).goodput is None
-    assert (first.steps, first.steps_lost) == (5, 0)
 
 
 def test_an_older_checkpoint_loses_steps_of_more_than_one_attempt():
@@ -119,8 +109,9 @@ def test_a_saving_run_without_an_attempt_is_not_another_run():
 
 
 def test_another_batch_size_counts_in_the_steps_of_the_attempt_that_lost_them():
-    scaled = attempt(2, 18, 30, RUNS[1], FINISHED, step=35, step_scale=17 / 35)
-    assert lost(attempt(1, 1, 38), scaled) == [3, 0]
+    scaled = attempt(2, 18, 30, outcome=FINISHED)
+    origin = Origin(step=35, run_id=RUNS[1], base_step=17, step_scale=17 / 35)
+    assert lost(attempt(1, 1, 38), replace(scaled, origin=origin)) == [3, 0]
 
 
 def test_a_log_that_begins_in_the_middle_was_training_from_its_first_line():
@@ -213,13 +204,7 @@ def shown(phases):
 
 def test_phases_without_a_moment_between_them_are_one():
     (found,) = recoveries_of(accounts(two_attempts()))
-    assert (
-        found.failed,
-        found.resumed,
-        found.source,
-        found.steps_redone,
-        found.seconds_redone,
-    ) == (1, 2, "disk", 3, 3.0)
+    check(found, failed=1, resumed=2, source="disk", steps_redone=3, seconds_redone=3.0)
     assert found.restart_seconds == pytest.approx(50 - 19.5) and shown(found.phases) == [
         ("notice + end + start + import + join", 19.5, pytest.approx(40.1)),
         ("select", pytest.approx(40.1), 41.0),
@@ -229,35 +214,31 @@ def test_phases_without_a_moment_between_them_are_one():
 
 
 def test_a_start_that_fails_belongs_to_the_recovery_and_a_normal_end_ends_none():
-    training = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
-    training.start(30).event(31, ev.TrainingEnded(ev.FAILED, "no such file"))
+    training = trained().start(30).event(31, ev.TrainingEnded(ev.FAILED, "no such file"))
     training.start(40).resume(41, 5, RUNS[0]).run(42, RUNS[1]).steps(50, 6, 9).over(56)
     training.start(60).resume(61, 9, RUNS[1]).run(62, RUNS[2]).steps(70, 10, 12)
-    found = recoveries_of(accounts(training))
-    assert [(row.failed, row.resumed, row.first_step - ZERO) for row in found] == [(1, 3, 51)]
+    (found,) = recoveries_of(accounts(training))
+    check(found, failed=1, resumed=3, first_step=ZERO + 51)
 
 
 def test_the_moments_of_a_start_come_from_its_events():
-    training = Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)
-    training.start(40)
-    training.recorded[-1][0] = RecordedEvent(
-        ZERO + 40.5, ev.TrainingStarted("a", 1, 1, "x", None, ZERO + 20.0, ZERO + 35.0)
-    )
-    training.resume(42, 5, RUNS[0]).event(46, ev.WeightsLoaded(0, 3, 10, 10, "step 5", 2.5)).run(
-        47, RUNS[1]
-    )
+    training = trained().start(40)
+    started = ev.TrainingStarted("a", 1, 1, "x", None, ZERO + 20.0, ZERO + 35.0)
+    training.recorded[-1][0] = RecordedEvent(ZERO + 40.5, started)
+    loaded = ev.WeightsLoaded(0, 3, 10, 10, "step 5", 2.5)
+    training.resume(42, 5, RUNS[0]).event(46, loaded).run(47, RUNS[1])
     training.event(49, ev.NetworkCompiled()).event(50, ev.FirstStepDone(6)).steps(49, 6, 9).over(60)
     (found,) = recoveries_of(accounts(training))
-    died = found.died - ZERO
-    assert shown(found.phases) == [
-        ("notice + end + start", died, 20.0),
-        ("import", 20.0, 35.0),
-        ("join", 35.0, 40.5),
-        ("select", 40.5, 42.0),
-        ("build", 42.0, 43.5),
-        ("load", 43.5, 46.0),
-        ("compile", 46.0, 49.0),
-        ("first step", 49.0, 50.0),
+    ends = [(name, end) for name, _, end in shown(found.phases)]
+    assert ends == [
+        ("notice + end + start", 20.0),
+        ("import", 35.0),
+        ("join", 40.5),
+        ("select", 42.0),
+        ("build", 43.5),
+        ("load", 46.0),
+        ("compile", 49.0),
+        ("first step", 50.0),
     ]
     assert list(totals_of([found]))[-1] == "redone" and found.first_step == ZERO + 50
 
@@ -276,3 +257,7 @@ def test_only_the_first_of_each_moment_counts():
 def test_a_recovery_knows_where_its_checkpoint_lay():
     found = recoveries_of(accounts(history(attempts=4, memory=3, sources="mdm")))
     assert [row.source for row in found] == ["memory", "disk", "memory"]
+
+
+def trained():
+    return Training().start(0).fresh(1).run(2, RUNS[0]).steps(10, 1, 8).save(18.5, 5)

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from training_logs import RUNS, ZERO, Log, Training, check, history, two_attempts
 
@@ -221,7 +220,6 @@ def test_with_pipeline_stages_the_loss_of_another_rank_is_put_where_it_belongs()
         ({RUNS[0]: True}, RUNNING),
         ({RUNS[0]: False}, FAILED),
         ({RUNS[0]: None}, UNKNOWN),
-        ({}, FAILED),
         ({RUNS[3]: True}, FAILED),
     ],
 )
@@ -261,9 +259,8 @@ def test_events_in_any_order_are_no_error():
 
 
 def test_no_events_give_no_attempts():
-    assert attempts_of([], []) == () and attempts_of([[]], []) == ()
-    assert attempts_of([], [], [Failure(ZERO, 3, "full")]) == ()
-    assert np.array_equal(one(Log().start(0)).losses.steps, [])
+    assert attempts_of([], [], [Failure(ZERO, 3, "full")]) == attempts_of([[]], []) == ()
+    assert len(one(Log().start(0)).losses) == 0
 
 
 def test_saves_in_memory_and_where_a_resume_came_from():
