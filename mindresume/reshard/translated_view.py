@@ -87,17 +87,7 @@ def with_scales(
         elif scale.dtype not in _SCALE_DTYPES:
             problems.append(f"{scale.name} is {scale.dtype}, expected {' or '.join(_SCALE_DTYPES)}")
         else:
-            found[name] = ScaledTensor(
-                name,
-                tensor.dtype,
-                tensor.shape,
-                tensor.layout,
-                tensor.first,
-                tensor.copies,
-                tensor.other_stages,
-                scale,
-                block,
-            )
+            found[name] = ScaledTensor(**vars(tensor), scale=scale, block=block)
     if problems:
         raise LoadError(
             f"the fp8 weights of {source} cannot be read, {counted(len(problems), 'tensor')}: "
