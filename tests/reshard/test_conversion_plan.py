@@ -1,7 +1,6 @@
 """Contents of the new files: required and optional names, regions compared with numpy, parts of
 consolidated weights."""
 
-import math
 import re
 
 import pytest
@@ -20,9 +19,6 @@ from mindresume.reshard.conversion_plan import (
     holdings,
     rank_files,
 )
-from mindresume.tensor_files.header import DTYPES
-
-PLAIN = TensorLayout((1,), (-1, -1))
 
 
 def weights_of(model, counters=COUNTERS):
@@ -170,10 +166,6 @@ def test_each_rank_gets_one_file(fmt):
 
 
 # ---- consolidated weights ------------------------------------------------------------------------
-
-
-def nbytes(name):
-    return math.prod(MODEL[name].shape) * DTYPES[MODEL[name].dtype].itemsize
 
 
 @pytest.mark.parametrize(

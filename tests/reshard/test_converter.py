@@ -413,12 +413,6 @@ def test_finished_files_need_no_space(tmp_path, root):
     carry_out(conversion(job, tmp_path / "new", small))
 
 
-RUNNING = (
-    r"the same conversion to .*new is running in another process; wait for it, and then "
-    r"start this one again"
-)
-
-
 def test_two_different_conversions_at_once(tmp_path, root):
     """Both may run; the second one to commit finds that the target exists, and leaves the first
     one's files alone."""

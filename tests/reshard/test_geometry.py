@@ -24,7 +24,6 @@ from mindresume.reshard.geometry import (
 )
 
 RELAXED = settings(max_examples=60)
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite

@@ -290,6 +290,17 @@ def test_parts_of_several_dtypes_need_a_wanted_one(tmp_path):
     same(found, assemble(rules(GROUPED), {**tensors, name: tensors[name].astype(np.float32)}))
 
 
+def numbered(folder):
+    """Returns the path of a new folder below ``folder``."""
+    return folder / str(len(list(folder.iterdir())))
+
+
+def refuses(words, error, work, *values):
+    with pytest.raises(error) as found:
+        work(*values)
+    assert all(word in str(found.value) for word in words), found.value
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -297,11 +308,8 @@ def test_folders_that_are_refused(tmp_path):
     tensors, name = random(GROUPED), "model.layers.1.mlp.up_proj.weight"
 
     def refused(found, *words, model=GROUPED):
-        with pytest.raises(LoadError) as error:
-            view_of_folder(
-                STORAGE, folder_of(tmp_path / str(len(list(tmp_path.iterdir()))), model, found)
-            )
-        assert all(word in str(error.value) for word in words), error.value
+        folder = folder_of(numbered(tmp_path), model, found)
+        refuses(words, LoadError, view_of_folder, STORAGE, folder)
 
     refused({key: value for key, value in tensors.items() if key != name}, f"missing: {name}")
     refused(
@@ -622,10 +630,8 @@ def test_sources_that_do_not_fit(tmp_path):
     whole_ = assemble(rules(GROUPED), random(GROUPED))
 
     def refused(tensors, model, *words):
-        source = completed(tmp_path / str(len(list(tmp_path.iterdir()))), tensors)
-        with pytest.raises(LoadError) as error:
-            to_huggingface(source, model, "keep", 1 << 30)
-        assert all(word in str(error.value) for word in words), error.value
+        source = completed(numbered(tmp_path), tensors)
+        refuses(words, LoadError, to_huggingface, source, model, "keep", 1 << 30)
 
     refused(
         whole_,

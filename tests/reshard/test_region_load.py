@@ -219,14 +219,6 @@ def test_what_may_miss_is_left_out():
 # ---- read_regions --------------------------------------------------------------------------------
 
 
-def check(found, plan, rank):
-    expected = {**plan.shard(TENSORS, rank), **COUNTERS}
-    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in found.items()} == {
-        name: (a.dtype, a.shape, a.tobytes()) for name, a in expected.items()
-    }
-    return sum(array.nbytes for array in expected.values())
-
-
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 @pytest.mark.parametrize("target", ["tp8", "dp4opt4", "dp2tp2pp2opt2"])
 def test_no_other_byte_is_read(tmp_path, fmt, target):
