@@ -101,28 +101,6 @@ def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
 # ---- asynchronous saves --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, fmt", [(True, "ckpt"), ("process", "safetensors")])
-def test_async_save_writes_the_weights_of_its_step(tmp_path, kind, fmt):
-    job = (
-        Job(build(tmp_path, async_save=kind, checkpoint_format=fmt, keep_checkpoint_max=3))
-        .steps(22)
-        .end()
-    )
-    assert (
-        committed(tmp_path) == [10, 15, 20, 22][-3:]
-        and job.monitor._training.manager.policy.failed_in_a_row == 0
-    )
-    for candidate in scan(CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))).candidates:
-        found = ms.load_checkpoint(
-            str(tmp_path / "checkpoint" / candidate.files[0][0].path), format=fmt
-        )
-        assert (found["weight"].asnumpy() == candidate.step).all() and int(
-            found["step_num"]
-        ) == candidate.step
-    meta = json.loads((tmp_path / "checkpoint" / "rank_0" / "meta.json").read_text())
-    assert meta["last_ckpt_file"].endswith(f"-3_2.{fmt}")
-
-
 def test_a_copy_uses_at_most_the_memory_share_of_the_rank(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(checkpoint_manager, "share_of_rank", lambda group: 64)
     Job(build(tmp_path, async_save=True)).steps(5).end()

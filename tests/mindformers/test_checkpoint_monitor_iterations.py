@@ -13,13 +13,11 @@ from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
 from monitor_jobs import Job, own_context, resume  # noqa: E402, F401  the fixture applies to these tests too
 from monitor_jobs import build as build_any  # noqa: E402
 
-from mindresume.coordination.collectives import SingleProcess  # noqa: E402
 from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.formats.iterations import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
 from mindresume.model.manifest import FOLDER, read_details  # noqa: E402
-from mindresume.resume.selection import select_checkpoint  # noqa: E402
 from mindresume.saving import save_session  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
@@ -86,28 +84,13 @@ def test_without_the_optimizer(tmp_path):
     assert tensors(tmp_path / "iteration_00000005" / FILES[1]) == {"weight", "bias"}
 
 
-def test_a_fresh_start_beside_another_training_moves_its_folders_of_the_same_steps_aside(tmp_path):
-    Job(build(tmp_path)).steps(15).end()
-    Job(build(tmp_path, keep_checkpoint_max=1)).steps(10).end()
-    found = scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates
-    assert [(c.step, c.run[:4]) for c in found] == [(10, "0002"), (15, "0001")] and (
-        tmp_path / TRACKER
-    ).read_text() == "10"
-    kept = [name for name in folders(tmp_path) if ".kept-" in name]
-    assert [name[:20] for name in kept] == ["iteration_00000005.k", "iteration_00000010.k"]
-    choice = select_checkpoint(PosixStorage(), str(tmp_path / kept[1]), SingleProcess())
-    assert (choice.chosen.step, choice.chosen.run[:4]) == (10, "0001")
-
-
-@pytest.mark.parametrize("norm, status", [(0, 0), (1, 1)])
-def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, norm, status):
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_health_of_a_checkpoint(tmp_path, monkeypatch, status):
     monitor = build(tmp_path, use_checkpoint_health_monitor=True)
-    monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: norm)
+    monkeypatch.setattr(monitor, "get_checkpoint_health_info", lambda params: status)
     Job(monitor).steps(5)
-    assert (
-        json.loads((tmp_path / "iteration_00000005" / "common.json").read_text())["ckpt_status"]
-        == status
-    )
+    common = json.loads((tmp_path / "iteration_00000005" / "common.json").read_text())
+    assert common["ckpt_status"] == status
     assert scan(CheckpointDir(PosixStorage(), str(tmp_path))).candidates[0].state.health == status
     assert not (tmp_path / "health_ckpts.json").exists()
 

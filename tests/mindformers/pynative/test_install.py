@@ -3,6 +3,7 @@
 import functools
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from pynative_trainers import BuiltIn, Plain  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.mindformers import installation, upstream, upstream_check  # noqa: E402
 from mindresume.mindformers.patches import PYNATIVE_WRAPPERS as WRAPPERS  # noqa: E402
-from mindresume.mindformers.upstream import PROFILES, Profile, Symbol  # noqa: E402
+from mindresume.mindformers.upstream import PROFILES, Profile  # noqa: E402
 
 MODULE = "pynative_trainer_of_the_test"
 
@@ -46,14 +47,10 @@ def rows(**changed):
     signature}."""
     found = [symbol for symbol in PROFILES[1].pynative if symbol.is_wrapped]
     return tuple(
-        Symbol(
-            MODULE,
-            row.name,
-            changed.get(row.name.replace(".", "_"), row.signature),
-            row.kind,
-            row.feature,
-            "1.9.0",
-            "",
+        replace(
+            row,
+            module=MODULE,
+            signature=changed.get(row.name.replace(".", "_"), row.signature),
         )
         for row in found
     )
