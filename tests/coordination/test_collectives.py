@@ -28,24 +28,27 @@ def fail(rank, on):
     return rank
 
 
+def gathered(size, work, watchdog=None):
+    """Returns what each rank gets that gathers the results of ``work(rank)``."""
+    return Ranks(size).run(lambda group: gather_results(group, lambda: work(group.rank), watchdog))
+
+
+def sleep(seconds):
+    current_cluster().scheduler.sleep(seconds)
+
+
 @pytest.mark.parametrize("watchdog", [None, Watchdog()])
 def test_results_and_errors_reach_all_ranks(watchdog):
-    assert (
-        Ranks(3).run(lambda group: run_on_rank0(group, lambda: group.rank + 7, watchdog)) == [7] * 3
-    )
-    assert (
-        Ranks(3).run(lambda group: gather_results(group, lambda: group.rank, watchdog))
-        == [[0, 1, 2]] * 3
-    )
+    def on_rank0(work):
+        return Ranks(3).run(lambda group: run_on_rank0(group, lambda: work(group.rank), watchdog))
+
+    assert on_rank0(lambda rank: rank + 7) == [7] * 3
+    assert gathered(3, lambda rank: rank, watchdog) == [[0, 1, 2]] * 3
     assert Ranks(3).run(lambda group: run_on_all(group, lambda: group.rank, watchdog)) == [0, 1, 2]
-    for found in Ranks(3).run(
-        lambda group: gather_results(group, lambda: fail(group.rank, 1), watchdog)
-    ):
-        assert isinstance(found, CollectiveError) and str(found) == "rank 1: ValueError: broken"
-    for found in Ranks(3).run(
-        lambda group: run_on_rank0(group, lambda: fail(group.rank, 0), watchdog)
-    ):
-        assert isinstance(found, CollectiveError) and str(found) == "rank 0: ValueError: broken"
+    for error in gathered(3, lambda rank: fail(rank, 1), watchdog):
+        assert isinstance(error, CollectiveError) and str(error) == "rank 1: ValueError: broken"
+    for error in on_rank0(lambda rank: fail(rank, 0)):
+        assert isinstance(error, CollectiveError) and str(error) == "rank 0: ValueError: broken"
     assert gather_results(SingleProcess(), lambda: 5, watchdog) == [5]
 
 
@@ -71,7 +74,7 @@ def test_the_ranks_exchange_while_one_of_them_works():
         group.gather = noted
         return gather_results(
             group,
-            lambda: group.rank == 0 or current_cluster().scheduler.sleep(600.0),
+            lambda: group.rank == 0 or sleep(600.0),
             Watchdog(stall_timeout=1e9),
         )
 
@@ -83,9 +86,7 @@ def test_the_ranks_exchange_while_one_of_them_works():
 
 def test_no_rank_waits_longer_than_the_work_takes():
     def work(group):
-        gather_results(
-            group, lambda: current_cluster().scheduler.sleep(600.0), Watchdog(stall_timeout=1e9)
-        )
+        gather_results(group, lambda: sleep(600.0), Watchdog(stall_timeout=1e9))
         return current_cluster().scheduler.now
 
     assert Ranks(2).run(work) == [600.0] * 2
@@ -121,27 +122,19 @@ class Growing:
 def test_work_with_progress_is_waited_for():
     """The wait lasts as long as a number changes, however slowly; here until second 900."""
 
-    def work(group):
+    def wait(seconds):
         watchdog = Watchdog(progress=Growing(), stall_timeout=50.0)
-        return gather_results(
-            group,
-            lambda: group.rank == 0 or current_cluster().scheduler.sleep(1000.0 if late else 940.0),
-            watchdog,
-        )
+        return gathered(2, lambda rank: rank == 0 or sleep(seconds), watchdog)
 
-    late = False
-    assert Ranks(2).run(work) == [[True, None]] * 2
-    late = True
-    assert all(isinstance(error, CollectiveError) for error in Ranks(2).run(work))
+    assert wait(940.0) == [[True, None]] * 2
+    assert all(isinstance(error, CollectiveError) for error in wait(1000.0))
 
 
 def test_work_that_is_broken_off_is_an_error_of_all():
     def end():
         raise SystemExit
 
-    found = Ranks(2).run(
-        lambda group: gather_results(group, lambda: group.rank == 0 or end(), Watchdog())
-    )
+    found = gathered(2, lambda rank: rank == 0 or end(), Watchdog())
     assert all(str(error).startswith("rank 1: the work was interrupted") for error in found)
 
 
@@ -152,10 +145,7 @@ def test_a_rank_without_a_new_thread_works_in_its_own(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threads.Thread, "start", refuse)
-    assert (
-        Ranks(2).run(lambda group: gather_results(group, lambda: group.rank, Watchdog()))
-        == [[0, 1]] * 2
-    )
+    assert gathered(2, lambda rank: rank, Watchdog()) == [[0, 1]] * 2
 
 
 def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
@@ -167,7 +157,7 @@ def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
             raise ValueError("this rank has ended")
         run_until_all_done(
             group,
-            lambda: done.append(current_cluster().scheduler.sleep(900.0)),
+            lambda: done.append(sleep(900.0)),
             Watchdog(stall_timeout=1e9),
         )
 
@@ -181,7 +171,7 @@ def test_work_that_is_followed_is_done_on_all_ranks_when_it_returns():
     def work(group):
         run_until_all_done(
             group,
-            lambda: current_cluster().scheduler.sleep(60.0 * group.rank) or done.append(group.rank),
+            lambda: sleep(60.0 * group.rank) or done.append(group.rank),
             Watchdog(),
         )
         return len(done)
