@@ -1,10 +1,10 @@
 """An object store as pods see it, and jobs that lose their disks beside it."""
 
-import random
 from dataclasses import replace
 from itertools import product
 
 import pytest
+from simulation.test_search import found
 
 from mindresume.fault_injection.faults import Fault
 from mindresume.saving import save_session
@@ -17,13 +17,9 @@ from sim.disk import Disk
 from sim.machine import use_cluster
 from sim.mount import Mount
 from sim.scenarios import Simulation
-from sim.schedule import Schedule, random_schedule
+from sim.schedule import Schedule
 from sim.search import (
     SCENARIOS,
-    Counts,
-    KnownStates,
-    count_operations,
-    run,
 )
 from sim.workloads import LATER_IN_PODS as LATER
 
@@ -144,10 +140,7 @@ def test_a_superseded_rank_0_notifies_its_ranks(monkeypatch):
 
 def test_a_run_that_is_numbered_without_looking_into_the_bucket_is_found(monkeypatch):
     monkeypatch.setattr(save_session, "number_runs", lambda *_: None)
-    scenario, known = SCENARIOS["bucket nodes"], KnownStates()
-    size = count_operations(scenario, "ckpt", "")
-    schedules = (random_schedule(random.Random(seed), size, scenario.kinds) for seed in range(6))
-    assert any(run(scenario, "ckpt", "", schedule, known, Counts()) for schedule in schedules)
+    assert next(found((0, 30), "bucket nodes", deaths=False), None)
 
 
 @pytest.mark.parametrize("way", ["", "thread"])

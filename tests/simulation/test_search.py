@@ -261,7 +261,7 @@ def test_hashes_of_strings_and_memory_addresses_decide_nothing():
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
         outputs.append(
             subprocess.run(
-                [sys.executable, "-c", _PROGRAM, memory, "0", "31"],
+                [sys.executable, "-c", _PROGRAM, memory, "0", "47"],
                 env=environment,
                 check=True,
                 capture_output=True,
