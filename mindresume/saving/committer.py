@@ -579,7 +579,8 @@ class SyncSaver:
         Does not wait."""
         if self.committer is not None and self.committer.pending:
             self.committer.poll()
-        return self.wait(0)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def wait(self, timeout: float) -> list[Outcome]:
         """Returns outcomes like ``poll``, after every save so far is written, or after ``timeout``

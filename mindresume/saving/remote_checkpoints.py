@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
+from mindresume.coordination.lease import run_order
 from mindresume.coordination.lease_acquisition import next_run, record_run_number
 from mindresume.errors import CorruptFileError, RecordError, RemoteError
 from mindresume.events import CheckpointsRemoved, Emit, ignore, warning
@@ -73,7 +74,7 @@ class BucketListing:
     def runs(self) -> list[str]:
         """Returns every run that has an object, the latest last."""
         found = {*self.run_statuses, *(run for _, _, run in attempts(list(self.objects)))}
-        return sorted(found, key=lambda run: (run_sequence(run), run))
+        return sorted(found, key=run_order)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class RemoteCheckpoints:
         """Raises SupersededError if there is an object of a later run: this run was taken for dead,
         or two jobs use the same URL."""
         latest = next(reversed((listing or self.scan()).runs()), run)
-        if (run_sequence(latest), latest) > (run_sequence(run), run):
+        if run_order(latest) > run_order(run):
             raise SupersededError(
                 f"{self.url} has been taken over by run {latest}; this job, run {run}, uploads "
                 "nothing more. End one of them, or give each job a remote_save_url of its own"
