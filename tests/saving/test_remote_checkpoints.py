@@ -594,13 +594,10 @@ def test_an_unhealthy_checkpoint_is_refused_by_its_manifest_before_any_download(
     assert set(fetched) == {attempt_name(5, RUN)}
     assert {event.step for event in kinds(world, CandidateRefused)} >= {15, 10}
 
-
-@BOTH
-def test_only_unhealthy_checkpoints_are_an_error_without_a_download(world, monkeypatch):
-    filters = unhealthy_from(world, monkeypatch, 10)
-    world.upload(10, 15)
+    # without a healthy one
+    world.remote._delete(attempt_name(5, RUN), world.remote.scan(), [])
     world.empty_disk()
-    fetched = downloads(monkeypatch)
+    fetched.clear()
     with pytest.raises(
         NoUsableCheckpointError, match="no healthy checkpoints yet.*none can be used"
     ):
