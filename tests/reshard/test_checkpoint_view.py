@@ -29,6 +29,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout, held
 from mindresume.reshard.geometry import shape_of, view, whole, within
+from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, read_tensor
@@ -292,13 +293,12 @@ def test_one_header_and_one_record_per_stage_are_read(tmp_path, write):
     assert sum(storage.opened.values()) == 2 * (1 if write is foreign else 2), storage.opened
 
 
-def test_headers_are_read_once(tmp_path):
-    plan, storage = plan_of("tp4"), Counting()
-    weights = view_of_rank_folders(
-        CheckpointDir(storage, str(tmp_path)), recorded(tmp_path, plan, TENSORS)
-    )
-    for _ in range(2):
-        for name, tensor in weights.tensors.items():
-            for cut in tensor.cuts(whole(tensor.shape)):
-                weights.locate(name, cut)
+def test_each_header_and_record_is_read_once(tmp_path):
+    """By the view, by the verification of all ranks, and by a load."""
+    storage = Counting()
+    recorded(tmp_path, plan_of("tp4"), TENSORS)
+    weights = open_checkpoint(storage, str(tmp_path)).weights
+    for name, tensor in weights.tensors.items():
+        for cut in tensor.cuts(whole(tensor.shape)):
+            weights.locate(name, cut)
     assert set(storage.opened.values()) == {1}, storage.opened
