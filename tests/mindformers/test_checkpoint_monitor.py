@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from mindresume.formats import CheckpointDir
@@ -202,14 +201,11 @@ def test_an_emergency_that_we_cannot_save_is_left_to_the_built_in(tmp_path, call
         ((ms.Tensor(0.5), ms.Tensor(False), ms.Tensor(1024.0)), {"loss": 0.5}),
         (ms.Tensor([1.0, 2.0]), {"loss": 1.5}),
         (ms.Tensor(2.0, ms.bfloat16), {"loss": 2.0}),
-        ([np.float32(0.25), None], {"loss": 0.25}),
         (3.0, {"loss": 3.0}),
         (ms.Tensor(float("nan")), {}),
-        (np.array([np.inf]), {}),
         (None, {}),
         ((), {}),
         ("text", {}),
-        (True, {}),
         ((None, ms.Tensor(1.0)), {}),
     ],
 )

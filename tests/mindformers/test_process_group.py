@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from rank_folders import Threads
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError
@@ -20,33 +21,20 @@ def test_messages_of_every_small_length_are_received(length):
 
 
 class Wire(MindSporeGroup):
-    """The group of several ranks with numpy instead of communication: every rank's messages are
-    known beforehand."""
+    """The group of several ranks with threads instead of communication: what each rank sends must
+    have one shape."""
 
-    def __init__(self, rank, messages):
-        super().__init__(rank, len(messages))
-        self.messages = messages
-
-    def _broadcast(self, array):  # what rank 0 would send
-        message = self.messages[0]
-        return (
-            np.array([len(message)], np.int32)
-            if array.shape == (1,) and not hasattr(self, "announced") and self._tell()
-            else _words(message, len(message))
-        )
-
-    def _tell(self):
-        self.announced = True
-        return True
+    def __init__(self, group):
+        super().__init__(group.rank, group.size)
+        self.group = group
 
     def _gather(self, array):
-        lengths = [len(message) for message in self.messages]
-        if not hasattr(self, "announced"):
-            self._tell()
-            return np.array(lengths, np.int32)
-        rows = [_words(message, max(lengths)) for message in self.messages]
-        assert array.shape == rows[self.rank].shape and np.array_equal(array, rows[self.rank])
+        rows = [np.frombuffer(row, np.int32) for row in self.group.gather(array.tobytes())]
+        assert {row.shape for row in rows} == {array.shape}
         return np.concatenate(rows)
+
+    def _broadcast(self, array):
+        return self._gather(array)[: len(array)]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +42,11 @@ class Wire(MindSporeGroup):
     [[b"a", b"", b"hello world"], [b"", b"", b""], [b"1234", b"5678"], [b"x" * 1000, b"y"]],
 )
 def test_unequal_messages_of_all_ranks(messages):
-    for rank, message in enumerate(messages):
-        assert Wire(rank, messages).gather(message) == messages
-        assert Wire(rank, messages).broadcast(message if rank == 0 else b"ignored") == messages[0]
+    def work(group):
+        wire = Wire(group)
+        return wire.gather(messages[group.rank]), wire.broadcast(messages[group.rank])
+
+    assert Threads(len(messages)).run(work) == [(messages, messages[0])] * len(messages)
 
 
 def test_a_job_of_one_process_needs_no_communication():
