@@ -30,14 +30,9 @@ class Checker(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.attributes, self.rows, self.scripts, self.styles = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
+        self.open, self.tags = [], []
+        self.attributes, self.rows = [], []
+        self.scripts, self.styles = [], []
         self.feed(text)
         assert self.open == []
 
@@ -48,20 +43,21 @@ class Checker(HTMLParser):
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
-        if tag in ("td", "th"):
+        elif tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag == "script":
+        elif tag == "script":
             self.scripts.append([dict(attrs), ""])
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1:] == ["script"]:
+        inner = self.open[-1] if self.open else ""
+        if inner == "script":
             self.scripts[-1][1] += data
-        elif self.open[-1:] == ["style"]:
+        elif inner == "style":
             self.styles.append(data)
-        elif self.rows and {"td", "th"} & set(self.open) and self.open[-1] != "title":
+        elif {"td", "th"} & set(self.open) and inner != "title":
             self.rows[-1][-1] += data
 
 
