@@ -33,17 +33,6 @@ Engine = Annotated[
         "mindspore.transform_checkpoints. auto: mindspore for ckpt sources, where it can.",
     ),
 ]
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
 def _shared(
@@ -309,10 +298,14 @@ def export_hf(
 
 def bytes_of(text: str, option: str) -> int:
     """Returns a size in bytes: ``"4GiB"`` is 4294967296. Raises ConfigError if it is invalid."""
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if not found or found[2] not in _UNITS or float(found[1]) * _UNITS[found[2]] < 1:
-        raise ConfigError(f"{option} is {text[:80]!r}; expected a size such as 512MiB or 4GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    found = re.fullmatch(
+        r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kmgt])(i?))?b?", text.strip().lower()
+    )
+    if found:
+        unit = (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
+        if float(found[1]) * unit >= 1:
+            return int(float(found[1]) * unit)
+    raise ConfigError(f"{option} is {text[:80]!r}; expected a size such as 512MiB or 4GiB")
 
 
 def show(result: ConversionResult, json: bool) -> None:

@@ -29,57 +29,50 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-Path = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH",
-        help="A checkpoint (the folder that contains the rank folders, the run folder, a rank "
-        "folder, a folder of consolidated weights, one file), or a strategy file or folder.",
-    ),
-]
-From = Annotated[
-    str | None,
-    typer.Option(
-        "--from",
-        metavar="STRATEGY",
-        help="Strategy file or folder with which the "
-        "checkpoint was saved, if it has neither layouts nor the folder 'strategy' beside it.",
-    ),
-]
-Step = Annotated[
-    int | None,
-    typer.Option("--step", metavar="N", help="The step; default: the newest complete one."),
-]
-Rank = Annotated[
-    int | None,
-    typer.Option("--rank", min=0, metavar="R", help="Only the slices that this rank holds."),
-]
-Pattern = Annotated[
-    str | None,
-    typer.Option(
-        "--tensor",
-        metavar="PATTERN",
-        help="Only tensors whose names match, such as "
-        "'layers.0.*', and which ranks hold which slice of them.",
-    ),
-]
-All = Annotated[
-    bool,
-    typer.Option(
-        "--all", help="One row per tensor: do not merge names that differ only in a number."
-    ),
-]
-
 
 @app.command()
 def inspect(
-    path: Path,
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A checkpoint (the folder that contains the rank folders, the run folder, a rank "
+            "folder, a folder of consolidated weights, one file), or a strategy file or folder.",
+        ),
+    ],
     json: AsJson = False,
-    strategy: From = None,
-    step: Step = None,
-    rank: Rank = None,
-    pattern: Pattern = None,
-    everything: All = False,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="STRATEGY",
+            help="Strategy file or folder with which the "
+            "checkpoint was saved, if it has neither layouts nor the folder 'strategy' beside it.",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="The step; default: the newest complete one."),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", min=0, metavar="R", help="Only the slices that this rank holds."),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor",
+            metavar="PATTERN",
+            help="Only tensors whose names match, such as "
+            "'layers.0.*', and which ranks hold which slice of them.",
+        ),
+    ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="One row per tensor: do not merge names that differ only in a number."
+        ),
+    ] = False,
 ) -> None:
     """Shows what a checkpoint or strategy holds: every tensor with its global shape, its cut, and
     the ranks that store it.
@@ -206,6 +199,12 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "" if shape is None else str(shape)
 
 
+def _cells(row: TensorInfo) -> dict[str, str]:
+    """Returns the first cells of a row of a table."""
+    shape = _shape_text(row.shape)
+    return {"tensor": row.name, "dtype": row.dtype or "", "shape": shape, "cut": row.cut}
+
+
 def _print_tensors(groups: Sequence[tuple[str, list[TensorInfo]]]) -> None:
     """Prints one row per group. ``groups``: (name, tensors of the same form)."""
     table = []
@@ -213,10 +212,8 @@ def _print_tensors(groups: Sequence[tuple[str, list[TensorInfo]]]) -> None:
         stages = {stage for one in (row, *others) for stage in one.stages}
         table.append(
             {
+                **_cells(row),
                 "tensor": name + (f"  x{len(others) + 1}" if others else ""),
-                "dtype": row.dtype or "",
-                "shape": _shape_text(row.shape),
-                "cut": row.cut,
                 "stage": ranges_text(stages) or "all",
                 "local shape": _shape_text(row.local_shape),
                 "copies": str(row.copies),
@@ -232,13 +229,11 @@ def _print_slices(
     table, last = [], None
     for part in parts:
         row = by_name[part.name]
-        is_first = part.name != last
+        cells = _cells(row)
         table.append(
             {
-                "tensor": row.name * is_first,
-                "dtype": (row.dtype or "") * is_first,
-                "shape": _shape_text(row.shape) * is_first,
-                "cut": row.cut * is_first,
+                # once for each tensor
+                **(cells if part.name != last else dict.fromkeys(cells, "")),
                 "slice": slice_text(part),
                 "file": row.file or "",
                 "ranks": ranges_text(part.ranks) if rank is None else "",
@@ -254,58 +249,57 @@ def _print_slices(
 
 MOST_SHOWN = 20
 
-A = Annotated[
-    str,
-    typer.Argument(
-        metavar="A",
-        help="A checkpoint: the folder that contains the rank folders (or the run "
-        "folder), a rank folder, a folder of consolidated weights, or one file.",
-    ),
-]
-B = Annotated[str, typer.Argument(metavar="B", help="The other one, of any layout and format.")]
-FromA = Annotated[
-    str | None,
-    typer.Option(
-        "--from-a",
-        metavar="STRATEGY",
-        help="Strategy file or folder with which A was "
-        "saved, if A has neither layouts nor the folder 'strategy' beside it.",
-    ),
-]
-FromB = Annotated[str | None, typer.Option("--from-b", metavar="STRATEGY", help="The same for B.")]
-StepA = Annotated[
-    int | None,
-    typer.Option("--step-a", metavar="N", help="The step of A; default: the newest complete one."),
-]
-StepB = Annotated[int | None, typer.Option("--step-b", metavar="N", help="The same for B.")]
-Only = Annotated[
-    str | None,
-    typer.Option(
-        "--tensor", metavar="PATTERN", help="Only tensors whose names match, such as 'layers.0.*'."
-    ),
-]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(
-        "--tolerance",
-        min=0,
-        metavar="X",
-        help="Accept differences up to X; 0: values must be equal, bits need not.",
-    ),
-]
-
 
 @app.command()
 def diff(
-    a: A,
-    b: B,
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A",
+            help="A checkpoint: the folder that contains the rank folders (or the run "
+            "folder), a rank folder, a folder of consolidated weights, or one file.",
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one, of any layout and format.")],
     json: AsJson = False,
-    from_a: FromA = None,
-    from_b: FromB = None,
-    step_a: StepA = None,
-    step_b: StepB = None,
-    pattern: Only = None,
-    tolerance: Tolerance = None,
+    from_a: Annotated[
+        str | None,
+        typer.Option(
+            "--from-a",
+            metavar="STRATEGY",
+            help="Strategy file or folder with which A was "
+            "saved, if A has neither layouts nor the folder 'strategy' beside it.",
+        ),
+    ] = None,
+    from_b: Annotated[
+        str | None, typer.Option("--from-b", metavar="STRATEGY", help="The same for B.")
+    ] = None,
+    step_a: Annotated[
+        int | None,
+        typer.Option(
+            "--step-a", metavar="N", help="The step of A; default: the newest complete one."
+        ),
+    ] = None,
+    step_b: Annotated[
+        int | None, typer.Option("--step-b", metavar="N", help="The same for B.")
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor",
+            metavar="PATTERN",
+            help="Only tensors whose names match, such as 'layers.0.*'.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            min=0,
+            metavar="X",
+            help="Accept differences up to X; 0: values must be equal, bits need not.",
+        ),
+    ] = None,
 ) -> None:
     """Compares two checkpoints of any layouts and formats tensor by tensor, bit by bit, including
     counters.

@@ -25,12 +25,6 @@ Output = Annotated[
         "files and checkpoint folder (or the folder above it, or the checkpoint folder).",
     ),
 ]
-Page = Annotated[
-    str | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", help="The page. Default: report.html, with --json none."
-    ),
-]
 Logs = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,7 +37,20 @@ Logs = Annotated[
 
 
 @app.command()
-def report(folder: Output, page: Page = None, json: AsJson = False, logs: Logs = None) -> None:
+def report(
+    folder: Output,
+    page: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The page. Default: report.html, with --json none.",
+        ),
+    ] = None,
+    json: AsJson = False,
+    logs: Logs = None,
+) -> None:
     """Writes one page about a training over all its restarts: losses, saves, failures, lost steps,
     goodput and timeline.
 

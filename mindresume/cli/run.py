@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,13 @@ from mindresume.storage.operations import Hurry
 _HANG = "When is it a hang"
 _END = "How a job is ended"
 _NODES = "Several nodes"
+
+
+def _in_seconds(name: str, panel: str, help: str, show_default: bool = True) -> Any:
+    """Returns the option of a duration."""
+    return typer.Option(
+        name, min=0, metavar="S", rich_help_panel=panel, help=help, show_default=show_default
+    )
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
@@ -46,69 +53,55 @@ def run(
     ] = 5,
     hang_timeout: Annotated[
         float,
-        typer.Option(
+        _in_seconds(
             "--hang-timeout",
-            min=0,
-            metavar="S",
-            rich_help_panel=_HANG,
-            help="Seconds without a finished step after the first one; an evaluation "
+            _HANG,
+            "Seconds without a finished step after the first one; an evaluation "
             "between two steps counts. 0: never.",
         ),
     ] = 1800,
     start_timeout: Annotated[
         float,
-        typer.Option(
+        _in_seconds(
             "--start-timeout",
-            min=0,
-            metavar="S",
-            rich_help_panel=_HANG,
-            help="Seconds from the start to the end of the first step, and for the end "
+            _HANG,
+            "Seconds from the start to the end of the first step, and for the end "
             "of the training (last save, uploads). 0: no limit.",
         ),
     ] = 7200,
     kill_after: Annotated[
         float,
-        typer.Option(
+        _in_seconds(
             "--kill-after",
-            min=0,
-            metavar="S",
-            rich_help_panel=_END,
-            help="Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The "
+            _END,
+            "Seconds between SIGTERM and SIGKILL after a rank has died or hangs. The "
             "others wait for it in a collective and cannot handle SIGTERM.",
         ),
     ] = 1.0,
     save_timeout: Annotated[
         float,
-        typer.Option(
-            "--save-timeout",
-            min=0,
-            metavar="S",
-            rich_help_panel=_END,
-            help="The same for a rank or process that is writing a checkpoint.",
+        _in_seconds(
+            "--save-timeout", _END, "The same for a rank or process that is writing a checkpoint."
         ),
     ] = 20.0,
     leave: Annotated[
         float | None,
-        typer.Option(
+        _in_seconds(
             "--leave",
-            min=0,
-            metavar="S",
-            rich_help_panel=_END,
-            show_default=False,
-            help="Seconds to save and exit after this process got SIGTERM. Default: "
+            _END,
+            "Seconds to save and exit after this process got SIGTERM. Default: "
             "MSRUN_LEAVE, else MSRUN_GRACE, else 60.",
+            show_default=False,
         ),
     ] = None,
     stuck: Annotated[
         float | None,
-        typer.Option(
+        _in_seconds(
             "--stuck",
-            min=0,
-            metavar="S",
-            rich_help_panel=_END,
-            show_default=False,
-            help="Seconds after SIGKILL until a process is named and left behind. "
+            _END,
+            "Seconds after SIGKILL until a process is named and left behind. "
             "Default: MSRUN_STUCK, else 60.",
+            show_default=False,
         ),
     ] = None,
     nodes: Annotated[

@@ -29,6 +29,7 @@ import json
 import os
 from collections import Counter, deque
 from contextlib import suppress
+from typing import Any
 
 from mindresume import runtime
 from mindresume.events import (
@@ -227,12 +228,16 @@ class SupervisorEventFile(EventFile):
 
 
 def _line(event: Event, time_s: float, rank: int) -> bytes:
-    values = {"time": round(time_s, 3), "rank": rank, **event.to_json()}
-    short = {
+    values = with_short_texts({"time": round(time_s, 3), "rank": rank, **event.to_json()})
+    return json.dumps(values, allow_nan=False).encode("ascii") + b"\n"
+
+
+def with_short_texts(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of an event with at most TEXT_LIMIT characters of each text."""
+    return {
         name: value[:TEXT_LIMIT] if isinstance(value, str) else value
         for name, value in values.items()
     }
-    return json.dumps(short, allow_nan=False).encode("ascii") + b"\n"
 
 
 def _is_failure(event: Event) -> bool:

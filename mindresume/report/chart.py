@@ -38,7 +38,7 @@ def chart_data(report: Report) -> dict[str, Any] | None:
     rows, origin = report.accounts[-ATTEMPTS:], report.accounts[0].attempt.started
     steps = np.concatenate([row.attempt.losses.steps[: row.kept_losses] for row in rows])
     values = np.concatenate([row.attempt.losses.values[: row.kept_losses] for row in rows])
-    curves = [_curve(*curve, origin) for curve in (*_kept(rows, values), *_lost(rows))]
+    curves = list(_curves(rows, values, origin))
     saves = _saves(rows)
     shown = [(kind, *pair) for kind, pairs in saves.items() for pair in _spread(pairs)]
     marks = [*(_save_mark(*save) for save in shown), *_attempt_marks(rows, steps, values)]
@@ -112,31 +112,23 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _kept(
-    rows: Sequence[AttemptAccount], values: np.ndarray
-) -> Iterator[tuple[str, RunAttempt, np.ndarray]]:
-    """Yields the losses that the training contains, a curve for each attempt, thinned together.
-    ``values``: all of them."""
+def _curves(
+    rows: Sequence[AttemptAccount], values: np.ndarray, origin: float
+) -> Iterator[dict[str, Any]]:
+    """Yields the losses that the training contains, a curve for each attempt, thinned together;
+    then the lost losses. ``values``: all that it contains."""
     shown, begin = thinned(values, POINTS), 0
     for row in rows:
         end = begin + row.kept_losses
         own = shown[(shown >= begin) & (shown < end)] - begin
         begin = end
         if len(own):
-            yield "kept", row.attempt, own
-
-
-def _lost(rows: Sequence[AttemptAccount]) -> Iterator[tuple[str, RunAttempt, np.ndarray]]:
-    """Yields the lost losses, a curve for each attempt."""
+            yield _curve("kept", row.attempt, own, origin)
     parts = [row for row in rows if row.steps_lost and row.kept_losses < len(row.attempt.losses)]
     parts = parts[-PARTS:]
     for row in parts:
-        first = row.kept_losses
-        yield (
-            "lost",
-            row.attempt,
-            first + thinned(row.attempt.losses.values[first:], max(POINTS // len(parts), 4)),
-        )
+        lost = thinned(row.attempt.losses.values[row.kept_losses :], max(POINTS // len(parts), 4))
+        yield _curve("lost", row.attempt, row.kept_losses + lost, origin)
 
 
 def _curve(kind: str, attempt: RunAttempt, shown: np.ndarray, origin: float) -> dict[str, Any]:

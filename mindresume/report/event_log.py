@@ -33,7 +33,7 @@ from mindresume.events import (
     end_text,
     event_from_json,
 )
-from mindresume.events.event_file import FOLDER, LIMIT, SUFFIX, TEXT_LIMIT
+from mindresume.events.event_file import FOLDER, LIMIT, SUFFIX, with_short_texts
 from mindresume.report.log_parser import pieces_of
 from mindresume.storage.posix import PosixStorage
 from mindresume.typed import is_number, parse_json
@@ -139,11 +139,7 @@ def _parse(line: bytes) -> RecordedEvent | None:
         or not 0 <= at <= LATEST
     ):
         return None
-    short = {
-        name: inner[:TEXT_LIMIT] if isinstance(inner, str) else inner
-        for name, inner in value.items()
-    }
-    event = event_from_json(short)
+    event = event_from_json(with_short_texts(value))
     return None if event is None else RecordedEvent(float(at), event)
 
 
