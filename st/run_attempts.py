@@ -118,6 +118,11 @@ def assert_no_process_left(run: Run, seconds: float = 10.0) -> None:
 # ---- recorded steps ------------------------------------------------------------------------------
 
 
+def known_steps(name: str, kind: str = "uninterrupted") -> list[dict[str, Any]]:
+    """The steps that mindformers alone did for a fixture."""
+    return json.loads((FIXTURES / name / "losses.json").read_text(encoding="utf-8"))[kind]
+
+
 def steps_of(run: Run) -> list[int]:
     """The numbers of the steps that the last attempt recorded."""
     return [row["step"] for row in run.steps(-1)]

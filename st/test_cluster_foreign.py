@@ -18,7 +18,14 @@ import pytest
 
 from mindresume.tensor_files import read_header
 from mindresume.tensor_files.header import Header
-from st.run_attempts import ALL_RANKS_END, FIXTURES, finished_attempt, run_beside, run_from_fixture
+from st.run_attempts import (
+    ALL_RANKS_END,
+    FIXTURES,
+    finished_attempt,
+    known_steps,
+    run_beside,
+    run_from_fixture,
+)
 
 pytestmark = pytest.mark.timeout(1200)
 NODUP, OPTIMIZER, OLD = (
@@ -34,12 +41,7 @@ RESUME = (
 
 def expected(name: str, first: int, last: int) -> list[tuple[int, str, str]]:
     """(step, bits of the loss, hash of the samples of rank 0), as mindformers recorded them."""
-    known = json.loads((FIXTURES / name / "losses.json").read_text(encoding="utf-8"))[
-        "uninterrupted"
-    ]
-    return [
-        (row["step"], row["hex"], row["batch"]) for row in known if first <= row["step"] <= last
-    ]
+    return [row for row in recorded(known_steps(name)) if first <= row[0] <= last]
 
 
 def exact(name: str, steps: list[dict]) -> bool:
@@ -166,9 +168,7 @@ def test_a_resume_from_mindformers_1_8_works(sequences, device, tmp_path):
     run.start(RESUME).wait_for_success()
     found = finished_attempt(run)
     assert found.selected == [15, 15]
-    known = json.loads((FIXTURES / OLD / "losses.json").read_text(encoding="utf-8"))[
-        "uninterrupted"
-    ][15:20]
+    known = known_steps(OLD)[15:20]
     assert [(row["step"], row["batch"]) for row in found.steps] == [
         (row["step"], row["batch"]) for row in known
     ]

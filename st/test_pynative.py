@@ -5,7 +5,6 @@ command then does.
 table in docs/releases.md.
 """
 
-import json
 import random
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from st.pynative_cases import (
     whole,  # noqa: F401
 )  # noqa: F401
 from st.pynative_run import PynativeRun
-from st.run_attempts import FIXTURES, LIMIT, PROGRAMS, assert_event, contains
+from st.run_attempts import FIXTURES, LIMIT, PROGRAMS, assert_event, contains, known_steps
 from st.training_run import ROOT, Run
 
 # ruff: noqa: F811  build and whole are fixtures
@@ -398,8 +397,7 @@ def test_a_checkpoint_of_the_graph_trainer(sequences, tmp_path, release, workers
     source = {"checkpoint.load_path": str(GRAPH / "output" / "checkpoint" / "iteration_00000010")}
     run.start(source, **OURS).wait_for_success()
     assert_event(run, "resumed", step=10)
-    graph = json.loads((GRAPH / "losses.json").read_text(encoding="utf-8"))["uninterrupted"]
-    assert_close(run.steps(-1), [row for row in graph if row["step"] > 10])
+    assert_close(run.steps(-1), [row for row in known_steps(GRAPH.name) if row["step"] > 10])
     refused = PynativeRun(
         tmp_path / "refused", data=sequences, release=release, changes=run.changes
     )

@@ -6,13 +6,12 @@ went on from its merged weights): within fp32 rounding, as sums over ranks are t
 order.
 """
 
-import json
 import time
 from pathlib import Path
 
 import mindresume
 from mindresume.storage.operations import TEMPORARY
-from st.run_attempts import FIXTURES, finished_attempt, notices, run_from_fixture
+from st.run_attempts import FIXTURES, finished_attempt, known_steps, notices, run_from_fixture
 from st.training_run import Run
 
 NODUP, OPTIMIZER, UNIFIED = (
@@ -37,8 +36,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def distance(name: str, steps: list[dict], kind: str = "uninterrupted") -> float:
     """Largest difference to the recorded losses of the same steps."""
-    rows = json.loads((FIXTURES / name / "losses.json").read_text(encoding="utf-8"))[kind]
-    known = {row["step"]: row["loss"] for row in rows}
+    known = {row["step"]: row["loss"] for row in known_steps(name, kind)}
     return max(abs(row["loss"] - known[row["step"]]) for row in steps)
 
 
