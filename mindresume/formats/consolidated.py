@@ -26,6 +26,7 @@ from typing import Any
 
 from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import content_of
 from mindresume.formats.scan import (
     MISSING,
     OF_RANKS,
@@ -34,7 +35,7 @@ from mindresume.formats.scan import (
     kind_of,
     tensor_files,
 )
-from mindresume.formats.weight_files import SCALARS, finite_scalar, header_of
+from mindresume.formats.weight_files import SCALARS, header_of, scalars_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FORMATS, FileRecord
 from mindresume.storage.interface import Storage
@@ -69,7 +70,7 @@ class ConsolidatedWeights:
     files: tuple[str, ...]
     tensors: Mapping[str, str]
     headers: Mapping[str, Header]
-    scalars: Mapping[str, int | float | str]
+    scalars: Mapping[str, int | float]
     kind: str
     notes: tuple[str, ...] = ()
 
@@ -183,14 +184,14 @@ def _read(
             f"{directory.path(HYPER)}: {listed(cut, 1)} hold only rank 0's part: MindSpore does "
             "not merge them"
         )
+    scalars: dict[str, int | float] = {}
+    for record in records:
+        here = [name for name in SCALARS if found.get(name) == record.path]
+        if here:
+            values = scalars_of(directory, record, headers[record.path])
+            scalars |= {name: values[name] for name in here if name in values}
     return ConsolidatedWeights(
-        directory.root,
-        tuple(files),
-        found,
-        headers,
-        _scalars(directory, found, headers),
-        kind,
-        tuple(notes),
+        directory.root, tuple(files), found, headers, scalars, kind, tuple(notes)
     )
 
 
@@ -213,22 +214,6 @@ def _by_index(
     return {**index.files, **hyper}, [
         tensor for tensor in found if tensor not in index.files and tensor not in hyper
     ]
-
-
-def _scalars(
-    directory: CheckpointDir, tensors: Mapping[str, str], headers: Mapping[str, Header]
-) -> dict[str, int | float | str]:
-    """Reads the counters among the tensors."""
-    values: dict[str, int | float | str] = {}
-    for file in sorted({tensors[name] for name in SCALARS if name in tensors}):
-        with directory.storage.open(directory.path(file)) as opened:
-            there = {
-                name: finite_scalar(opened, headers[file], name)
-                for name in SCALARS
-                if tensors.get(name) == file
-            }
-        values |= {name: value for name, value in there.items() if value is not None}
-    return values
 
 
 # ---- the index -----------------------------------------------------------------------------------
@@ -286,11 +271,7 @@ def _read_index(storage: Storage, path: str, flat_too: bool) -> _Index:
     """Reads an index. Raises CorruptFileError unless it maps tensors to tensor files in the same
     folder. ``flat_too``: a document without ``weight_map`` is the map itself, as MindSpore reads
     it."""
-    try:
-        with storage.open(path) as file:
-            data = file.read(MAX_HEADER + 1)
-    except OSError as error:
-        raise CorruptFileError(path, f"cannot be read: {error}") from error
+    data = content_of(storage, path, MAX_HEADER)
     if len(data) > MAX_HEADER:
         raise CorruptFileError(path, f"an index has at most {MAX_HEADER} bytes, this one has more")
     document = parse_object(data, path, "the index")

@@ -42,6 +42,7 @@ from mindresume.formats.weight_files import existing, state_from_scalars
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
 from mindresume.model.training_state import GlobalStep, Positive, TrainingState
+from mindresume.storage.interface import Storage
 from mindresume.tensor_files.header import parse_object
 from mindresume.typed import Count, Number, decode, is_count
 
@@ -469,20 +470,22 @@ def _missing(name: str, found: list[WeightFile], names: list[str]) -> tuple[str,
     return (f"{COMMON} is missing", f"{name}/{COMMON}") if COMMON not in names else None
 
 
-def unreadable(path: str, error: OSError) -> CorruptFileError:
-    kind = CorruptFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
-    return kind(path, f"it cannot be read: {error.strerror or error}")
+def content_of(storage: Storage, path: str, limit: int) -> bytes:
+    """Returns the first ``limit`` + 1 bytes of a file. Raises CorruptFileError if it is missing,
+    UnreadableFileError if that is not known."""
+    try:
+        with storage.open(path) as file:
+            return file.read(limit + 1)
+    except OSError as error:
+        kind = CorruptFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
+        raise kind(path, f"it cannot be read: {error.strerror or error}") from error
 
 
 def load_common(directory: CheckpointDir, name: str) -> CommonInfo:
     """Reads ``common.json`` of iteration folder ``name``. Raises CorruptFileError if it is missing,
     or not as mindformers writes it; UnreadableFileError if that is not known."""
     path = directory.path(name, COMMON)
-    try:
-        with directory.storage.open(path) as file:
-            return parse_common(file.read(MAX_COMMON + 1), path)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    return parse_common(content_of(directory.storage, path, MAX_COMMON), path)
 
 
 def state_from_common(common: CommonInfo) -> TrainingState:

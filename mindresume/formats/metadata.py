@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats.iterations import METADATA, unreadable
+from mindresume.formats.iterations import METADATA, content_of
 from mindresume.model.layout import (
     MAX_AXES,
     MAX_RANKS,
@@ -513,12 +513,7 @@ def load_metadata(storage: Storage, folder: str) -> dict[str, TensorMetadata]:
 def load_metadata_bytes(storage: Storage, folder: str) -> bytes:
     """Reads the bytes of ``metadata.json``, up to its size limit. Raises CorruptFileError if it is
     missing, UnreadableFileError if that is not known."""
-    path = os.path.join(folder, METADATA)
-    try:
-        with storage.open(path) as file:
-            return file.read(MAX_METADATA + 1)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    return content_of(storage, os.path.join(folder, METADATA), MAX_METADATA)
 
 
 # ---- from records --------------------------------------------------------------------------------

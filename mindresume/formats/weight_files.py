@@ -123,25 +123,19 @@ def scalars_of(
     directory: CheckpointDir, file: FileRecord, header: Header
 ) -> dict[str, int | float]:
     """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step,
-    ... Raises the errors of ``opened``, and CorruptFileError for a damaged one."""
-    with opened(directory, file) as readable:
-        found = {name: finite_scalar(readable, header, name) for name in SCALARS}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not None and not isinstance(value, str)
-    }
-
-
-def finite_scalar(file: BinaryIO, header: Header, name: str) -> int | float | str | None:
-    """Returns the value of a counter. Raises CorruptFileError like ``read_scalar``, and for NaN or
+    ... Raises the errors of ``opened``, and CorruptFileError like ``read_scalar``, and for NaN or
     infinity."""
-    value = read_scalar(file, header, name)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CorruptFileError(
-            file_name(file), f"{name} is {value}, expected a finite number", tensor=name
-        )
-    return value
+    found = {}
+    with opened(directory, file) as readable:
+        for name in SCALARS:
+            value = read_scalar(readable, header, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CorruptFileError(
+                    file_name(readable), f"{name} is {value}, expected a finite number", tensor=name
+                )
+            if value is not None and not isinstance(value, str):
+                found[name] = value
+    return found
 
 
 def state_from_scalars(
