@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -384,7 +384,6 @@ def acquire_read_lock(
     directory: CheckpointDir,
     attempt: str,
     commit_dir: str,
-    sleep: Callable[[float], None] = runtime.sleep,
     purpose: str = LOADING,
     outwaited: set[str] | None = None,
 ) -> Lease | None:
@@ -411,7 +410,7 @@ def acquire_read_lock(
         ):
             stay.append(announced)
             # the removal may have checked for read locks before this one existed
-            sleep(_PAUSE)
+            runtime.sleep(_PAUSE)
         if len(stay) == _LOOKS:
             outwaited |= set.intersection(*stay)
         there = directory.storage.status(commit_dir) is not None

@@ -165,7 +165,6 @@ def reads(root, step=5, also=lambda now: None, storage=STORAGE, **options):
             CheckpointDir(storage, str(root)),
             records.name,
             str(records),
-            sleep=time.sleep,
             **options,
         )
     if lease is not None:

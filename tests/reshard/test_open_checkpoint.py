@@ -5,7 +5,6 @@ import os
 import shutil
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from rank_folders import (
@@ -32,6 +31,7 @@ from reshard.plans import (
     shard_file,
 )
 
+from mindresume import runtime
 from mindresume.coordination.lease import read_locks
 from mindresume.errors import (
     ConfigError,
@@ -433,19 +433,12 @@ def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypat
         pass
 
 
-def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(
-    tmp_path, monkeypatch
-):
+def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(tmp_path):
     for step in (5, 10, 15):
         save(tmp_path, step, replicas=1)
     for step in (10, 15):
         os.truncate(path_of(tmp_path, step, 2), 100)
     (tmp_path / FOLDER / "claim-0000-0000aaaa.json").write_text("of a later version")
     waits = []
-    monkeypatch.setattr(
-        source_module,
-        "acquire_read_lock",
-        partial(source_module.acquire_read_lock, sleep=waits.append),
-    )
-    with held(tmp_path) as source:
+    with runtime.answers({runtime.sleep: waits.append}), held(tmp_path) as source:
         assert source.state.step == 5 and len(source.refused) == 2 and sum(waits) < 15

@@ -24,6 +24,7 @@ from rank_folders import (
 )
 from storages import Hooked, failing, os_error
 
+from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, acquire_read_lock
 from mindresume.events import CheckpointsRemoved, RemovalPostponed, ignore
@@ -653,14 +654,9 @@ def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
                 moved.append(os.path.basename(old))
                 if len(moved) == 1:
                     other = next(c for c in to_delete if c.iteration_dir != moved[0])
-                    held.append(
-                        acquire_read_lock(
-                            dir_at(tmp_path),
-                            other.name,
-                            other.commit_dir,
-                            sleep=lambda seconds: None,
-                        )
-                    )
+                    with runtime.answers({runtime.sleep: lambda seconds: None}):
+                        lock = acquire_read_lock(dir_at(tmp_path), other.name, other.commit_dir)
+                    held.append(lock)
             super().rename(old, new)
 
     carry_out(

@@ -31,6 +31,7 @@ from iteration_folders import (
 from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at
 from storages import Hooked, os_error
 
+from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, acquire_read_lock, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
@@ -499,11 +500,8 @@ def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp
 
     def before(operation, path):
         if len(storage.asked) == at:
-            held.append(
-                acquire_read_lock(
-                    dir_at(tmp_path), attempt_name(10, RUN), commit_dir, sleep=waited.append
-                )
-            )
+            with runtime.answers({runtime.sleep: waited.append}):
+                held.append(acquire_read_lock(dir_at(tmp_path), attempt_name(10, RUN), commit_dir))
         if held and operation == "rename" and TRASH in path:
             moved.append(path)
 
