@@ -62,9 +62,9 @@ class Checkpoint:
         directory: CheckpointDir,
         info: CheckpointInfo,
         candidate: Candidate,
-        strategy: str | None = None,
-        hold: bool = True,
-        consolidated_path: str = "",
+        strategy: str | None,
+        hold: bool,
+        consolidated_path: str,
     ):
         self.info, self._consolidated_path = info, consolidated_path
         self._directory = directory

@@ -246,7 +246,7 @@ def differences(
     a: CheckpointView,
     b: CheckpointView,
     names: Collection[str],
-    progress: Progress = SILENT,
+    progress: Progress,
 ) -> list[TensorDifference]:
     """Returns how these tensors differ, in the order of ``Comparison.differences``. Whole tensors
     are compared chunk by chunk, in bounded memory; a slice that several ranks hold is read from one

@@ -407,9 +407,7 @@ class FlushResult(Result):
     reason: str = ""
 
 
-def flush(
-    path: str | os.PathLike[str], *, progress: Progress = SILENT, storage: Storage | None = None
-) -> FlushResult:
+def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT) -> FlushResult:
     """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the
     disk is older. Of a job of several nodes it writes older ones too, until one is complete: a node
     can have died before the others. Watches the lease of a job on another node for some heartbeats,
@@ -424,7 +422,7 @@ def flush(
         SaveError: A file of that name holds something else, or the bytes changed meanwhile.
         FileNotFoundError: ``path`` does not exist.
     """
-    storage = storage or PosixStorage()
+    storage = PosixStorage()
     root = os.path.realpath(_root_of(storage, existing(path)))
     directory = CheckpointDir(storage, root)
     tier, problem = find_tier(directory)

@@ -72,7 +72,6 @@ class EventFile:
     Args:
         folder: the output folder of the training.
         rank: of this process.
-        limit: bytes, as LIMIT.
         emit: receives a warning when the file cannot be written, and a line when it is written
             again. It may pass both on to this handler.
     """
@@ -80,10 +79,9 @@ class EventFile:
     _writer = "rank"  # in the name of the file
     _has_failure = False  # this rank needs a file
 
-    def __init__(self, folder: str, rank: int, limit: int = LIMIT, emit: Emit = ignore):
+    def __init__(self, folder: str, rank: int, emit: Emit = ignore):
         self.folder = os.path.join(folder, FOLDER)
         self.rank = rank
-        self.limit = limit
         self.emit = emit
         self.path: str | None = None
         self._file = -1
@@ -94,7 +92,7 @@ class EventFile:
         self._is_reported = False
         self._last_warning: float | None = None
         self._is_closed = False
-        self._thinning = _Thinning(limit)
+        self._thinning = _Thinning()
         # reentrant: a signal handler can interrupt the thread that holds it
         self._lock = runtime.RLock()
 
@@ -136,7 +134,7 @@ class EventFile:
             return False
         if self._is_torn:
             line = b"\n" + line
-        if self._thinning.size + len(line) > self.limit * (2 if _says_more(event) else 1):
+        if self._thinning.size + len(line) > LIMIT * (2 if _says_more(event) else 1):
             return False
         self._is_torn = True  # until all of it is written
         done = os.write(self._file, line)
@@ -185,8 +183,8 @@ class _Thinning:
     """Decides which events of a file are left out because their kind occurs often and the file
     fills. ``size``: of the file."""
 
-    def __init__(self, limit: int):
-        self.limit, self.size = limit, 0
+    def __init__(self) -> None:
+        self.size = 0
         self._counts: Counter[str] = Counter()  # events of each kind so far
         # steps of the newest saves that are not recorded
         self._saves_left_out: deque[int] = deque(maxlen=KEPT)
@@ -215,8 +213,8 @@ class _Thinning:
         """Returns of how many events that occur often one is written: 1, 4, 16 ... as each half of
         what is left is full. So each half holds twice as many steps as the one before it, and the
         file is never full of them."""
-        left = max(self.limit - self.size, 1)
-        return 4 ** (max(self.limit // left, 1).bit_length() - 1)
+        left = max(LIMIT - self.size, 1)
+        return 4 ** (max(LIMIT // left, 1).bit_length() - 1)
 
 
 class SupervisorEventFile(EventFile):

@@ -63,10 +63,11 @@ def test_a_rank_that_does_not_fail_leaves_nothing(tmp_path):
     assert lines_of(tmp_path) == {}
 
 
-def test_beyond_the_limit_only_failures_and_the_end_are_written(tmp_path):
+def test_beyond_the_limit_only_failures_and_the_end_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_file, "LIMIT", 200)
     begun = [SaveBegun(step) for step in range(10)]
     ended = [TrainingEnded(FINISHED)] * 10
-    file = EventFile(str(tmp_path), 0, limit=200)
+    file = EventFile(str(tmp_path), 0)
     handled(file, *begun, SaveFailed(10, "full"), *ended)
     (rows,) = lines_of(tmp_path).values()
     assert [row["event"] for row in rows][:4] == ["save_begun"] * 3 + ["save_failed"]
@@ -94,9 +95,9 @@ def test_the_oldest_files_are_removed_when_a_run_starts(tmp_path, monkeypatch):
 class Log:
     """A training's events: the file and what else its emitter passes on."""
 
-    def __init__(self, folder, rank=0, limit=event_file.LIMIT):
+    def __init__(self, folder, rank=0):
         self.folder, self.notices, self.time = folder, [], 0.0
-        self.file = EventFile(str(folder), rank, limit, self.emit)
+        self.file = EventFile(str(folder), rank, self.emit)
 
     def emit(self, event):
         for handler in (self, self.file):
@@ -211,7 +212,8 @@ def test_a_line_that_the_system_itself_cuts(tmp_path):
 
 
 def test_the_limit_counts_torn_lines_too(tmp_path, monkeypatch):
-    disk, log = Disk(monkeypatch), Log(tmp_path, limit=1000)
+    monkeypatch.setattr(event_file, "LIMIT", 1000)
+    disk, log = Disk(monkeypatch), Log(tmp_path)
     for step in range(100):
         disk.faults = [20]
         log.emit(SaveBegun(step))

@@ -5,6 +5,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from mindresume.events import (
     CandidateRefused,
     GaveUp,
@@ -15,10 +17,16 @@ from mindresume.events import (
     SaveWritten,
     SupervisorEnded,
     TrainingEnded,
+    event_file,
 )
 from mindresume.events.event_file import OFTEN, EventFile, SupervisorEventFile
 
 LIMIT = 400_000
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(event_file, "LIMIT", LIMIT)
 
 
 def recorded(path):
@@ -31,7 +39,7 @@ def frequent(number):
 
 def test_events_at_each_step_are_thinned_out_and_never_end(tmp_path):
     warnings = []
-    file = EventFile(str(tmp_path), 0, LIMIT, warnings.append)
+    file = EventFile(str(tmp_path), 0, warnings.append)
     for number in range(100_000):
         file.handle(frequent(number), number)
         if number % 10_000 == 0:
@@ -53,7 +61,7 @@ def test_events_at_each_step_are_thinned_out_and_never_end(tmp_path):
 
 def test_of_a_save_all_events_are_recorded_or_none(tmp_path):
     """Although the first commit is that of a save of an earlier run."""
-    file = EventFile(str(tmp_path), 0, LIMIT)
+    file = EventFile(str(tmp_path), 0)
     file.handle(SaveCommitted(5, 1, 10, "0001-0000aaaa"), 0)
     for step in range(1, 20_000):
         for event in (SaveBegun(step), SaveWritten(step, 10, 0.5, 0.5), SaveCommitted(step, 1, 10)):
@@ -66,7 +74,7 @@ def test_of_a_save_all_events_are_recorded_or_none(tmp_path):
 
 
 def test_the_end_of_a_supervisor_is_recorded_after_thousands_of_starts(tmp_path):
-    file = SupervisorEventFile(str(tmp_path), 0, LIMIT)
+    file = SupervisorEventFile(str(tmp_path), 0)
     for number in range(100):
         file.handle(
             RankDied(number, "node-0", 1, 0, -9, "training", 5, ("error " * 300,) * 12), number
