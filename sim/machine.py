@@ -375,7 +375,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     lease.holder_of_this_process: _holder_of_this_process,
     lease.is_alive: _is_alive,
     host_memory.levels: _memory_levels,
-    mounts.is_local: lambda path, mounted=None: current_process().host.disk.local,
+    mounts.is_local: lambda path: current_process().host.disk.local,
     staging.staging_buffer: _Staging,
     background_writer.WRITERS["process"]: WriterProcess,
     slots.mapped_file: _mapped_file,

@@ -222,7 +222,7 @@ def test_a_conversion_without_a_read_lock_is_found(name, fmt, monkeypatch):
             pass
 
     monkeypatch.setattr(open_checkpoint, "acquire_read_lock", lambda *_, **__: Nothing())
-    assert "wrong" in found(name, 30, fmt)
+    assert "wrong" in found(name, 120, fmt)
 
 
 def test_a_verify_that_lists_only_once_is_found(monkeypatch):
