@@ -36,15 +36,15 @@ def two(tmp_path):
 
 
 def test_layouts_from_strategies(tmp_path, call):
-    plan = Plan.parse("tp4", MODEL)
-    foreign(tmp_path / "a", plan, TENSORS)
-    foreign(tmp_path / "b" / "checkpoint", Plan.parse("dp2tp2", MODEL), TENSORS, "ckpt")
-    plan.write(tmp_path / "of_a")
-    Plan.parse("dp2tp2", MODEL).write(tmp_path / "b" / "strategy")  # beside: found
-    status, _, err = call(tmp_path / "a", tmp_path / "b")
+    a, b, of_a = tmp_path / "a", tmp_path / "b", tmp_path / "of_a"
+    one, other = Plan.parse("tp4", MODEL), Plan.parse("dp2tp2", MODEL)
+    foreign(a, one, TENSORS)
+    foreign(b / "checkpoint", other, TENSORS, "ckpt")
+    one.write(of_a)
+    other.write(b / "strategy")  # beside: found
+    status, _, err = call(a, b)
     assert status == 2 and "have no layout" in err and err.count("\n") == 1
-    assert call(tmp_path / "a", tmp_path / "b", "--from-a", tmp_path / "of_a")[0] == 0
-    assert call(tmp_path / "b", tmp_path / "a", "--from-b", tmp_path / "of_a")[0] == 0
+    assert call(a, b, "--from-a", of_a)[0] == call(b, a, "--from-b", of_a)[0] == 0
 
 
 # ---- different -----------------------------------------------------------------------------------
