@@ -290,7 +290,7 @@ def test_configurations_without_a_model_are_refused(tmp_path):
 
 
 def test_many_counters_are_merged_in_time(tmp_path):
-    """20,000 single numbers: with a new set for each of them this takes minutes."""
+    """20,000 single numbers: with a new set for each of them 40,000 took minutes."""
     tensors = {f"counter_{index}": np.array(index) for index in range(20_000)}
     path = tmp_path / "net_rank_0-1_5.safetensors"
     put(path, {**tensors, "layer.weight": np.zeros((2, 2), np.float32)}, {"format": "ms"})
