@@ -207,12 +207,11 @@ def check(folder: Path, strategy: Strategy | None, tensors: dict[str, Any]) -> N
         arrays = load_file(path)
         for name, array in arrays.items():
             shape = tensors[name][0]
-            part = (
-                held(strategy.of_rank(rank)[name], rank % strategy.stage_size, shape)
-                if strategy
-                else ...
-            )
-            if values(name, shape)[part].tobytes() != array.tobytes():
+            expected = values(name, shape)
+            if strategy:
+                layout = strategy.of_rank(rank)[name]
+                expected = view(expected, held(layout, rank % strategy.stage_size, shape))
+            if expected.tobytes() != array.tobytes():
                 raise SystemExit(f"{path}: {name} is wrong")
         found |= set(arrays)
         if strategy and set(arrays) != set(strategy.of_rank(rank)):
