@@ -139,7 +139,7 @@ def test_a_failed_training_finishes_its_saves_and_a_finished_one_has_none(tmp_pa
     job.monitor._training.manager.finish_after_error()
     assert committed(tmp_path) == [5]
     assert files(tmp_path, "checkpoint_network") == ["net_rank_0-network-1_5.safetensors"]
-    job.end()
+    Job(build(tmp_path)).steps(5).end()
     assert own_context.saves is None
 
 
