@@ -14,6 +14,7 @@ from mindresume.errors import (
     AlteredWeightsError,
     ConfigError,
     MindResumeError,
+    ResumeDifferenceError,
     TrainingCompleteError,
 )
 from mindresume.launch.arguments import Launch, parse
@@ -85,7 +86,8 @@ def say(text: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 finished (also: nothing left to train), 1 the run failed, 2 a
-    wrong argument or setting, 65 the network got other weights than those that were loaded."""
+    wrong argument or setting, 65 the network got other weights than those that were loaded, 66 a
+    step that was trained again differs from its first training."""
     launch = parse(argv, os.path.dirname(os.path.abspath(__file__)))
     if "register_path" in launch.flags:
         set_register_path(launch.flags["register_path"])
@@ -98,6 +100,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         say(f"error{where}: [{error.code}] {error}")
         return 2
+    except ResumeDifferenceError as error:
+        say(f"failed{where}: [{error.code}] {error}")
+        return 66
     except AlteredWeightsError as error:
         say(f"failed{where}: [{error.code}] {error}")
         return 65

@@ -122,6 +122,13 @@ class AlteredWeightsError(MindResumeError):
     code = "MR-602"
 
 
+class ResumeDifferenceError(MindResumeError):
+    """A step that an earlier run had trained gave something else when it was trained again, and
+    ``on_resume_difference`` is ``stop``."""
+
+    code = "MR-605"
+
+
 class StrategyError(MindResumeError, ValueError):
     """A strategy file is damaged, contradicts itself or the files beside it, or a strategy cannot
     be written to a file."""

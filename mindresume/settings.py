@@ -176,6 +176,20 @@ class Settings:
         "it: `warn`, or stop with an `error`",
         choices=("warn", "error"),
     )
+    on_resume_difference: str = setting(
+        "warn",
+        "a step that is trained for the second time differs from the first time "
+        "([proof of a resume](reliability.md#the-proof-of-a-resume)): `warn`, or `stop` the job "
+        "with status 66",
+        choices=("warn", "stop"),
+    )
+    proof_tolerance: float = setting(
+        0.0,
+        "relative difference that the loss of a step may have when it is trained for the second "
+        "time; 0: none where layout and release are the same and the computation is "
+        "deterministic, else by the dtype",
+        unit="fraction",
+    )
     max_failed_loads: int = setting(
         2,
         "a checkpoint after whose loading so many jobs in a row died before their first step is "

@@ -53,6 +53,8 @@ from mindresume.events import (
 
 FOLDER = "mindresume_events"
 SUFFIX = ".jsonl"
+LEDGER = ".steps"  # of the step ledger of a run
+MAX_LEDGERS = 20
 # bytes of all events of a file; failures and the end may use as much again
 LIMIT = 16 << 20
 MAX_FILES = 200  # files of rank 0 in one folder
@@ -169,11 +171,7 @@ class EventFile:
         os.makedirs(self.folder, exist_ok=True)
         if self.rank == 0:
             _remove_oldest(self.folder)
-        second = runtime.strftime("%Y%m%dT%H%M%S", runtime.gmtime(time_s))
-        start = f"{second}.{int(time_s % 1 * 1000):03d}"
-        self.path = os.path.join(
-            self.folder, f"{start}-{self._writer}_{self.rank}-{os.getpid()}{SUFFIX}"
-        )
+        self.path = file_of_run(self.folder, f"{self._writer}_{self.rank}", SUFFIX, time_s)
         self._file = os.open(
             self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
         )
@@ -225,6 +223,14 @@ class SupervisorEventFile(EventFile):
     _has_failure = True
 
 
+def file_of_run(folder: str, writer: str, suffix: str, time_s: float) -> str:
+    """Returns the path of a file that this process writes about its run; ``time_s``: its begin,
+    seconds since 1970."""
+    second = runtime.strftime("%Y%m%dT%H%M%S", runtime.gmtime(time_s))
+    start = f"{second}.{int(time_s % 1 * 1000):03d}"
+    return os.path.join(folder, f"{start}-{writer}-{os.getpid()}{suffix}")
+
+
 def _line(event: Event, time_s: float, rank: int) -> bytes:
     values = with_short_texts({"time": round(time_s, 3), "rank": rank, **event.to_json()})
     return json.dumps(values, allow_nan=False).encode("ascii") + b"\n"
@@ -271,3 +277,6 @@ def _remove_oldest(folder: str) -> None:
         for index, run in enumerate(runs):
             for name in run[0 if index < oldest else 1 + MAX_FAILED :]:
                 os.remove(os.path.join(folder, name))
+        ledgers = sorted(name for name in os.listdir(folder) if name.endswith(LEDGER))
+        for name in ledgers[: -MAX_LEDGERS + 1]:
+            os.remove(os.path.join(folder, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -352,6 +353,80 @@ class Resumed(Event):
             else f", {self.lost_seconds:.0f} s after the checkpoint was saved"
         )
         return f": {lost}{since}"
+
+
+@dataclass(frozen=True)
+class ResumeProved(Event):
+    """The steps that the runs before this one had trained after its checkpoint are trained again,
+    and were compared.
+
+    Attributes:
+        tensors: how many parameters were compared with what was loaded.
+        steps: how many steps were compared; 0: none could be.
+        expected_steps: how many the earlier runs had recorded.
+        differences: how many of ``steps`` differ.
+        largest_loss_difference: relative; None: no loss was compared.
+        unproved: why no step, or not every step, was compared; empty: all were.
+    """
+
+    tensors: Count
+    steps: Count = 0
+    expected_steps: Count = 0
+    differences: Count = 0
+    largest_loss_difference: Measure | None = None
+    unproved: str = ""
+
+    @property
+    def log_level(self) -> str:
+        return WARNING if self.differences else INFO
+
+    def line(self) -> str:
+        parts = [f"weights of {counted(self.tensors, 'tensor')}"] if self.tensors else []
+        if self.steps:
+            redone = f"{counted(self.steps, 'step')} done again: "
+            if self.differences:
+                redone += f"{counted(self.differences, 'step')} differ"
+            else:
+                redone += "same samples, batches and learning rates"
+            if self.largest_loss_difference is not None:
+                redone += f", largest difference of the loss {self.largest_loss_difference:.2g}"
+            parts.append(redone)
+        if self.unproved:
+            parts.append(self.unproved)
+        verb = "differs" if self.differences else "proved" if self.steps else "checked"
+        return f"resume {verb}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class ResumeDiffers(Event):
+    """A step that an earlier run had trained gave something else when it was trained again. Only
+    the first one of a resume is emitted.
+
+    Attributes:
+        step: its number.
+        what: what differs: epoch, samples, batch, learning_rate, loss_scale or loss.
+        first_run: the run that trained the step first.
+        first, again: the row of each of the two runs, {field: value}.
+    """
+
+    step: Count
+    what: str
+    first_run: str
+    first: Mapping[str, float | None]
+    again: Mapping[str, float | None]
+
+    log_level = WARNING
+
+    def line(self) -> str:
+        rows = "\n".join(
+            f"  {who:<7}"
+            + ", ".join(f"{name} {value}" for name, value in row.items() if value is not None)
+            for who, row in (("first", self.first), ("again", self.again))
+        )
+        return (
+            f"step {self.step} differs from what run {self.first_run} trained: "
+            f"{self.what.replace('_', ' ')}. One of the two trainings of this step is wrong\n{rows}"
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,14 @@ def has_loss() -> bool:
     return context.get_auto_parallel_context("pipeline_stages") <= 1 or is_last_pipeline_stage()
 
 
+def is_deterministic() -> bool:
+    """Returns whether the same step computes the same bits again: on a CPU, and where the
+    configuration asks MindSpore for it."""
+    from mindspore import get_context
+
+    return get_context("device_target") == "CPU" or get_context("deterministic") == "ON"
+
+
 def load_path(config: Any) -> str:
     """Returns the path from which mindformers loads: since 1.9.0 it keeps it in the section
     ``checkpoint``."""

@@ -250,11 +250,23 @@ class FirstStep(Callback):
     """
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        resources, cb_params = training_context.current().resources, run_context.original_args()
+        context, cb_params = training_context.current(), run_context.original_args()
+        if context.proof is not None and not cb_params.dataset_sink_mode:
+            # before the network takes it to the device
+            context.seen.batch(cb_params.train_dataset_element or ())
+        resources = context.resources
         attempt = resources.pending_load.attempt
         if resources.loaded is not None or attempt is not None and not attempt.begun:
             network, callbacks = cb_params.train_network, cb_params.list_callback or ()
             adapter.call_when_compiled(network, partial(self._begin, network, callbacks))
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        context, cb_params = training_context.current(), run_context.original_args()
+        progress, saves = context.progress, context.saves
+        if context.proof is not None and saves is not None and progress.step is not None:
+            samples, _ = progress.data_at(progress.step, saves.monitor.global_batch_size)
+            row = context.seen.row(progress.step, int(cb_params.cur_epoch_num), samples)
+            context.proof.end_step(row)
 
     @staticmethod
     def _begin(network: Any, callbacks: Iterable[object]) -> None:

@@ -310,6 +310,19 @@ def _model_train(call: Call, callbacks: Any = None) -> Any:
     return call(callbacks=[*others, FirstStep()])  # behind all others: what they change is seen
 
 
+@wrapper
+def _get_loss_output(call: Call) -> Any:
+    context, outputs = training_context.current(), call()
+    if context.proof is not None:
+        loss, _, scale, learning_rate, _ = outputs
+        context.seen.monitor(
+            loss=loss if adapter.has_loss() else None,
+            loss_scale=scale,
+            learning_rate=learning_rate,
+        )
+    return outputs
+
+
 # ``config.json`` of ``pretrained_model_dir`` as transformers 4.57 and later write it has keys that
 # mindformers does not know and refuses: 1.8.0 for all models, 1.9.0 and 2.0.0 for Qwen3. These are
 # no settings of the network. dtype: of the stored weights, torch_dtype until transformers 4.56.
@@ -456,6 +469,33 @@ def _step_begin(call: Call) -> Any:
     return result
 
 
+@wrapper
+def _get_batch(call: Call) -> Any:
+    batch, context = call(), training_context.current()
+    # with a broadcast among ranks it is on the device
+    if context.proof is not None and not getattr(call.holder, "enable_data_broadcast", False):
+        context.seen.batch(batch[name] for name in sorted(batch))
+    return batch
+
+
+@wrapper
+def _print_log(call: Call, log_info: Any) -> Any:
+    context = training_context.current()
+    if context.proof is not None:
+        context.seen.monitor(loss=log_info.get("loss"), learning_rate=log_info.get("learning_rate"))
+    return call()
+
+
+@wrapper
+def _step_end(call: Call, state: Any) -> Any:
+    result, context = call(), training_context.current()
+    run, proof = context.run, context.proof
+    if run is not None and proof is not None:
+        step = int(state.global_step)
+        proof.end_step(context.seen.row(step, int(state.epoch), run.data_at(step)[0]))
+    return result
+
+
 WRAPPERS: Hooks = {  # {name of a symbol: its wrapper}; several modules may import a symbol
     "Trainer.train": _train,
     "Trainer.finetune": _train,
@@ -481,6 +521,7 @@ WRAPPERS: Hooks = {  # {name of a symbol: its wrapper}; several modules may impo
     "Model": _model,
     "Model.train": _model_train,
     "compile_model": _compile_model,
+    "_get_loss_output": _get_loss_output,
     "load_checkpoint": _load_checkpoint,
     "load_hf_checkpoint": _load_checkpoint,
     "merge_model_config": _merge_model_config,
@@ -490,6 +531,9 @@ PYNATIVE_WRAPPERS: Hooks = {  # one for each row of ``upstream.PYNATIVE``
     "Trainer.train": _train_pynative,
     "Trainer._load_checkpoint": _load_pynative,
     "Trainer._create_dataset_iterator": _create_dataset_iterator,
+    "Trainer.get_batch": _get_batch,
+    "LossCallback._print_log": _print_log,
     "CallbackHandler.on_step_begin": _step_begin,
+    "CallbackHandler.on_step_end": _step_end,
     "CheckpointCallback": make_callback_class,
 }

@@ -48,6 +48,7 @@ from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
 from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_roots, remote_of
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
+from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof
 from mindresume.model.training_state import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.eligible import Choice
@@ -181,6 +182,7 @@ class Resources:
         remote: checkpoints in the object store that this run uploads to; None: no uploads.
         loaded: what was loaded, until the first step has been compared with it; None: nothing, or
             it was.
+        proved_tensors: how many tensors were compared.
     """
 
     group: Group = field(default_factory=SingleProcess)
@@ -191,6 +193,7 @@ class Resources:
     pending_load: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
     loaded: LoadedWeights | None = None
+    proved_tensors: int = 0
 
     def check_loaded(
         self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object], resumes: bool
@@ -202,6 +205,7 @@ class Resources:
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
+        self.proved_tensors = len(loaded.fingerprints)
         found = gather_results(self.group, partial(loaded.difference, parameters, callbacks))
         problem = next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
         if problem and resumes:
@@ -243,6 +247,9 @@ class TrainingContext:
             (``coordination.preemption``).
         saves: the ``training_saves.TrainingSaves`` of the training, while it can save.
         run: the ``pynative.training_run.TrainingRun`` of a PyNative training.
+        computation: what its losses depend on besides its state.
+        seen: what the host sees of the current step.
+        proof: on rank 0, the step ledger and the proof of the resume, while it can save.
     """
 
     settings: Settings = field(default_factory=Settings)
@@ -254,6 +261,9 @@ class TrainingContext:
     requests: Mapping[str, Any] = field(default_factory=dict)
     saves: Any = None
     run: Any = None
+    computation: Computation = Computation()
+    seen: SeenValues = field(default_factory=SeenValues)
+    proof: StepProof | None = None
 
     @property
     def group(self) -> Group:
@@ -306,6 +316,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
         end.callback(set_current, TrainingContext())
         end.callback(_close_events, emit)
         end.callback(lambda: emit(ended))
+        end.callback(_close_proof, context)
         end.callback(_settle_saves, context)
         end.callback(context.resources.release)
         set_current(context)
@@ -323,6 +334,7 @@ def training(config: Any) -> Iterator[TrainingContext]:
             )
             check_launch(os.environ)
             context.settings = Settings.load(config.get("mindresume"))
+            context.computation = Computation.of(config)
             context.resources.remote = remote_of(config, emit)
             context.requests = preemption.requests(config)
             try:
@@ -419,6 +431,11 @@ def _settle_saves(context: TrainingContext) -> None:
     saves, context.saves = context.saves, None
     if saves is not None:
         saves.manager.finish_after_error()
+
+
+def _close_proof(context: TrainingContext) -> None:
+    if context.proof is not None:
+        context.proof.close()
 
 
 def _close_events(emit: Emitter) -> None:

@@ -29,6 +29,7 @@ from mindresume.formatting import ranks_count
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
+from mindresume.mindformers.step_proof import StepProof
 from mindresume.mindformers.training_context import TrainingContext
 from mindresume.model.layout import Layouts, Shape
 from mindresume.model.training_state import TrainingState
@@ -79,6 +80,8 @@ class TrainingSaves:
             step, context.plan.choice if context.plan.resumes else None, context.resources.remote
         )
         context.saves = self
+        if context.group.rank == 0:
+            context.proof = StepProof(context, manager.target, step)
         manager.count_hosts()
         if context.plan.resumes:
             restore_random(context, step)

@@ -16,6 +16,7 @@ saves every ten minutes is started again for ever, one that dies at the same ste
                                                   away for now
     the command cannot be started              ─▶ the same
     status 65: a callback loads other weights  ─▶ exit: the same
+    status 66: a step done again differs       ─▶ exit: a person has to look at both trainings
     progress                                   ─▶ restart at once
     no progress                                ─▶ restart after 1, 2, 4 ... 60 s; after
                                                   ``max_restarts`` of them give up
@@ -40,6 +41,7 @@ NOT_STARTED = "not started"
 EXIT, RESTART, GIVE_UP = "exit", "restart", "give up"  # what follows
 WRONG_USE = 2
 ALTERED_WEIGHTS = 65
+RESUME_DIFFERS = 66
 HANG_STATUS = 124
 INTERRUPTED = 130
 TERMINATED = 143
@@ -50,6 +52,8 @@ _FINAL = {
     "way",
     ALTERED_WEIGHTS: "status 65 means that a callback or another loader has put other weights into "
     "the network than the loaded ones: another start would fail in the same way",
+    RESUME_DIFFERS: "status 66 means that a step trained again differs from what an earlier run "
+    "had trained: one of the two is wrong, and a person has to say which",
     INTERRUPTED: "it was interrupted",
 }
 
@@ -167,8 +171,8 @@ def decide(max_restarts: int, starts: Sequence[StartOutcome]) -> Decision:
         end.kind in (EXITED, DIED)
         and not is_away
         and (
-            # any program can end with 65
-            end.status != ALTERED_WEIGHTS or last.has_begun
+            # any program can end with 65 or 66
+            end.status not in (ALTERED_WEIGHTS, RESUME_DIFFERS) or last.has_begun
         )
     ):
         final = _FINAL.get(end.status)

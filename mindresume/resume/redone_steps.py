@@ -1,0 +1,159 @@
+"""Compares the steps that a resume trains for the second time with the ledgers of the runs that
+trained them first.
+
+    earlier = earlier_rows(folder, run)         # {step: (row, its run)} after the resumed step
+    proof = RedoneSteps(run, earlier)
+    proof.add(row)                              # after each step: a StepDifference, or None
+    proof.is_complete, proof.steps, proof.largest
+
+A job that died at step 1,234 and resumes after step 1,200 trains 34 steps again. Epoch, samples,
+learning rate, loss scale and batch must be equal. The loss must be equal to the last bit where the
+layout and the release are the same and the computation is deterministic; else it may differ by a
+tolerance, because sums are added in another order (``TOLERANCES``; docs/reliability.md has the
+measurements). If the first run had itself diverged in these steps, for example after a flipped bit
+in the memory of a device, the comparison shows that, too: it cannot say which of the two is right.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mindresume.errors import RecordError
+from mindresume.events.event_file import LEDGER
+from mindresume.events.step_ledger import Ledger, LedgerRun, StepRow, read_ledger
+
+# relative difference of a loss between two layouts, by the dtype of the computation
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+EXACT_FIELDS = ("epoch", "samples", "batch", "learning_rate", "loss_scale")
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """Says what differs in a step that was trained twice.
+
+    Attributes:
+        name: the field of the StepRow.
+        expected: the row of the run that trained the step first.
+        found: the row of this run.
+        first_run: that run.
+    """
+
+    name: str
+    expected: StepRow
+    found: StepRow
+    first_run: str
+
+    @property
+    def step(self) -> int:
+        return self.found.step
+
+    def text(self) -> str:
+        """Returns the sentence for a log."""
+        return (
+            f"step {self.step} was trained by run {self.first_run} before, with another "
+            f"{self.name.replace('_', ' ')}: {getattr(self.expected, self.name)!r} then, "
+            f"{getattr(self.found, self.name)!r} now"
+        )
+
+
+def earlier_rows(folder: str, run: LedgerRun) -> dict[int, tuple[StepRow, LedgerRun]]:
+    """Returns {step: (row, run)} of the steps after ``run.resumed`` that earlier runs of the same
+    training recorded in ``folder``; of a step that several of them trained, the newest. Files that
+    are no ledgers are ignored: they say nothing about this training."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(LEDGER))
+    except OSError:
+        return {}
+    found: dict[int, tuple[StepRow, LedgerRun]] = {}
+    for ledger in filter(None, (_ledger_of(os.path.join(folder, name), run) for name in names)):
+        # oldest first: names begin with the time
+        found.update(
+            {step: (row, ledger.run) for step, row in ledger.rows.items() if step > run.resumed}
+        )
+    return found
+
+
+def _ledger_of(path: str, run: LedgerRun) -> Ledger | None:
+    """Returns the ledger at ``path`` if an earlier run of the training of ``run`` wrote it."""
+    try:
+        ledger = read_ledger(path)
+    except (OSError, RecordError):
+        return None
+    same = (ledger.run.lineage or ledger.run.run_id) == (run.lineage or run.run_id)
+    return ledger if same and ledger.run.run_id != run.run_id else None
+
+
+@dataclass
+class RedoneSteps:
+    """Compares the rows of ``run`` with ``earlier`` while they come.
+
+    Attributes:
+        run: this run.
+        earlier: {step: (row, run)} as ``earlier_rows`` returns it.
+        tolerance: relative difference that a loss may have; None: by layout, release and dtype.
+        steps: how many steps were compared.
+        largest: largest relative difference of a loss so far; None: no loss was compared.
+        differences: of the steps so far.
+    """
+
+    run: LedgerRun
+    earlier: Mapping[int, tuple[StepRow, LedgerRun]]
+    tolerance: float | None = None
+    steps: int = 0
+    largest: float | None = None
+    differences: list[StepDifference] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """Returns the last step that an earlier run trained; 0: none."""
+        return max(self.earlier, default=0)
+
+    def allowed(self, first: LedgerRun) -> float:
+        """Returns the relative difference that a loss may have from that of the run ``first``."""
+        if self.tolerance is not None:
+            return self.tolerance
+        same = (first.layout, first.release, first.dtype) == (
+            self.run.layout,
+            self.run.release,
+            self.run.dtype,
+        )
+        if same and first.deterministic and self.run.deterministic:
+            return 0.0
+        return TOLERANCES.get(self.run.dtype, max(TOLERANCES.values()))
+
+    def add(self, row: StepRow) -> StepDifference | None:
+        """Compares a row. Returns the first difference of this step; None: there is none, or no
+        earlier run recorded the step."""
+        if row.step not in self.earlier:
+            return None
+        expected, first = self.earlier[row.step]
+        self.steps += 1
+        name = next(
+            (name for name in EXACT_FIELDS if _differ(getattr(expected, name), getattr(row, name))),
+            "",
+        )
+        if not name and expected.loss is not None and row.loss is not None:
+            difference = _relative(expected.loss, row.loss)
+            self.largest = max(self.largest or 0.0, difference)
+            name = "loss" if difference > self.allowed(first) else ""
+        if not name:
+            return None
+        self.differences.append(StepDifference(name, expected, row, first.run_id))
+        return self.differences[-1]
+
+
+def _differ(first: float | None, second: float | None) -> bool:
+    return first is not None and second is not None and _relative(first, second) > 0
+
+
+def _relative(expected: float, found: float) -> float:
+    """Returns the relative difference; 0 for equal ones, also if both are NaN; else infinite where
+    one of them is not finite."""
+    if expected == found or math.isnan(expected) and math.isnan(found):
+        return 0.0
+    if not (math.isfinite(expected) and math.isfinite(found)):
+        return math.inf
+    return abs(found - expected) / max(abs(expected), abs(found))
