@@ -1,4 +1,4 @@
-"""Implements ``mindresume report`` and ``mindresume advise``, which read what a training has left
+"""Implements ``mindresume report``, ``advise`` and ``proof``, which read what a training has left
 behind."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, say
+from mindresume.cli.common import NOTHING, AsJson, print_json, print_table, say, time_text
 from mindresume.errors import ConfigError
 from mindresume.storage.operations import publish
 from mindresume.storage.posix import PosixStorage
@@ -132,3 +132,54 @@ def advise(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
         return
     for name, text in lines_of(advice):
         say(f"{name:9}  {text}")
+
+
+# ---- proof ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def proof(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
+    """Shows for each resume of a training what proves that it was exact.
+
+    At the first step the weights are compared with what was loaded, and each step that a run trains
+    for the second time with what the run before it recorded: samples, batch, learning rate, loss
+    scale and loss. docs/reliability.md explains what a difference means. Nothing is written. Exit
+    status: 0; 1 if a resume differs; 3 if there was no resume.
+    """
+    from mindresume.report.builder import folders_of
+    from mindresume.report.proofs import DIFFERS, proofs_in
+
+    output, _ = folders_of(folder)
+    check_folders(logs or ())
+    proofs = proofs_in([output, *(logs or ())])
+    if json:
+        print_json([row.to_json() for row in proofs])
+    elif not proofs:
+        say(f"no resume is recorded in {output}", error=True)
+    else:
+        print_table(
+            [
+                {
+                    "resumed": time_text(row.time),
+                    "run": row.run_id or "?",
+                    "after step": str(row.step),
+                    "resume": row.verdict,
+                    "tensors": str(row.tensors),
+                    "steps": str(row.steps),
+                    "loss differs by": (
+                        ""
+                        if row.largest_loss_difference is None
+                        else f"{row.largest_loss_difference:.2g}"
+                    ),
+                    "": row.text,
+                }
+                for row in proofs
+            ],
+            right=("after step", "tensors", "steps"),
+            folded=("",),
+            yellow=[index for index, row in enumerate(proofs) if row.verdict == DIFFERS],
+        )
+    if not proofs:
+        raise typer.Exit(NOTHING)
+    if any(row.verdict == DIFFERS for row in proofs):
+        raise typer.Exit(1)

@@ -85,6 +85,10 @@ class Computation:
     def of(cls, config: Mapping[str, Any]) -> Computation:
         """Reads the configuration of mindformers."""
         parts = {key: config.get(key) for key in ("parallel", "parallel_config", "parallelism")}
+        runner = config.get("runner_config") or {}
+        parts["batch"] = [
+            runner.get(key) for key in ("batch_size", "gradient_accumulation_steps", "sink_size")
+        ]
         model = (config.get("model") or {}).get("model_config") or {}
         return cls(
             xxhash.xxh3_64_hexdigest(repr(_plain(parts)).encode()),
@@ -94,7 +98,9 @@ class Computation:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return sorted((str(key), _plain(item)) for key, item in value.items())
+        rows = ((str(key), _plain(item)) for key, item in value.items())
+        # where files are written changes nothing
+        return sorted(row for row in rows if "file" not in row[0] and "path" not in row[0])
     return str(value)
 
 
