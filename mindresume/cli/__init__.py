@@ -27,6 +27,7 @@ app = typer.Typer(
     "died or hangs\n\n"
     "[bold]mindresume advise output[/bold]             how often to save, from the measured costs "
     "and failures\n\n"
+    "[bold]mindresume proof output[/bold]              what proves that each resume was exact\n\n"
     "[bold]mindresume prune output/checkpoint --keep-last 3[/bold]  removes older checkpoints; "
     "--dry-run only shows them\n\n"
     "[bold]mindresume drill --dir /shared[/bold]       tests on your file system that no crash "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -406,26 +405,23 @@ class ResumeDiffers(Event):
         step: its number.
         what: what differs: epoch, samples, batch, learning_rate, loss_scale or loss.
         first_run: the run that trained the step first.
-        first, again: the row of each of the two runs, {field: value}.
+        first, again: what each of the two runs recorded of the step, for people.
     """
 
     step: Count
     what: str
     first_run: str
-    first: Mapping[str, float | None]
-    again: Mapping[str, float | None]
+    first: str
+    again: str
 
     log_level = WARNING
 
     def line(self) -> str:
-        rows = "\n".join(
-            f"  {who:<7}"
-            + ", ".join(f"{name} {value}" for name, value in row.items() if value is not None)
-            for who, row in (("first", self.first), ("again", self.again))
-        )
         return (
-            f"step {self.step} differs from what run {self.first_run} trained: "
-            f"{self.what.replace('_', ' ')}. One of the two trainings of this step is wrong\n{rows}"
+            f"step {self.step} differs from what run {self.first_run} trained: another "
+            f"{self.what.replace('_', ' ')}. One of the two is wrong\n"
+            f"  first  {self.first}\n"
+            f"  again  {self.again}"
         )
 
 

@@ -65,6 +65,14 @@ class StepRow(NamedTuple):
     loss_scale: float | None = None
     loss: float | None = None
 
+    def text(self) -> str:
+        """Returns what is known, for people."""
+        return ", ".join(
+            f"{name.replace('_', ' ')} {value!r}"
+            for name, value in self._asdict().items()
+            if value is not None
+        )
+
 
 @dataclass(frozen=True)
 class LedgerRun:

@@ -44,13 +44,16 @@ class SeenValues:
     def batch(self, tensors: Iterable[Any]) -> None:
         """Adds the input of a step, or of a part of it. Tensors that are on the device already are
         not copied back: call this before the network computes."""
-        self._batch = self._batch or xxhash.xxh3_64()
+        if self._batch is None:
+            self._batch = xxhash.xxh3_64()
         for tensor in tensors:
-            array = np.ascontiguousarray(tensor.asnumpy() if hasattr(tensor, "asnumpy") else tensor)
-            data = array.reshape(-1).view(np.uint8)
-            self._batch.update(str((array.dtype, array.shape)).encode())
-            self._batch.update(data[:_EDGE])
-            self._batch.update(data[max(_EDGE, data.size - _EDGE) :])
+            array = tensor.asnumpy() if hasattr(tensor, "asnumpy") else np.asarray(tensor)
+            if array.nbytes > 2 * _EDGE:
+                array = array.reshape(-1)
+                count = _EDGE // array.itemsize
+                self._batch.update(np.ascontiguousarray(array[:count]))
+                array = array[-count:]
+            self._batch.update(np.ascontiguousarray(array))
 
     def monitor(self, **values: Any) -> None:
         """Takes numbers, or arrays of one element, that the loss monitor has on the host."""
@@ -71,7 +74,8 @@ def _number(value: Any) -> float | None:
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
     if array.dtype.kind in "OSUb" or not array.size:
         return None
-    return float(np.mean(array.astype(np.float64)))
+    # numpy has no mean of bfloat16
+    return float(array.item() if array.size == 1 else np.mean(array.astype(np.float64)))
 
 
 @dataclass(frozen=True)
@@ -182,8 +186,8 @@ class StepProof:
                 difference.step,
                 difference.name,
                 difference.first_run,
-                difference.expected._asdict(),
-                difference.found._asdict(),
+                difference.expected.text(),
+                difference.found.text(),
             )
         )
         if self.context.settings.on_resume_difference == "stop":

@@ -1,0 +1,210 @@
+"""The step ledger of a training on rank 0, and what a resume says about the steps done again."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindformers.tools")
+
+from mindresume.errors import ResumeDifferenceError  # noqa: E402
+from mindresume.events import ResumeDiffers, ResumeProved  # noqa: E402
+from mindresume.events.step_ledger import StepRow, read_ledger  # noqa: E402
+from mindresume.mindformers import adapter, step_proof  # noqa: E402
+from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof  # noqa: E402
+from mindresume.resume.progress import START  # noqa: E402
+from mindresume.settings import Settings  # noqa: E402
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """begin(run, resumed, **changes of the counters): a training on rank 0, and its events."""
+    monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path))
+    (tmp_path / "mindresume_events").mkdir()
+    monkeypatch.setattr(
+        step_proof,
+        "ledger_path",
+        lambda output, rank: f"{output}/mindresume_events/{len(made)}-rank_0-1.steps",
+    )
+    made: list[StepProof] = []
+
+    def run(name, resumed=0, settings=None, **origin):
+        found = []
+        context = SimpleNamespace(
+            emit=found.append,
+            computation=Computation("layout", "float32"),
+            plan=SimpleNamespace(resumes=resumed > 0),
+            progress=SimpleNamespace(origin=replace(START, **origin)),
+            settings=settings or Settings(),
+            resources=SimpleNamespace(proved_tensors=33),
+        )
+        target = SimpleNamespace(run=name, lineage="0001-aa", world_size=1)
+        made.append(StepProof(context, target, resumed))
+        return made[-1], found
+
+    yield run
+    for proof in made:
+        proof.close()
+
+
+def rows(first, last, **values):
+    return [
+        StepRow(step, 1, step * 8, step, 1e-4, 1.0, 5 - step / 100)._replace(**values)
+        for step in range(first, last + 1)
+    ]
+
+
+def train(proof, steps):
+    for row in steps:
+        proof.end_step(row)
+
+
+def test_the_steps_done_again_are_compared_and_the_result_is_said_once(begin, tmp_path):
+    first, events = begin("0001-aa")
+    train(first, rows(1, 14))
+    first.close()
+    assert events == []
+    again, events = begin("0002-bb", 10)
+    train(again, rows(11, 13))
+    assert events == []
+    train(again, rows(14, 20))
+    assert events == [ResumeProved(33, 4, 4, 0, 0.0, "")]
+    path = tmp_path / "mindresume_events" / "1-rank_0-1.steps"
+    assert list(read_ledger(str(path)).rows) == list(range(11, 21))
+
+
+def test_the_first_difference_is_said_and_all_are_counted(begin):
+    train(begin("0001-aa")[0], rows(1, 14))
+    again, events = begin("0002-bb", 10)
+    train(again, rows(11, 11) + rows(12, 14, batch=77))
+    differs, proved = events
+    assert (differs.step, differs.what, differs.first_run) == (12, "batch", "0001-aa")
+    assert "batch 12," in differs.first and "batch 77," in differs.again
+    assert (proved.steps, proved.differences) == (4, 3)
+
+
+def test_a_difference_ends_the_job_if_the_settings_say_so(begin):
+    train(begin("0001-aa")[0], rows(1, 14))
+    again, events = begin("0002-bb", 10, Settings(on_resume_difference="stop"))
+    with pytest.raises(ResumeDifferenceError, match="step 11 .* another loss"):
+        train(again, rows(11, 12, loss=1.0))
+    assert [type(event) for event in events] == [ResumeDiffers]
+
+
+@pytest.mark.parametrize(
+    "origin, reason",
+    [
+        ({}, "no step is done again"),
+        ({"step_scale": 0.5}, "batch size has changed"),
+        ({"changed": ("other data",)}, "data set has changed"),
+        ({"starts_data_set": True}, "data set has changed"),
+    ],
+)
+def test_that_no_step_is_compared_is_said_after_the_first(begin, origin, reason):
+    train(begin("0001-aa")[0], rows(1, 14 if origin else 10))
+    again, events = begin("0002-bb", 10, **origin)
+    assert events == []
+    train(again, rows(11, 12, batch=77))
+    (proved,) = events
+    assert proved.steps == 0 and proved.tensors == 33 and reason in proved.unproved
+
+
+def test_a_training_that_ends_early_says_how_many_steps_were_compared(begin):
+    train(begin("0001-aa")[0], rows(1, 14))
+    again, events = begin("0002-bb", 10)
+    train(again, rows(11, 12))
+    again.close()
+    assert events == [ResumeProved(33, 2, 4, 0, 0.0, "")]
+
+
+def test_a_ledger_that_cannot_be_written_stops_nothing(begin, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    train(begin("0001-aa")[0], rows(1, 14))
+    again, events = begin("0002-bb", 10)
+    monkeypatch.setattr(step_proof.StepLedger, "add", refuse)
+    train(again, rows(11, 14))
+    assert "No space left" in events[0].line() and len(events) == 2 and events[1].steps == 4
+    monkeypatch.setattr(step_proof, "StepLedger", refuse)
+    train(begin("0003-cc", 10)[0], rows(11, 14))
+
+
+# ---- what the host sees --------------------------------------------------------------------------
+
+
+def batch_of(*arrays):
+    seen = SeenValues()
+    seen.batch(arrays)
+    return seen.row(1, 1, 8).batch
+
+
+def test_each_number_of_a_batch_counts_also_at_the_edges_of_a_large_one():
+    small, large = np.arange(64).reshape(8, 8), np.arange(1 << 20, dtype=np.int32)
+    for array, places in ((small, range(64)), (large, (0, 4000, (1 << 20) - 1))):
+        for place in places:
+            other = array.copy()
+            other.reshape(-1)[place] += 1
+            assert batch_of(array) != batch_of(other), place
+    assert batch_of(small, large) == batch_of(small, large) != batch_of(large, small)
+
+
+def test_what_was_seen_belongs_to_one_step():
+    seen = SeenValues()
+    seen.batch([np.arange(8)])
+    seen.batch([np.arange(8)])
+    seen.monitor(loss=np.float32(2.5), loss_scale="unavailable", learning_rate=None)
+    row = seen.row(1, 2, 8)
+    assert row.batch not in (None, batch_of(np.arange(8)))
+    assert row == StepRow(1, 2, 8, row.batch, loss=2.5)
+    assert seen.row(2, 2, 16) == StepRow(2, 2, 16)
+
+
+@pytest.mark.parametrize(
+    "value, number",
+    [
+        (np.array([1.0, 2.0]), 1.5),
+        (np.array(3, np.int32), 3.0),
+        (False, None),
+        ("unavailable", None),
+        (np.array([]), None),
+        (np.array(True), None),
+    ],
+)
+def test_numbers_of_the_monitor(value, number):
+    seen = SeenValues()
+    seen.monitor(loss=value)
+    assert seen.row(1, None, None).loss == number
+
+
+# ---- what losses depend on -----------------------------------------------------------------------
+
+CONFIG = {
+    "parallel": {"parallel_mode": 1, "strategy_ckpt_save_file": "/a/output/strategy"},
+    "parallel_config": {"data_parallel": 2, "model_parallel": 2},
+    "runner_config": {"batch_size": 4, "epochs": 3},
+    "model": {"model_config": {"compute_dtype": "bfloat16"}},
+}
+
+
+def test_the_layout_is_the_same_wherever_files_lie_and_however_long_the_training_is():
+    moved = {
+        **CONFIG,
+        "parallel": {"parallel_mode": 1, "strategy_ckpt_save_file": "/b/output/strategy"},
+        "runner_config": {"batch_size": 4, "epochs": 9},
+    }
+    assert Computation.of(CONFIG) == Computation.of(moved)
+    assert Computation.of(CONFIG).dtype == "bfloat16" and Computation.of({}).dtype == ""
+
+
+@pytest.mark.parametrize(
+    "section, values",
+    [
+        ("parallel", {"parallel_mode": 2}),
+        ("parallel_config", {"data_parallel": 4, "model_parallel": 1}),
+        ("runner_config", {"batch_size": 8}),
+    ],
+)
+def test_another_layout_is_noticed(section, values):
+    assert Computation.of({**CONFIG, section: values}).layout != Computation.of(CONFIG).layout
