@@ -360,6 +360,7 @@ class ResumeProved(Event):
     and were compared.
 
     Attributes:
+        step: the step after which this run began.
         tensors: how many parameters were compared with what was loaded.
         steps: how many steps were compared; 0: none could be.
         expected_steps: how many the earlier runs had recorded.
@@ -368,6 +369,7 @@ class ResumeProved(Event):
         unproved: why no step, or not every step, was compared; empty: all were.
     """
 
+    step: Count
     tensors: Count
     steps: Count = 0
     expected_steps: Count = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindresume.coordination.collectives import Group
 from mindresume.errors import SaveError
-from mindresume.events import Event, Handler, LogLines, Resumed, SaveWritten
+from mindresume.events import Event, Handler, LogLines, Resumed, ResumeProved, SaveWritten
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.network_state import is_parallel
@@ -497,6 +497,7 @@ class TensorBoard(Handler):
         save-seconds  save-stall-seconds  save-MiB      at each saved step; stall: how long the
                       training thread waited
         load-seconds  steps-lost  seconds-lost          at the step from which a training resumed
+        resume-steps-compared  resume-steps-different   the same
     """
 
     def handle(self, event: Event, time_s: float) -> None:
@@ -511,6 +512,11 @@ class TensorBoard(Handler):
                 "load-seconds": event.load_seconds,
                 "steps-lost": event.lost_steps,
                 "seconds-lost": event.lost_seconds,
+            }
+        elif isinstance(event, ResumeProved):
+            rows = {
+                "resume-steps-compared": event.steps,
+                "resume-steps-different": event.differences,
             }
         else:
             return

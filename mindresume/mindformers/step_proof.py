@@ -197,6 +197,7 @@ class StepProof:
         redone, self._redone = self._redone, None
         self.emit(
             ResumeProved(
+                redone.run.resumed,
                 self.context.resources.proved_tensors,
                 redone.steps,
                 len(redone.earlier),

@@ -85,7 +85,7 @@ def _proof(
     if problem or proved is None:
         text = problem or "the run ended before its first steps were compared"
         verdict = DIFFERS if problem else NOT_PROVED
-        proved = proved or ResumeProved(0)
+        proved = proved or ResumeProved(resumed.step, 0)
     else:
         text, verdict = proved.unproved, PROVED if proved.steps else WEIGHTS_ONLY
     return Proof(

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindresume.errors import RecordError
+from mindresume.events import Notice
+from mindresume.events.event_file import FOLDER, LEDGER, MAX_LEDGERS, EventFile
 from mindresume.events.step_ledger import (
     LedgerRun,
     StepLedger,
@@ -103,6 +105,17 @@ def test_garbage_is_refused_or_gives_no_rows(tmp_path_factory, rows, header):
         file.write((b"MRSTEPS1" + header).ljust(4096, b"\0") + rows)
     with suppress(RecordError):
         assert read_ledger(path).rows == {}
+
+
+def test_the_ledgers_of_the_newest_runs_stay(tmp_path):
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    for number in range(MAX_LEDGERS + 3):
+        (folder / f"{number:03d}-rank_0-1{LEDGER}").touch()
+    EventFile(str(tmp_path), 0).handle(Notice("begins"), 0.0)
+    assert sorted(path.name[:3] for path in folder.glob(f"*{LEDGER}")) == [
+        f"{number:03d}" for number in range(4, MAX_LEDGERS + 3)
+    ]
 
 
 def test_a_row_has_64_bytes_and_the_file_lies_beside_the_events(tmp_path):

@@ -69,7 +69,7 @@ def test_the_steps_done_again_are_compared_and_the_result_is_said_once(begin, tm
     train(again, rows(11, 13))
     assert events == []
     train(again, rows(14, 20))
-    assert events == [ResumeProved(33, 4, 4, 0, 0.0, "")]
+    assert events == [ResumeProved(10, 33, 4, 4, 0, 0.0, "")]
     path = tmp_path / "mindresume_events" / "1-rank_0-1.steps"
     assert list(read_ledger(str(path)).rows) == list(range(11, 21))
 
@@ -115,7 +115,7 @@ def test_a_training_that_ends_early_says_how_many_steps_were_compared(begin):
     again, events = begin("0002-bb", 10)
     train(again, rows(11, 12))
     again.close()
-    assert events == [ResumeProved(33, 2, 4, 0, 0.0, "")]
+    assert events == [ResumeProved(10, 33, 2, 4, 0, 0.0, "")]
 
 
 def test_a_ledger_that_cannot_be_written_stops_nothing(begin, monkeypatch):
