@@ -6,12 +6,13 @@ trained them first.
     proof.add(row)                              # after each step: a StepDifference, or None
     proof.is_complete, proof.steps, proof.largest
 
-A job that died at step 1,234 and resumes after step 1,200 trains 34 steps again. Epoch, samples,
-learning rate, loss scale and batch must be equal. The loss must be equal to the last bit where the
-layout and the release are the same and the computation is deterministic; else it may differ by a
-tolerance, because sums are added in another order (``TOLERANCES``; docs/reliability.md has the
-measurements). If the first run had itself diverged in these steps, for example after a flipped bit
-in the memory of a device, the comparison shows that, too: it cannot say which of the two is right.
+A job that died at step 1,234 and resumes after step 1,200 trains 34 steps again. Samples, learning
+rate and loss scale must be equal; in the same layout also epoch and batch. The loss must be equal
+to the last bit where the layout and the release are the same and the computation is deterministic;
+else it may differ by a tolerance, because sums are added in another order (``TOLERANCES``;
+docs/reliability.md has the measurements). If the first run had itself diverged in these steps, for
+example after a flipped bit in the memory of a device, the comparison shows that, too: it cannot say
+which of the two is right.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from mindresume.events.step_ledger import Ledger, LedgerRun, StepRow, read_ledge
 
 # relative difference of a loss between two layouts, by the dtype of the computation
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-EXACT_FIELDS = ("epoch", "samples", "batch", "learning_rate", "loss_scale")
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,22 @@ class RedoneSteps:
         """Returns the last step that an earlier run trained; 0: none."""
         return max(self.earlier, default=0)
 
-    def allowed(self, first: LedgerRun) -> float:
-        """Returns the relative difference that a loss may have from that of the run ``first``."""
-        if self.tolerance is not None:
-            return self.tolerance
-        same = (first.layout, first.release, first.dtype) == (
-            self.run.layout,
-            self.run.release,
-            self.run.dtype,
-        )
-        if same and first.deterministic and self.run.deterministic:
-            return 0.0
-        return TOLERANCES.get(self.run.dtype, max(TOLERANCES.values()))
+    def allowed(self, first: LedgerRun) -> dict[str, float]:
+        """Returns {field: relative difference that it may have from that of the run ``first``}. In
+        another layout rank 0 has another part of the batch, and an epoch can be another number of
+        steps: these two are not compared."""
+        run = self.run
+        same_layout = first.layout == run.layout
+        same = same_layout and (first.release, first.dtype) == (run.release, run.dtype)
+        exact = same and first.deterministic and run.deterministic
+        loss = 0.0 if exact else TOLERANCES.get(run.dtype, max(TOLERANCES.values()))
+        return {
+            "samples": 0.0,
+            **({"epoch": 0.0, "batch": 0.0} if same_layout else {}),
+            "learning_rate": 0.0 if first.release == run.release else 1e-6,
+            "loss_scale": 0.0,
+            "loss": loss if self.tolerance is None else self.tolerance,
+        }
 
     def add(self, row: StepRow) -> StepDifference | None:
         """Compares a row. Returns the first difference of this step; None: there is none, or no
@@ -131,22 +135,19 @@ class RedoneSteps:
             return None
         expected, first = self.earlier[row.step]
         self.steps += 1
-        name = next(
-            (name for name in EXACT_FIELDS if _differ(getattr(expected, name), getattr(row, name))),
-            "",
-        )
-        if not name and expected.loss is not None and row.loss is not None:
-            difference = _relative(expected.loss, row.loss)
-            self.largest = max(self.largest or 0.0, difference)
-            name = "loss" if difference > self.allowed(first) else ""
-        if not name:
+        differing = []
+        for name, allowed in self.allowed(first).items():
+            pair = getattr(expected, name), getattr(row, name)
+            if None not in pair:
+                difference = _relative(*pair)
+                if difference > allowed:
+                    differing.append(name)
+                if name == "loss":
+                    self.largest = max(self.largest or 0.0, difference)
+        if not differing:
             return None
-        self.differences.append(StepDifference(name, expected, row, first.run_id))
+        self.differences.append(StepDifference(differing[0], expected, row, first.run_id))
         return self.differences[-1]
-
-
-def _differ(first: float | None, second: float | None) -> bool:
-    return first is not None and second is not None and _relative(first, second) > 0
 
 
 def _relative(expected: float, found: float) -> float:

@@ -73,6 +73,19 @@ def test_a_loss_may_differ_a_little_where_sums_have_another_order(changes):
     assert compared(far, first=first, tolerance=0.1)[0] is None
 
 
+def test_another_layout_cuts_the_batch_and_counts_epochs_in_its_own_way():
+    row = ROW._replace(batch=77, epoch=9)
+    assert compared(row, first=replace(FIRST, layout="other"))[0] is None
+    assert compared(row, first=replace(FIRST, release="other"))[0].name == "epoch"
+    shifted = row._replace(samples=96, loss=3.0)
+    assert compared(shifted, first=replace(FIRST, layout="other"))[0].name == "samples"
+
+
+def test_the_largest_difference_of_a_loss_is_that_of_all_steps():
+    _, redone = compared(ROW._replace(batch=77, loss=5.0))
+    assert redone.largest == 0.5
+
+
 def test_a_step_that_nobody_trained_before_is_not_counted():
     difference, redone = compared(ROW._replace(step=12))
     assert difference is None and redone.steps == 0
