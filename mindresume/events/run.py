@@ -319,8 +319,8 @@ class Resumed(Event):
         step: the last completed step.
         summary: rows of (part of the state, how it was restored, details).
         load_seconds: None if unknown.
-        lost_steps: least number of steps after the checkpoint that a failed job had completed;
-            None: no job failed; 0: unknown.
+        lost_steps: steps after the checkpoint that earlier runs had trained, by their step
+            ledgers; None: there are none.
         lost_seconds: from the save of the checkpoint to this resume.
     """
 
@@ -341,11 +341,7 @@ class Resumed(Event):
     def _lost(self) -> str:
         if self.lost_steps is None:
             return ""
-        lost = (
-            f"at least {counted(self.lost_steps, 'step')} of the previous job lost"
-            if self.lost_steps
-            else "how many steps the previous job lost is not known"
-        )
+        lost = f"{counted(self.lost_steps, 'step')} of the previous job lost"
         since = (
             ""
             if self.lost_seconds is None

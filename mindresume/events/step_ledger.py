@@ -116,6 +116,7 @@ class StepLedger:
             raise RecordError(f"{path}: the description of the run has {len(header)} bytes")
         self.path, self.run, self.capacity = path, run, capacity
         self._count = 0
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         os.pwrite(self._file, header.ljust(_HEADER, b"\0"), 0)
 

@@ -338,7 +338,6 @@ def select_plan(
         found.choice,
         found.choice,
         (lambda: opened) if opened is not None else None,
-        found.lost_work,
     )
     if found.uses_layouts or found.choice.chosen.iteration_dir:
         plan = prepare(config, plan, context, aside=resume or adapter.is_parallel())

@@ -131,6 +131,8 @@ class StepProof:
             adapter.is_deterministic(),
             computation.dtype,
         )
+        # how many steps after the checkpoint earlier runs had trained
+        self.lost_steps = 0
         self._redone: RedoneSteps | None = None
         self._unproved = ""
         if context.plan.resumes:
@@ -142,9 +144,14 @@ class StepProof:
                 if origin.changed or origin.starts_data_set
                 else ""
             )
-            earlier = {} if self._unproved else earlier_rows(os.path.join(output, FOLDER), run)
+            # as the run that saved it counted
+            saved = context.plan.origin.chosen.step or 0
+            earlier = earlier_rows(os.path.join(output, FOLDER), run, saved)
+            self.lost_steps = len(earlier)
             if not earlier and not self._unproved:
                 self._unproved = "no step is done again, as far as the step ledgers show"
+            if self._unproved:
+                earlier = {}
             self._redone = RedoneSteps(run, earlier, context.settings.proof_tolerance or None)
         self._ledger: StepLedger | None = None
         try:

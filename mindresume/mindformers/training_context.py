@@ -52,7 +52,7 @@ from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof
 from mindresume.model.training_state import DataPosition
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.eligible import Choice
-from mindresume.resume.job_selection import LostWork, own_shard
+from mindresume.resume.job_selection import own_shard
 from mindresume.resume.memory_source import write_selected
 from mindresume.resume.progress import START, ResumeProgress, SummaryRow
 from mindresume.resume.verifier import VerifiedShard
@@ -76,14 +76,12 @@ class ResumePlan:
         selected: the checkpoint before any conversion.
         open_source: opens the checkpoint to read regions in any layout; None: each rank loads the
             files that it verified.
-        lost: on rank 0, the work of a dead job after this checkpoint.
     """
 
     request: LoadRequest | None = None
     choice: Choice | None = None
     selected: Choice | None = None
     open_source: Callable[[], OpenCheckpoint] | None = None
-    lost: LostWork | None = None
 
     @property
     def resumes(self) -> bool:
@@ -94,6 +92,11 @@ class ResumePlan:
             and self.choice.chosen is not None
             and (self.request is None or self.request.resume)
         )
+
+    @property
+    def origin(self) -> Choice | None:
+        """Returns the checkpoint before any conversion, if one was selected."""
+        return self.selected or self.choice
 
     @property
     def iterations(self) -> LoadRequest | None:

@@ -64,7 +64,7 @@ class TrainingSaves:
             resources.pending_load,
             heartbeat,
         )
-        origin = (plan.selected or plan.choice) if plan.resumes else None
+        origin = plan.origin if plan.resumes else None
         self.manager.open(resources.topology, origin, resources.remote)
         resources.release()
 
@@ -111,7 +111,8 @@ def restore_random(context: TrainingContext, step: int) -> None:
     restored = live.restore_random(details.random) if details and details.random else []
     saved_by = context.plan.choice.chosen.world_size
     size = context.group.size
-    lost = context.plan.lost
+    lost_steps = context.proof.lost_steps if context.proof is not None else 0
+    saved_at = context.plan.origin.chosen.saved_at
     other = f"saved by {ranks_count(saved_by)}, this job has {size}" if saved_by != size else ""
     rows = (
         *context.progress.summary,
@@ -123,8 +124,9 @@ def restore_random(context: TrainingContext, step: int) -> None:
             step,
             tuple(tuple(row) for row in rows),
             context.progress.load_seconds,
-            lost and lost.steps,
-            lost and lost.seconds(runtime.time()),
+            lost_steps or None,
+            # clocks of hosts differ
+            max(runtime.time() - saved_at, 0.0) if lost_steps and saved_at is not None else None,
         )
     )
 

@@ -18,7 +18,6 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 
 from mindresume.coordination.collectives import (
     Group,
@@ -28,7 +27,7 @@ from mindresume.coordination.collectives import (
     run_on_rank0,
 )
 from mindresume.coordination.host_memory import share_of_rank
-from mindresume.coordination.lease import SAVING, Lease, acquire_read_lock, is_alive, lease_holders
+from mindresume.coordination.lease import Lease, acquire_read_lock
 from mindresume.coordination.storage_topology import SharedGroups, find_shared_groups, single_group
 from mindresume.coordination.visibility import wait_until_visible
 from mindresume.errors import (
@@ -50,9 +49,8 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.progress import ProgressReporter
-from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir
+from mindresume.formats import MINDFORMERS, CheckpointDir
 from mindresume.formats.scan import find as find_checkpoints
-from mindresume.model.manifest import FOLDER, attempts
 from mindresume.resume.eligible import Choice, SelectionPolicy, describe_candidate, unhealthy_files
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources, drop_cached_files
@@ -98,14 +96,12 @@ class SelectedCheckpoint:
     Args:
         choice: None: a fresh start.
         uses_layouts: each rank loads regions of tensors, instead of its own file.
-        lost_work: on rank 0, the steps that the job which died had done after this checkpoint.
         read_lock: keeps the checkpoint from being removed. Release it when all ranks have read it.
         load_attempt: counts this load until a step is done. None: loads are not counted.
     """
 
     choice: Choice | None = None
     uses_layouts: bool = False
-    lost_work: LostWork | None = None
     read_lock: Lease | None = None
     load_attempt: LoadAttempt | None = None
 
@@ -238,10 +234,6 @@ class CheckpointSelector:
         disk = uncached(self.storage)
         chosen = choice.chosen
         resume = request.resume
-        lost_work = None
-        if resume and group.rank == 0:
-            with suppress(OSError):
-                lost_work = find_lost_work(CheckpointDir(disk, choice.checkpoint_dir), chosen)
         lock = lock_selected(disk, choice, group, self.shared_groups, self.emit)
         try:
             limit = self.settings.max_failed_loads
@@ -289,7 +281,7 @@ class CheckpointSelector:
             if lock is not None:
                 lock.release()
             raise
-        return SelectedCheckpoint(choice, uses_layouts, lost_work, lock, attempt)
+        return SelectedCheckpoint(choice, uses_layouts, lock, attempt)
 
 
 def caching_storage(storage: Storage, settings: Settings, group: Group) -> Storage:
@@ -423,37 +415,3 @@ def _is_file(storage: Storage, path: str) -> bool:
         status = storage.status(path)
         return status is not None and not status.is_folder
     return False
-
-
-@dataclass(frozen=True)
-class LostWork:
-    """Describes lost work. ``steps``: lower bound, in steps of the dead job. ``since``: when the
-    loaded checkpoint was saved, in seconds since 1970; None: unknown."""
-
-    steps: int
-    since: float | None
-
-    def seconds(self, now: float) -> float | None:
-        """Returns the seconds from the save until ``now``; None if the time of the save is
-        unknown."""
-        return None if self.since is None else max(now - self.since, 0.0)
-
-
-def find_lost_work(directory: CheckpointDir, chosen: Candidate) -> LostWork | None:
-    """Returns the work that the last job that saved below ``root`` did after ``chosen``. None if
-    that job ended normally, is alive, or did not use mindresume. Raises OSError."""
-    dead = [
-        holder
-        for holder in lease_holders(directory)
-        if holder.purpose == SAVING and is_alive(holder) is not True
-    ]
-    if not dead:
-        return None
-    last = max(dead, key=attrgetter("order"))
-    begun = [
-        step
-        for _, step, run in attempts(directory.storage.list(directory.path(FOLDER)))
-        if run == last.run
-    ]
-    reached = max([last.step, *begun])
-    return LostWork(max(reached - (chosen.step or 0), 0), chosen.saved_at)

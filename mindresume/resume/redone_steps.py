@@ -1,7 +1,7 @@
 """Compares the steps that a resume trains for the second time with the ledgers of the runs that
 trained them first.
 
-    earlier = earlier_rows(folder, run)         # {step: (row, its run)} after the resumed step
+    earlier = earlier_rows(folder, run, 1200)   # {step: (row, its run)} after the resumed step
     proof = RedoneSteps(run, earlier)
     proof.add(row)                              # after each step: a StepDifference, or None
     proof.is_complete, proof.steps, proof.largest
@@ -59,9 +59,9 @@ class StepDifference:
         )
 
 
-def earlier_rows(folder: str, run: LedgerRun) -> dict[int, tuple[StepRow, LedgerRun]]:
-    """Returns {step: (row, run)} of the steps after ``run.resumed`` that earlier runs of the same
-    training recorded in ``folder``; of a step that several of them trained, the newest. Files that
+def earlier_rows(folder: str, run: LedgerRun, after: int) -> dict[int, tuple[StepRow, LedgerRun]]:
+    """Returns {step: (row, run)} of the steps after ``after`` that earlier runs of the training of
+    ``run`` recorded in ``folder``; of a step that several of them trained, the newest. Files that
     are no ledgers are ignored: they say nothing about this training."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(LEDGER))
@@ -70,9 +70,7 @@ def earlier_rows(folder: str, run: LedgerRun) -> dict[int, tuple[StepRow, Ledger
     found: dict[int, tuple[StepRow, LedgerRun]] = {}
     for ledger in filter(None, (_ledger_of(os.path.join(folder, name), run) for name in names)):
         # oldest first: names begin with the time
-        found.update(
-            {step: (row, ledger.run) for step, row in ledger.rows.items() if step > run.resumed}
-        )
+        found.update({step: (row, ledger.run) for step, row in ledger.rows.items() if step > after})
     return found
 
 

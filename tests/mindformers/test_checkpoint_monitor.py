@@ -35,11 +35,10 @@ from mindresume.errors import ConfigError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
-from mindresume.mindformers import checkpoint_monitor as module  # noqa: E402
-from mindresume.mindformers import training_context, training_saves  # noqa: E402
+from mindresume.mindformers import checkpoint_monitor as module
+from mindresume.mindformers import step_proof, training_context, training_saves  # noqa: E402  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
 from mindresume.resume.eligible import Choice  # noqa: E402
-from mindresume.resume.job_selection import LostWork  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
@@ -260,12 +259,14 @@ class Seen:
 def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch, own_context):
     writer, seen = Writer(), Seen()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
+    monkeypatch.setattr(
+        step_proof, "earlier_rows", lambda *_: {step: None for step in range(11, 15)}
+    )
     own_context.emit.add(seen)
     own_context.progress.load_seconds = 2.5
     own_context.plan = training_context.ResumePlan(
-        lost=LostWork(4, 100.0),
         choice=SimpleNamespace(
-            chosen=SimpleNamespace(world_size=1, run=None),
+            chosen=SimpleNamespace(world_size=1, run=None, step=10, saved_at=100.0),
             shards=(),
             root="elsewhere",
             checkpoint_dir="elsewhere",

@@ -21,7 +21,6 @@ from mindresume.settings import Settings  # noqa: E402
 def begin(tmp_path, monkeypatch):
     """begin(run, resumed, **changes of the counters): a training on rank 0, and its events."""
     monkeypatch.setattr(adapter, "output_root", lambda: str(tmp_path))
-    (tmp_path / "mindresume_events").mkdir()
     monkeypatch.setattr(
         step_proof,
         "ledger_path",
@@ -34,7 +33,10 @@ def begin(tmp_path, monkeypatch):
         context = SimpleNamespace(
             emit=found.append,
             computation=Computation("layout", "float32"),
-            plan=SimpleNamespace(resumes=resumed > 0),
+            plan=SimpleNamespace(
+                resumes=resumed > 0,
+                origin=SimpleNamespace(chosen=SimpleNamespace(step=resumed)),
+            ),
             progress=SimpleNamespace(origin=replace(START, **origin)),
             settings=settings or Settings(),
             resources=SimpleNamespace(proved_tensors=33),

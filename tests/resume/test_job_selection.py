@@ -2,12 +2,10 @@
 attempt."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 from job_choices import ALONE
 from rank_folders import (
-    LATER_RUN,
     RUN,
     STORAGE,
     Ranks,
@@ -16,11 +14,9 @@ from rank_folders import (
     path_of,
     save,
     write_foreign,
-    write_rank,
 )
 
-from mindresume.coordination.lease import SAVING, Lease, holder_of_this_process, lease_holders
-from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.lease import lease_holders
 from mindresume.coordination.visibility import Visibility
 from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError
 from mindresume.events import (
@@ -32,7 +28,6 @@ from mindresume.events import (
     VisibilityWaited,
     ignore,
 )
-from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.resume import job_selection
@@ -40,10 +35,8 @@ from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.job_selection import (
     CheckpointSelector,
-    LostWork,
     SelectionRequest,
     caching_storage,
-    find_lost_work,
     locate_checkpoints,
     own_shard,
 )
@@ -91,7 +84,7 @@ def test_the_newest_good_checkpoint_is_locked_until_it_is_read_and_its_load_atte
 ):
     output = str(damaged / "output")
     found = chooser(emit=events.append).select(SelectionRequest(str(damaged), output_dir=output))
-    assert (found.choice.chosen.step, found.uses_layouts, found.lost_work) == (5, False, None)
+    assert (found.choice.chosen.step, found.uses_layouts) == (5, False)
     assert own_shard(found.choice, ALONE).rank == 0 and own_shard(None, ALONE) is None
     assert locked(damaged) == [(found.choice.chosen.name,)]
     assert (found.load_attempt.output, found.load_attempt.begun) == (output, False)
@@ -287,54 +280,3 @@ def test_an_unknown_topology_is_not_cached(tmp_path, monkeypatch):
         not job_selection.shared_groups_of(STORAGE, str(tmp_path), ALONE, known, ignore).is_split
         and known == {}
     )
-
-
-# ---- steps that a resume lost, as far as the killed job recorded them ----------------------------
-
-
-def dead(run=RUN, step=0, machine=None):
-    # the number of the process is in use again
-    holder = replace(holder_of_this_process(SAVING), run=run, step=step, started=1)
-    return replace(holder, machine=machine) if machine is not None else holder
-
-
-def lost(root):
-    return find_lost_work(
-        dir_at(root), next(c for c in scan(dir_at(root)).candidates if c.step == 10)
-    )
-
-
-@pytest.mark.parametrize(
-    "holders, steps",
-    [
-        ([dead(step=17)], 7),
-        ([dead(step=17, machine="another")], 7),
-        ([dead(step=12)], 5),  # it had begun to save step 15
-        # the last of several counts
-        ([dead(step=40), dead(LATER_RUN, step=11)], 1),
-    ],
-)
-def test_the_last_heartbeat_or_save_of_the_dead_job_gives_the_last_step(tmp_path, holders, steps):
-    save(tmp_path, 10)
-    if steps == 5:
-        write_rank(tmp_path, 15, 1, 4)
-    for holder in holders:
-        Lease(dir_at(tmp_path), holder).publish()
-    assert lost(tmp_path) == LostWork(steps, 1010.0)
-
-
-def test_ended_and_running_jobs_lost_nothing(tmp_path):
-    save(tmp_path, 10)
-    assert lost(tmp_path) is None
-    lease = acquire(dir_at(tmp_path), replace(holder_of_this_process(SAVING), run=LATER_RUN))
-    lease.step = 30
-    lease.beat()
-    assert lost(tmp_path) is None  # it is running
-    lease.release()
-    assert lost(tmp_path) is None  # it said that it ended
-
-
-@pytest.mark.parametrize("since, seconds", [(100.0, 60.0), (None, None), (200.0, 0.0)])
-def test_seconds_since_the_checkpoint_was_saved(since, seconds):
-    # never negative: clocks of hosts differ
-    assert LostWork(7, since).seconds(160.0) == seconds

@@ -104,7 +104,7 @@ def test_the_newest_row_of_an_earlier_run_of_this_training_counts(tmp_path):
     write(tmp_path, "4-rank_0.steps", AGAIN, (11,), loss=4.0)
     (tmp_path / "5-rank_0.steps").write_bytes(b"garbage")
     (tmp_path / "6-rank_0.jsonl").write_bytes(b"{}")
-    found = earlier_rows(str(tmp_path), AGAIN)
+    found = earlier_rows(str(tmp_path), AGAIN, 10)
     assert {step: row.loss for step, (row, _) in found.items()} == {
         11: 2.0,
         12: 2.0,
@@ -112,4 +112,4 @@ def test_the_newest_row_of_an_earlier_run_of_this_training_counts(tmp_path):
         14: 1.0,
         15: 1.0,
     }
-    assert earlier_rows(str(tmp_path / "absent"), AGAIN) == {}
+    assert earlier_rows(str(tmp_path / "absent"), AGAIN, 10) == {}
