@@ -22,7 +22,7 @@ from mindspore import nn
 
 import mindresume.plugin  # noqa: F401  registers ours
 from mindresume.formats.scan import scan
-from mindresume.mindformers import training_context
+from mindresume.mindformers import adapter, training_context
 from mindresume.resume.eligible import Choice
 from mindresume.settings import Settings
 
@@ -127,7 +127,9 @@ def committed(folder):
 
 
 @pytest.fixture(autouse=True)
-def own_context():
+def own_context(tmp_path_factory, monkeypatch):
+    output = tmp_path_factory.mktemp("output")
+    monkeypatch.setattr(adapter, "output_root", lambda: str(output))
     before = training_context.current()
     yield training_context.set_current(training_context.TrainingContext(Settings()))
     finish_all()
