@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -153,7 +154,7 @@ def proof(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
     check_folders(logs or ())
     proofs = proofs_in([output, *(logs or ())])
     if json:
-        print_json([row.to_json() for row in proofs])
+        print_json([asdict(row) for row in proofs])
     elif not proofs:
         say(f"no resume is recorded in {output}", error=True)
     else:

@@ -36,6 +36,7 @@ from mindresume.report.event_log import (
 )
 from mindresume.report.log_parser import LogFile, find_logs, merged
 from mindresume.report.phrases import Phrase, phrase
+from mindresume.report.proofs import Proof, proofs_in
 from mindresume.report.runs import NORMAL, RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import COMPLETE, list_checkpoints
@@ -112,6 +113,11 @@ class Report:
             return None
         newest = next((row.step for row in self.checkpoints if row.state == COMPLETE), None)
         return max((self.reached or 0) - (newest or 0), 0)
+
+    @cached_property
+    def proofs(self) -> list[Proof]:
+        """What proves each resume."""
+        return proofs_in(self.folders)
 
     @cached_property
     def recoveries(self) -> tuple[Recovery, ...]:
@@ -295,6 +301,7 @@ def to_json(report: Report) -> dict[str, Any]:
             "failures": [_rounded(asdict(row)) for row in report.recoveries],
             "seconds": _rounded(totals_of(report.recoveries)),
         },
+        "proofs": [_rounded(asdict(row)) for row in report.proofs],
         "checkpoints": [_checkpoint(row) for row in report.checkpoints],
         "notes": list(report.notes),
     }

@@ -9,8 +9,7 @@ the second time with the step ledgers of the runs that trained them first
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mindresume.events import (
     FAILED,
@@ -22,7 +21,8 @@ from mindresume.events import (
 )
 from mindresume.report.event_log import find_event_logs, read_events
 
-PROVED, WEIGHTS_ONLY, DIFFERS, NOT_PROVED = "proved", "weights", "differs", "not proved"
+# also in the texts of the page
+PROVED, WEIGHTS_ONLY, DIFFERS, NOT_PROVED = "proved", "weights", "differs", "unproved"
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,6 @@ class Proof:
     steps: int = 0
     largest_loss_difference: float | None = None
     text: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def proofs_in(folders: Iterable[str]) -> list[Proof]:
