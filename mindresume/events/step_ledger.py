@@ -2,7 +2,7 @@
 
     ledger = StepLedger(path, LedgerRun("0003-5e1a77bd", lineage="0001-1c9e22d0", resumed=1200))
     ledger.add(StepRow(1201, 3, 307456, loss=2.1875))
-    read_ledger(path).rows[1201]
+    read_ledger(file, path).rows[1201]
 
     {output}/mindresume_events/20261123T052200.250-rank_0-4711.steps
     4,096 bytes   magic, JSON of the LedgerRun, zeros
@@ -25,7 +25,7 @@ import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 
@@ -144,16 +144,18 @@ def encode_row(row: StepRow) -> bytes:
     return numbers + xxhash.xxh3_64_digest(numbers)
 
 
-def read_ledger(path: str) -> Ledger:
+def read_ledger(file: BinaryIO, path: str) -> Ledger:
     """Reads a ledger, also one that is being written. Rows without their checksum are skipped: they
     were not written whole. Rows of a step that the run cannot have made are skipped, too.
+
+    Args:
+        path: of ``file``, for messages.
 
     Raises:
         OSError: The file cannot be read.
         RecordError: It is no ledger, or of a newer version.
     """
-    with open(path, "rb") as file:
-        header, rest = file.read(_HEADER), file.read(CAPACITY * _ROW)
+    header, rest = file.read(_HEADER), file.read(CAPACITY * _ROW)
     if header[: len(_MAGIC) - 1] != _MAGIC[:-1]:
         raise RecordError(f"{path}: it is no step ledger")
     if header[: len(_MAGIC)] != _MAGIC:

@@ -35,6 +35,8 @@ class SeenValues:
     """Collects what the host sees of a step, until it ends."""
 
     def __init__(self) -> None:
+        # False: the input is of a kind that cannot be compared
+        self.batches_are_seen = True
         self.clear()
 
     def clear(self) -> None:
@@ -44,16 +46,22 @@ class SeenValues:
     def batch(self, tensors: Iterable[Any]) -> None:
         """Adds the input of a step, or of a part of it. Tensors that are on the device already are
         not copied back: call this before the network computes."""
+        if not self.batches_are_seen:
+            return
         if self._batch is None:
             self._batch = xxhash.xxh3_64()
-        for tensor in tensors:
-            array = tensor.asnumpy() if hasattr(tensor, "asnumpy") else np.asarray(tensor)
-            if array.nbytes > 2 * _EDGE:
-                array = array.reshape(-1)
-                count = _EDGE // array.itemsize
-                self._batch.update(np.ascontiguousarray(array[:count]))
-                array = array[-count:]
-            self._batch.update(np.ascontiguousarray(array))
+        try:
+            for tensor in tensors:
+                array = tensor.asnumpy() if hasattr(tensor, "asnumpy") else np.asarray(tensor)
+                if array.nbytes > 2 * _EDGE:
+                    array = array.reshape(-1)
+                    count = _EDGE // array.itemsize
+                    self._batch.update(_bytes_of(array[:count]))
+                    array = array[-count:]
+                self._batch.update(_bytes_of(array))
+        # an input of another kind, such as nested tuples or texts, is not compared
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            self._batch, self.batches_are_seen = None, False
 
     def monitor(self, **values: Any) -> None:
         """Takes numbers, or arrays of one element, that the loss monitor has on the host."""
@@ -65,6 +73,10 @@ class SeenValues:
         row = StepRow(step, epoch, samples, batch, **self.values)
         self.clear()
         return row
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
 
 
 def _number(value: Any) -> float | None:

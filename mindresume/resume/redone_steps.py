@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from mindresume.errors import RecordError
 from mindresume.events.event_file import LEDGER
 from mindresume.events.step_ledger import Ledger, LedgerRun, StepRow, read_ledger
+from mindresume.storage.posix import PosixStorage
 
 # relative difference of a loss between two layouts, by the dtype of the computation
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
@@ -77,7 +78,8 @@ def earlier_rows(folder: str, run: LedgerRun, after: int) -> dict[int, tuple[Ste
 def _ledger_of(path: str, run: LedgerRun) -> Ledger | None:
     """Returns the ledger at ``path`` if an earlier run of the training of ``run`` wrote it."""
     try:
-        ledger = read_ledger(path)
+        with PosixStorage().open(path) as file:
+            ledger = read_ledger(file, path)
     except (OSError, RecordError):
         return None
     same = (ledger.run.lineage or ledger.run.run_id) == (run.lineage or run.run_id)

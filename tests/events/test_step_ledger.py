@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindresume.errors import RecordError
-from mindresume.events import Notice
+from mindresume.events import Notice, step_ledger
 from mindresume.events.event_file import FOLDER, LEDGER, MAX_LEDGERS, EventFile
 from mindresume.events.step_ledger import (
     LedgerRun,
@@ -17,7 +17,6 @@ from mindresume.events.step_ledger import (
     StepRow,
     encode_row,
     ledger_path,
-    read_ledger,
 )
 
 RUN = LedgerRun("0002-00000000", "0001-00000000", 4, 8, "layout", "release", True, "float32")
@@ -26,6 +25,11 @@ RUN = LedgerRun("0002-00000000", "0001-00000000", 4, 8, "layout", "release", Tru
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "run.steps")
+
+
+def read_ledger(path):
+    with open(path, "rb") as file:
+        return step_ledger.read_ledger(file, path)
 
 
 def write(path, rows, capacity=8, run=RUN):

@@ -72,8 +72,8 @@ def test_the_steps_done_again_are_compared_and_the_result_is_said_once(begin, tm
     assert events == []
     train(again, rows(14, 20))
     assert events == [ResumeProved(10, 33, 4, 4, 0, 0.0, "")]
-    path = tmp_path / "mindresume_events" / "1-rank_0-1.steps"
-    assert list(read_ledger(str(path)).rows) == list(range(11, 21))
+    with open(tmp_path / "mindresume_events" / "1-rank_0-1.steps", "rb") as file:
+        assert list(read_ledger(file, "its ledger").rows) == list(range(11, 21))
 
 
 def test_the_first_difference_is_said_and_all_are_counted(begin):
@@ -150,6 +150,15 @@ def test_each_number_of_a_batch_counts_also_at_the_edges_of_a_large_one():
             other.reshape(-1)[place] += 1
             assert batch_of(array) != batch_of(other), place
     assert batch_of(small, large) == batch_of(small, large) != batch_of(large, small)
+
+
+@pytest.mark.parametrize("batch", [[(np.arange(2), None)], [None], [{}], [object()]])
+def test_an_input_of_another_kind_is_not_compared_and_stops_nothing(batch):
+    seen = SeenValues()
+    for step in (1, 2):
+        seen.batch(batch)
+        seen.batch([np.arange(3)])
+        assert seen.row(step, 1, 8) == StepRow(step, 1, 8)
 
 
 def test_what_was_seen_belongs_to_one_step():

@@ -1,6 +1,7 @@
 """Steps that are trained for the second time: whose rows count, and what differs."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -103,6 +104,7 @@ def test_the_newest_row_of_an_earlier_run_of_this_training_counts(tmp_path):
     write(tmp_path, "3-rank_0.steps", replace(FIRST, run_id="x", lineage="x"), (11, 20), loss=3.0)
     write(tmp_path, "4-rank_0.steps", AGAIN, (11,), loss=4.0)
     (tmp_path / "5-rank_0.steps").write_bytes(b"garbage")
+    os.mkfifo(tmp_path / "7-rank_0.steps")
     (tmp_path / "6-rank_0.jsonl").write_bytes(b"{}")
     found = earlier_rows(str(tmp_path), AGAIN, 10)
     assert {step: row.loss for step, (row, _) in found.items()} == {
