@@ -352,16 +352,17 @@ class Resumed(Event):
 
 @dataclass(frozen=True)
 class ResumeProved(Event):
-    """The steps that the runs before this one had trained after its checkpoint are trained again,
-    and were compared.
+    """The steps that the run before had trained after the checkpoint are trained again, and were
+    compared; or it is known why not.
 
     Attributes:
         step: the step after which this run began.
         tensors: how many parameters were compared with what was loaded.
         steps: how many steps were compared; 0: none could be.
-        expected_steps: how many the earlier runs had recorded.
+        expected_steps: how many the run before had recorded.
         differences: how many of ``steps`` differ.
         largest_loss_difference: relative; None: no loss was compared.
+        compared: what was compared: batch, epoch, learning_rate, loss, loss_scale, samples.
         unproved: why no step, or not every step, was compared; empty: all were.
     """
 
@@ -371,6 +372,7 @@ class ResumeProved(Event):
     expected_steps: Count = 0
     differences: Count = 0
     largest_loss_difference: Measure | None = None
+    compared: tuple[str, ...] = ()
     unproved: str = ""
 
     @property
@@ -380,18 +382,18 @@ class ResumeProved(Event):
     def line(self) -> str:
         parts = [f"weights of {counted(self.tensors, 'tensor')}"] if self.tensors else []
         if self.steps:
-            redone = f"{counted(self.steps, 'step')} done again: "
+            steps = f"{self.steps} of {counted(self.expected_steps, 'step')} done again: "
             if self.differences:
-                redone += f"{counted(self.differences, 'step')} differ"
+                parts.append(f"{steps}{self.differences} not as before")
             else:
-                redone += "same samples, batches and learning rates"
+                names = [name.replace("_", " ") for name in self.compared if name != "loss"]
+                parts.append(f"{steps}same {', '.join(names) or 'loss'}")
             if self.largest_loss_difference is not None:
-                redone += f", largest difference of the loss {self.largest_loss_difference:.2g}"
-            parts.append(redone)
+                parts.append(f"largest difference of the loss {self.largest_loss_difference:.2g}")
         if self.unproved:
             parts.append(self.unproved)
-        verb = "differs" if self.differences else "proved" if self.steps else "checked"
-        return f"resume {verb}: {', '.join(parts)}"
+        word = "differs" if self.differences else "proved" if self.steps else "compared"
+        return f"resume {word}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -417,7 +419,7 @@ class ResumeDiffers(Event):
     def line(self) -> str:
         return (
             f"step {self.step} differs from what run {self.first_run} trained: another "
-            f"{self.what.replace('_', ' ')}. One of the two is wrong\n"
+            f"{self.what.replace('_', ' ')}. A setting has changed, or one of the two is wrong\n"
             f"  first  {self.first}\n"
             f"  again  {self.again}"
         )

@@ -24,6 +24,7 @@ import os
 import struct
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import BinaryIO, NamedTuple
 
@@ -48,7 +49,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         step: number of the step in the training, from 1.
-        epoch: number of the epoch, from 1, as MindSpore counts it.
+        epoch: number of the epoch, as the trainer counts it.
         samples: samples that the training has seen after this step.
         batch: fingerprint of the input of this step on this rank, from 1; in sink mode the host
             does not see it.
@@ -85,8 +86,9 @@ class LedgerRun:
         world_size: ranks of the job.
         layout: a text that is the same for the same parallel layout and the same batch.
         release: versions of mindformers and MindSpore.
-        deterministic: whether the same step gives the same bits again.
+        deterministic: whether the same step gives the same bits again, if the random state does.
         dtype: of the network's computation; empty: not known.
+        draws: the network draws random numbers in a step: dropout.
     """
 
     run_id: str
@@ -97,6 +99,7 @@ class LedgerRun:
     release: str = ""
     deterministic: bool = False
     dtype: str = ""
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class StepLedger:
         self._count += 1
 
     def close(self) -> None:
-        os.close(self._file)
+        with suppress(OSError):
+            os.close(self._file)
 
 
 def ledger_path(output: str, rank: int) -> str:

@@ -482,7 +482,8 @@ def _get_batch(call: Call) -> Any:
 def _print_log(call: Call, log_info: Any) -> Any:
     context = training_context.current()
     if context.proof is not None:
-        context.seen.monitor(loss=log_info.get("loss"), learning_rate=log_info.get("learning_rate"))
+        names = ("loss", "learning_rate", "loss_scale")
+        context.seen.monitor(**{name: log_info.get(name) for name in names})
     return call()
 
 

@@ -23,8 +23,10 @@ from mindresume.errors import ResumeDifferenceError
 from mindresume.events import ResumeDiffers, ResumeProved, warning
 from mindresume.events.event_file import FOLDER
 from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow, ledger_path
+from mindresume.formats import Candidate
 from mindresume.mindformers import adapter
-from mindresume.resume.redone_steps import RedoneSteps, StepDifference, earlier_rows
+from mindresume.resume.progress import ResumeProgress
+from mindresume.resume.redone_steps import RedoneSteps, StepDifference, earlier_ledger
 from mindresume.saving.shard_writer import SaveTarget
 
 # bytes of each tensor of a batch that are hashed, at its beginning and at its end
@@ -76,6 +78,8 @@ class SeenValues:
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
+    if array.dtype.hasobject:  # its bytes are addresses
+        raise TypeError(array.dtype)
     return np.ascontiguousarray(array).view(np.uint8)
 
 
@@ -84,32 +88,64 @@ def _number(value: Any) -> float | None:
     if value is None or isinstance(value, (bool, str)):
         return None
     array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
-    if array.dtype.kind in "OSUb" or not array.size:
+    if array.dtype.kind in "OSUbc" or not array.size:
         return None
     # numpy has no mean of bfloat16
     return float(array.item() if array.size == 1 else np.mean(array.astype(np.float64)))
 
 
+# spellings of mindformers (parallel_core/transformer_config.py)
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# the only dropout whose random numbers a resume continues; others keep counters of their own
+_CONTINUED = {"hidden_dropout"}
+
+
 @dataclass(frozen=True)
 class Computation:
-    """Says what the losses of a training depend on besides its state; see ``LedgerRun``."""
+    """Says what the losses of a training depend on besides its state; see ``LedgerRun``.
+
+    Attributes:
+        dropouts: the keys of the configuration that are above 0.
+    """
 
     layout: str = ""
     dtype: str = ""
+    dropouts: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Computation:
-        """Reads the configuration of mindformers."""
+        """Reads the configuration of mindformers; what is of another type says nothing."""
         parts = {key: config.get(key) for key in ("parallel", "parallel_config", "parallelism")}
-        runner = config.get("runner_config") or {}
+        runner, training = _section(config, "runner_config"), _section(config, "training")
+        is_sink = bool(runner.get("sink_mode"))
         parts["batch"] = [
-            runner.get(key) for key in ("batch_size", "gradient_accumulation_steps", "sink_size")
+            runner.get("batch_size"),
+            runner.get("gradient_accumulation_steps"),
+            runner.get("sink_size") if is_sink else None,
+            is_sink,
+            training.get("local_batch_size"),
+            training.get("global_batch_size"),
         ]
-        model = (config.get("model") or {}).get("model_config") or {}
+        # of the graph trainer; of the PyNative trainer
+        model = _section(config, "model")
+        model = _section(model, "model_config") or model
+        dtype = str(model.get("compute_dtype") or "").lower()
         return cls(
             xxhash.xxh3_64_hexdigest(repr(_plain(parts)).encode()),
-            str(model.get("compute_dtype") or ""),
+            _DTYPES.get(dtype, dtype)[:32],
+            frozenset(
+                key for key, value in model.items() if "dropout" in str(key) and _is_above_0(value)
+            ),
         )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_above_0(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
 
 
 def _plain(value: Any) -> Any:
@@ -121,19 +157,22 @@ def _plain(value: Any) -> Any:
 
 
 class StepProof:
-    """The ledger of this training, and the comparison of its first steps with those of earlier
-    runs. Only rank 0 has one.
+    """The ledger of this training, and the comparison of its first steps with those of the run
+    before. Only rank 0 has one. What goes wrong in it ends no training: it is switched off.
 
     Args:
         context: of the training.
         target: where it saves; names the run.
         step: the step after which it begins.
+
+    Attributes:
+        lost_steps: how many steps after the checkpoint the run before had trained.
     """
 
     def __init__(self, context: Any, target: SaveTarget, step: int):
         self.context, self.emit = context, context.emit
-        output, computation = adapter.output_root(), context.computation
-        run = LedgerRun(
+        self._output, computation = adapter.output_root(), context.computation
+        self._run = LedgerRun(
             target.run,
             target.lineage,
             step,
@@ -142,92 +181,109 @@ class StepProof:
             f"mindformers {version('mindformers')}, mindspore {version('mindspore')}",
             adapter.is_deterministic(),
             computation.dtype,
+            bool(computation.dropouts),
         )
-        # how many steps after the checkpoint earlier runs had trained
         self.lost_steps = 0
+        self._ledger: StepLedger | None = None  # until the first step
+        self._is_off = False
         self._redone: RedoneSteps | None = None
+        # why no step is compared; empty: the result is not said yet, or all were
         self._unproved = ""
-        if context.plan.resumes:
-            origin = context.progress.origin
-            self._unproved = (
-                "steps done again are not compared: the global batch size has changed"
-                if origin.step_scale != 1
-                else "steps done again are not compared: the data set has changed"
-                if origin.changed or origin.starts_data_set
-                else ""
-            )
-            # as the run that saved it counted
-            saved = context.plan.origin.chosen.step or 0
-            earlier = earlier_rows(os.path.join(output, FOLDER), run, saved)
-            self.lost_steps = len(earlier)
-            if not earlier and not self._unproved:
-                self._unproved = "no step is done again, as far as the step ledgers show"
-            if self._unproved:
-                earlier = {}
-            self._redone = RedoneSteps(run, earlier, context.settings.proof_tolerance or None)
-        self._ledger: StepLedger | None = None
-        try:
-            self._ledger = StepLedger(ledger_path(output, 0), run)
-        except OSError as error:
-            self._give_up(error)
+        self._is_said = not context.plan.resumes
+        if not self._is_said:
+            self._begin(context.progress.origin, context.plan.origin.chosen)
+
+    def _begin(self, origin: ResumeProgress, chosen: Candidate) -> None:
+        """Finds the steps that are trained again. ``chosen``: the checkpoint that was loaded."""
+        earlier = earlier_ledger(
+            os.path.join(self._output, FOLDER), self._run, chosen.step or 0, chosen.run
+        )
+        self.lost_steps = len(earlier.rows) if earlier else 0
+        if origin.step_scale != 1:
+            self._unproved = "no step is compared: the global batch size has changed"
+        elif origin.changed or origin.starts_data_set or origin.moved_passes or origin.repeated:
+            self._unproved = "no step is compared: the data has changed"
+        elif earlier is None:
+            self._unproved = "no step is done again, as far as the step ledgers show"
+        else:
+            tolerance = self.context.settings.proof_tolerance or None
+            self._redone = RedoneSteps(self._run, earlier, tolerance)
 
     def end_step(self, row: StepRow) -> None:
-        """Records a finished step, and compares it if an earlier run has trained it.
+        """Records a finished step, and compares it if the run before has trained it.
 
         Raises:
             ResumeDifferenceError: It differs, and ``on_resume_difference`` is ``stop``.
         """
-        if self._ledger is not None:
-            try:
-                self._ledger.add(row)
-            except OSError as error:
-                self._give_up(error)
-        if self._redone is None:
+        if self._is_off:
             return
-        redone = self._redone
-        difference = redone.add(row)
-        if difference is not None and len(redone.differences) == 1:
-            self._report(difference)
-        if row.step >= redone.last:
-            self._conclude()
+        try:
+            if self._ledger is None:
+                self._ledger = StepLedger(ledger_path(self._output, 0), self._run)
+            self._ledger.add(row)
+            difference = self._compare(row)
+        except Exception as error:
+            self._is_off = True
+            self.emit(warning(f"the step ledger is off, and no step is compared any more: {error}"))
+            return
+        if difference is not None and self.context.settings.on_resume_difference == "stop":
+            raise ResumeDifferenceError(difference.text())
+
+    def _compare(self, row: StepRow) -> StepDifference | None:
+        """Compares a row, and says the result after the last one. Returns the first difference of
+        this resume."""
+        redone, first = self._redone, None
+        if redone is not None:
+            if not redone.steps and row.step not in redone.earlier.rows:
+                self._redone = None
+                self._unproved = f"no step is compared: the step ledger has no step {row.step}"
+            elif difference := redone.add(row):
+                first = difference if len(redone.differences) == 1 else None
+        if first is not None:
+            self.emit(
+                ResumeDiffers(
+                    row.step, first.name, first.first_run, first.expected.text(), row.text()
+                )
+            )
+        if self._redone is None or row.step >= self._redone.last:
+            self._say()
+        return first
+
+    def continue_random(self, restored: bool) -> None:
+        """Notes whether the random state was restored."""
+        if self._redone is not None:
+            dropouts = self.context.computation.dropouts
+            self._redone.random_is_restored = restored and dropouts <= _CONTINUED
 
     def close(self) -> None:
-        """Ends the ledger; tells how far the comparison came."""
+        """Ends the ledger; says how far the comparison came, if the training ended before its
+        end."""
         if self._redone is not None and self._redone.steps:
-            self._conclude()
+            self._unproved = self._unproved or "then the training ended"
+            self._say()
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None
 
-    def _report(self, difference: StepDifference) -> None:
-        self.emit(
-            ResumeDiffers(
-                difference.step,
-                difference.name,
-                difference.first_run,
-                difference.expected.text(),
-                difference.found.text(),
-            )
-        )
-        if self.context.settings.on_resume_difference == "stop":
-            raise ResumeDifferenceError(difference.text())
-
-    def _conclude(self) -> None:
+    def _say(self) -> None:
+        """Emits the result, once."""
+        if self._is_said:
+            return
+        self._is_said = True
         redone, self._redone = self._redone, None
+        tensors = self.context.resources.proved_tensors
+        if redone is None:
+            self.emit(ResumeProved(self._run.resumed, tensors, unproved=self._unproved))
+            return
         self.emit(
             ResumeProved(
-                redone.run.resumed,
-                self.context.resources.proved_tensors,
+                self._run.resumed,
+                tensors,
                 redone.steps,
-                len(redone.earlier),
+                len(redone.earlier.rows),
                 len(redone.differences),
                 redone.largest,
+                tuple(sorted(redone.compared)),
                 self._unproved,
             )
         )
-
-    def _give_up(self, error: OSError) -> None:
-        self.emit(warning(f"the step ledger is not written any more: {error}"))
-        if self._ledger is not None:
-            self._ledger.close()
-            self._ledger = None

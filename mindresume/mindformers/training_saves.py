@@ -109,6 +109,8 @@ def restore_random(context: TrainingContext, step: int) -> None:
     """Restores the random state, the last part of a resume, and emits the summary of the resume."""
     details = context.shard.details if context.shard else None
     restored = live.restore_random(details.random) if details and details.random else []
+    if context.proof is not None:
+        context.proof.continue_random(bool(restored))
     saved_by = context.plan.choice.chosen.world_size
     size = context.group.size
     lost_steps = context.proof.lost_steps if context.proof is not None else 0

@@ -79,19 +79,18 @@ def proofs_in(folders: Iterable[str]) -> list[Proof]:
 def _proof(
     time: float, resumed: Resumed, run_id: str | None, proved: ResumeProved | None, problem: str
 ) -> Proof:
-    if problem or proved is None:
-        text = problem or "the run ended before its first steps were compared"
-        verdict = DIFFERS if problem else NOT_PROVED
-        proved = proved or ResumeProved(resumed.step, 0)
+    proof = proved or ResumeProved(resumed.step, 0, unproved="nothing has been compared yet")
+    if problem or proof.differences:
+        verdict = DIFFERS
     else:
-        text, verdict = proved.unproved, PROVED if proved.steps else WEIGHTS_ONLY
+        verdict = PROVED if proof.steps else WEIGHTS_ONLY if proof.tensors else NOT_PROVED
     return Proof(
         time,
         run_id,
         resumed.step,
         verdict,
-        proved.tensors,
-        proved.steps,
-        proved.largest_loss_difference,
-        text,
+        proof.tensors,
+        proof.steps,
+        proof.largest_loss_difference,
+        problem or proof.unproved,
     )

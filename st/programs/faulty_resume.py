@@ -101,7 +101,8 @@ def one_step_ahead(config: Any) -> None:
 def keep_random_state() -> None:
     from mindresume.mindformers import network_state
 
-    network_state.restore_random = lambda state: []
+    # as one that believes it has restored it
+    network_state.restore_random = lambda state: ["python", "numpy"]
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -57,7 +57,7 @@ EXAMPLES = (
     ),
     ev.WeightsLoaded(0, 311, 5 << 30, 5 << 30, "step 400", 11.2),
     ev.ProgressRestored(200, 1, 400, 0.5, 64, 1024.0),
-    ev.ResumeProved(200, 311, 37, 37, 0, 0.0, ""),
+    ev.ResumeProved(200, 311, 37, 37, 0, 0.0, ("batch", "learning_rate", "loss", "samples")),
     ev.ResumeDiffers(31, "batch", "0001-aaaa", "step 31, batch 5", "step 31, batch 6"),
     ev.Resumed(
         200,

@@ -28,26 +28,29 @@ def begin(tmp_path, monkeypatch):
     )
     made: list[StepProof] = []
 
-    def run(name, resumed=0, settings=None, **origin):
+    def run(name, resumed=0, settings=None, computation=None, **origin):
         found = []
         context = SimpleNamespace(
             emit=found.append,
-            computation=Computation("layout", "float32"),
+            computation=computation or Computation("layout", "float32"),
             plan=SimpleNamespace(
                 resumes=resumed > 0,
-                origin=SimpleNamespace(chosen=SimpleNamespace(step=resumed)),
+                origin=SimpleNamespace(chosen=SimpleNamespace(step=resumed, run="0001-aaaaaaaa")),
             ),
             progress=SimpleNamespace(origin=replace(START, **origin)),
             settings=settings or Settings(),
             resources=SimpleNamespace(proved_tensors=33),
         )
-        target = SimpleNamespace(run=name, lineage="0001-aa", world_size=1)
+        target = SimpleNamespace(run=name, lineage="0001-aaaaaaaa", world_size=1)
         made.append(StepProof(context, target, resumed))
         return made[-1], found
 
     yield run
     for proof in made:
         proof.close()
+
+
+ALL = ("batch", "epoch", "learning_rate", "loss", "loss_scale", "samples")
 
 
 def rows(first, last, **values):
@@ -63,32 +66,32 @@ def train(proof, steps):
 
 
 def test_the_steps_done_again_are_compared_and_the_result_is_said_once(begin, tmp_path):
-    first, events = begin("0001-aa")
+    first, events = begin("0001-aaaaaaaa")
     train(first, rows(1, 14))
     first.close()
     assert events == []
-    again, events = begin("0002-bb", 10)
+    again, events = begin("0002-bbbbbbbb", 10)
     train(again, rows(11, 13))
     assert events == []
     train(again, rows(14, 20))
-    assert events == [ResumeProved(10, 33, 4, 4, 0, 0.0, "")]
-    with open(tmp_path / "mindresume_events" / "1-rank_0-1.steps", "rb") as file:
+    assert events == [ResumeProved(10, 33, 4, 4, 0, 0.0, ALL)]
+    with open(tmp_path / "mindresume_events" / "2-rank_0-1.steps", "rb") as file:
         assert list(read_ledger(file, "its ledger").rows) == list(range(11, 21))
 
 
 def test_the_first_difference_is_said_and_all_are_counted(begin):
-    train(begin("0001-aa")[0], rows(1, 14))
-    again, events = begin("0002-bb", 10)
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14))
+    again, events = begin("0002-bbbbbbbb", 10)
     train(again, rows(11, 11) + rows(12, 14, batch=77))
     differs, proved = events
-    assert (differs.step, differs.what, differs.first_run) == (12, "batch", "0001-aa")
+    assert (differs.step, differs.what, differs.first_run) == (12, "batch", "0001-aaaaaaaa")
     assert "batch 12," in differs.first and "batch 77," in differs.again
     assert (proved.steps, proved.differences) == (4, 3)
 
 
 def test_a_difference_ends_the_job_if_the_settings_say_so(begin):
-    train(begin("0001-aa")[0], rows(1, 14))
-    again, events = begin("0002-bb", 10, Settings(on_resume_difference="stop"))
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14))
+    again, events = begin("0002-bbbbbbbb", 10, Settings(on_resume_difference="stop"))
     with pytest.raises(ResumeDifferenceError, match="step 11 .* another loss"):
         train(again, rows(11, 12, loss=1.0))
     assert [type(event) for event in events] == [ResumeDiffers]
@@ -99,13 +102,15 @@ def test_a_difference_ends_the_job_if_the_settings_say_so(begin):
     [
         ({}, "no step is done again"),
         ({"step_scale": 0.5}, "batch size has changed"),
-        ({"changed": ("other data",)}, "data set has changed"),
-        ({"starts_data_set": True}, "data set has changed"),
+        ({"moved_passes": 1}, "the data has changed"),
+        ({"repeated": 8}, "the data has changed"),
+        ({"changed": ("other data",)}, "the data has changed"),
+        ({"starts_data_set": True}, "the data has changed"),
     ],
 )
 def test_that_no_step_is_compared_is_said_after_the_first(begin, origin, reason):
-    train(begin("0001-aa")[0], rows(1, 14 if origin else 10))
-    again, events = begin("0002-bb", 10, **origin)
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14 if origin else 10))
+    again, events = begin("0002-bbbbbbbb", 10, **origin)
     assert events == []
     train(again, rows(11, 12, batch=77))
     (proved,) = events
@@ -113,24 +118,59 @@ def test_that_no_step_is_compared_is_said_after_the_first(begin, origin, reason)
 
 
 def test_a_training_that_ends_early_says_how_many_steps_were_compared(begin):
-    train(begin("0001-aa")[0], rows(1, 14))
-    again, events = begin("0002-bb", 10)
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14))
+    again, events = begin("0002-bbbbbbbb", 10)
     train(again, rows(11, 12))
     again.close()
-    assert events == [ResumeProved(10, 33, 2, 4, 0, 0.0, "")]
+    assert events == [ResumeProved(10, 33, 2, 4, 0, 0.0, ALL, "then the training ended")]
 
 
-def test_a_ledger_that_cannot_be_written_stops_nothing(begin, monkeypatch):
+def test_a_ledger_that_does_not_reach_back_is_said_at_once(begin):
+    train(begin("0001-aaaaaaaa")[0], rows(12, 14))
+    again, events = begin("0002-bbbbbbbb", 10)
+    train(again, rows(11, 14))
+    (proved,) = events
+    assert (proved.steps, proved.unproved) == (
+        0,
+        "no step is compared: the step ledger has no step 11",
+    )
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a defect")])
+def test_what_goes_wrong_in_the_proof_ends_no_training(begin, monkeypatch, error):
     def refuse(*_):
-        raise OSError(28, "No space left on device")
+        raise error
 
-    train(begin("0001-aa")[0], rows(1, 14))
-    again, events = begin("0002-bb", 10)
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14))
+    again, events = begin("0002-bbbbbbbb", 10)
     monkeypatch.setattr(step_proof.StepLedger, "add", refuse)
     train(again, rows(11, 14))
-    assert "No space left" in events[0].line() and len(events) == 2 and events[1].steps == 4
-    monkeypatch.setattr(step_proof, "StepLedger", refuse)
-    train(begin("0003-cc", 10)[0], rows(11, 14))
+    again.close()
+    (notice,) = events
+    assert str(error) in notice.line() and "no step is compared" in notice.line()
+
+
+def test_a_run_without_a_step_has_no_ledger(begin, tmp_path):
+    begin("0001-aaaaaaaa")[0].close()
+    assert not (tmp_path / "mindresume_events").exists()
+
+
+@pytest.mark.parametrize(
+    "restored, dropouts, compares",
+    [
+        (True, {"hidden_dropout"}, True),
+        (False, {"hidden_dropout"}, False),
+        (True, {"hidden_dropout", "attention_dropout"}, False),
+        (False, set(), True),
+    ],
+)
+def test_the_loss_is_compared_only_if_what_is_drawn_continues(begin, restored, dropouts, compares):
+    computation = Computation("layout", "float32", frozenset(dropouts))
+    train(begin("0001-aaaaaaaa", computation=computation)[0], rows(1, 14))
+    again, events = begin("0002-bbbbbbbb", 10, computation=computation)
+    again.continue_random(restored)
+    train(again, rows(11, 14))
+    assert ("loss" in events[-1].compared) is compares
 
 
 # ---- what the host sees --------------------------------------------------------------------------
@@ -203,10 +243,9 @@ def test_the_layout_is_the_same_wherever_files_lie_and_however_long_the_training
     moved = {
         **CONFIG,
         "parallel": {"parallel_mode": 1, "strategy_ckpt_save_file": "/b/output/strategy"},
-        "runner_config": {"batch_size": 4, "epochs": 9},
+        "runner_config": {"batch_size": 4, "epochs": 9, "sink_size": 3},
     }
     assert Computation.of(CONFIG) == Computation.of(moved)
-    assert Computation.of(CONFIG).dtype == "bfloat16" and Computation.of({}).dtype == ""
 
 
 @pytest.mark.parametrize(
@@ -215,7 +254,28 @@ def test_the_layout_is_the_same_wherever_files_lie_and_however_long_the_training
         ("parallel", {"parallel_mode": 2}),
         ("parallel_config", {"data_parallel": 4, "model_parallel": 1}),
         ("runner_config", {"batch_size": 8}),
+        ("runner_config", {"batch_size": 4, "sink_mode": True}),
+        ("training", {"local_batch_size": 2}),
     ],
 )
 def test_another_layout_is_noticed(section, values):
     assert Computation.of({**CONFIG, section: values}).layout != Computation.of(CONFIG).layout
+
+
+@pytest.mark.parametrize(
+    "model, dtype, dropouts",
+    [
+        ({"model_config": {"compute_dtype": "bfloat16"}}, "bfloat16", set()),
+        (
+            {"compute_dtype": "FP32", "hidden_dropout": 0.1, "attention_dropout": 0.0},
+            "float32",
+            {"hidden_dropout"},
+        ),
+        ({"model_config": "x"}, "", set()),
+        ([], "", set()),
+        (None, "", set()),
+    ],
+)
+def test_the_model_of_both_trainers_and_sections_of_another_type(model, dtype, dropouts):
+    found = Computation.of({"model": model, "runner_config": 5})
+    assert (found.dtype, found.dropouts) == (dtype, dropouts)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow
-from mindresume.resume.redone_steps import RedoneSteps, earlier_rows
+from mindresume.events.step_ledger import Ledger, LedgerRun, StepLedger, StepRow
+from mindresume.resume.redone_steps import RedoneSteps, earlier_ledger
 
-FIRST = LedgerRun("0001-aaaa", "0001-aaaa", 0, 8, "layout", "release", True, "float32")
-AGAIN = replace(FIRST, run_id="0002-bbbb", resumed=10)
+FIRST = LedgerRun("0001-aaaaaaaa", "0001-aaaaaaaa", 0, 8, "layout", "release", True, "float32")
+AGAIN = replace(FIRST, run_id="0005-bbbbbbbb", resumed=10)
 ROW = StepRow(11, 2, 88, 1234, 1e-4, 1.0, 2.5)
 
 
@@ -22,7 +22,7 @@ def write(folder, name, run, steps, **values):
 
 
 def compared(row, run=AGAIN, first=FIRST, expected=ROW, **settings):
-    redone = RedoneSteps(run, {ROW.step: (expected, first)}, **settings)
+    redone = RedoneSteps(run, Ledger(first, {ROW.step: expected}), **settings)
     return redone.add(row), redone
 
 
@@ -46,8 +46,12 @@ def test_the_same_row_is_no_difference():
 )
 def test_each_value_is_compared(name, value):
     difference, redone = compared(ROW._replace(**{name: value}))
-    assert (difference.name, difference.step, difference.first_run) == (name, 11, "0001-aaaa")
-    assert f"{ROW._asdict()[name]!r} then, {value!r} now" in difference.text()
+    assert (difference.name, difference.found.step, difference.first_run) == (
+        name,
+        11,
+        "0001-aaaaaaaa",
+    )
+    assert f"{ROW._asdict()[name]!r}; now {value!r}" in difference.text()
     assert redone.differences == [difference]
 
 
@@ -67,7 +71,7 @@ def test_two_losses_that_are_no_numbers_are_equal():
     [{"layout": "other"}, {"release": "other"}, {"dtype": "bfloat16"}, {"deterministic": False}],
 )
 def test_a_loss_may_differ_a_little_where_sums_have_another_order(changes):
-    near, far = ROW._replace(loss=2.5 * (1 + 5e-5)), ROW._replace(loss=2.5 * 1.05)
+    near, far = ROW._replace(loss=2.5 * (1 + 5e-4)), ROW._replace(loss=2.5 * 1.05)
     first = replace(FIRST, **changes)
     assert compared(near, first=first)[0] is None and compared(near)[0] is not None
     assert compared(far, first=first)[0].name == "loss"
@@ -92,26 +96,75 @@ def test_a_step_that_nobody_trained_before_is_not_counted():
     assert difference is None and redone.steps == 0
 
 
-def test_the_newest_row_of_an_earlier_run_of_this_training_counts(tmp_path):
-    write(tmp_path, "1-rank_0.steps", FIRST, range(1, 16), loss=1.0)
-    write(
-        tmp_path,
-        "2-rank_0.steps",
-        replace(FIRST, run_id="0001-cc", resumed=8),
-        (9, 10, 11, 12),
-        loss=2.0,
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 8)])
+def test_another_number_of_ranks_is_another_layout(sizes):
+    first, again = (
+        replace(run, world_size=size) for run, size in zip((FIRST, AGAIN), sizes, strict=True)
     )
-    write(tmp_path, "3-rank_0.steps", replace(FIRST, run_id="x", lineage="x"), (11, 20), loss=3.0)
-    write(tmp_path, "4-rank_0.steps", AGAIN, (11,), loss=4.0)
+    assert compared(ROW._replace(batch=77), again, first)[0] is None
+
+
+def test_the_larger_tolerance_of_two_dtypes_counts():
+    row = ROW._replace(loss=2.5 * 1.015)
+    for dtypes in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        first, again = (
+            replace(run, dtype=dtype) for run, dtype in zip((FIRST, AGAIN), dtypes, strict=True)
+        )
+        assert compared(row, again, first)[0] is None
+
+
+def test_a_network_that_draws_anew_has_other_losses():
+    row, draws = ROW._replace(loss=3.0), replace(FIRST, draws=True)
+    difference, redone = compared(row, first=draws, random_is_restored=False)
+    assert difference is None and redone.largest is None and "loss" not in redone.compared
+    assert compared(row, first=draws)[0].name == "loss"
+    assert compared(row, random_is_restored=False)[0].name == "loss"  # nothing is drawn
+
+
+def test_what_was_compared_is_known():
+    _, redone = compared(ROW._replace(batch=None), expected=ROW._replace(loss_scale=None))
+    assert redone.compared == {"samples", "epoch", "learning_rate", "loss"}
+
+
+# ---- whose rows ----------------------------------------------------------------------------------
+
+
+def run_of(number, **changes):
+    return replace(FIRST, run_id=f"{number:04d}-aaaaaaaa", **changes)
+
+
+def found(folder, since="0001-aaaaaaaa", after=10):
+    ledger = earlier_ledger(str(folder), AGAIN, after, since)
+    return ledger and (ledger.run.run_id[:4], list(ledger.rows))
+
+
+def test_the_newest_run_that_trained_a_step_after_the_checkpoint_counts(tmp_path):
+    # names do not count: clocks can be set back
+    write(tmp_path, "9-rank_0.steps", run_of(1), range(1, 16))
+    write(tmp_path, "8-rank_0.steps", run_of(2, resumed=8), (9, 10, 11, 12))
+    write(tmp_path, "7-rank_0.steps", run_of(3, resumed=8), (9, 10))
+    assert found(tmp_path) == ("0002", [11, 12]) and found(tmp_path, None) == ("0002", [11, 12])
+    assert found(tmp_path, after=12) == ("0001", [13, 14, 15])
+
+
+def test_runs_older_than_the_one_that_saved_the_checkpoint_do_not_count(tmp_path):
+    """They branched off before it: with another batch size, for example."""
+    write(tmp_path, "1-rank_0.steps", run_of(1), range(1, 34))
+    write(tmp_path, "2-rank_0.steps", run_of(2, resumed=10), range(11, 16))
+    assert found(tmp_path, "0002-aaaaaaaa", 15) is None
+    assert found(tmp_path, "0001-aaaaaaaa", 15)[0] == "0001"
+
+
+def test_what_is_not_of_this_training_is_ignored(tmp_path):
+    write(tmp_path, "1-rank_0.steps", run_of(3, lineage="0003-cccccccc"), (11, 20))
+    write(tmp_path, "2-rank_0.steps", AGAIN, (11,))
+    write(tmp_path, "3-rank_0.steps", run_of(9), (11,))
+    write(tmp_path, "4-rank_0.steps", replace(FIRST, run_id="../x"), (11,))
     (tmp_path / "5-rank_0.steps").write_bytes(b"garbage")
-    os.mkfifo(tmp_path / "7-rank_0.steps")
-    (tmp_path / "6-rank_0.jsonl").write_bytes(b"{}")
-    found = earlier_rows(str(tmp_path), AGAIN, 10)
-    assert {step: row.loss for step, (row, _) in found.items()} == {
-        11: 2.0,
-        12: 2.0,
-        13: 1.0,
-        14: 1.0,
-        15: 1.0,
-    }
-    assert earlier_rows(str(tmp_path / "absent"), AGAIN, 10) == {}
+    os.mkfifo(tmp_path / "6-rank_0.steps")
+    assert found(tmp_path) is None and found(tmp_path / "absent") is None
+
+
+def test_a_step_that_no_ring_can_hold_is_ignored(tmp_path):
+    write(tmp_path, "1-rank_0.steps", FIRST, (11, 12, 2**62))
+    assert found(tmp_path) == ("0001", [11, 12])
