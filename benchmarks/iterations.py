@@ -52,7 +52,6 @@ LIMIT = 1.4
 OVER = 1.02
 MEMORY = 256
 HERE = Path(__file__).resolve().parent
-PATIENCE = 3600.0
 
 
 def main() -> None:
@@ -110,13 +109,16 @@ def save(
     with Job(
         saving.RANKS, command, cwd=folder, env={**environment(), "MS_TOPO_TIMEOUT": "200"}
     ) as ranks:
-        code = ranks.wait(PATIENCE)
+        code = ranks.wait()
         if code:
             failed = next(
                 (rank for rank, status in enumerate(ranks.codes()) if status not in (0, -9)), 0
             )
             raise SystemExit(
-                f"rank {failed} failed with exit status {code}:\n{ranks.log(failed)[-3000:]}"
+                f"rank {failed} failed with exit status {code}:\n"
+                + Path(folder, "msrun_log", f"worker_{failed}.log").read_text(errors="replace")[
+                    -3000:
+                ]
             )
     found = [read_lines(os.path.join(folder, f"rank_{rank}.jsonl")) for rank in range(saving.RANKS)]
     shutil.rmtree(folder)
@@ -459,7 +461,6 @@ def write_built_in(root: str, mib: int) -> str:
         {**values, "global_step": np.full(1, 20, np.int32)},
         {name: layout for name, (_, layout) in tensors.items()},
         iteration=20,
-        prefix=job.PREFIX,
     )
     builtin("1.9.0").close()
     return root

@@ -188,8 +188,7 @@ def _read(
     for record in records:
         here = [name for name in SCALARS if found.get(name) == record.path]
         if here:
-            values = scalars_of(directory, record, headers[record.path])
-            scalars |= {name: values[name] for name in here if name in values}
+            scalars |= scalars_of(directory, record, headers[record.path], here)
     return ConsolidatedWeights(
         directory.root, tuple(files), found, headers, scalars, kind, tuple(notes)
     )

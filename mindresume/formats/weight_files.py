@@ -120,14 +120,14 @@ SCALARS = ("step_num", "epoch_num", "global_step", "global_batch_size", "loss_sc
 
 
 def scalars_of(
-    directory: CheckpointDir, file: FileRecord, header: Header
+    directory: CheckpointDir, file: FileRecord, header: Header, names: Iterable[str] = SCALARS
 ) -> dict[str, int | float]:
     """Returns the counters in a file of mindformers: step_num (absolute), epoch_num, global_step,
     ... Raises the errors of ``opened``, and CorruptFileError like ``read_scalar``, and for NaN or
     infinity."""
     found = {}
     with opened(directory, file) as readable:
-        for name in SCALARS:
+        for name in names:
             value = read_scalar(readable, header, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise CorruptFileError(

@@ -24,8 +24,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 # ranks of a job; a larger number in a file is damage, and would make loops over ranks endless
 MAX_RANKS = 100_000
@@ -232,7 +231,7 @@ def held(layout: TensorLayout, rank: int, shape: Shape) -> Region:
         raise ValueError(
             f"rank {rank} is not one of the {layout.stage_size} ranks of a stage: {layout}"
         )
-    number = ordinals(layout, shape)[rank]
+    number = _numbers(layout, shape, rank)  # not of all ranks: there may be thousands
     region = []
     for length, count in zip(
         reversed(layout.local_shape(shape)), reversed(layout.counts(shape)), strict=True
@@ -254,17 +253,21 @@ def held(layout: TensorLayout, rank: int, shape: Shape) -> Region:
 def ordinals(layout: TensorLayout, shape: Shape) -> tuple[int, ...]:
     """Returns the ordinal of each local rank's slice. Raises ValueError if the shape is not
     divisible."""
-    counts, matrix = layout.counts(shape), layout.device_matrix
     import numpy as np  # here: the help of a command imports this module
 
     ranks = np.arange(layout.stage_size)
+    return tuple((_numbers(layout, shape, ranks) + 0 * ranks).tolist())
 
-    def index(axes: Iterable[int]) -> NDArray[np.int64] | int:
-        found: NDArray[np.int64] | int = row_major(
+
+def _numbers(layout: TensorLayout, shape: Shape, ranks: Any) -> Any:
+    """Returns the ordinal of the slice of one rank, or of each in an array."""
+    counts, matrix = layout.counts(shape), layout.device_matrix
+
+    def index(axes: Iterable[int]) -> Any:
+        return row_major(
             [ranks // math.prod(matrix[len(matrix) - axis :]) % matrix[-1 - axis] for axis in axes],
             [matrix[-1 - axis] for axis in axes],
         )
-        return found
 
     indices = [index(axes) for axes in layout.axes]
     if indices:
@@ -272,7 +275,7 @@ def ordinals(layout: TensorLayout, shape: Shape) -> tuple[int, ...]:
             indices[0] * layout.optimizer_slices
             + index(layout.unused_axes) % layout.optimizer_slices
         )
-    return tuple((row_major(indices, counts) + 0 * ranks).tolist())
+    return row_major(indices, counts)
 
 
 @lru_cache(maxsize=1 << 12)

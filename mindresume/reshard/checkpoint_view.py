@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats import Candidate
 from mindresume.formats.consolidated import ConsolidatedWeights
@@ -130,7 +129,6 @@ class CheckpointView:
     arrangement: Mapping[str, bool] = field(default_factory=dict)
     split: bool = True
     memory: Any = None
-    _lock: runtime.Lock = field(default_factory=runtime.Lock)
     # {slice: ranks whose files are in memory}
     _kept: dict[tuple[str, Region, int], list[int]] = field(default_factory=dict)
 
@@ -153,8 +151,12 @@ class CheckpointView:
         candidate = self.candidate
         if candidate is None or candidate.records_dir is None or rank not in candidate.files:
             return None
-        with self._lock:
-            return RecordFolder(self.storage, candidate.records_dir, self.records).read(rank)[1]
+        return RecordFolder(self.storage, candidate.records_dir, self.records).read(rank)[1]
+
+    def read(self, rank: int) -> None:
+        """Reads the headers and the record of a rank, if they were not read. Any thread."""
+        self.entries(rank)
+        self.details(rank)
 
     @property
     def format(self) -> str:

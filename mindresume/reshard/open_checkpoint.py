@@ -24,6 +24,7 @@ from mindresume.errors import (
     MissingCheckpointError,
     NoUsableCheckpointError,
     StrategyError,
+    UnreadableFileError,
 )
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal, steps_text
 from mindresume.formats.consolidated import FILE
@@ -238,13 +239,18 @@ def open_candidate(
         verifier = Verifier(directory, candidate, full=False)
         try:
             source = checkpoint_of(directory, candidate, layouts, identity, split=True)
-            # reads every header: each slice must be in some file
+            # the files of the ranks that are read first, side by side: each waits for the disk
+            parallel(directory.storage, source.weights.read, _first_holders(source.weights))
+            # each slice must be in some file
             for tensor in source.weights.tensors.values():
                 for cut in tensor.cuts(whole(tensor.shape)):
                     source.weights.locate(tensor.name, cut)
             check_replicas(source.weights)
-        except Exception:
+        except Exception as error:
             _verify(verifier)  # the damage of a file explains more
+            if isinstance(error, OSError) and not isinstance(error, MindResumeError):
+                path = str(error.filename or directory.root)
+                raise UnreadableFileError(path, f"cannot be read: {error}") from error
             raise
         verifier.headers, verifier.records = source.weights.headers, source.weights.records
         _verify(verifier)
@@ -255,6 +261,18 @@ def open_candidate(
                 f"step {candidate.step} of {directory.root} was removed before it was read"
             ) from error
         raise
+
+
+def _first_holders(weights: CheckpointView) -> list[int]:
+    """Returns the ranks whose copy of a slice is read first."""
+    return sorted(
+        {
+            start + cut.holders[0]
+            for tensor in weights.tensors.values()
+            for cut in tensor.cuts(whole(tensor.shape))
+            for start in (tensor.first, *tensor.other_stages)
+        }
+    )
 
 
 def _verify(verifier: Verifier) -> None:

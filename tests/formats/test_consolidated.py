@@ -145,6 +145,15 @@ def test_tensors_missing_from_the_index_are_ignored_with_a_note(unified):
     assert len(found.notes) == 1 and f"{BIAS} not named" in found.notes[0]
 
 
+def test_a_counter_that_the_index_leaves_out_is_not_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    put(path, {"w": np.zeros(4), "global_step": np.array([7]), "loss_scale": np.zeros(2)})
+    index = {"weight_map": {"w": path.name, "global_step": path.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = read(tmp_path)
+    assert found.scalars == {"global_step": 7} and "loss_scale not named" in found.notes[0]
+
+
 def test_partial_gradient_buffers_are_noted(unified):
     put(unified / HYPER, {**counters(STEP), "accu_grads.a": np.zeros(4, np.float32)})
     found = read(unified)

@@ -1,8 +1,10 @@
 """The path of a user is opened as weights: the selected step, the reasons for refusing others, and
 errors."""
 
+import errno
 import os
 import shutil
+import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -30,6 +32,7 @@ from reshard.plans import (
     recorded,
     shard_file,
 )
+from storages import Hooked, os_error
 
 from mindresume import runtime
 from mindresume.coordination.lease import read_locks
@@ -40,6 +43,7 @@ from mindresume.errors import (
     MissingCheckpointError,
     NoUsableCheckpointError,
     StrategyError,
+    UnreadableFileError,
 )
 from mindresume.formats.rank_folders import FileName
 from mindresume.model.manifest import FOLDER, attempt_name
@@ -254,6 +258,60 @@ def test_a_damaged_file_of_mindformers(tmp_path, fmt, spoil, rank):
     with pytest.raises(CorruptFileError, match=rf"{path.name}.*rank {rank}") as found:
         opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
     assert found.value.path == str(path)
+
+
+@pytest.fixture
+def after_the_view(monkeypatch):
+    """Calls what is appended to it with each path that is opened after the view was made."""
+    made, calls = [], []
+    checkpoint_of = source_module.checkpoint_of
+
+    def noted(*arguments, **options):
+        found = checkpoint_of(*arguments, **options)
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(source_module, "checkpoint_of", noted)
+
+    def before(operation, path):
+        for call in calls if made and operation == "open" else ():
+            call(path)
+
+    return calls, Hooked(before)
+
+
+def test_an_error_of_the_disk_that_passes_is_one_of_ours(tmp_path, after_the_view):
+    calls, storage = after_the_view
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    failed = []
+
+    def fail_once(path):
+        if not failed:
+            failed.append(path)
+            raise os_error(errno.ESTALE, path)
+
+    calls.append(fail_once)
+    strategy = strategy_in(tmp_path / "strategy")
+    with pytest.raises(UnreadableFileError) as found:
+        open_checkpoint(storage, str(tmp_path / "checkpoint"), strategy=strategy)
+    assert failed == [found.value.path]
+
+
+def test_the_files_that_are_read_first_are_read_side_by_side(tmp_path, after_the_view):
+    """Each waits for the disk. One after the other, the first would wait for ever."""
+    calls, storage = after_the_view
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
+    both, met = threading.Barrier(2, timeout=60), []
+
+    def wait_for_another(path):
+        if len(met) < 2:
+            met.append(path)
+            both.wait()
+
+    calls.append(wait_for_another)
+    strategy = strategy_in(tmp_path / "strategy")
+    check(open_checkpoint(storage, str(tmp_path / "checkpoint"), strategy=strategy))
+    assert len(set(met)) == 2
 
 
 def test_ranks_of_different_steps(tmp_path):
