@@ -12,6 +12,7 @@ loss exactly 0.
 """
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -101,6 +102,18 @@ def compare(whole: Run, broken: Run, chosen: int) -> list[str]:
     return problems
 
 
+def prove(broken: Run) -> list[str]:
+    """Prints what mindresume itself says of the resume; returns what is wrong with that."""
+    done = broken.mindresume("proof", str(broken.folder / "output"), "--json")
+    (row,) = json.loads(done.stdout)
+    print(
+        f"  mindresume proof: resumed after step {row['step']}: {row['verdict']}, "
+        f"{row['tensors']} tensors, {row['steps']} steps done again, "
+        f"largest difference of the loss {row['largest_loss_difference']:g} {row['text']}"
+    )
+    return [] if row["verdict"] == "proved" else [f"mindresume proof says {row['verdict']}"]
+
+
 def write_report(broken: Run, page: Path) -> None:
     """Writes the report page on the run that was killed: its loss, the kill, and the resume."""
     done = broken.mindresume("report", str(broken.folder), "-o", str(page))
@@ -165,6 +178,7 @@ def main() -> int:
     problems = compare(whole, broken, chosen)
     if chosen >= killed:
         problems.append(f"step {chosen} was chosen, though step {killed} is older and refused")
+    problems += prove(broken)
     write_report(broken, folder / "report.html")
     print(f"  loss, kill and resume: {folder / 'report.html'}")
     for problem in problems:

@@ -98,13 +98,6 @@ def one_step_ahead(config: Any) -> None:
     config.runner_config.initial_step += 1
 
 
-def keep_random_state() -> None:
-    from mindresume.mindformers import network_state
-
-    # as one that believes it has restored it
-    network_state.restore_random = lambda state: ["python", "numpy"]
-
-
 FAULTS: dict[str, Callable[[], None]] = {
     "stale tensor": lambda: change_arrays(stale_tensor),
     "swapped tensors": lambda: change_arrays(swapped_tensors),
@@ -115,7 +108,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "optimizer one step ahead": lambda: change_arrays(optimizer_one_step_ahead),
     "samples shifted": lambda: change_progress(samples_shifted),
     "one step ahead": lambda: change_progress(one_step_ahead),
-    "random state of the start": keep_random_state,
     "none": lambda: None,
 }
 
