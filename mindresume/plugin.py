@@ -9,6 +9,8 @@ follow.
 """
 
 from mindresume.mindformers.installation import install
-from mindresume.mindformers.training_context import report_metric  # noqa: F401  for the code of users
+
+# for the code of users
+from mindresume.mindformers.training_context import report_metric  # noqa: F401
 
 install()

@@ -126,7 +126,8 @@ class conversion_command:  # noqa: N801  a decorator
         source, target, *common = inspect.signature(_shared, eval_str=True).parameters.values()
         *own, _ = inspect.signature(convert, eval_str=True).parameters.values()
         parameters = [source, target, *own, *common]
-        run.__doc__, run.__signature__ = convert.__doc__, inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__doc__ = convert.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command(self._name)(run)
         return convert

@@ -156,7 +156,8 @@ class _Work:
             self.reply = {"value": self.work()}
         except Exception as error:  # any error: the other ranks wait for this message
             self.reply = {"error": f"{type(error).__name__}: {error}"}
-        except BaseException as error:  # noqa: B036  SystemExit, too: no rank may wait for this one in vain
+        # SystemExit, too: no rank may wait for this one in vain
+        except BaseException as error:  # noqa: B036
             self.reply = {"error": f"the work was interrupted: {error!r}"}
         self.done.set()
 

@@ -173,7 +173,8 @@ def _fitted(layout: TensorLayout, count: int) -> TensorLayout | None:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:  # noqa: B008  it has no state
+# the storage has no state
+def read_strategy(path: str, storage: Storage = PosixStorage()) -> Strategy:  # noqa: B008
     """Reads the strategy of a file, or of a folder of files. In a folder, a merged file is used
     only if there are no files of ranks.
 

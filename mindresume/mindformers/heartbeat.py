@@ -48,7 +48,8 @@ def _write_stacks_on_signal(heartbeat: RankHeartbeat) -> None:
     runs also while the interpreter lock is held, for example in a collective that never ends."""
     if signal.getsignal(_STACKS_SIGNAL) != signal.SIG_DFL:
         return
-    file = open(heartbeat.path.removesuffix(SUFFIX) + STACKS, "ab")  # noqa: SIM115  open until the process ends
+    # open until the process ends
+    file = open(heartbeat.path.removesuffix(SUFFIX) + STACKS, "ab")  # noqa: SIM115
     faulthandler.register(_STACKS_SIGNAL, file, all_threads=True)
     heartbeat.set(signal=_STACKS_SIGNAL)
 

@@ -36,7 +36,8 @@ from mindresume.storage.posix import PosixStorage
 LOOKED_FOR = ("log*/rank_*/info.log*", "msrun_log*/worker_*.log")
 _PLACES, _FILES = ("", "log*/", "msrun_log*/"), ("rank_*/info.log*", "worker_*.log")
 _FILE = re.compile(
-    r"(?:(?:msrun_)?log(?:_[^/]+)?/)?(?:worker_(\d{1,9})\.log|rank_(\d{1,9})/info\.log(?:\.(\d{1,6}))?)"
+    r"(?:(?:msrun_)?log(?:_[^/]+)?/)?"
+    r"(?:worker_(\d{1,9})\.log|rank_(\d{1,9})/info\.log(?:\.(\d{1,6}))?)"
 )
 
 

@@ -76,9 +76,9 @@ _IGNORED = _WRITTEN | {
 # ({prefix}/cache/GPTDataset_indices, path_to_cache), caches, unfinished files, locks and iterator
 # states of Hugging Face, and a table that mindformers writes beside its weights.
 _MADE = re.compile(
-    r"(^|/)(cache/\w+_indices/|[0-9a-f]{32}-\w+-\w+-(description\.txt|\w+_index\.npy)$|cache-[^/]*\.arrow$|"
-    r"tmp[a-z0-9_]{8}$|[^/]*\.(lock|incomplete)(/|$)|dataset_state_rank\d+\.json$|param_name_map\.json$|"
-    r"__pycache__/)"
+    r"(^|/)(cache/\w+_indices/|[0-9a-f]{32}-\w+-\w+-(description\.txt|\w+_index\.npy)$|"
+    r"cache-[^/]*\.arrow$|tmp[a-z0-9_]{8}$|[^/]*\.(lock|incomplete)(/|$)|"
+    r"dataset_state_rank\d+\.json$|param_name_map\.json$|__pycache__/)"
 )
 _LISTED = re.compile(r"\d+ files?, \d+ bytes[^:]*: ")  # how a text of ``_named`` begins
 # keys that end so (data_path, train_data_path, ...) name files of Megatron

@@ -47,7 +47,9 @@ class PosixStorage:
         """Implements ``Storage.open``. Raises OSError for a pipe, whose open would block until
         somebody writes into it, and for a device, which may never end."""
         try:
-            file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+            file = open(  # noqa: SIM115
+                path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+            )
         except OSError as error:
             if error.errno in _ABSENT:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error

@@ -91,9 +91,11 @@ class ReadCache:
     def open(self, path: str) -> BinaryIO:
         with self._lock:
             if path in self._kept:
-                return open(f"/proc/self/fd/{self._kept[path][0]}", "rb")  # noqa: SIM115  at a position of its own
+                # at a position of its own
+                return open(f"/proc/self/fd/{self._kept[path][0]}", "rb")  # noqa: SIM115
         file = self.inner.open(path)
-        return _RecordingFile(self, path, file)  # type: ignore[return-value]  # has what readers call
+        # has what readers call
+        return _RecordingFile(self, path, file)  # type: ignore[return-value]
 
     def freeze(self) -> None:
         """Adds no more files and keeps those it has. A caller that loads files reads each for the

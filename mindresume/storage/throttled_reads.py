@@ -89,7 +89,8 @@ class _ThrottledFile(WrappedFile):
         view = memoryview(buffer).cast("B")[:PIECE]
         self._owner.admit(len(view))
         start = self._file.tell()
-        found: int = self._file.readinto(view) or 0  # type: ignore[attr-defined]  # BinaryIO lacks it
+        # BinaryIO lacks it
+        found: int = self._file.readinto(view) or 0  # type: ignore[attr-defined]
         self._count(found)
         self._drop(start, found)
         return found
