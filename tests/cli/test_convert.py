@@ -273,6 +273,8 @@ def test_copies_in_two_stages_that_differ_are_refused_by_name(tmp_path, origin, 
         assert (status, out) == (2, "") and err.count("\n") == 1, err
         assert "embedding.weight is held by several pipeline stages" in err
         assert "rank 1" in err and "rank 3" in err and os.listdir(tmp_path) == ["run"]
+    # an open compares what the records know, and reads nothing for it
+    assert call(source, command="inspect")[0] == (2 if origin == "mindresume" else 0)
 
 
 def test_too_little_space_or_memory_is_an_error(source, refused, monkeypatch):
