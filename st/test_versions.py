@@ -276,3 +276,18 @@ def test_a_moment_that_keeps_its_old_value_is_detected(written, folder, version)
         removed(folder / "metadata.json", "state_dict_metadata", "adam_m.rows.weight")
     with pytest.raises(AssertionError, match=r"adam_m\.rows\.weight was not loaded"):
         expect_readable(folder, TENSORS, written[1], version)
+
+
+def test_the_built_in_takes_the_step_from_common_json(written, folder, version):
+    path = folder / "common.json"
+    common = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**common, "global_step": 4}), encoding="utf-8")
+    step = np.array([4 if written[1] else STEP], np.int32)
+    expect_readable(folder, {**TENSORS, "global_step": step}, None, version)
+
+
+def test_the_built_in_of_190_reads_one_process_of_180_without_replicas(tmp_path):
+    folder = builtin("1.8.0").write(
+        tmp_path / "a", TENSORS, None, iteration=STEP, remove_redundancy=True
+    )
+    expect_readable(copied(folder.parent, tmp_path / "b"), TENSORS, None, "1.9.0")

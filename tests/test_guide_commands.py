@@ -2,11 +2,13 @@
 scripts and their options exist, YAML is accepted; each line of a shell block runs here, or a test
 named in COVERED runs it, or its block has a mark of what it needs."""
 
+import argparse
 import ast
 import importlib
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -252,6 +254,8 @@ def problem_of_script(words: list[str]) -> str:
         return problem_of_script(["python", *words[1:]])
     if script.name == "run_mindformer.py":
         return problem_of_run_mindformer(words[1:])
+    if script.parent.name == "benchmarks":
+        return problem_of_benchmark(script, words[1:])
     text = script.read_text()
     return next(
         (
@@ -285,6 +289,31 @@ def problem_of_pytest(words: list[str]) -> str:
     )
 
 
+def problem_of_benchmark(script: Path, words: list[str]) -> str:
+    """Returns what the script's parser says; the script ends when it has parsed its arguments."""
+
+    class Parsed(BaseException):
+        pass
+
+    def parse(parser, *given, **how):
+        try:
+            original(parser, *given, **how)
+        except SystemExit as ended:
+            raise Parsed(f"it is refused with status {ended.code}") from ended
+        raise Parsed("")
+
+    original = argparse.ArgumentParser.parse_args
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", [str(script), *words])
+        patch.syspath_prepend(str(script.parent))
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except Parsed as parsed:
+            return str(parsed)
+    return "it parses no arguments"
+
+
 def problem_of_run_mindformer(words: list[str]) -> str:
     if "..." in words:
         words = [
@@ -316,6 +345,7 @@ def test_a_wrong_script_is_noticed():
     for words in (
         "bash scripts/frobnicate.sh",
         "python benchmarks/save.py --frobnicate",
+        "benchmarks/save.py --rounds many",
         "scripts/test_versions.sh --frobnicate",
         "pytest st/test_nothing.py",
         "pytest st --frobnicate",

@@ -107,3 +107,14 @@ def test_what_process_0_alone_does(source, tmp_path):
     refused = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--engine", "mindspore")
     assert [status for status, _, _ in refused] == [2, 2]
     assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_parts_by_hand(source, tmp_path):
+    _, root = source
+    ((_, out, _),) = launch(1, "verify", root, "--part", "1/2")
+    assert "part 1 of 2" in out
+    for part, there in (("2/2", False), ("1/2", True)):
+        ((status, _, err),) = launch(
+            1, "convert", root, tmp_path / "new", "--to", "tp=2", "--part", part
+        )
+        assert (status, err) == (0, "") and (tmp_path / "new").exists() is there

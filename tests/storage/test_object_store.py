@@ -16,6 +16,7 @@ from rank_folders import by_clock
 
 import mindresume
 from mindresume.errors import ConfigError, RemoteError
+from mindresume.storage import object_store
 from mindresume.storage.object_store import TRIES, FsspecStore, MoxingStore, RetryingStore
 
 URL = "obs://bucket/job"
@@ -176,7 +177,7 @@ def test_a_failed_listing_is_not_an_empty_store(subject, store):
 
 
 def refuse(*arguments, **named):
-    raise RuntimeError("403 Forbidden")
+    raise OSError("403 Forbidden")
 
 
 # ---- retries -------------------------------------------------------------------------------------
@@ -295,6 +296,18 @@ def test_a_bucket_that_does_not_exist_is_an_error_at_once(subject):
         with pytest.raises(RemoteError, match="s3://other/job.*bucket does not exist"):
             work()
     assert subject.pauses == []
+
+
+@only_s3
+def test_a_server_that_does_not_answer_is_an_error(subject, monkeypatch):
+    """It is no empty bucket: that would mean a fresh start."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(object_store, "TRIES", 1)
+    store = RetryingStore(FsspecStore(subject.url))
+    store.driver._at(subject.url)[0].retries = 1
+    with pytest.raises(RemoteError, match=subject.url):
+        store.list(subject.url)
 
 
 @only_s3

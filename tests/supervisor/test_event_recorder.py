@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindresume.events import Emitter, JobStarted
-from mindresume.events.event_file import FOLDER
+from mindresume.events.event_file import FOLDER, SupervisorEventFile
 from mindresume.supervisor.evidence import EventRecorder
 
 
@@ -36,3 +36,13 @@ def test_paths_of_stacks_hold_in_every_folder(recorder, tmp_path, monkeypatch):
     recorder.open("output")  # --events output
     recorder.close()
     assert recorder.evidence().startswith(str(tmp_path / "output" / FOLDER))
+
+
+def test_a_file_that_fails_is_reported(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(SupervisorEventFile, "handle", lambda *given: 1 / 0)
+    recorder = EventRecorder(seen.append)
+    recorder.open(str(tmp_path))
+    recorder.handle(JobStarted(1, 7), 0.0)
+    recorder.close()
+    assert [event.level for event in seen] == ["warning"]

@@ -26,7 +26,7 @@ from mindresume.supervisor import job_end
 from mindresume.supervisor.hang import JobSettings
 from mindresume.supervisor.job import Command, Job, _status_in_message
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, Ended, Member, Process
-from mindresume.supervisor.restart_policy import DIED, NOT_STARTED, STOPPED, JobEnd
+from mindresume.supervisor.restart_policy import DIED, EXITED, NOT_STARTED, STOPPED, JobEnd
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 
@@ -218,3 +218,13 @@ def test_the_status_of_a_rank_that_msrun_has_reaped_is_in_its_message(tmp_path):
     )
     assert [_status_in_message(str(tmp_path), pid) for pid in (17, 4, 5)] == [-9, 2, None]
     assert _status_in_message(str(tmp_path / "absent"), 17) is None
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_start_has_begun_once_a_rank_has_a_heartbeat(job, tmp_path, has_begun):
+    """A script that cannot be read at a restart (status 2) is tried again then."""
+    if has_begun:
+        RankHeartbeat.create(str(tmp_path), 0)
+    job.refresh()
+    outcome, _ = job.end(JobEnd(EXITED, 0, "it ended"), Quiet())
+    assert outcome.has_begun is has_begun
