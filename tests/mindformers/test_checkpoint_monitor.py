@@ -33,6 +33,7 @@ from monitor_jobs import (
 import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.errors import ConfigError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
+from mindresume.events.step_ledger import Ledger, LedgerRun, StepRow  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
 from mindresume.mindformers import checkpoint_monitor as module
@@ -259,9 +260,8 @@ class Seen:
 def test_lost_work_of_a_resume_emits_an_event_and_scalars(tmp_path, monkeypatch, own_context):
     writer, seen = Writer(), Seen()
     monkeypatch.setattr("mindformers.utils.tensorboard._GLOBAL_TENSORBOARD_WRITER", writer)
-    monkeypatch.setattr(
-        step_proof, "earlier_rows", lambda *_: {step: None for step in range(11, 15)}
-    )
+    lost = Ledger(LedgerRun("0001-aaaaaaaa"), {step: StepRow(step) for step in range(11, 15)})
+    monkeypatch.setattr(step_proof, "earlier_ledger", lambda *_: lost)
     own_context.emit.add(seen)
     own_context.progress.load_seconds = 2.5
     own_context.plan = training_context.ResumePlan(
