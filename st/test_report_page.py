@@ -360,7 +360,7 @@ def test_without_scripts_there_are_tables(pages):
                 browser.command("DOM.querySelectorAll", nodeId=root, selector=selector)["nodeIds"]
             )
 
-        assert count("#no-charts:not([hidden])") == 1 and count("table") == 7
+        assert count("#no-charts:not([hidden])") == 1 and count("table") == 6
         assert (
             count("#charts[hidden]:empty") == count("#switches[hidden]:empty") == 1
             and count(".tip") == 0

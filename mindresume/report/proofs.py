@@ -80,7 +80,9 @@ def _proof(
     time: float, resumed: Resumed, run_id: str | None, proved: ResumeProved | None, problem: str
 ) -> Proof:
     proof = proved or ResumeProved(resumed.step, 0, unproved="nothing has been compared yet")
-    if problem or proof.differences:
+    if proof.differences and not problem:
+        problem = f"{proof.differences} of {proof.steps} steps are not as before"
+    if problem:
         verdict = DIFFERS
     else:
         verdict = PROVED if proof.steps else WEIGHTS_ONLY if proof.tensors else NOT_PROVED
