@@ -65,7 +65,7 @@ def test_attempts_match_the_recorded_ones(training):
 
 
 def test_each_attempt_writes_one_event_file(training):
-    files = sorted((training.run.folder / "output" / "mindresume_events").iterdir())
+    files = sorted((training.run.folder / "output" / "mindresume_events").glob("*.jsonl"))
     assert len(files) == 2 and {str(path) for path in files} <= set(
         training.after["sources"]["read"]
     )
