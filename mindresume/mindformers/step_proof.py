@@ -1,8 +1,8 @@
 """Keeps the step ledger of a training, and proves a resume by the steps that it trains again.
 
-    seen_by_monitor(loss, ...)      what mindformers' own loss monitor has copied from the device
-    seen_batch(tensors)             the input of the step, while it is on the host
-    StepProof.end_step(...)         after each step, on rank 0: ledger row, comparison
+    SeenValues.monitor(loss=...)    takes what mindformers' own loss monitor has on the host
+    SeenValues.batch(tensors)       takes the input of the step, while it is on the host
+    StepProof.end_step(row)         after each step, on rank 0: adds it to the ledger, compares it
 
 Nothing here copies from a device or waits for it: a value that mindformers itself does not bring to
 the host stays unknown.
@@ -191,7 +191,11 @@ class StepProof:
         self._unproved = ""
         self._is_said = not context.plan.resumes
         if not self._is_said:
-            self._begin(context.progress.origin, context.plan.origin.chosen)
+            # the other ranks wait for this one soon
+            try:
+                self._begin(context.progress.origin, context.plan.origin.chosen)
+            except Exception as error:
+                self._give_up(error)
 
     def _begin(self, origin: ResumeProgress, chosen: Candidate) -> None:
         """Finds the steps that are trained again. ``chosen``: the checkpoint that was loaded."""
@@ -223,8 +227,7 @@ class StepProof:
             self._ledger.add(row)
             difference = self._compare(row)
         except Exception as error:
-            self._is_off = True
-            self.emit(warning(f"the step ledger is off, and no step is compared any more: {error}"))
+            self._give_up(error)
             return
         if difference is not None and self.context.settings.on_resume_difference == "stop":
             raise ResumeDifferenceError(difference.text())
@@ -248,6 +251,10 @@ class StepProof:
         if self._redone is None or row.step >= self._redone.last:
             self._say()
         return first
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_off, self._redone = True, None
+        self.emit(warning(f"the step ledger is off, and no step is compared any more: {error}"))
 
     def continue_random(self, restored: bool) -> None:
         """Notes whether the random state was restored."""

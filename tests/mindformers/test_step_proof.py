@@ -150,6 +150,20 @@ def test_what_goes_wrong_in_the_proof_ends_no_training(begin, monkeypatch, error
     assert str(error) in notice.line() and "no step is compared" in notice.line()
 
 
+def test_a_ledger_that_cannot_be_looked_for_ends_no_training(begin, monkeypatch):
+    """Rank 0 alone looks, and the other ranks wait for it."""
+
+    def refuse(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(step_proof, "earlier_ledger", refuse)
+    again, events = begin("0002-bbbbbbbb", 10)
+    train(again, rows(11, 14))
+    again.close()
+    (notice,) = events
+    assert "a defect" in notice.line() and again.lost_steps == 0
+
+
 def test_a_run_without_a_step_has_no_ledger(begin, tmp_path):
     begin("0001-aaaaaaaa")[0].close()
     assert not (tmp_path / "mindresume_events").exists()
