@@ -13,9 +13,9 @@ may differ by a tolerance, because sums are added in another order (``TOLERANCES
 run had itself diverged in these steps, for example after a flipped bit in the memory of a device,
 the comparison shows that, too: it cannot say which of the two is right.
 
-Only one run is compared: the newest one that trained a step after the checkpoint, at most as old as
-the run that saved the checkpoint. Older runs may have branched off before: with another batch size,
-other data, another learning rate.
+Only one run is compared: the newest one that trained a step after the checkpoint. It may be the run
+that saved the checkpoint, or a later one. Earlier runs do not count: the training may have gone
+another way since, with another batch size, other data or another learning rate.
 """
 
 from __future__ import annotations
