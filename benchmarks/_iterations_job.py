@@ -20,7 +20,7 @@ import numpy as np
 
 from mindresume.model.layout import TensorLayout
 from mindresume.model.layout import held as region_of
-from mindresume.reshard.geometry import view
+from mindresume.reshard.range_reader import view
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [path for path in (str(ROOT), str(ROOT / "st" / "programs")) if path not in sys.path]

@@ -47,7 +47,7 @@ class Ours:
         from mindresume.formats.scan import scan
         from mindresume.mindformers import adapter
         from mindresume.mindformers.network_state import strategy_layouts
-        from mindresume.reshard.direct_engine import Traffic
+        from mindresume.reshard.range_reader import Traffic
         from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
         from mindresume.reshard.step_view import view_of_iteration
         from mindresume.storage.posix import PosixStorage

@@ -17,8 +17,9 @@ from typing import Any
 from mindresume.formats.strategy import read_strategy
 from mindresume.reshard.conversion_plan import to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.direct_engine import Engine, Traffic
+from mindresume.reshard.direct_engine import Engine
 from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.range_reader import Traffic
 from mindresume.storage import posix
 from mindresume.storage.posix import PosixStorage
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from mindresume.formats.parallel_plan import ParallelPlan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, encode_strategy
-from mindresume.model.layout import TensorLayout, held
-from mindresume.reshard.geometry import cuts, view
+from mindresume.model.layout import TensorLayout, cuts, held
+from mindresume.reshard.range_reader import view
 from mindresume.tensor_files import encode
 
 CASES = ("tp=8 > tp=4", "dp=2,tp=2,pp=2,opt=2 > tp=4", "tp=4,dp=2,opt=2 > tp=8", "tp=8 > merged")

@@ -31,7 +31,7 @@ import numpy as np
 
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout, held
-from mindresume.reshard.geometry import view
+from mindresume.reshard.range_reader import view
 from mindresume.tensor_files import encode, read_header, read_tensor
 from st.releases import HERE
 from st.training_run import ROOT

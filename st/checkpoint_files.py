@@ -14,6 +14,7 @@ from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import TRACKER, iteration_name, parse_iteration
 from mindresume.formats.scan import scan
 from mindresume.model.layout import held
+from mindresume.model.layout import whole as whole_region
 from mindresume.model.manifest import (
     FOLDER,
     MANIFEST,
@@ -25,8 +26,7 @@ from mindresume.model.manifest import (
     read_record,
     record_name,
 )
-from mindresume.reshard.geometry import view
-from mindresume.reshard.geometry import whole as whole_region
+from mindresume.reshard.range_reader import view
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_scalar, read_tensor
 from st.training_run import Run

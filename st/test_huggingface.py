@@ -22,10 +22,10 @@ import pytest
 
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import HEAD
+from mindresume.model.layout import whole
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine
-from mindresume.reshard.geometry import whole
 from mindresume.reshard.huggingface import read_model, view_of_folder
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions

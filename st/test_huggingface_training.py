@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mindresume.formats.huggingface import Latent, Model, rules, shapes
-from mindresume.reshard.geometry import whole
+from mindresume.model.layout import whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import scale_blocks
 from mindresume.reshard.region_load import read_regions

@@ -34,10 +34,11 @@ from mindresume.model.layout import (
     fold_optimizer_shards,
     held,
     ordinals,
+    shape_of,
     shares,
 )
-from mindresume.reshard.geometry import shape_of, view
-from mindresume.reshard.geometry import whole as whole_region
+from mindresume.model.layout import whole as whole_region
+from mindresume.reshard.range_reader import view
 from st.training_run import ROOT
 
 WRITTEN = sorted((ROOT / "st" / "fixtures").glob("*/output/checkpoint/iteration_*/metadata.json"))

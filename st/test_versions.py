@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import TensorLayout
-from mindresume.reshard.geometry import whole
+from mindresume.model.layout import TensorLayout, whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.storage.posix import PosixStorage

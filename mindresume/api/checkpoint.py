@@ -23,9 +23,8 @@ from mindresume.errors import ConfigError, CorruptFileError
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
 from mindresume.formats.scan import ROOT, kind_of, locate
-from mindresume.model.layout import Region
+from mindresume.model.layout import Region, whole
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.geometry import whole
 from mindresume.reshard.open_checkpoint import (
     OpenCheckpoint,
     ReadHold,

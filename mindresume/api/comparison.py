@@ -28,13 +28,11 @@ from mindresume.api.checkpoint import (
 from mindresume.api.results import Problem, Result
 from mindresume.errors import ConfigError
 from mindresume.events.progress import SILENT, Progress
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.model.layout import chunks, elements, shape_of, whole
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, check_replicas
 from mindresume.reshard.conversion_plan import with_counters
-from mindresume.reshard.direct_engine import TILE
-from mindresume.reshard.geometry import chunks, elements, shape_of, whole
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
+from mindresume.reshard.range_reader import TILE, OpenFiles, bits_dtype, gather
 from mindresume.reshard.region_load import WORKERS
-from mindresume.reshard.tensor_checks import check_replicas
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 

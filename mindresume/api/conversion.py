@@ -29,6 +29,7 @@ from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.manifest import FORMATS
+from mindresume.reshard.checkpoint_view import computed_slices
 from mindresume.reshard.conversion_plan import (
     PART_BYTES,
     ConversionPlan,
@@ -52,7 +53,6 @@ from mindresume.reshard.huggingface import KEEP, orders_in, read_config, to_hugg
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import COMPOSED_MEMORY
 from mindresume.reshard.strategy_store import own_strategy
-from mindresume.reshard.tensor_checks import computed_slices
 from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.posix import PosixStorage
 

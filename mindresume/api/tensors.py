@@ -11,9 +11,8 @@ from typing import Any
 
 from mindresume.api.results import Result
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import Region, TensorLayout, held
+from mindresume.model.layout import Region, TensorLayout, held, shape_of, whole
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.geometry import shape_of, whole
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files.header import DTYPES
 from mindresume.typed import json_value

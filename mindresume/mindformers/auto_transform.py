@@ -39,18 +39,18 @@ from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import upstream, upstream_check
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
-from mindresume.model.layout import Region, held
+from mindresume.model.layout import Region, held, whole
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_ranks
 from mindresume.reshard.converter import Conversion, Share
-from mindresume.reshard.direct_engine import BY_MINDSPORE, Engine, Traffic, engine_for
-from mindresume.reshard.geometry import whole
+from mindresume.reshard.direct_engine import BY_MINDSPORE, Engine, engine_for
 from mindresume.reshard.open_checkpoint import (
     OpenCheckpoint,
     checkpoint_of,
     open_consolidated,
     with_world_size,
 )
+from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint

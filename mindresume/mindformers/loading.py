@@ -35,8 +35,8 @@ from mindresume.model.layout import Layouts, Region
 from mindresume.model.training_state import may_be_absent
 from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
+from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.region_load import (
     WORKERS,
     LoadTarget,

@@ -5,6 +5,7 @@ files.
     held(layout, rank=1, shape=(8, 4))              # ((4, 8), (0, 4))
     ordinals(layout, (8, 4))                        # (0, 1, 0, 1)
     holders(layout, (8, 4))[1]                      # (1, 3)
+    cuts(layout, (8, 4), ((3, 5), (0, 4)))          # the two slices that hold rows 3 and 4
 
 Ranks are local: they count from 0 within the stage. Shapes are global, in elements. MindSpore is
 not imported.
@@ -17,14 +18,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, NamedTuple
 
 # ranks of a job; a larger number in a file is damage, and would make loops over ranks endless
 MAX_RANKS = 100_000
@@ -84,15 +82,15 @@ class TensorLayout:
 
     def __post_init__(self) -> None:
         matrix = tuple(map(int, self.device_matrix))
-        cuts = tuple(
+        tensor_map = tuple(
             cut if isinstance(cut, int) else tuple(map(int, cut)) for cut in self.tensor_map
         )
         axes = tuple(
             tuple(axis for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis != -1)
-            for cut in cuts
+            for cut in tensor_map
         )
         vars(self).update(
-            device_matrix=matrix, tensor_map=cuts, axes=axes, stage_size=math.prod(matrix)
+            device_matrix=matrix, tensor_map=tensor_map, axes=axes, stage_size=math.prod(matrix)
         )
         if not matrix or min(matrix) < 1:
             raise ValueError(
@@ -111,7 +109,7 @@ class TensorLayout:
         replicas = math.prod(matrix[-1 - axis] for axis in unused)
         slices = (
             1
-            if not cuts
+            if not tensor_map
             else replicas
             if self.optimizer_shards == -1
             else max(self.optimizer_shards, 1)
@@ -129,8 +127,8 @@ class TensorLayout:
         shards = self.optimizer_shards if self.optimizer_slices > 1 else 0
         if shards == self.optimizer_shards and all(isinstance(cut, int) for cut in self.tensor_map):
             return self
-        cuts = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in self.axes]
-        return TensorLayout(self.device_matrix, tuple(cuts), shards)
+        tensor_map = [axes if len(axes) > 1 else axes[0] if axes else -1 for axes in self.axes]
+        return TensorLayout(self.device_matrix, tuple(tensor_map), shards)
 
     @property
     def copies(self) -> int:
@@ -189,18 +187,18 @@ class TensorLayout:
         else, and for more than MAX_RANKS ranks or MAX_AXES axes."""
         try:
             matrix = value["device_matrix"]
-            cuts = value["tensor_map"]
+            tensor_map = value["tensor_map"]
             shards = value["optimizer_shards"]
             numbers = [
                 *matrix,
                 shards,
-                *itertools.chain(*(m if isinstance(m, list) else [m] for m in cuts)),
+                *itertools.chain(*(m if isinstance(m, list) else [m] for m in tensor_map)),
             ]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a tensor layout: {value!r}"[:400]) from error
         if (
             not isinstance(matrix, list)
-            or not isinstance(cuts, list)
+            or not isinstance(tensor_map, list)
             or not all(type(number) is int for number in numbers)
         ):
             raise ValueError(
@@ -210,7 +208,7 @@ class TensorLayout:
             )
         # Checks the sizes before computing with them, and each number before the product of all.
         if (
-            max(len(matrix), len(cuts)) > MAX_AXES
+            max(len(matrix), len(tensor_map)) > MAX_AXES
             or max(map(abs, numbers)) > MAX_RANKS
             or math.prod(matrix) > MAX_RANKS
         ):
@@ -219,7 +217,7 @@ class TensorLayout:
                 f"{value!r}"[:400]
             )
         return cls(
-            tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in cuts), shards
+            tuple(matrix), tuple(tuple(m) if isinstance(m, list) else m for m in tensor_map), shards
         )
 
 
@@ -239,6 +237,121 @@ def held(layout: TensorLayout, rank: int, shape: Shape) -> Region:
         number, index = divmod(number, count)
         region.append((index * length, (index + 1) * length))
     return tuple(reversed(region))
+
+
+# ---- regions -------------------------------------------------------------------------------------
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Returns the region of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """Returns the size of a region by dimension."""
+    return tuple(stop - start for start, stop in region)
+
+
+def elements(region: Region) -> int:
+    """Returns the number of elements of a region."""
+    return math.prod(stop - start for start, stop in region)
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """Returns the common region, or None if there is no common element."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def within(inner: Region, outer: Region) -> Region:
+    """Returns ``inner`` relative to the first element of ``outer``."""
+    return tuple(
+        (start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True)
+    )
+
+
+class Cut(NamedTuple):
+    """Describes the ``part`` of a wanted region that lies in one slice. ``stored``: the region of
+    the slice; ``holders``: local ranks that hold it, ascending. Both regions are in elements of the
+    whole tensor."""
+
+    stored: Region
+    holders: Sequence[int]
+    part: Region
+
+
+@lru_cache(maxsize=1 << 16)
+def cuts(layout: TensorLayout | None, shape: tuple[int, ...], region: Region) -> tuple[Cut, ...]:
+    """Returns one cut for each slice that overlaps ``region`` of a tensor of global ``shape``; none
+    for an empty region. ``layout`` None: one slice, held by local rank 0."""
+    if layout is None:
+        return (Cut(whole(shape), (0,), region),) if elements(region) else ()
+    lengths = layout.local_shape(shape)
+    if not elements(region):
+        return ()
+    counts, ranks = layout.counts(shape), holders(layout, shape)
+    ranges = [
+        range(start // length, -(-stop // length))
+        for (start, stop), length in zip(region, lengths, strict=True)
+    ]
+    found = []
+    for choice in itertools.product(*ranges):
+        stored = tuple(
+            (i * length, (i + 1) * length) for i, length in zip(choice, lengths, strict=True)
+        )
+        part = overlap(stored, region) if stored else ()
+        if part is not None:
+            found.append(Cut(stored, ranks[row_major(choice, counts)], part))
+    return tuple(found)
+
+
+def runs(part: Region, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
+    """Splits a region of a C-ordered array of ``shape`` into contiguous runs of equal length.
+    Returns (elements of each run, first positions of the runs, ascending)."""
+    split = len(shape)
+    while split and (part[split - 1] == (0, shape[split - 1])):
+        # the region covers the whole of the dimensions from here on
+        split -= 1
+    leading = max(split - 1, 0)
+    tail = math.prod(shape[split:])
+    length = tail * (part[leading][1] - part[leading][0]) if split else tail
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = part[leading][0] * strides[leading] if split else 0
+    if not leading:
+        return length, iter((first,))
+    return length, (
+        first + sum(i * stride for i, stride in zip(choice, strides[:leading], strict=True))
+        for choice in itertools.product(*(range(start, stop) for start, stop in part[:leading]))
+    )
+
+
+def offset(part: Region, shape: Sequence[int]) -> int:
+    """Returns the position of the first element of a region in a C-ordered array of ``shape``."""
+    position = 0
+    for (start, _), size in zip(part, shape, strict=True):
+        position = position * size + start
+    return position
+
+
+def chunks(region: Region, most: int) -> Iterator[Region]:
+    """Yields chunks of a region with at most ``most`` elements each (at least one), in the order of
+    its elements. In every layout, the part of a slice that lies in a chunk of the whole tensor is
+    contiguous in that slice, and the part in the next chunk follows it."""
+    shape = shape_of(region)
+    if not math.prod(shape):
+        return
+    if not shape:
+        yield ()
+        return
+    dim, row = 0, math.prod(shape[1:])
+    while dim + 1 < len(shape) and row > most:
+        dim += 1
+        row //= shape[dim]
+    (low, high), step = region[dim], max(most // row, 1)
+    for choice in itertools.product(*(range(*edges) for edges in region[:dim])):
+        leading = tuple((i, i + 1) for i in choice)
+        for start in range(low, high, step):
+            yield (*leading, (start, min(start + step, high)), *region[dim + 1 :])
 
 
 # ---- slices by number ----------------------------------------------------------------------------
@@ -324,9 +437,9 @@ def fold_optimizer_shards(layout: TensorLayout) -> TensorLayout:
             matrix += [left, size // left] if left > 1 else [size]
             split, left = axis if left > 1 else split, 1
             shard.append(axis)
-    cuts = [[axis + (axis > split) for axis in axes] for axes in layout.axes]
-    cuts[0] += shard
-    return TensorLayout(tuple(matrix), tuple(map(tuple, cuts))).normalized()
+    tensor_map = [[axis + (axis > split) for axis in axes] for axes in layout.axes]
+    tensor_map[0] += shard
+    return TensorLayout(tuple(matrix), tuple(map(tuple, tensor_map))).normalized()
 
 
 class Slices:

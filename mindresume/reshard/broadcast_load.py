@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindresume.model.layout import Layouts, Region, holders, ordinals, shares
-from mindresume.reshard.geometry import elements, shape_of
+from mindresume.model.layout import Layouts, Region, elements, holders, ordinals, shape_of, shares
 from mindresume.tensor_files.header import DTYPES
 
 MAX_EXCHANGE_BYTES = 64 << 20  # bytes in one exchange

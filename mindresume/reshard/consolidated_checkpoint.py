@@ -21,8 +21,8 @@ from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
 from mindresume.reshard.conversion_manifest import ConversionManifest, conversion_manifest_of
-from mindresume.reshard.direct_engine import Traffic
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
+from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.region_load import check_tensors
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.eligible import Choice

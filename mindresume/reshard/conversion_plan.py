@@ -35,14 +35,18 @@ from mindresume.formats.rank_folders import FileName, folder_name, label
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import SCALARS
 from mindresume.formatting import listed
-from mindresume.model.layout import Region, held
+from mindresume.model.layout import Region, elements, held, shape_of, whole
 from mindresume.model.manifest import FOLDER as RECORDS
 from mindresume.model.manifest import attempt_name, run_name
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.geometry import elements, shape_of, whole
+from mindresume.reshard.checkpoint_view import (
+    CheckpointView,
+    Tensor,
+    check_order,
+    missing_parameters,
+    model_names,
+)
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.reshard.tensor_checks import check_order, missing_parameters, prefix_splits
 from mindresume.tensor_files import FilePlan, TensorSpec, encode, plan_file, read_header
 from mindresume.tensor_files.header import DTYPES
 
@@ -347,18 +351,6 @@ def rank_files(
         except ValueError as error:
             raise ConfigError(f"{weights.name} cannot be written as {fmt}: {error}") from error
     return files
-
-
-def model_names(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Returns the tensors of the network: no counters, and no optimizer states (named ``adam_m.``
-    and the name of a parameter)."""
-    return {
-        name
-        for name, tensor in tensors.items()
-        if not tensor.is_counter
-        and name not in SCALARS
-        and not any(rest in tensors for _, rest in prefix_splits(name))
-    }
 
 
 def consolidated_files(

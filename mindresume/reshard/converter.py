@@ -39,6 +39,7 @@ from mindresume.errors import (
 from mindresume.events import Emit, Event, Notice, ignore, warning
 from mindresume.formats.iterations import iteration_name
 from mindresume.formatting import listed
+from mindresume.model.layout import shape_of
 from mindresume.model.manifest import (
     Details,
     FileRecord,
@@ -50,9 +51,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import ConversionPlan
-from mindresume.reshard.direct_engine import Engine
-from mindresume.reshard.geometry import shape_of
-from mindresume.reshard.region_load import check_source
+from mindresume.reshard.direct_engine import Engine, check_source
 from mindresume.saving.committer import publish_manifest, publish_meta
 from mindresume.saving.iteration_publisher import publish_iteration
 from mindresume.saving.retention import continued

@@ -18,52 +18,48 @@ worker, whatever the size of the model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_128
 
 from mindresume import runtime
-from mindresume.errors import ConfigError, CorruptFileError, EngineError, SaveError
+from mindresume.errors import ConfigError, EngineError, SaveError
 from mindresume.events import Emit, Notice, ignore
-from mindresume.model.layout import Region
-from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
-from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile, in_order
-from mindresume.reshard.geometry import (
+from mindresume.model.layout import (
+    Region,
     chunks,
     elements,
     offset,
     overlap,
     shape_of,
-    view,
     whole,
     within,
 )
-from mindresume.reshard.range_reader import OpenFiles, ReadRange, bits_dtype, gather
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, check_replicas
+from mindresume.reshard.conversion_plan import ConversionPlan, TargetFile, in_order
+from mindresume.reshard.range_reader import (
+    TILE,
+    OpenFiles,
+    ReadRange,
+    SourceChecksums,
+    Traffic,
+    bits_dtype,
+    gather,
+    view,
+)
+from mindresume.reshard.region_load import check_tensors
+from mindresume.reshard.translated_view import TranslatedView
 from mindresume.storage.interface import NewFile, Storage
 from mindresume.tensor_files import Checksums, FilePlan
 from mindresume.tensor_files.header import DTYPES
 
-# bytes: what was read is still in the cache when it is hashed and written
-TILE = 4 << 20
 MAX_CHUNKS_IN_TILE = 512  # small tensors
 BUFFERS = 3  # of TILE bytes, a worker
 MIN_TILE = 64 << 10  # bytes; with less, calls would cost more than data
 AUTO, DIRECT, BY_MINDSPORE = ENGINES = ("auto", "direct", "mindspore")
-
-
-@dataclass
-class Traffic:
-    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and
-    written. Any thread calls ``progress`` with the bytes written since the last call."""
-
-    read: int = 0
-    verified: int = 0
-    written: int = 0
-    progress: Callable[[int], None] = lambda count: None
 
 
 def engine_for(engine: str, fmt: str) -> str:
@@ -84,6 +80,37 @@ def tile_for(memory: int | None, workers: int) -> int:
             f"{BUFFERS * MIN_TILE} bytes"
         )
     return min(tile, TILE)
+
+
+def check_source(
+    weights: CheckpointView, traffic: Traffic, number: int = 0, count: int = 1
+) -> None:
+    """Reads and compares what cannot be compared while it is converted: tensors of several stages,
+    and recorded checksums of tensors that are read in parts. Adds what it reads to ``traffic``,
+    without its progress.
+
+    Args:
+        number: which of ``count`` shares of the tensors; the stages are compared by the first one.
+    Raises:
+        LoadError: copies in two stages differ.
+        CorruptFileError: a byte of the source differs from what was written.
+    """
+    inner = weights.inner if isinstance(weights, TranslatedView) else weights
+    if number == 0:
+        check_replicas(inner, read=True)
+    if isinstance(weights, TranslatedView):
+        recorded = [
+            name
+            for name in weights.composed_sources()
+            if any(
+                inner.locate(name, cut).checksum
+                for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape))
+            )
+        ]
+        checked = Traffic()
+        check_tensors(inner, recorded[number::count], traffic=checked)
+        traffic.read += checked.read
+        traffic.verified += checked.verified
 
 
 @dataclass
@@ -271,36 +298,6 @@ class _OutputFile:
             self.sums.tensors.setdefault(name, xxh3_128().hexdigest())
         self.sums.file = self._whole.hexdigest()
         self.file.finish()
-
-
-@dataclass
-class SourceChecksums:
-    """Compares the checksums of source tensors whose bytes pass completely and in order; ignores
-    other tensors."""
-
-    verified: int = 0
-    _sums: dict[tuple[str, int], tuple[Any, int]] = field(default_factory=dict)
-
-    def hash(self, name: str, place: SliceLocation, start: int, data: memoryview) -> None:
-        if place.checksum is None:
-            return
-        key = name, place.rank
-        found, passed = self._sums.get(key) or (xxh3_128(), 0)
-        if start != passed:
-            return
-        found.update(data)
-        passed += len(data)
-        self._sums[key] = found, passed
-        if passed == place.entry.nbytes:
-            del self._sums[key]
-            if found.hexdigest() != place.checksum:
-                raise CorruptFileError(
-                    place.path,
-                    f"{name} of rank {place.rank} is not what was written: checksum "
-                    f"{found.hexdigest()}, recorded {place.checksum}",
-                    tensor=name,
-                )
-            self.verified += passed
 
 
 @dataclass

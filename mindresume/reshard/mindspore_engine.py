@@ -31,11 +31,10 @@ from mindresume.errors import CorruptFileError, EngineError, StrategyError
 from mindresume.events import Emit, Notice, ignore
 from mindresume.formats.strategy import Strategy, encode_strategy
 from mindresume.formatting import counted
-from mindresume.model.layout import Region, TensorLayout
+from mindresume.model.layout import Region, TensorLayout, shape_of
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import METADATA, TargetFile, fitted, holdings, whole_tensors
 from mindresume.reshard.direct_engine import transform
-from mindresume.reshard.geometry import shape_of
 from mindresume.reshard.strategy_store import strategy_of
 from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage

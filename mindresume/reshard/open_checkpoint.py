@@ -33,13 +33,12 @@ from mindresume.formats.scan import CONSOLIDATED, kind_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import scalars_of, state_from_scalars
 from mindresume.formatting import ranks_count
+from mindresume.model.layout import whole
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.checkpoint_view import CheckpointView
+from mindresume.reshard.checkpoint_view import CheckpointView, check_replicas, depends_on_slices
 from mindresume.reshard.conversion_manifest import ConversionManifest, read_weights
-from mindresume.reshard.geometry import whole
 from mindresume.reshard.step_view import view_of_iteration, view_of_rank_folders
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
-from mindresume.reshard.tensor_checks import check_replicas, depends_on_slices
 from mindresume.resume.candidates import find_candidates
 from mindresume.resume.eligible import SelectionPolicy, eligible
 from mindresume.resume.verifier import Verifier

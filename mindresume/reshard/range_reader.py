@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128
 
 from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
-from mindresume.model.layout import Region
+from mindresume.model.layout import Region, elements, offset, runs, shape_of, within
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
-from mindresume.reshard.geometry import elements, offset, runs, shape_of, view, within
 from mindresume.storage.interface import Storage
 from mindresume.tensor_files import TensorEntry, read_into
 from mindresume.tensor_files.header import DTYPES
 
+# bytes: what was read is still in the cache when it is hashed and written
+TILE = 4 << 20
 # files at once: a checkpoint may have thousands, the limit of a process is often 1,024
 MAX_OPEN = 256
 # bytes: for shorter runs, reading the gaps between them too is cheaper than a call for each, ...
@@ -110,9 +113,55 @@ class OpenFiles:
             self._open.clear()
 
 
+@dataclass
+class Traffic:
+    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and
+    written. Any thread calls ``progress`` with the bytes written since the last call."""
+
+    read: int = 0
+    verified: int = 0
+    written: int = 0
+    progress: Callable[[int], None] = lambda count: None
+
+
+@dataclass
+class SourceChecksums:
+    """Compares the checksums of source tensors whose bytes pass completely and in order; ignores
+    other tensors."""
+
+    verified: int = 0
+    _sums: dict[tuple[str, int], tuple[Any, int]] = field(default_factory=dict)
+
+    def hash(self, name: str, place: SliceLocation, start: int, data: memoryview) -> None:
+        if place.checksum is None:
+            return
+        key = name, place.rank
+        found, passed = self._sums.get(key) or (xxh3_128(), 0)
+        if start != passed:
+            return
+        found.update(data)
+        passed += len(data)
+        self._sums[key] = found, passed
+        if passed == place.entry.nbytes:
+            del self._sums[key]
+            if found.hexdigest() != place.checksum:
+                raise CorruptFileError(
+                    place.path,
+                    f"{name} of rank {place.rank} is not what was written: checksum "
+                    f"{found.hexdigest()}, recorded {place.checksum}",
+                    tensor=name,
+                )
+            self.verified += passed
+
+
 def bits_dtype(dtype: str) -> np.dtype:
     """Returns the unsigned integer type of the same width: bits are copied, whatever they mean."""
     return np.dtype(f"u{DTYPES[dtype].itemsize}")
+
+
+def view(array: np.ndarray, region: Region) -> np.ndarray:
+    """Returns a region of an array as a view; for a 0-d array the whole."""
+    return array[(*(slice(start, stop) for start, stop in region), ...)]
 
 
 def gather(

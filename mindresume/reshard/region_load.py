@@ -19,15 +19,35 @@ import numpy as np
 from mindresume import runtime
 from mindresume.errors import LoadError
 from mindresume.formatting import counted
-from mindresume.model.layout import Layouts, Region, Shape, TensorLayout, held, same_shape
+from mindresume.model.layout import (
+    Cut,
+    Layouts,
+    Region,
+    Shape,
+    TensorLayout,
+    elements,
+    held,
+    same_shape,
+    shape_of,
+    whole,
+    within,
+)
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
-from mindresume.reshard.conversion_plan import model_names
-from mindresume.reshard.direct_engine import TILE, SourceChecksums, Traffic
-from mindresume.reshard.geometry import Cut, elements, shape_of, view, whole, within
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype, gather
-from mindresume.reshard.tensor_checks import check_order, check_replicas
-from mindresume.reshard.translated_view import TranslatedView
+from mindresume.reshard.checkpoint_view import (
+    CheckpointView,
+    SliceLocation,
+    check_order,
+    model_names,
+)
+from mindresume.reshard.range_reader import (
+    TILE,
+    OpenFiles,
+    SourceChecksums,
+    Traffic,
+    bits_dtype,
+    gather,
+    view,
+)
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import new_memory
 from mindresume.tensor_files.header import DTYPES
@@ -194,37 +214,6 @@ def check_tensors(
     Raises the errors of ``read_regions``."""
     regions = {name: whole(weights.tensors[name].shape) for name in names}
     _read_all(weights, regions, workers, traffic or Traffic(), None)
-
-
-def check_source(
-    weights: CheckpointView, traffic: Traffic, number: int = 0, count: int = 1
-) -> None:
-    """Reads and compares what cannot be compared while it is converted: tensors of several stages,
-    and recorded checksums of tensors that are read in parts. Adds what it reads to ``traffic``,
-    without its progress.
-
-    Args:
-        number: which of ``count`` shares of the tensors; the stages are compared by the first one.
-    Raises:
-        LoadError: copies in two stages differ.
-        CorruptFileError: a byte of the source differs from what was written.
-    """
-    inner = weights.inner if isinstance(weights, TranslatedView) else weights
-    if number == 0:
-        check_replicas(inner, read=True)
-    if isinstance(weights, TranslatedView):
-        recorded = [
-            name
-            for name in weights.composed_sources()
-            if any(
-                inner.locate(name, cut).checksum
-                for cut in inner.tensors[name].cuts(whole(inner.tensors[name].shape))
-            )
-        ]
-        checked = Traffic()
-        check_tensors(inner, recorded[number::count], traffic=checked)
-        traffic.read += checked.read
-        traffic.verified += checked.verified
 
 
 class _Buffers(runtime.ThreadLocal):

@@ -29,8 +29,7 @@ from mindresume.formats.weight_files import header_of
 from mindresume.formatting import counted, listed, ranks_count
 from mindresume.model.layout import TensorLayout, held, is_scalar
 from mindresume.model.training_state import is_transient, may_be_absent
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.tensor_checks import missing_parameters
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, missing_parameters
 from mindresume.storage.operations import parallel
 from mindresume.tensor_files.header import DTYPES
 

@@ -25,9 +25,8 @@ from typing import Any
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface import Block, Rule
 from mindresume.formatting import counted, listed
-from mindresume.model.layout import Region
+from mindresume.model.layout import Cut, Region
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation, Tensor
-from mindresume.reshard.geometry import Cut
 from mindresume.reshard.range_reader import ComposedCut, castable
 
 FP8, SCALE = "float8_e4m3fn", "_scale_inv"  # X.weight has its scales in X.weight_scale_inv

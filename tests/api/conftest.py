@@ -15,7 +15,7 @@ import mindresume
 from mindresume.formats.rank_folders import FileName
 from mindresume.formats.strategy import read_strategy
 from mindresume.model.layout import held
-from mindresume.reshard.geometry import view
+from mindresume.reshard.range_reader import view
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import rank_shard, write_shard
 

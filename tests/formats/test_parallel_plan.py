@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mindresume.errors import ConfigError
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan
 from mindresume.model.layout import MAX_RANKS, TensorLayout, held
-from mindresume.reshard.geometry import view
+from mindresume.reshard.range_reader import view
 
 few = settings(max_examples=50)
 ROWS, COLUMNS, WHOLE, PLAIN = (

@@ -9,7 +9,7 @@ from rank_folders import Ranks
 from mindresume.mindformers import loading
 from mindresume.mindformers.configuration import LoadRequest
 from mindresume.model.layout import TensorLayout, held
-from mindresume.reshard.geometry import view
+from mindresume.reshard.range_reader import view
 from sim.threads import Condition
 
 RANKS = 4

@@ -16,8 +16,9 @@ from mindresume.model.layout import (
     ordinals,
     same_shape,
     shares,
+    whole,
 )
-from mindresume.reshard.geometry import view, whole
+from mindresume.reshard.range_reader import view
 
 
 @pytest.mark.parametrize(

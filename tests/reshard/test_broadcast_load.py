@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_folders import Ranks
 
-from mindresume.model.layout import TensorLayout, held
+from mindresume.model.layout import TensorLayout, held, shape_of, whole
 from mindresume.reshard import broadcast_load
 from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
-from mindresume.reshard.geometry import shape_of, whole
 from sim.threads import Condition
 
 LAYOUTS = {

@@ -27,9 +27,9 @@ from reshard.plans import (
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import TensorLayout, held
-from mindresume.reshard.geometry import shape_of, view, whole, within
+from mindresume.model.layout import TensorLayout, held, shape_of, whole, within
 from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.range_reader import view
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, read_tensor

@@ -36,22 +36,19 @@ from reshard.plans import (
 from mindresume import runtime
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, elements, whole
 from mindresume.reshard import direct_engine, range_reader
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
 from mindresume.reshard.conversion_plan import TargetFile
 from mindresume.reshard.direct_engine import (
     BUFFERS,
     MIN_TILE,
-    TILE,
-    Traffic,
     engine_for,
     tile_for,
     tiles,
     transform,
 )
-from mindresume.reshard.geometry import elements, whole
-from mindresume.reshard.range_reader import OpenFiles, bits_dtype
+from mindresume.reshard.range_reader import TILE, OpenFiles, Traffic, bits_dtype
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import array_checksum, ckpt, file_checksum, read_header, read_tensor

@@ -28,13 +28,12 @@ from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.events import ignore
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, HEAD, inverse_rules, rules
-from mindresume.model.layout import TensorLayout, held
+from mindresume.model.layout import TensorLayout, held, whole
 from mindresume.reshard import region_load
 from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
-from mindresume.reshard.direct_engine import Engine, Traffic
-from mindresume.reshard.geometry import view, whole
+from mindresume.reshard.direct_engine import Engine, check_source
 from mindresume.reshard.huggingface import (
     NetworkModel,
     check_network,
@@ -47,8 +46,8 @@ from mindresume.reshard.huggingface import (
     view_of_folder,
 )
 from mindresume.reshard.open_checkpoint import open_checkpoint
-from mindresume.reshard.range_reader import cast
-from mindresume.reshard.region_load import LoadTarget, check_source, read_regions, wanted_regions
+from mindresume.reshard.range_reader import Traffic, cast, view
+from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 

@@ -22,9 +22,8 @@ from mindresume.errors import EngineError, StrategyError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy, decode_strategy
 from mindresume.mindformers import transform_worker
-from mindresume.model.layout import TensorLayout, held
+from mindresume.model.layout import TensorLayout, held, whole
 from mindresume.reshard.checkpoint_view import view_of_consolidated
-from mindresume.reshard.geometry import whole
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.tensor_files import read_header, read_tensor

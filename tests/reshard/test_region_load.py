@@ -11,11 +11,10 @@ from reshard.plans import COUNTERS, MODEL, Plan, Spec, foreign, put, random_tens
 
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.formats.consolidated import read_consolidated
-from mindresume.model.layout import TensorLayout
+from mindresume.model.layout import TensorLayout, elements, whole
 from mindresume.reshard import region_load
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, view_of_consolidated
-from mindresume.reshard.direct_engine import Traffic
-from mindresume.reshard.geometry import elements, whole
+from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.region_load import LoadTarget, check_tensors, read_regions, wanted_regions
 from mindresume.reshard.step_view import view_of_rank_folders
 from mindresume.tensor_files import read_header

@@ -16,11 +16,11 @@ from mindresume.errors import ConfigError, CorruptFileError, LoadError, Strategy
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import METADATA, iteration_name
 from mindresume.formats.scan import scan
-from mindresume.model.layout import fold_optimizer_shards, held, shares
+from mindresume.model.layout import fold_optimizer_shards, held, shares, whole
 from mindresume.model.manifest import FOLDER
 from mindresume.reshard import step_view
-from mindresume.reshard.geometry import view, whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.range_reader import view
 from mindresume.reshard.region_load import read_regions
 from mindresume.reshard.step_view import view_of_iteration
 from mindresume.reshard.strategy_store import own_strategy

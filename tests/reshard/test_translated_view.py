@@ -24,8 +24,7 @@ from reshard.test_huggingface import (
 from mindresume.errors import LoadError
 from mindresume.formats.huggingface import copies, rules
 from mindresume.model.layout import TensorLayout, held
-from mindresume.reshard.geometry import view
-from mindresume.reshard.range_reader import scale_blocks
+from mindresume.reshard.range_reader import scale_blocks, view
 from mindresume.reshard.translated_view import FP8, SCALE, scales_shape
 
 

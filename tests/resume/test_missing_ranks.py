@@ -30,8 +30,8 @@ from mindresume.formats.scan import scan
 from mindresume.formats.strategy import Strategy
 from mindresume.model.layout import TensorLayout, held
 from mindresume.model.manifest import Details, TensorRecord, run_name
-from mindresume.reshard.geometry import view
 from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.range_reader import view
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import replica_sources
 from mindresume.resume.selection import select_checkpoint

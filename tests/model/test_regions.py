@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reshard.plans import part_of, region_of
 
-from mindresume.model.layout import TensorLayout, held
-from mindresume.reshard.geometry import (
+from mindresume.model.layout import (
+    TensorLayout,
     chunks,
     cuts,
     elements,
+    held,
     offset,
     overlap,
     runs,
     shape_of,
-    view,
     whole,
     within,
 )
+from mindresume.reshard.range_reader import view
 
 RELAXED = settings(max_examples=60)
 

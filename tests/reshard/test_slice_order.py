@@ -11,10 +11,9 @@ import mindresume
 from mindresume.errors import ConfigError
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
 from mindresume.model.layout import TensorLayout, fold_optimizer_shards
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, check_order, computed_slices
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import LoadTarget, wanted_regions
-from mindresume.reshard.tensor_checks import check_order, computed_slices
 from mindresume.storage.posix import PosixStorage
 
 QKV, FC1 = (
