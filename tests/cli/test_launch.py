@@ -1,5 +1,5 @@
 """The commands as processes of a launch: process 0 prints the whole result, and all end with the
-same status."""
+same status. Those that wait for each other are real processes."""
 
 import json
 import os
@@ -12,26 +12,26 @@ from rank_folders import flip_bit
 from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
+from mindresume.cli.launch import TIMEOUT
 
 LAUNCHER = ("MS_", "RANK_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 
 
-def launch(size, *arguments, ranks=None, **variables):
-    """Returns [(status, stdout, stderr)] of the processes ``ranks`` (default: all) of a launch of
-    ``size``."""
+def environment(size, rank):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "mindresume", *map(str, arguments)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**clean, "RANK_ID": str(rank), "MS_WORKER_NUM": str(size), **variables},
-        )
-        for rank in ranks or range(size)
-    ]
-    found = [process.communicate(timeout=100) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, found, strict=True)]
+    return {**clean, "RANK_ID": str(rank), "MS_WORKER_NUM": str(size)}
+
+
+@pytest.fixture
+def launch(call, monkeypatch):
+    """Runs the process ``rank`` of a launch of ``size``. Returns (status, stdout, stderr)."""
+
+    def run(size, rank, *arguments, **variables):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", {**environment(size, rank), **variables})
+            return call(*arguments)
+
+    return run
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def source(tmp_path):
     ), tmp_path / "checkpoint"
 
 
-def test_each_process_verifies_a_share_and_prints_what_it_found(source, tmp_path):
+def test_each_process_verifies_a_share_and_prints_what_it_found(source, tmp_path, launch):
     candidate, root = source
     damaged = [str(root / candidate.files[rank][0].path) for rank in (1, 3)]
     for path in damaged:
         flip_bit(Path(path), -1)
-    found = launch(3, "verify", root, "--json")
+    found = [launch(3, rank, "verify", root, "--json") for rank in range(3)]
     reports = [json.loads(out) for _, out, _ in found]
     assert sum(row["bytes_read"] for row in reports) >= sum(
         file.size for file in candidate.all_files
@@ -73,48 +73,48 @@ def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
 
 def test_the_processes_of_a_launch_share_the_files(source, tmp_path):
     _, root = source
-    found = launch(2, "merge", root, tmp_path / "merged", "--part-size", "2000")
-    assert [status for status, _, _ in found] == [0, 0] and found[0][1] and not found[1][1]
-    assert (
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mindresume", "merge", root, "merged", "--part-size", "2000"],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environment(2, rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in range(2)
+    ]
+    found = [process.communicate(timeout=600) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0] and found[0][0]
+    assert not found[1][0] and (
         "this is process 1 of 2, as RANK_ID=1 and MS_WORKER_NUM=2 in the environment say"
-        in found[1][2]
+        in found[1][1]
     )
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "merged"]
 
 
-def test_a_process_that_does_not_come_is_an_error(source, tmp_path):
-    _, root = source
-    found = launch(
-        3, "convert", root, tmp_path / "new", "--to", "dp=3", "--timeout", "2", ranks=(0, 2)
-    )
-    assert [status for status, _, _ in found] == [2, 2]
-    assert "part 2 of 3" in found[0][2] and "MS_WORKER_NUM=3" in found[0][2]
-    assert not (tmp_path / "new").exists()
+def test_a_process_that_does_not_come_is_an_error(source, tmp_path, launch, clock):
+    status, _, err = launch(2, 0, "convert", source[1], tmp_path / "new", "--to", "dp=3")
+    assert status == 2 and "part 2 of 2" in err and "MS_WORKER_NUM=2" in err
+    assert not (tmp_path / "new").exists() and TIMEOUT < clock.now < TIMEOUT + 60
 
 
-def test_what_process_0_alone_does(source, tmp_path):
-    _, root = source
-    found = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--dry-run")
-    assert (
-        [status for status, _, _ in found] == [0, 0]
-        and "dry run" in found[0][1]
-        and not found[1][1]
-    )
-    (scheduler,) = launch(
-        2, "convert", root, tmp_path / "new", "--to", "tp=2", ranks=(0,), MS_ROLE="MS_SCHED"
-    )
-    assert scheduler == (0, "", "")
-    refused = launch(2, "convert", root, tmp_path / "new", "--to", "tp=2", "--engine", "mindspore")
-    assert [status for status, _, _ in refused] == [2, 2]
+def test_what_process_0_alone_does(source, tmp_path, launch):
+    convert = ("convert", source[1], tmp_path / "new", "--to", "tp=2")
+    found = [launch(2, rank, *convert, "--dry-run") for rank in range(2)]
+    assert [status for status, _, _ in found] == [0, 0]
+    assert "dry run" in found[0][1] and not found[1][1]
+    assert launch(2, 0, *convert, MS_ROLE="MS_SCHED") == (0, "", "")
+    for rank in range(2):
+        assert launch(2, rank, *convert, "--engine", "mindspore")[0] == 2
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_parts_by_hand(source, tmp_path):
+def test_parts_by_hand(source, tmp_path, launch):
     _, root = source
-    ((_, out, _),) = launch(1, "verify", root, "--part", "1/2")
-    assert "part 1 of 2" in out
+    assert "part 1 of 2" in launch(1, 0, "verify", root, "--part", "1/2")[1]
     for part, there in (("2/2", False), ("1/2", True)):
-        ((status, _, err),) = launch(
-            1, "convert", root, tmp_path / "new", "--to", "tp=2", "--part", part
+        status, _, err = launch(
+            1, 0, "convert", root, tmp_path / "new", "--to=tp=2", "--part", part
         )
         assert (status, err) == (0, "") and (tmp_path / "new").exists() is there

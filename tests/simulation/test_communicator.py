@@ -6,13 +6,12 @@ from sim.cluster import Cluster, current_cluster
 from sim.communicator import LIMIT, Communicator, ExchangeError, MismatchError
 from sim.machine import use_cluster
 from sim.schedule import Schedule
-from sim.scheduler import TICK
 
 
-def run_ranks(*works, limit=LIMIT, picks=(), tick=TICK):
+def run_ranks(*works, limit=LIMIT):
     """Runs each ``work(member)`` as a rank. Returns (cluster, communicator, results by rank)."""
     cluster, shared, found = (
-        Cluster(Schedule(picks=picks, tick=tick)),
+        Cluster(Schedule()),
         Communicator(len(works), limit),
         {},
     )
@@ -26,17 +25,6 @@ def run_ranks(*works, limit=LIMIT, picks=(), tick=TICK):
             cluster.process(host, f"rank{rank}", attempt)
         cluster.scheduler.run()
     return cluster, shared, [found.get(rank) for rank in range(len(works))]
-
-
-@pytest.mark.parametrize("picks", [(), ((1, 2),), ((1, 1), (2, 1))])
-def test_all_get_the_messages_of_all_in_order_and_that_of_rank_0(picks):
-    def work(member):
-        own = f"m{member.rank}".encode()
-        return member.gather(own), member.broadcast(own), member.gather(own + b"'"), member.size
-
-    _, shared, found = run_ranks(work, work, work, picks=picks)
-    assert found == [([b"m0", b"m1", b"m2"], b"m0", [b"m0'", b"m1'", b"m2'"], 3)] * 3
-    assert not shared.rounds and not shared.mismatch and shared.longest_wait == 0.0
 
 
 @pytest.mark.parametrize("further", [0, 1])

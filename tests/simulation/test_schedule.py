@@ -3,8 +3,6 @@
 import json
 import random
 
-import pytest
-
 from sim.schedule import (
     DEATHS,
     ERRORS,
@@ -14,11 +12,6 @@ from sim.schedule import (
 )
 
 DRAWN = [random_schedule(random.Random(seed), 150) for seed in range(200)]
-
-
-def test_the_same_seed_draws_the_same():
-    assert [random_schedule(random.Random(seed), 150) for seed in range(200)] == DRAWN
-    assert len({schedule.seed for schedule in DRAWN}) == 200
 
 
 def test_everything_that_can_happen_is_drawn():
@@ -38,10 +31,10 @@ def test_everything_that_can_happen_is_drawn():
     assert power == {True, False}
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), *DRAWN[:40]])
-def test_a_schedule_survives_json(schedule):
-    again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
-    assert again == schedule and hash(again) == hash(schedule) and again.size == schedule.size
+def test_a_schedule_survives_json():
+    for schedule in (Schedule(), *DRAWN):
+        again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
+        assert again == schedule and hash(again) == hash(schedule) and again.size == schedule.size
 
 
 def test_shrink_candidates_are_smaller_parts():
@@ -54,20 +47,3 @@ def test_shrink_candidates_are_smaller_parts():
                 schedule.clocks,
                 (),
             )
-
-
-def test_everything_can_be_left_out_one_by_one():
-    for schedule in DRAWN:
-        assert (
-            len(
-                {
-                    candidate
-                    for candidate in schedule.shrink_candidates()
-                    if candidate.size == schedule.size - 1
-                }
-            )
-            == schedule.size
-        )
-        while schedule.shrink_candidates():
-            schedule = schedule.shrink_candidates()[-1]
-        assert schedule.size == 0 and schedule == Schedule(schedule.seed)

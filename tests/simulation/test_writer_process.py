@@ -63,17 +63,6 @@ def complete(saver, target):
     ], current_process().cluster.scheduler.now
 
 
-def test_a_save_is_written_and_committed_by_a_process_of_its_own_which_ends_with_the_training():
-    cluster, (outcomes, _) = run(complete)
-    assert outcomes == [(2, True)] and len(committed(cluster)) == 1
-    assert writer_of(cluster).exit == 0 and writer_of(cluster).host is cluster.processes[0].host
-    assert not [
-        name
-        for number, process, name, path in cluster.trace.rows
-        if process == "rank0" and name in ("write", "rename")
-    ]
-
-
 def test_the_writer_ignores_sigterm():
     undisturbed, _ = run(complete)
     for number in operations(undisturbed):
@@ -105,24 +94,3 @@ def test_a_started_save_is_finished_when_the_training_is_killed(end):
     assert cluster.processes[0].exit == (-9 if end == "kill" else 1)
     assert len(committed(cluster)) == 2 and writer_of(cluster).exit == 0
     assert cluster.scheduler.now < TIMEOUT
-
-
-def test_the_training_detects_a_killed_writer_and_starts_another():
-    undisturbed, _ = run(complete)
-    number = operations(undisturbed)[4]
-
-    def work(saver, target):
-        save(saver, target)
-        first = saver.wait(TIMEOUT)
-        save(saver, target, 4)
-        second = saver.wait(TIMEOUT) + saver.finish(TIMEOUT, 5.0)
-        return [
-            (outcome.step, outcome.saved, str(outcome.error or "")) for outcome in first + second
-        ]
-
-    cluster, found = run(work, faults=(Fault(number, "kill"),))
-    assert [row[:2] for row in found] == [
-        (2, False),
-        (4, True),
-    ] and "died (exit status -9)" in found[0][2]
-    assert [process.exit for process in cluster.processes if process.name == WRITER] == [-9, 0]

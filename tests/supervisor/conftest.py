@@ -16,24 +16,26 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120
 
 # Stands in for msrun: starts ranks in sessions of their own, and ends badly when one of them does.
-# It leaves the end of a rank to the supervisor for a minute, and its exit status for ever: a busy
-# machine must not decide who sees them first.
+# It leaves the ends of ranks to the supervisor for a minute, and their exit statuses for ever: a
+# busy machine must not decide who sees them first.
 FAKE_MSRUN = """
 import os, subprocess, sys, time
 count = int(sys.argv[1])
 ranks = [subprocess.Popen([sys.executable, sys.argv[2]], start_new_session=True, stdout=open(f"worker_{rank}.log", "w"),
                           stderr=subprocess.STDOUT, env={**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)})
          for rank in range(count)]
+end_of = lambda rank: os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
 left, failed = list(ranks), False  # a Popen that nothing names any more reaps its process
 while left and not failed:
-    time.sleep(0.2)
+    time.sleep(0.05)
     for rank in list(left):
-        end = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        end = end_of(rank)
         if end is not None:
             left.remove(rank)
             failed = failed or end.si_code != os.CLD_EXITED or end.si_status != 0
-if failed and left:
-    time.sleep(60)
+until = time.monotonic() + 60
+while failed and time.monotonic() < until and any(end_of(rank) is None for rank in left):
+    time.sleep(0.05)
 for rank in left:
     rank.kill()
 os._exit(int(failed))             # without the destructors of subprocess, which reap

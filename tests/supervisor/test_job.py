@@ -16,6 +16,7 @@ from mindresume.coordination.rank_heartbeat import (
     COMPILING,
     ENDED,
     ENDING,
+    OUTCOMES,
     TRAINING,
     RankHeartbeat,
     read_heartbeats,
@@ -26,7 +27,14 @@ from mindresume.supervisor import job_end
 from mindresume.supervisor.hang import JobSettings
 from mindresume.supervisor.job import Command, Job, _status_in_message
 from mindresume.supervisor.members import OTHER, RANK, SCHEDULER, Ended, Member, Process
-from mindresume.supervisor.restart_policy import DIED, EXITED, NOT_STARTED, STOPPED, JobEnd
+from mindresume.supervisor.restart_policy import (
+    DIED,
+    EXITED,
+    HUNG,
+    NOT_STARTED,
+    STOPPED,
+    JobEnd,
+)
 from mindresume.supervisor.supervisor import Supervisor, SupervisorSettings
 
 
@@ -87,8 +95,58 @@ class Quiet:
         return False
 
 
-def ended(ticks):
-    return Ended(Member(Process(os.getpid(), 0, 0, "Z", ticks), OTHER), 2)
+def ended(ticks, status=2):
+    return Ended(Member(Process(os.getpid(), 0, 0, "Z", ticks), OTHER), status)
+
+
+def tell(folder, **numbers):
+    """Makes this process a rank whose training has ended."""
+    beat = RankHeartbeat.create(str(folder), 0)
+    beat.set(**numbers)
+    beat.enter(ENDED)
+
+
+FINISHED, PREEMPTED = OUTCOMES.index("finished"), OUTCOMES.index("preempted")
+
+
+@pytest.mark.parametrize(
+    "status, outcome, dies",
+    [
+        (0, FINISHED, False),
+        (None, FINISHED, False),
+        (143, PREEMPTED, False),
+        (143, FINISHED, True),
+        (5, PREEMPTED, True),
+        (None, OUTCOMES.index("failed"), True),
+    ],
+)
+def test_a_rank_that_ends_well_does_not_end_the_others(job, tmp_path, status, outcome, dies):
+    tell(tmp_path, outcome=outcome)
+    assert (job._taken(ended(start_ticks(os.getpid()), status)) is not None) == dies
+
+
+@pytest.mark.parametrize(
+    "numbers, end, is_preempted, has_finished",
+    [
+        # asked by others, not by the supervisor
+        ({"outcome": PREEMPTED}, (EXITED, 143), True, False),
+        # it may have been the signal of a failure
+        ({"outcome": PREEMPTED, "unasked": 1}, (EXITED, 143), False, False),
+        ({"outcome": PREEMPTED}, (DIED, 143), False, False),
+        # the launcher fails, or a rank crashes, after the training
+        ({"outcome": FINISHED}, (EXITED, 3), False, True),
+        ({"outcome": FINISHED}, (DIED, 139), False, True),
+        ({"outcome": FINISHED}, (HUNG, 124), False, False),
+        ({"outcome": FINISHED, "begun": 5, "committed": 4}, (EXITED, 3), False, False),
+    ],
+)
+def test_what_the_ranks_tell_decides_whether_a_start_was_the_last(
+    job, tmp_path, numbers, end, is_preempted, has_finished
+):
+    tell(tmp_path, **numbers)
+    job.members.refresh = lambda *arguments: None  # ends nothing here
+    outcome, _ = job.end(JobEnd(*end, ""), Quiet())
+    assert (outcome.is_preempted, outcome.has_finished) == (is_preempted, has_finished)
 
 
 def test_a_rank_that_ends_before_its_role_is_known_is_one_by_its_heartbeat(job, tmp_path):
@@ -204,11 +262,14 @@ def test_at_the_limit_of_threads_the_start_is_tried_again(job, monkeypatch):
     assert (end.kind, end.status) == (NOT_STARTED, 1)
 
 
-def test_a_command_that_ends_before_its_start_is_known_has_its_status(job):
+def test_a_command_that_ends_before_its_start_is_known_has_its_status(job, tmp_path):
     job._taken(Ended(Member(Process(77, 0, 0, "Z", 5), OTHER), 3))
     assert job._over() is None
     job.command.pid = 77
     assert job._over().status == 3
+    tell(tmp_path, outcome=PREEMPTED, unasked=1)
+    job.heartbeats.refresh()
+    assert "its ranks after SIGTERM of an unknown sender" in job._over().cause
 
 
 def test_the_status_of_a_rank_that_msrun_has_reaped_is_in_its_message(tmp_path):
