@@ -89,6 +89,8 @@ class LedgerRun:
         deterministic: whether the same step gives the same bits again, if the random state does.
         dtype: of the network's computation; empty: not known.
         draws: the network draws random numbers in a step: dropout.
+        branches: it began with other data, or another batch size, than the checkpoint that it
+            loaded.
     """
 
     run_id: str
@@ -100,6 +102,7 @@ class LedgerRun:
     deterministic: bool = False
     dtype: str = ""
     draws: bool = False
+    branches: bool = False
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,16 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def _change(origin: ResumeProgress) -> str:
+    """Returns why the steps after a checkpoint are others than those after it before; empty: they
+    are the same."""
+    if origin.step_scale != 1:
+        return "the global batch size has changed"
+    if origin.changed or origin.starts_data_set or origin.moved_passes or origin.repeated:
+        return "the data has changed"
+    return ""
+
+
 class StepProof:
     """The ledger of this training, and the comparison of its first steps with those of the run
     before. Only rank 0 has one. What goes wrong in it ends no training: it is switched off.
@@ -172,6 +182,7 @@ class StepProof:
     def __init__(self, context: Any, target: SaveTarget, step: int):
         self.context, self.emit = context, context.emit
         self._output, computation = adapter.output_root(), context.computation
+        change = _change(context.progress.origin) if context.plan.resumes else ""
         self._run = LedgerRun(
             target.run,
             target.lineage,
@@ -182,6 +193,7 @@ class StepProof:
             adapter.is_deterministic(),
             computation.dtype,
             bool(computation.dropouts),
+            bool(change),
         )
         self.lost_steps = 0
         self._ledger: StepLedger | None = None  # until the first step
@@ -193,22 +205,25 @@ class StepProof:
         if not self._is_said:
             # the other ranks wait for this one soon
             try:
-                self._begin(context.progress.origin, context.plan.origin.chosen)
+                self._begin(context.plan.origin.chosen, change)
             except Exception as error:
                 self._give_up(error)
 
-    def _begin(self, origin: ResumeProgress, chosen: Candidate) -> None:
-        """Finds the steps that are trained again. ``chosen``: the checkpoint that was loaded."""
+    def _begin(self, chosen: Candidate, change: str) -> None:
+        """Finds the steps that are trained again. ``chosen``: the checkpoint that was loaded.
+        ``change``: what is not as in the run that saved it."""
         earlier = earlier_ledger(
             os.path.join(self._output, FOLDER), self._run, chosen.step or 0, chosen.run
         )
         self.lost_steps = len(earlier.rows) if earlier else 0
-        if origin.step_scale != 1:
-            self._unproved = "no step is compared: the global batch size has changed"
-        elif origin.changed or origin.starts_data_set or origin.moved_passes or origin.repeated:
-            self._unproved = "no step is compared: the data has changed"
+        if change:
+            self._unproved = f"no step is compared: {change}"
         elif earlier is None:
             self._unproved = "no step is done again, as far as the step ledgers show"
+        elif earlier.run.branches and earlier.run.run_id != chosen.run:
+            self._unproved = (
+                "no step is compared: the run before had other data or another batch size"
+            )
         else:
             tolerance = self.context.settings.proof_tolerance or None
             self._redone = RedoneSteps(self._run, earlier, tolerance)

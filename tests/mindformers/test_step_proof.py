@@ -28,14 +28,14 @@ def begin(tmp_path, monkeypatch):
     )
     made: list[StepProof] = []
 
-    def run(name, resumed=0, settings=None, computation=None, **origin):
+    def run(name, resumed=0, settings=None, computation=None, saved_by="0001-aaaaaaaa", **origin):
         found = []
         context = SimpleNamespace(
             emit=found.append,
             computation=computation or Computation("layout", "float32"),
             plan=SimpleNamespace(
                 resumes=resumed > 0,
-                origin=SimpleNamespace(chosen=SimpleNamespace(step=resumed, run="0001-aaaaaaaa")),
+                origin=SimpleNamespace(chosen=SimpleNamespace(step=resumed, run=saved_by)),
             ),
             progress=SimpleNamespace(origin=replace(START, **origin)),
             settings=settings or Settings(),
@@ -115,6 +115,26 @@ def test_that_no_step_is_compared_is_said_after_the_first(begin, origin, reason)
     train(again, rows(11, 12, batch=77))
     (proved,) = events
     assert proved.steps == 0 and proved.tensors == 33 and reason in proved.unproved
+
+
+@pytest.mark.parametrize("change", [{"changed": ("other data",)}, {"step_scale": 0.5}])
+def test_a_change_that_is_taken_back_is_no_difference(begin, change):
+    """The run in between saved nothing, and trained these steps with other data."""
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14))
+    train(begin("0002-bbbbbbbb", 10, **change)[0], rows(11, 13, batch=77))
+    again, events = begin("0003-cccccccc", 10)
+    train(again, rows(11, 14))
+    (proved,) = events
+    assert proved.steps == 0 and "the run before had other data" in proved.unproved
+
+
+def test_a_run_that_began_with_other_data_is_compared_after_a_checkpoint_of_its_own(begin):
+    train(begin("0001-aaaaaaaa")[0], rows(1, 14))
+    train(begin("0002-bbbbbbbb", 8, changed=("other data",))[0], rows(9, 13, batch=77))
+    again, events = begin("0003-cccccccc", 10, saved_by="0002-bbbbbbbb")
+    train(again, rows(11, 14, batch=77))
+    (proved,) = events
+    assert (proved.steps, proved.differences) == (3, 0)
 
 
 def test_a_training_that_ends_early_says_how_many_steps_were_compared(begin):
