@@ -179,10 +179,9 @@ def test_configurations_of_transformers(tmp_path, sequences, graphs):
         assert_same(exported(run, tmp_path / f"again{i}", tmp_path / f"hf{i}"), values[i])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(QWEN3, id="qwen3", marks=pytest.mark.soak), pytest.param(LATENT, id="latent")],
-)
+# by default tests/reshard/test_huggingface.py and tests/mindformers/test_hf_streaming.py
+@pytest.mark.soak
+@pytest.mark.parametrize("model", [QWEN3, LATENT], ids=["qwen3", "latent"])
 def test_each_rank_of_four_loads_its_slices(tmp_path, sequences, graphs, model):
     """Data parallel 2 x model parallel 2."""
     values = folder_of(tmp_path / "hf", model)

@@ -49,6 +49,8 @@ def resume(run: Run, whole: Run, step: int, command: str = "") -> None:
     assert_resumed(run, whole, step)
 
 
+# by default st/test_supervisor.py, through the supervisor, and the judge
+@pytest.mark.soak
 def test_sigterm_to_the_launcher_saves_and_ends_one_process(whole_single, tmp_path):
     run = run_beside(whole_single, tmp_path / "run", copied=False)
     run.start("--callbacks.1.async_save thread")

@@ -1,9 +1,9 @@
 """Automatic recovery: something outside starts the same command again whenever the job ends, until
 it ends well.
 
-With --soak ten deaths of four processes, of all of them or of one: in the first save, in later
-saves, while a checkpoint is loaded, at the start and in the middle of nothing. Without it three
-deaths of one process. And a checkpoint on which every job dies.
+With --soak only: three deaths of one process, and ten of four processes, of all of them or of one:
+in the first save, in later saves, while a checkpoint is loaded, at the start and in the middle of
+nothing.
 """
 
 import glob
@@ -19,14 +19,10 @@ import pytest
 from mindresume.storage.operations import TEMPORARY
 from st.run_attempts import (
     LIMIT,
-    PROGRAMS,
     assert_no_process_left,
     committed_steps,
     events,
-    refused_steps,
     run_beside,
-    selected_step,
-    steps_of,
     wrong_steps,
 )
 from st.training_run import Run, differences
@@ -132,6 +128,8 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     assert differences(whole.steps(), run.steps(-1)) == []
 
 
+# by default st/test_supervised_recovery.py, st/test_cookbook.py and st/test_syscalls.py
+@pytest.mark.soak
 def test_one_process_recovers_from_a_few_kills(whole_single, tmp_path):
     run, chance = run_beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
     starts = supervised(
@@ -169,24 +167,3 @@ def test_four_processes_recover_from_ten_kills(whole_four, tmp_path, fmt, capsys
             )
         )
     assert_uninterrupted(run, whole_four)
-
-
-# ---- a checkpoint that kills every job -----------------------------------------------------------
-
-
-def test_a_checkpoint_that_kills_every_job_is_refused_after_two_failed_loads(
-    whole_single, tmp_path
-):
-    """Steps 30, 35, 40 exist. 40 kills two jobs; then 35 is selected and trained to 40, which is
-    saved again."""
-    run = run_beside(whole_single, tmp_path / "run")
-    run.program = PROGRAMS / "crash_after_load.py"
-    command, fatal = "--epochs 5", {"CRASH_AFTER_LOAD": "40"}
-    for _ in range(2):
-        assert run.start(command, **fatal).wait(LIMIT) == 128 + signal.SIGKILL
-        assert selected_step(run) == 40
-    assert run.which()["chosen"]["step"] == 35
-    run.start(command, **fatal).wait_for_success(LIMIT)
-    assert refused_steps(run) == [40] and selected_step(run) == 35
-    assert steps_of(run) == list(range(36, 51))
-    assert run.which()["chosen"]["step"] == 50

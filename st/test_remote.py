@@ -124,7 +124,9 @@ def test_a_job_killed_during_its_download_resumes(whole_single, tmp_path, layout
     resumed(whole_single, run, command, there, Moxing)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("", id="1.0"), pytest.param(FORMAT_2, id="2.0")])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("", id="1.0", marks=pytest.mark.soak), pytest.param(FORMAT_2, id="2.0")]
+)
 def test_a_job_killed_during_its_last_upload_uploads_the_step_at_the_next_start(
     whole_single, tmp_path, layout
 ):

@@ -1,5 +1,6 @@
-"""One process, and the data set or the batch size is another one at a resume: declared or not,
-interrupted again. (The new data set alone, and round after round: st/test_cookbook.py.)
+"""One process, and the data set is another one at a resume, interrupted again. (The new data set
+alone, and round after round, and another batch size: st/test_cookbook.py; both at once:
+st/test_single_iterations.py; undeclared: the judge, "other data".)
 
 The data sets are windows of one text, in other numbers: a sample is known by its tokens, and no two
 sets have the same rows in the same places.
@@ -13,8 +14,6 @@ import pytest
 from st.checkpoint_files import names
 from st.run_attempts import (
     assert_event,
-    assert_not_trained,
-    failure,
     in_parallel,
     notices,
     resume_summary,
@@ -64,37 +63,27 @@ def changed(whole_single, second, alone, tmp_path_factory) -> SimpleNamespace:
     """Each resumes from a copy of the uninterrupted run at step 40, the end of epoch 4 of the first
     data set, or from its step 35."""
     base = tmp_path_factory.mktemp("changed")
-    own = {name: run_beside(whole_single, base / name, copied=False) for name in ("odd", "third")}
-    at_35 = {
-        "load_checkpoint": str(whole_single.checkpoints),
-        "resume_training": "qwen3_rank_0-4_5",
-    }
+    third = run_beside(whole_single, base / "third", copied=False)
     # the way of an unmodified script; the other runs take run_mindformer.py
-    skip = use_register_path(own["third"], {"trainer.data_skip_steps": 2, **at_35})
-    runs = SimpleNamespace(
-        **own,
-        **{
-            name: run_beside(whole_single, base / name)
-            for name in ("skipped", "larger", "silent", "refused", "new", "sinks")
+    skip = use_register_path(
+        third,
+        {
+            "trainer.data_skip_steps": 2,
+            "load_checkpoint": str(whole_single.checkpoints),
+            "resume_training": "qwen3_rank_0-4_5",
         },
     )
+    runs = SimpleNamespace(
+        third=third,
+        **{name: run_beside(whole_single, base / name) for name in ("skipped", "new", "sinks")},
+    )
     shutil.rmtree(runs.new.checkpoints)
-    more = "--epochs 6"
     in_parallel(
-        lambda: twice(runs.skipped, 47, second, SKIP, more),
-        lambda: train_well(
-            runs.larger,
-            f"{second} {more} {IGNORE} --batch_size 16 --callbacks.1.save_checkpoint_steps 2",
-        ),
-        lambda: train_well(runs.silent, second, more),
-        lambda: train_well(
-            runs.odd, *(f"--{key} {value}" for key, value in at_35.items()), "--batch_size 16"
-        ),
+        lambda: twice(runs.skipped, 47, second, SKIP, "--epochs 6"),
         lambda: train_well(runs.third, skip),
         lambda: train_well(
             runs.sinks, f"{second} {IGNORE} --epochs 5 --sink_mode True --runner_config.sink_size 2"
         ),
-        lambda: train(runs.refused, second, more, MINDRESUME_ON_DATASET_CHANGE="error"),
         lambda: (
             train_well(runs.new, FORMAT_2, "--epochs 1"),
             twice(runs.new, 17, FORMAT_2, second, IGNORE, "--epochs 3"),
@@ -112,23 +101,6 @@ def test_steps_that_were_trained_already_are_skipped(changed, alone):
     assert [samples(run, 0)[step] for step in range(41, 48)] == alone[2:9]
     assert [samples(run)[step] for step in range(46, 69)] == (alone * 2)[7:]
     assert steps_of(run)[-1] == 68
-
-
-def test_another_batch_size_at_the_same_time(changed, alone):
-    """Scenario 3: step 40 of 8 samples is step 20 of 16; a pass of the new set has 7 steps, its
-    last 8 samples are dropped."""
-    run, pairs = changed.larger, [alone[i] + alone[i + 1] for i in range(0, 14, 2)]
-    assert [samples(run)[step] for step in range(21, 28)] == pairs
-    assert_event(run, "progress_restored", step_scale=0.5, saved_step=40)
-
-
-def test_a_batch_size_that_cuts_a_step_is_rounded_down(changed, whole_single):
-    """35 * 8 / 16 = 17.5 steps: the data of step 35 is seen again, in step 18."""
-    run, before = changed.odd, samples(whole_single)
-    assert notices(run, "8 samples", level="warning")
-    how, details = resume_summary(run)["step"]
-    assert how == "recomputed" and "17.5" in details
-    assert samples(run) == {step: before[2 * step - 1] + before[2 * step] for step in range(18, 21)}
 
 
 def test_steps_of_the_same_data_are_skipped_inside_an_epoch(changed, whole_single):
@@ -154,23 +126,6 @@ def test_in_checkpoint_2_too(changed, alone):
     assert selected_step(run) == 15
     assert [samples(run)[step] for step in range(16, 41)] == (alone * 2)[5:]
     assert steps_of(run)[-1] == 40
-
-
-# ---- an undeclared new data set ------------------------------------------------------------------
-
-
-def test_a_silent_change_is_a_warning(changed, alone):
-    """The data set counts as the old one; the checkpoint is between two passes, so no sample of the
-    new one is skipped."""
-    run = changed.silent
-    assert notices(run, "mcore.mindrecord", "ignore_data_skip: True", level="warning")
-    assert [samples(run)[step] for step in range(41, 71)] == alone * 2
-
-
-def test_or_an_error(changed):
-    run = changed.refused
-    assert_not_trained(run, 1)
-    assert failure(run).startswith("ProgressError") and "on_dataset_change" in failure(run)
 
 
 def test_the_same_data_set_is_not_a_change(whole_single, tmp_path):

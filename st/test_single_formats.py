@@ -113,44 +113,24 @@ SINKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def sunk(whole_single, tmp_path_factory) -> dict[int, Run]:
-    """Returns, for each sink size, a run that was killed (inside a sink if its size allows) and
-    resumed. It keeps all checkpoints."""
-    base = tmp_path_factory.mktemp("sink")
-    runs = {size: run_beside(whole_single, base / str(size), copied=False) for size in SINKS}
-
-    def play(size: int) -> Run:
-        extra = (
-            f"--sink_mode True --runner_config.sink_size {size} "
-            "--callbacks.1.keep_checkpoint_max 20"
-        )
-        train(runs[size], extra, CPU_CLUSTER_KILL=f"0@{SINKS[size][0]}")
-        assert names(runs[size]) == SINKS[size][2]
-        return train_well(runs[size], extra)
-
-    in_parallel(*[lambda size=size: play(size) for size in SINKS])
-    return runs
-
-
-@pytest.mark.parametrize("size", SINKS)
-def test_sink_mode_resumed_is_the_uninterrupted_run(sunk, whole_single, size):
-    """Also equal to a run without sink mode: sinks only decide when callbacks run."""
-    run, (killed, chosen, _, _) = sunk[size], SINKS[size]
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), -1])
+def test_sink_mode_resumed_is_the_uninterrupted_run(whole_single, tmp_path, size):
+    """Killed, inside a sink if its size allows. Also equal to a run without sink mode: sinks only
+    decide when callbacks run. save_checkpoint_steps is 5: a sink that ends on or behind a multiple
+    is saved, under a name of which epochs are sinks."""
+    run = run_beside(whole_single, tmp_path / "run", copied=False)
+    killed, chosen, first, second = SINKS[size]
+    extra = (
+        f"--sink_mode True --runner_config.sink_size {size} --callbacks.1.keep_checkpoint_max 20"
+    )
+    train(run, extra, CPU_CLUSTER_KILL=f"0@{killed}")
+    assert names(run) == first
+    train_well(run, extra)
     assert [row["step"] for row in run.steps(0)] == list(range(1, killed + 1))
     assert steps_of(run) == list(range(chosen + 1, 41))
     assert differences(whole_single.steps()[:killed], run.steps(0)) == []
     assert differences(whole_single.steps(), run.steps(-1)) == []
-    assert_event(
-        run, "checkpoint_selected", step=chosen, description=contains(SINKS[size][2][chosen])
-    )
-
-
-@pytest.mark.parametrize("size", SINKS)
-def test_sink_mode_saves_on_absolute_multiples_under_the_names_of_sinks(sunk, size):
-    """save_checkpoint_steps is 5: a sink that ends on or behind a multiple is saved. Epochs of a
-    name are sinks."""
-    run, (_, _, first, second) = sunk[size], SINKS[size]
+    assert_event(run, "checkpoint_selected", step=chosen, description=contains(first[chosen]))
     assert names(run, 1) == first and names(run, 2) == second
     steps = 10 if size == -1 else size
     assert meta(run) == {

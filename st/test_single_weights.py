@@ -77,6 +77,8 @@ def with_backup(run: Run, changes: dict) -> Run:
     )
 
 
+# by default tests/mindformers/test_first_step.py
+@pytest.mark.soak
 def test_a_fine_tuning_without_saves_says_that_it_trains_other_weights_than_those_it_names(
     run, tmp_path
 ):
