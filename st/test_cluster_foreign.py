@@ -4,9 +4,9 @@ beside it.
     st/fixtures ─▶ step 15 of mindformers ─▶ trains 16 to 19, saves 16 and 18 ─▶ SIGKILL to all ─▶
         resumed at 18 ─▶ the end
 
-Once with safetensors and remove_redundancy, once with ckpt and optimizer parallelism; data parallel
-2 x model parallel 2. The losses are compared with those that mindformers recorded when nothing
-interrupted it, and between the attempts.
+With --soak once with safetensors and remove_redundancy, once with ckpt and optimizer parallelism;
+data parallel 2 x model parallel 2. By default what 1.8.0 wrote, tensor parallel 2. The losses are
+compared with those that mindformers recorded when nothing interrupted it, and between the attempts.
 """
 
 import json
@@ -66,11 +66,13 @@ def header_of(path: Path) -> Header:
         return read_header(file, str(path))
 
 
-@pytest.fixture(scope="module", params=[NODUP, OPTIMIZER])
-def attempts(request, sequences, device, tmp_path_factory, graphs, soak) -> SimpleNamespace:
+# by default the last test, st/test_single_convert.py, st/test_iterations.py and the judge
+SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in (NODUP, OPTIMIZER)]
+
+
+@pytest.fixture(scope="module", params=SOAKED)
+def attempts(request, sequences, device, tmp_path_factory, graphs) -> SimpleNamespace:
     name = request.param
-    if name == OPTIMIZER and not soak:
-        pytest.skip("takes two minutes: --soak")
     run = run_from_fixture(
         name, tmp_path_factory.mktemp(name) / "run", sequences, device, 4, graphs
     )
@@ -153,7 +155,7 @@ def test_a_resume_from_our_files_gives_the_same_losses(attempts):
     }
 
 
-@pytest.mark.parametrize("attempts", [OPTIMIZER], indirect=True)
+@pytest.mark.parametrize("attempts", SOAKED[1:], indirect=True)
 def test_mindformers_alone_resumes_from_our_ckpt_files(attempts):
     run = attempts.alone
     run.start(f"{RESUME} --no-mindresume").wait_for_success(ALL_RANKS_END + 200)

@@ -62,6 +62,8 @@ def test_sigterm_to_the_launcher_saves_and_ends_one_process(whole_single, tmp_pa
     resume(run, whole_single, step, "--callbacks.1.async_save thread")
 
 
+# by default tests/coordination/test_preemption.py and the killed worker in st/test_supervisor.py
+@pytest.mark.soak
 def test_the_death_of_the_scheduler_is_a_failure_and_no_preemption(whole_two, tmp_path):
     """Without it each rank sends itself SIGTERM after 20 s, or fails in a collective before, as
     MindSpore closes its communication library: with an error, or with SIGSEGV in a thread of

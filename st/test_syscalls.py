@@ -392,7 +392,7 @@ def strike_all(
         if cell.problems
     ]
     assert not wrong, "\n".join([table(cells), *wrong])
-    assert len(cells) >= 10, "hardly anything was struck"
+    assert len(cells) >= 8, "hardly anything was struck"
 
 
 def world_of(base: Path, setup: Setup) -> Sandbox:
@@ -552,8 +552,8 @@ def finish(
 
 
 def some(strikes: list[tuple[Target, str]], setup: Setup, soak: bool) -> list[tuple[Target, str]]:
-    """A third of all, without --soak; others of each setup."""
-    return strikes if soak else strikes[SETUPS.index(setup) % 3 :: 3]
+    """A part of all, without --soak: each setup has others, all setups together have each."""
+    return strikes if soak else strikes[SETUPS.index(setup) :: len(SETUPS)]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -592,9 +592,9 @@ def harmless(target: Target) -> bool:
     return target.call.kind == "close" and not target.call.path.endswith("mindresume-tmp")
 
 
-def test_a_permanent_disk_error_is_survived(targets, base):
-    """Full from here on, or broken from here on."""
+def test_a_permanent_disk_error_is_survived(targets, base, soak):
+    """Full from here on, or broken from here on; every second call, without --soak."""
     found = targets(SETUPS[0])
     strikes = [(target, "ENOSPC+") for target in found if target.call.kind == "write"]
     strikes += [(target, "EIO+") for target in found if target.call.kind == "fsync"]
-    strike_all(base, SETUPS[0], strikes, failing)
+    strike_all(base, SETUPS[0], strikes if soak else strikes[::2], failing)
