@@ -106,20 +106,6 @@ def copy_checkpoints(source: Run, target: Run, last_step: int) -> None:
                 shutil.copy(source.checkpoints / path, target.checkpoints / path)
 
 
-def shards(run: Run, step: int) -> list[tuple[int, Path, Mapping[str, TensorRecord]]]:
-    """(rank, file, record of every tensor) of the newest committed checkpoint of ``step``."""
-    folder = max(
-        path.parent
-        for path in (run.checkpoints / FOLDER).glob(f"step-{step:010d}-run-*/{MANIFEST}")
-    )
-    found = []
-    for path in sorted(folder.glob("rank_*.json")):
-        with open(path, "rb") as file:
-            record, details = read_details(file)
-        found.append((record.rank, run.checkpoints / record.files[0].path, details.tensors))
-    return found
-
-
 # ---- iteration folders ---------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
-"""Runs of one training in changing parallel layouts (st/test_reshard.py, st/test_iterations.py):
-the command line of a layout, the uninterrupted run, the parameters and samples of every attempt.
-The program is st/programs/record_start.py.
+"""Runs of one training in changing parallel layouts (st/test_iterations.py): the command line of a
+layout, the uninterrupted run, the parameters and samples of every attempt. The program is
+st/programs/record_start.py.
 
 The global batch size is 8 in all attempts. MindDataset deals the samples out like cards (sample i
 goes to data-parallel rank i mod dp): a step sees the same 8 samples in every layout. Weights and
@@ -9,7 +9,7 @@ in another order.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from mindresume.model.manifest import TensorRecord
-from mindresume.tensor_files import read_header, read_tensor
-from st.checkpoint_files import merged, shards
+from st.checkpoint_files import merged
 from st.run_attempts import RunAttempt
 from st.training_run import ONE_LAYER, ROOT, Run
 
 PROGRAM = ROOT / "st" / "programs" / "record_start.py"
 TOLERANCE = 1e-5  # of a loss of about 6 in float32
 BATCH, STEPS = 8, 20
+COLUMNS = 4  # of the data
 ATTEMPT_LIMIT = 600.0  # seconds that one attempt may take on a busy machine
 # of a file of Checkpoint 1.0, not of the network
 COUNTERS = {"epoch_num", "step_num", "loss_scale", "global_batch_size"}
@@ -41,12 +41,13 @@ class Layout:
     def ranks(self) -> int:
         return self.dp * self.tp
 
-    def options(self, columns: int) -> str:
+    @property
+    def options(self) -> str:
         """The words of the command line that change the layout of a configuration for one
         process."""
         if self.ranks == 1:
             return f"--use_parallel False --batch_size {BATCH}"
-        strategy = json.dumps([[self.dp, 1]] * columns, separators=(",", ":"))
+        strategy = json.dumps([[self.dp, 1]] * COLUMNS, separators=(",", ":"))
         return (
             f"--use_parallel True --batch_size {BATCH // self.dp} --parallel.dataset_strategy "
             f"{strategy} "
@@ -57,21 +58,7 @@ class Layout:
         )
 
 
-@dataclass(frozen=True)
-class ModelKind:
-    """A model and its files. ``columns``: of its data."""
-
-    config: str
-    columns: int
-    legacy: bool = False
-    options: str = ""
-
-
 FIRST = Layout(dp=2, tp=2)
-KINDS = {
-    "safetensors": ModelKind("quickstart_qwen3.yaml", 4, options=ONE_LAYER),
-    "ckpt": ModelKind("quickstart_llama.yaml", 1, legacy=True),
-}
 
 
 @dataclass(frozen=True)
@@ -103,16 +90,15 @@ class Outcome:
     table: Mapping[str, TensorRecord] = field(default_factory=dict)
 
 
-def run_of_kind(kind: str, folder: Path, data: Path, device: str, graphs: Path) -> Run:
+def recorded_run(folder: Path, data: Path, device: str, graphs: Path) -> Run:
     """Returns a run of record_start.py, not started yet."""
     return Run(
         folder,
-        KINDS[kind].config,
+        "quickstart_qwen3.yaml",
         data,
         program=PROGRAM,
         device=device,
-        legacy=KINDS[kind].legacy,
-        options=KINDS[kind].options,
+        options=ONE_LAYER,
         graphs=graphs,
     )
 
@@ -132,57 +118,22 @@ def start_recorded(run: Run, *extra: str, kill: str | None = None, **environment
     return run.start(" ".join(extra), MSRUN_GRACE="1", **own, **environment)
 
 
-def start_layout(
-    run: Run, layout: Layout, columns: int, *extra: str, kill: str | None = None, **environment: str
-) -> Run:
+def start_layout(run: Run, layout: Layout, *extra: str, kill: str | None = None) -> Run:
     """Starts an attempt of two epochs in ``layout``."""
     run.workers = layout.ranks
-    return start_recorded(
-        run, "--epochs 2", layout.options(columns), *extra, kill=kill, **environment
-    )
-
-
-def uninterrupted_run(
-    kind: str, data: Path, device: str, graphs: Path, trained: Callable[..., Run]
-) -> Run:
-    """Returns the uninterrupted run, Checkpoint 1.0, dp2 x tp2. It keeps all four checkpoints."""
-    run = run_of_kind(kind, Path(), data, device, graphs).like(Path(), workers=FIRST.ranks)
-    return trained(
-        f"whole_{kind}",
-        run,
-        lambda run: start_layout(
-            run,
-            FIRST,
-            KINDS[kind].columns,
-            "--auto_trans_ckpt True --callbacks.1.keep_checkpoint_max 4",
-        ).wait_for_success(ATTEMPT_LIMIT),
-    )
+    return start_recorded(run, "--epochs 2", layout.options, *extra, kill=kill)
 
 
 # ---- the start and the samples of an attempt -----------------------------------------------------
 
 
-def loaded_tensors(
-    run: Run, tables: Mapping[str, TensorRecord] | list[Mapping[str, TensorRecord]]
-) -> dict[str, np.ndarray]:
-    """Returns the global tensors with which the ranks of the last attempt started. ``tables``:
-    records of this layout, as a later save has them, the same for all ranks or one for each."""
+def loaded_tensors(run: Run, table: Mapping[str, TensorRecord]) -> dict[str, np.ndarray]:
+    """Returns the global tensors with which the ranks of the last attempt started. ``table``:
+    records of this layout, as a later save has them."""
     folder = record_folder(run, len(run.attempts))
-    of_rank = tables if isinstance(tables, list) else [tables] * run.workers
     return merged(
-        (rank, dict(np.load(folder / f"rank_{rank}.npz")), of_rank[rank])
-        for rank in range(run.workers)
+        (rank, dict(np.load(folder / f"rank_{rank}.npz")), table) for rank in range(run.workers)
     )
-
-
-def saved_shards(
-    run: Run, step: int
-) -> Iterable[tuple[int, dict[str, np.ndarray], Mapping[str, TensorRecord]]]:
-    """Yields (rank, tensors, records) of the rank folders of ``step``, for ``merged``."""
-    for rank, path, tensors in shards(run, step):
-        with open(path, "rb") as file:
-            header = read_header(file, str(path))
-            yield rank, {name: read_tensor(file, header.tensors[name]) for name in tensors}, tensors
 
 
 def samples(run: Run) -> dict[int, list[str]]:

@@ -15,6 +15,7 @@ so that a job can change from its rank folders to 2.0.
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,7 +47,6 @@ from st.layout_runs import (
     BATCH,
     COUNTERS,
     FIRST,
-    KINDS,
     STEPS,
     TOLERANCE,
     Layout,
@@ -55,10 +55,9 @@ from st.layout_runs import (
     assert_losses,
     assert_samples,
     loaded_tensors,
-    run_of_kind,
+    recorded_run,
     samples,
     start_layout,
-    uninterrupted_run,
 )
 from st.run_attempts import (
     assert_event,
@@ -71,8 +70,6 @@ from st.run_attempts import (
 from st.training_run import FORMAT_2, Run
 
 pytestmark = pytest.mark.timeout(1200)
-KIND = "safetensors"
-COLUMNS = KINDS[KIND].columns
 KEEP = "--callbacks.1.keep_checkpoint_max 4"
 BEHIND = "--callbacks.1.async_save True --callbacks.1.remove_redundancy True"
 
@@ -92,21 +89,26 @@ PLANS = (
 
 @pytest.fixture(scope="module")
 def whole(data, device, graphs, trained) -> Run:
-    """The uninterrupted run, Checkpoint 1.0."""
-    return uninterrupted_run(KIND, data, device, graphs, trained)
+    """The uninterrupted run, Checkpoint 1.0. It keeps all four checkpoints."""
+    return trained(
+        "whole_layouts",
+        recorded_run(Path(), data, device, graphs).like(Path(), workers=FIRST.ranks),
+        lambda run: start_layout(run, FIRST, "--auto_trans_ckpt True", KEEP).wait_for_success(
+            ATTEMPT_LIMIT
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
 def chain(data, device, graphs, tmp_path_factory) -> tuple[Run, list[Outcome]]:
     """Runs the attempts. What keeps the next one from starting is asserted here: that an attempt
     ends as planned."""
-    run, found = run_of_kind(KIND, tmp_path_factory.mktemp("chain"), data, device, graphs), []
+    run, found = recorded_run(tmp_path_factory.mktemp("chain"), data, device, graphs), []
     for plan in PLANS:
         saved = saved_tensors(run.checkpoints, plan.takes) if plan.takes else {}
         start_layout(
             run,
             plan.layout,
-            COLUMNS,
             KEEP,
             FORMAT_2,
             plan.extra,
@@ -263,13 +265,13 @@ def over(whole, data, device, graphs, tmp_path_factory) -> SimpleNamespace:
     continues in Checkpoint 2.0 and is killed after step 17 (``run``); then the same command without
     the key runs in a folder with only its own saves (``back``)."""
     base = tmp_path_factory.mktemp("over")
-    run, back = (run_of_kind(KIND, base / name, data, device, graphs) for name in ("over", "back"))
+    run, back = (recorded_run(base / name, data, device, graphs) for name in ("over", "back"))
     copy_checkpoints(whole, run, 10)
     one = Layout(dp=1)
-    start_layout(run, one, COLUMNS, KEEP, FORMAT_2, kill="17@15").wait(ATTEMPT_LIMIT)
+    start_layout(run, one, KEEP, FORMAT_2, kill="17@15").wait(ATTEMPT_LIMIT)
     copy_iterations(run.checkpoints, back.checkpoints, 15)
     return SimpleNamespace(
-        run=run, back=start_layout(back, one, COLUMNS, KEEP).wait_for_success(ATTEMPT_LIMIT)
+        run=run, back=start_layout(back, one, KEEP).wait_for_success(ATTEMPT_LIMIT)
     )
 
 

@@ -1,9 +1,9 @@
 """Automatic recovery: something outside starts the same command again whenever the job ends, until
 it ends well.
 
-With --soak only: three deaths of one process, and ten of four processes, of all of them or of one:
-in the first save, in later saves, while a checkpoint is loaded, at the start and in the middle of
-nothing.
+With --soak only: ten deaths of four processes, of all of them or of one: in the first save, in
+later saves, while a checkpoint is loaded, at the start and in the middle of nothing. (By default
+st/test_supervised_recovery.py, st/test_cookbook.py and st/test_syscalls.py.)
 """
 
 import glob
@@ -126,17 +126,6 @@ def assert_uninterrupted(run: Run, whole: Run) -> None:
     assert steps - resumed <= {row["step"] for row in run.steps()} <= steps
     assert wrong_steps(run, whole) == []
     assert differences(whole.steps(), run.steps(-1)) == []
-
-
-# by default st/test_supervised_recovery.py, st/test_cookbook.py and st/test_syscalls.py
-@pytest.mark.soak
-def test_one_process_recovers_from_a_few_kills(whole_single, tmp_path):
-    run, chance = run_beside(whole_single, tmp_path / "run", copied=False), random.Random(6)
-    starts = supervised(
-        run, "", [(in_a_save, True), (in_between, True), (while_it_loads, True)], chance
-    )
-    assert starts == 4
-    assert_uninterrupted(run, whole_single)
 
 
 @pytest.mark.soak

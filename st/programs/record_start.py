@@ -1,6 +1,6 @@
 """run_mindformer.py that records the parameters that every rank starts with, and the steps of ranks
 other than 0; it can be killed at an exact step with an exact checkpoint behind it. For
-st/test_reshard.py, st/test_iterations.py and st/test_single_iterations.py.
+st/test_iterations.py and st/test_single_iterations.py.
 
     RECORD_START=FOLDER          rank_R.npz: the parameters when the training begins; steps_R.jsonl:
                                  the steps
