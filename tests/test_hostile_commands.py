@@ -424,7 +424,7 @@ def one_case(whole, folder, seed):
 
 
 def test_any_damage_ends_a_command_in_one_line(whole, tmp_path, soak):
-    limit = float(SECONDS or (60 if soak else 5))
+    limit = float(SECONDS or (60 if soak else 2))
     seeds = iter([int(SEED)]) if SEED else iter(lambda: random.SystemRandom().getrandbits(48), None)
     begun, started, cases = time.process_time(), time.monotonic(), 0
     for seed in seeds:

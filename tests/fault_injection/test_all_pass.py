@@ -26,16 +26,16 @@ def failed_cells(setup, scenarios, every=1, **how):
     ],
 )
 def test_every_fault(folder, scenario, fmt, soak):
-    cells, found = failed_cells(Setup(folder), [scenario], every=5 if soak else 10, formats=[fmt])
-    assert found == [] and cells > 15
+    cells, found = failed_cells(Setup(folder), [scenario], every=5 if soak else 20, formats=[fmt])
+    assert found == [] and cells >= 12
 
 
 @pytest.mark.parametrize(
-    "seed, fmt, start", [(3, "safetensors", 23), (5, "ckpt", 29), (1, "iteration", 31)]
+    "seed, fmt, start", [(3, "safetensors", 41), (5, "ckpt", 47), (1, "iteration", 89)]
 )
 def test_three_ranks_in_other_orders(folder, seed, fmt, start):
     """Uses seeds in which rank 0 is done first, so that it waits for the others."""
     cells, found = failed_cells(
         Setup(folder, ranks=3, seed=seed), ["save"], every=start, formats=[fmt]
     )
-    assert found == [] and cells > 40
+    assert found == [] and cells > 20

@@ -81,7 +81,7 @@ def test_a_number_means_the_same_operation_with_a_fault(setup, scenario, fmt, so
     (task,) = prepare(setup, [scenario], [fmt])
     # who sees names "late" may do something else before it is struck
     for kind in FAULTS:
-        for operation in task.operations[7 :: 31 if soak else 53]:
+        for operation in task.operations[7 :: 31 if soak else 89]:
             if Fault(operation.number, kind).hits(operation.name):
                 found = cell(setup, task, Fault(operation.number, kind))
                 assert kind == "late" or (found.rank, found.name, found.path) == (

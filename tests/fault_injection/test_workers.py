@@ -86,10 +86,10 @@ def until(condition):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_drill_and_leaves_nothing(tmp_path, number):
     """Signals the process alone, as ``kill`` does; the drill takes minutes, so it is still
-    running."""
+    running. SIGINT: tests/simulation/test_command.py."""
     drill = subprocess.Popen(
         [sys.executable, "-m", "mindresume", "drill", "--full", "--dir", str(tmp_path)],
         cwd=ROOT,
