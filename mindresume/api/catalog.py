@@ -51,7 +51,7 @@ from mindresume.formats import (
     steps_text,
 )
 from mindresume.formats.records import scan_records
-from mindresume.formats.scan import CONSOLIDATED, kind_of, locate
+from mindresume.formats.scan import CONSOLIDATED, find_candidates, kind_of, locate
 from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import StrategyLookup
@@ -59,7 +59,6 @@ from mindresume.resume.candidates import (
     INCOMPLETE,
     WHOLE,
     CheckpointStatus,
-    find_candidates,
     status_of_candidate,
     verify_checkpoints,
     world_size_notes,

@@ -19,9 +19,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 
-from mindresume.errors import MissingCheckpointError
+from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Scan, unlisted_candidate
 from mindresume.formats.iterations import (
     COMMON,
@@ -32,12 +33,22 @@ from mindresume.formats.iterations import (
     scan_iterations,
     tracked,
 )
-from mindresume.formats.rank_folders import META, expected_ranks, folder_rank, scan_rank_folders
+from mindresume.formats.rank_folders import (
+    META,
+    expected_ranks,
+    folder_rank,
+    name_for_rank,
+    root_of,
+    scan_rank_folders,
+)
 from mindresume.formats.records import attempts_within, find_attempts, scan_records
+from mindresume.formats.weight_files import header_of, no_step, scalars_of
 from mindresume.formatting import listed
-from mindresume.model.manifest import FOLDER, FORMATS, LOAD_ATTEMPTS, MANIFEST, is_probe
+from mindresume.model.manifest import FOLDER, FORMATS, LOAD_ATTEMPTS, MANIFEST, FileRecord, is_probe
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
+from mindresume.tensor_files import format_of
+from mindresume.typed import is_count
 
 # where a job saves, in its output folder
 CHECKPOINT = "checkpoint"
@@ -395,3 +406,107 @@ def _is_tensor_file(name: str) -> bool:
         and not _is_system(name)
         and not _UNFINISHED.fullmatch(name)
     )
+
+
+# ---- the candidates that a path means ------------------------------------------------------------
+
+
+def find_candidates(
+    storage: Storage, path: str, requested: str | None = None, world_size: int | None = None
+) -> tuple[Scan, bool]:
+    """Returns the candidates that ``path`` means, and whether the user asked for a single one
+    explicitly.
+
+    Args:
+        path: ``load_checkpoint``: a root folder, a folder above one, a rank folder, an iteration
+            folder or a file.
+        requested: ``resume_training``: the name of a file or an iteration folder, or a step.
+        world_size: the number of ranks that read a file outside of rank folders.
+    Raises:
+        MissingCheckpointError: the requested checkpoint does not exist, or several folders below
+            ``path`` hold checkpoints.
+        ConfigError: ``path`` is a file of another kind.
+    """
+    kind = kind_of(storage, path)
+    if kind in NO_FOLDER and kind != MISSING:
+        return _of_file(storage, path, world_size), True
+    path = path.rstrip("/") or path
+    if kind == ITERATION:
+        return scan_one(storage, path), True
+    root = root_of(path)
+    found = scan(CheckpointDir(storage, root))
+    if found.exists and not found.has_checkpoint:
+        # a job may have saved later ones, and removed what was listed, while it was read
+        found = scan(found.directory)
+    if found.exists and not found.has_checkpoint:
+        # missing: a network file system showed it late
+        inner = below(storage, path) if kind in (MISSING, ROOT, OTHER) else None
+        if inner is not None:
+            found, is_explicit = find_candidates(storage, inner, requested, world_size)
+            notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)
+            return replace(found, notes=notes), is_explicit
+        found = replace(
+            found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates))
+        )
+    if requested is None:
+        return found, False
+    matching = [c for c in found.candidates if is_requested(c, requested)]
+    if not matching:
+        offered = sorted(
+            {c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first}
+        )
+        where = (
+            f"no rank folder of {root} has such a file"
+            if any(not c.iteration_dir for c in found.candidates) or not found.candidates
+            else f"{root} has no such iteration"
+        )
+        there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
+        raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
+    return replace(found, candidates=tuple(matching[:1]), notes=(), fresh_start_refusal=""), True
+
+
+def is_requested(candidate: Candidate, requested: str) -> bool:
+    """Returns whether ``resume_training: requested`` means this candidate."""
+    if candidate.iteration_dir:
+        step = (
+            int(requested)
+            if requested.isascii() and requested.isdigit()
+            else parse_iteration(requested.rstrip("/"))
+        )
+        return candidate.step == step is not None
+    return any(
+        os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
+        for rank, (file, *_) in candidate.files.items()
+    )
+
+
+def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
+    """Returns the candidate that a single file means: in a rank folder, the files of all ranks with
+    its name; in an iteration folder, the iteration; elsewhere this file, which every rank reads."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if folder_rank(os.path.basename(folder)) is not None:
+        return find_candidates(storage, os.path.dirname(folder), name)[0]
+    if kind_of(storage, path) == PART:
+        return scan_one(storage, folder)
+    if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
+        raise ConfigError(
+            f"{path} is no checkpoint: expected a folder, or a file that ends in "
+            f".{' or .'.join(FORMATS)}"
+        )
+    file = FileRecord(name, format_of(name))
+    ranks, directory = world_size or 1, CheckpointDir(storage, folder)
+    candidate = Candidate(
+        None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks
+    )
+    try:
+        scalars = scalars_of(directory, file, header_of(directory, file))
+    except CorruptFileError as error:
+        candidate = replace(candidate, problem=candidate.refuse(error.reason, name, error=error))
+    else:
+        step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
+        candidate = (
+            replace(candidate, step=step, epoch=epoch if is_count(epoch) else None)
+            if is_count(step)
+            else replace(candidate, problem=no_step(name))
+        )
+    return Scan(directory, (candidate,))

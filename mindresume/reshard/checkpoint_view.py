@@ -26,12 +26,18 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mindresume.errors import ConfigError, CorruptFileError, LoadError
 from mindresume.formats import Candidate
-from mindresume.formats.consolidated import ConsolidatedWeights
+from mindresume.formats.consolidated import (
+    ConsolidatedWeights,
+    ConversionManifest,
+    check_contents,
+    conversion_manifest_of,
+    read_consolidated,
+)
 from mindresume.formats.huggingface import ATTENTION_KEY, FC1, MLP_KEY, QKV
 from mindresume.formats.records import RecordFolder
 from mindresume.formats.weight_files import SCALARS
@@ -49,6 +55,7 @@ from mindresume.model.layout import (
 from mindresume.model.manifest import Details, Record
 from mindresume.model.training_state import may_be_absent
 from mindresume.storage.interface import Storage
+from mindresume.storage.operations import parallel
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry, read_header, tensor_checksum
 from mindresume.tensor_files.header import DTYPES
@@ -172,10 +179,21 @@ class CheckpointView:
             return None
         return RecordFolder(self.storage, candidate.records_dir, self.records).read(rank)[1]
 
-    def read(self, rank: int) -> None:
-        """Reads the headers and the record of a rank, if they were not read. Any thread."""
-        self.entries(rank)
-        self.details(rank)
+    def check(self) -> None:
+        """Reads the headers and records of the ranks that are read first, side by side, and looks
+        for every slice of every tensor. Raises the errors of ``locate`` and ``check_replicas``."""
+        first = {
+            start + cut.holders[0]
+            for tensor in self.tensors.values()
+            for cut in tensor.cuts(whole(tensor.shape))
+            for start in (tensor.first, *tensor.other_stages)
+        }
+        parallel(self.storage, self.entries, sorted(first))
+        parallel(self.storage, self.details, sorted(first))
+        for tensor in self.tensors.values():
+            for cut in tensor.cuts(whole(tensor.shape)):
+                self.locate(tensor.name, cut)
+        check_replicas(self)
 
     @property
     def format(self) -> str:
@@ -252,6 +270,9 @@ class CheckpointView:
         return self.headers[path]
 
 
+# ---- consolidated weights ------------------------------------------------------------------------
+
+
 def view_of_consolidated(storage: Storage, weights: ConsolidatedWeights) -> CheckpointView:
     """Views consolidated weights. LoadError if one of them is a text."""
     places = {name: {0: os.path.join(weights.root, file)} for name, file in weights.tensors.items()}
@@ -265,6 +286,22 @@ def view_of_consolidated(storage: Storage, weights: ConsolidatedWeights) -> Chec
     tensors = {name: Tensor(name, entry.dtype, entry.shape) for name, entry in entries.items()}
     headers = {os.path.join(weights.root, file): header for file, header in weights.headers.items()}
     return CheckpointView(storage, weights.root, tensors, places=places, headers=dict(headers))
+
+
+def read_weights(
+    storage: Storage, path: str
+) -> tuple[ConsolidatedWeights, CheckpointView, ConversionManifest | None]:
+    """Reads consolidated weights of MindSpore or Hugging Face, a folder or a file. Returns them, a
+    view of them, which compares what it reads with the checksums of the manifest, and the manifest;
+    None if mindresume did not write them. Raises the errors of ``read_consolidated``, and
+    CorruptFileError if other tensors were written."""
+    found = read_consolidated(storage, path)
+    view, made = view_of_consolidated(storage, found), conversion_manifest_of(storage, path)
+    if made is not None:
+        check_contents(made, found)
+        view = replace(view, checksums=made.tensors)
+        view.arrangement = dict(made.arrangement)
+    return found, view, made
 
 
 # ---- names: adam_m.layers.0.weight is layers.0.weight in the family adam_m -----------------------

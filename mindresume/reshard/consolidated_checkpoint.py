@@ -17,10 +17,10 @@ from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
+from mindresume.formats.consolidated import ConversionManifest, conversion_manifest_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.conversion_manifest import ConversionManifest, conversion_manifest_of
 from mindresume.reshard.open_checkpoint import OpenCheckpoint, open_consolidated
 from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.region_load import check_tensors

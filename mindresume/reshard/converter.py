@@ -37,6 +37,7 @@ from mindresume.errors import (
     StrategyError,
 )
 from mindresume.events import Emit, Event, Notice, ignore, warning
+from mindresume.formats.consolidated import CONVERSION, MAX_CONVERSION, read_conversion_manifest
 from mindresume.formats.iterations import iteration_name
 from mindresume.formatting import listed
 from mindresume.model.layout import shape_of
@@ -49,7 +50,6 @@ from mindresume.model.manifest import (
     read_head,
     record_name,
 )
-from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import ConversionPlan
 from mindresume.reshard.direct_engine import Engine, check_source
 from mindresume.saving.committer import publish_manifest, publish_meta
@@ -332,7 +332,7 @@ class Conversion:
         have written into them."""
         try:
             with self.storage.open(self._in_work("done", f"{number}.json")) as file:
-                head = read_head(file, "group", LIMIT)[0]
+                head = read_head(file, "group", MAX_CONVERSION)[0]
         except (FileNotFoundError, RecordError):
             return None
         rows, parts = head["files"], head.get("parts", 1)
@@ -393,7 +393,7 @@ class Conversion:
                 [file.path, s.size, s.file, s.tensors] for file, s in zip(files, sums, strict=True)
             ]
             head = {"version": 1, "kind": "group", "files": rows, "parts": self.share.count}
-            publish(self.storage, mark, [encode_head(head, LIMIT)], self.plan.run)
+            publish(self.storage, mark, [encode_head(head, MAX_CONVERSION)], self.plan.run)
 
     # ---- the other shares ------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class Conversion:
         publish(
             self.storage,
             self._in_work(CONVERSION),
-            [encode_head(value, LIMIT)],
+            [encode_head(value, MAX_CONVERSION)],
             plan.run,
         )
         remove_tree(self.storage, self._in_work("done"))

@@ -51,8 +51,7 @@ from mindresume.formats.huggingface import (
 )
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
-from mindresume.reshard.conversion_manifest import read_weights
+from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, read_weights
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.region_load import LoadTarget, Shapes

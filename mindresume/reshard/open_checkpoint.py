@@ -27,19 +27,16 @@ from mindresume.errors import (
     UnreadableFileError,
 )
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal, steps_text
-from mindresume.formats.consolidated import FILE
+from mindresume.formats.consolidated import FILE, ConversionManifest
 from mindresume.formats.rank_folders import FileName, parse_name
-from mindresume.formats.scan import CONSOLIDATED, kind_of
+from mindresume.formats.scan import CONSOLIDATED, find_candidates, kind_of
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import scalars_of, state_from_scalars
 from mindresume.formatting import ranks_count
-from mindresume.model.layout import whole
 from mindresume.model.training_state import TrainingState
-from mindresume.reshard.checkpoint_view import CheckpointView, check_replicas, depends_on_slices
-from mindresume.reshard.conversion_manifest import ConversionManifest, read_weights
+from mindresume.reshard.checkpoint_view import CheckpointView, depends_on_slices, read_weights
 from mindresume.reshard.step_view import view_of_iteration, view_of_rank_folders
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
-from mindresume.resume.candidates import find_candidates
 from mindresume.resume.eligible import SelectionPolicy, eligible
 from mindresume.resume.verifier import Verifier
 from mindresume.storage.interface import Storage
@@ -238,13 +235,7 @@ def open_candidate(
         verifier = Verifier(directory, candidate, full=False)
         try:
             source = checkpoint_of(directory, candidate, layouts, identity, split=True)
-            # the files of the ranks that are read first, side by side: each waits for the disk
-            parallel(directory.storage, source.weights.read, _first_holders(source.weights))
-            # each slice must be in some file
-            for tensor in source.weights.tensors.values():
-                for cut in tensor.cuts(whole(tensor.shape)):
-                    source.weights.locate(tensor.name, cut)
-            check_replicas(source.weights)
+            source.weights.check()
         except Exception as error:
             _verify(verifier)  # the damage of a file explains more
             if isinstance(error, OSError) and not isinstance(error, MindResumeError):
@@ -260,18 +251,6 @@ def open_candidate(
                 f"step {candidate.step} of {directory.root} was removed before it was read"
             ) from error
         raise
-
-
-def _first_holders(weights: CheckpointView) -> list[int]:
-    """Returns the ranks whose copy of a slice is read first."""
-    return sorted(
-        {
-            start + cut.holders[0]
-            for tensor in weights.tensors.values()
-            for cut in tensor.cuts(whole(tensor.shape))
-            for start in (tensor.first, *tensor.other_stages)
-        }
-    )
 
 
 def _verify(verifier: Verifier) -> None:

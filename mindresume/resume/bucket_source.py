@@ -33,7 +33,7 @@ from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import iteration_name
 from mindresume.formats.rank_folders import parse_label
 from mindresume.formats.records import candidate_of
-from mindresume.formats.scan import scan
+from mindresume.formats.scan import is_requested, scan
 from mindresume.formats.weight_files import header_of, is_as_recorded
 from mindresume.model.manifest import (
     FOLDER,
@@ -44,7 +44,6 @@ from mindresume.model.manifest import (
     read_details,
     record_name,
 )
-from mindresume.resume.candidates import is_requested
 from mindresume.resume.eligible import Choice, check_files, eligible, none_usable
 from mindresume.resume.sources import Job, drop_cached_files
 from mindresume.saving import iteration_publisher

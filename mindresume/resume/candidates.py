@@ -1,7 +1,6 @@
-"""Finds the candidates that a path means, as ``load_checkpoint`` and ``resume_training`` of a job
-name them, and lists whether a resume could use each of them, by names, records and sizes, with the
-defects that do not prevent its use. ``verify_checkpoints`` reads every byte of them (``mindresume
-verify``), also while a job saves there."""
+"""Lists whether a resume could use each of the candidates that a path means, by names, records and
+sizes, with the defects that do not prevent its use. ``verify_checkpoints`` reads every byte of them
+(``mindresume verify``), also while a job saves there."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindresume.errors import ConfigError, CorruptFileError, MissingCheckpointError, RecordError
+from mindresume.errors import CorruptFileError, RecordError
 from mindresume.formats import (
     MINDFORMERS,
     Candidate,
@@ -19,148 +18,22 @@ from mindresume.formats import (
     Scan,
     missing_ranks_text,
 )
-from mindresume.formats.iterations import (
-    COMMON,
-    METADATA,
-    common_from_state,
-    load_common,
-    parse_iteration,
-)
+from mindresume.formats.iterations import COMMON, METADATA, common_from_state, load_common
 from mindresume.formats.metadata import (
     encode_metadata,
     load_metadata,
     metadata_from_records,
     read_metadata,
 )
-from mindresume.formats.rank_folders import folder_rank, name_for_rank, root_of
 from mindresume.formats.records import RecordFolder
-from mindresume.formats.scan import (
-    ITERATION,
-    MISSING,
-    NO_FOLDER,
-    OTHER,
-    PART,
-    ROOT,
-    below,
-    fresh_start_refusal,
-    kind_of,
-    scan,
-    scan_one,
-)
-from mindresume.formats.weight_files import (
-    file_sizes,
-    header_of,
-    is_as_recorded,
-    no_step,
-    scalars_of,
-)
+from mindresume.formats.scan import find_candidates
+from mindresume.formats.weight_files import file_sizes, is_as_recorded
 from mindresume.formatting import listed, ranks_count
-from mindresume.model.manifest import FORMATS, MANIFEST, FileRecord
+from mindresume.model.manifest import MANIFEST
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
 from mindresume.resume.verifier import OnBytesRead, Verifier, ignore_bytes
 from mindresume.storage.interface import Storage
-from mindresume.tensor_files import format_of
-from mindresume.typed import is_count
-
-
-def find_candidates(
-    storage: Storage, path: str, requested: str | None = None, world_size: int | None = None
-) -> tuple[Scan, bool]:
-    """Returns the candidates that ``path`` means, and whether the user asked for a single one
-    explicitly.
-
-    Args:
-        path: ``load_checkpoint``: a root folder, a folder above one, a rank folder, an iteration
-            folder or a file.
-        requested: ``resume_training``: the name of a file or an iteration folder, or a step.
-        world_size: the number of ranks that read a file outside of rank folders.
-    Raises:
-        MissingCheckpointError: the requested checkpoint does not exist, or several folders below
-            ``path`` hold checkpoints.
-        ConfigError: ``path`` is a file of another kind.
-    """
-    kind = kind_of(storage, path)
-    if kind in NO_FOLDER and kind != MISSING:
-        return _of_file(storage, path, world_size), True
-    path = path.rstrip("/") or path
-    if kind == ITERATION:
-        return scan_one(storage, path), True
-    root = root_of(path)
-    found = scan(CheckpointDir(storage, root))
-    if found.exists and not found.has_checkpoint:
-        # a job may have saved later ones, and removed what was listed, while it was read
-        found = scan(found.directory)
-    if found.exists and not found.has_checkpoint:
-        # missing: a network file system showed it late
-        inner = below(storage, path) if kind in (MISSING, ROOT, OTHER) else None
-        if inner is not None:
-            found, is_explicit = find_candidates(storage, inner, requested, world_size)
-            notes = (f"{path} holds no checkpoints itself; those in {inner} are used", *found.notes)
-            return replace(found, notes=notes), is_explicit
-        found = replace(
-            found, fresh_start_refusal=fresh_start_refusal(storage, root, bool(found.candidates))
-        )
-    if requested is None:
-        return found, False
-    matching = [c for c in found.candidates if is_requested(c, requested)]
-    if not matching:
-        offered = sorted(
-            {c.iteration_dir or os.path.basename(c.first.path) for c in found.candidates if c.first}
-        )
-        where = (
-            f"no rank folder of {root} has such a file"
-            if any(not c.iteration_dir for c in found.candidates) or not found.candidates
-            else f"{root} has no such iteration"
-        )
-        there = f"There are: {', '.join(offered)}" if offered else "There is no checkpoint"
-        raise MissingCheckpointError(f"resume_training names {requested!r}: {where}. {there}")
-    return replace(found, candidates=tuple(matching[:1]), notes=(), fresh_start_refusal=""), True
-
-
-def is_requested(candidate: Candidate, requested: str) -> bool:
-    """Returns whether ``resume_training: requested`` means this candidate."""
-    if candidate.iteration_dir:
-        step = (
-            int(requested)
-            if requested.isascii() and requested.isdigit()
-            else parse_iteration(requested.rstrip("/"))
-        )
-        return candidate.step == step is not None
-    return any(
-        os.path.basename(file.path) == name_for_rank(requested, rank, candidate.format)
-        for rank, (file, *_) in candidate.files.items()
-    )
-
-
-def _of_file(storage: Storage, path: str, world_size: int | None) -> Scan:
-    """Returns the candidate that a single file means: in a rank folder, the files of all ranks with
-    its name; in an iteration folder, the iteration; elsewhere this file, which every rank reads."""
-    folder, name = os.path.split(os.path.abspath(path))
-    if folder_rank(os.path.basename(folder)) is not None:
-        return find_candidates(storage, os.path.dirname(folder), name)[0]
-    if kind_of(storage, path) == PART:
-        return scan_one(storage, folder)
-    if not name.endswith(tuple(f".{fmt}" for fmt in FORMATS)):
-        raise ConfigError(
-            f"{path} is no checkpoint: expected a folder, or a file that ends in "
-            f".{' or .'.join(FORMATS)}"
-        )
-    file = FileRecord(name, format_of(name))
-    ranks, directory = world_size or 1, CheckpointDir(storage, folder)
-    candidate = Candidate(
-        None, MINDFORMERS, file.format, dict.fromkeys(range(ranks), (file,)), ranks
-    )
-    step = epoch = None
-    try:
-        scalars = scalars_of(directory, file, header_of(directory, file))
-        step, epoch = scalars.get("step_num"), scalars.get("epoch_num")
-        problem = None if is_count(step) else no_step(name)
-    except CorruptFileError as error:
-        problem = candidate.refuse(error.reason, name, error=error)
-    if problem is None:
-        candidate = replace(candidate, step=step, epoch=epoch if is_count(epoch) else None)
-    return Scan(directory, (replace(candidate, problem=problem),))
 
 
 def world_size_notes(found: Scan, world_size: int | None) -> list[str]:
@@ -224,7 +97,7 @@ def list_checkpoints(
     Args:
         strategy_of, world_size: see ``complete_missing_ranks``.
     Raises:
-        MissingCheckpointError, ConfigError: see ``candidates.find_candidates``.
+        MissingCheckpointError, ConfigError: see ``find_candidates``.
     """
     found, _ = find_candidates(storage, path)
     return found, tuple(

@@ -46,6 +46,7 @@ from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records
+from mindresume.formats.scan import find_candidates
 from mindresume.formats.weight_files import is_as_recorded
 from mindresume.formatting import listed, ranks_count
 from mindresume.model.manifest import (
@@ -56,7 +57,6 @@ from mindresume.model.manifest import (
     record_name,
     run_sequence,
 )
-from mindresume.resume.candidates import find_candidates
 from mindresume.resume.eligible import Choice, check_files, eligible
 from mindresume.resume.sources import Job, drop_cached_files, verify_on_all_ranks
 from mindresume.saving.committer import Committer

@@ -18,15 +18,10 @@ from mindresume.errors import CollectiveError, NoUsableCheckpointError, Unusable
 from mindresume.events import Emit, Notice, ignore
 from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import Refusal
-from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, kind_of
+from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, find_candidates, kind_of
 from mindresume.model.manifest import FOLDER
 from mindresume.resume.bucket_source import BucketSource
-from mindresume.resume.candidates import (
-    NODE_LOCAL,
-    CheckpointStatus,
-    find_candidates,
-    list_checkpoints,
-)
+from mindresume.resume.candidates import NODE_LOCAL, CheckpointStatus, list_checkpoints
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.memory_source import MemorySource
 from mindresume.resume.replicas import StrategyOf

@@ -24,15 +24,10 @@ from mindresume.events import Emit, ignore
 from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.rank_folders import parse_name, root_of
-from mindresume.formats.scan import CHECKPOINT
+from mindresume.formats.scan import CHECKPOINT, find_candidates
 from mindresume.formats.weight_files import is_weights_only
 from mindresume.formatting import listed, ranks_count
-from mindresume.resume.candidates import (
-    damaged_metadata_files,
-    find_candidates,
-    replica_warning,
-    world_size_notes,
-)
+from mindresume.resume.candidates import damaged_metadata_files, replica_warning, world_size_notes
 from mindresume.resume.eligible import (
     UNHEALTHY,
     Choice,

@@ -23,6 +23,7 @@ from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVER
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
 from mindresume.fault_injection.scenarios import Sandbox, Scenario
 from mindresume.formats import CheckpointDir, rank_folders
+from mindresume.formats import scan as scanning
 from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_name
 from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_name
 from mindresume.formats.records import scan_records
@@ -97,6 +98,7 @@ def patch_all(patch: Patch, name: str, value: object) -> None:
         oracle,
         rank_folders,
         verifier,
+        scanning,
         candidates,
         sources,
     ):
@@ -295,9 +297,9 @@ def half_written_files_are_not_cleaned(patch: Patch) -> None:
 
 @found("save", "", CONTROL)
 def oldest_first(patch: Patch) -> None:
-    right = candidates.scan
+    right = scanning.scan
     patch.setattr(
-        candidates,
+        scanning,
         "scan",
         lambda directory: (lambda found: replace(found, candidates=found.candidates[::-1]))(
             right(directory)
@@ -308,9 +310,9 @@ def oldest_first(patch: Patch) -> None:
 @found("save again", "kill all", LOST_WORK, "rename")
 def highest_step_first(patch: Patch) -> None:
     """Selects the highest step, whatever its run."""
-    right = candidates.scan
+    right = scanning.scan
     patch.setattr(
-        candidates,
+        scanning,
         "scan",
         lambda directory: (
             lambda found: replace(
@@ -326,7 +328,7 @@ def highest_step_first(patch: Patch) -> None:
 @found("first save", "kill all", SILENT_DIVERGENCE, "write")
 def missing_ranks_accepted(patch: Patch) -> None:
     """Accepts a save without manifest as soon as one rank recorded it."""
-    right = candidates.scan
+    right = scanning.scan
 
     def scan(directory):
         found = right(directory)
@@ -337,7 +339,7 @@ def missing_ranks_accepted(patch: Patch) -> None:
             ),
         )
 
-    patch.setattr(candidates, "scan", scan)
+    patch.setattr(scanning, "scan", scan)
 
 
 @found("pointers", "kill all", LOST_WORK)
@@ -345,13 +347,13 @@ def missing_ranks_accepted(patch: Patch) -> None:
 @found("pointers", "kill all", LOST_WORK, "list", format=ITERATION)
 def only_manifests_count(patch: Patch) -> None:
     """Ignores complete saves without a manifest."""
-    right = candidates.scan
+    right = scanning.scan
 
     def scan(directory):
         found = right(directory)
         return replace(found, candidates=tuple(c for c in found.candidates if c.committed))
 
-    patch.setattr(candidates, "scan", scan)
+    patch.setattr(scanning, "scan", scan)
 
 
 def skip_verification(patch: Patch) -> None:

@@ -12,10 +12,10 @@ from reshard.plans import MODEL, Plan, random_tensors, recorded
 import mindresume
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import CollectiveError, CorruptFileError, MindResumeError
+from mindresume.formats.consolidated import CONVERSION, MAX_CONVERSION
 from mindresume.model.layout import whole
 from mindresume.model.manifest import encode_head
 from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource, survey, verify
-from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT
 from mindresume.reshard.huggingface import view_of_folder
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
@@ -93,7 +93,7 @@ def earlier(folder):
     path = folder / CONVERSION
     head = json.loads(path.read_bytes().split(b"\n")[1])
     del head["shapes"]
-    path.write_bytes(encode_head(head, LIMIT))
+    path.write_bytes(encode_head(head, MAX_CONVERSION))
 
 
 @pytest.mark.parametrize("change", [turn, retype])

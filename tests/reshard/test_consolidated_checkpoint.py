@@ -11,10 +11,16 @@ from reshard.plans import COUNTERS, STEP, Plan, Spec, complete, random_tensors, 
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import CollectiveError, CorruptFileError
-from mindresume.formats.consolidated import HUGGINGFACE, MAP, MINDSPORE
+from mindresume.formats.consolidated import (
+    CONVERSION,
+    HUGGINGFACE,
+    MAP,
+    MAX_CONVERSION,
+    MINDSPORE,
+    read_conversion_manifest,
+)
 from mindresume.model.manifest import encode_head
 from mindresume.reshard import consolidated_checkpoint
-from mindresume.reshard.conversion_manifest import CONVERSION, LIMIT, read_conversion_manifest
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine
@@ -129,9 +135,9 @@ def test_a_tensor_that_an_altered_index_leaves_out(tmp_path):
 )
 def test_fields_that_cannot_be(tmp_path, field, value):
     good = {"version": 1, "kind": "conversion", "fingerprint": "f", "what": "w", "files": []}
-    (tmp_path / CONVERSION).write_bytes(encode_head(good, LIMIT))
+    (tmp_path / CONVERSION).write_bytes(encode_head(good, MAX_CONVERSION))
     assert read_conversion_manifest(STORAGE, str(tmp_path)).files == ()
-    (tmp_path / CONVERSION).write_bytes(encode_head({**good, field: value}, LIMIT))
+    (tmp_path / CONVERSION).write_bytes(encode_head({**good, field: value}, MAX_CONVERSION))
     with pytest.raises(CorruptFileError, match="conversion.json"):
         read_conversion_manifest(STORAGE, str(tmp_path))
 
