@@ -31,7 +31,6 @@ from st.run_attempts import (
     finished_attempt,
     not_identical,
     run_beside,
-    selected_step,
 )
 from st.training_run import differences
 
@@ -88,7 +87,6 @@ def chain(whole_several, chance, tmp_path_factory) -> SimpleNamespace:
     chain.before_damage = run.which()
     chain.damaged = Path(chain.before_damage["chosen"]["files"][chain.lost - 1])
     flip_bit(chain.damaged, TENSOR)
-    chain.verify_damaged = run.mindresume("verify", "--json", str(run.checkpoints))
     prediction = run.which()
     chain.still_missing = [
         path for path in prediction["chosen"]["files"] if not os.path.exists(path)
@@ -112,13 +110,6 @@ def resumed_where_predicted(attempt: RunAttempt) -> None:
     assert attempt.trained()[0] == step + 1
     for rank, rows in enumerate(attempt.events):
         assert rank in [row["rank"] for row in rows if row["event"] == "weights_loaded"]
-
-
-def test_uninterrupted_run_is_a_fresh_start(whole_several):
-    assert [row["step"] for row in whole_several.steps()] == list(range(1, STEPS + 1))
-    assert [selected_step(whole_several, rank) for rank in range(whole_several.workers)] == [
-        None
-    ] * whole_several.workers
 
 
 def test_attempt_1_killed_in_the_middle_of_a_save(chain):
@@ -213,20 +204,6 @@ def test_attempt_4_a_flipped_bit_is_named_and_all_ranks_fall_back(chain):
     # the one whose rank folder was lost
     if chain.before_loss["chosen"]["files"] == fourth.predicted["chosen"]["files"]:
         assert chain.still_missing == chain.missing
-
-
-def test_verify_names_the_flipped_bit(chain):
-    assert chain.verify_damaged.returncode == 1
-    report = json.loads(chain.verify_damaged.stdout)
-    damaged = [
-        checkpoint for checkpoint in report["checkpoints"] if checkpoint["state"] == "damaged"
-    ]
-    newest = next(
-        checkpoint
-        for checkpoint in damaged
-        if checkpoint["step"] == chain.before_damage["chosen"]["step"]
-    )
-    assert [problem["file"] for problem in newest["problems"]] == [str(chain.damaged)]
 
 
 def test_every_step_of_every_attempt_is_that_of_the_uninterrupted_run(chain, whole_several):

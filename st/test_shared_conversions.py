@@ -87,8 +87,16 @@ def printed(logs: Path, rank: int) -> str:
     "words, processes, command",
     [
         (("convert", *SOURCE, "new", "--to", "tp=2,dp=2"), 4, MODULE),
-        (("merge", *SOURCE, "new", "--part-size", "20kB"), 2, SCRIPT),
-        (("export-hf", *SOURCE, "new", "--config", ".", "--max-shard-size", "30kB"), 3, MODULE),
+        # by default tests/api/test_shared_conversion.py
+        pytest.param(
+            ("merge", *SOURCE, "new", "--part-size", "20kB"), 2, SCRIPT, marks=pytest.mark.soak
+        ),
+        pytest.param(
+            ("export-hf", *SOURCE, "new", "--config", ".", "--max-shard-size", "30kB"),
+            3,
+            MODULE,
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=lambda value: str(value)[:12],
 )

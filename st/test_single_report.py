@@ -98,26 +98,3 @@ def test_saves_are_every_fifth_step_and_the_newest_are_on_disk(training):
     assert [(row["step"], row["state"]) for row in training.after["checkpoints"]] == [
         (step, "complete") for step in (40, 35, 30)
     ]
-
-
-def test_every_second_is_counted_once(training):
-    seconds, attempts = training.after["seconds"], training.after["attempts"]
-    assert seconds["total"] == pytest.approx(
-        attempts[-1]["ended"] - attempts[0]["started"], abs=0.01
-    )
-    assert seconds["total"] == pytest.approx(
-        sum(value for name, value in seconds.items() if name != "total"), abs=0.02
-    )
-    assert (
-        min(seconds["productive"], seconds["startup"], seconds["downtime"], seconds["saving"])
-        > 0
-        == seconds["unknown"]
-    )
-    assert training.after["goodput"] == pytest.approx(
-        seconds["productive"] / seconds["total"], abs=1e-3
-    )
-    spans = training.after["timeline"]
-    assert all(
-        before["end"] == pytest.approx(after["begin"])
-        for before, after in zip(spans, spans[1:], strict=False)
-    )
