@@ -448,11 +448,9 @@ class Catalog:
         )
 
     def _checkpoint(self, location: _Location, root: str, row: CheckpointStatus) -> Checkpoint:
-        directory = CheckpointDir(self._storage, root)
         checkpoint = Checkpoint(
-            directory,
-            info_of(directory, row),
-            row.candidate,
+            CheckpointDir(self._storage, root),
+            row,
             self._strategy,
             self._hold,
             location.path if location.is_consolidated else "",

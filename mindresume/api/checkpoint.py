@@ -17,10 +17,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mindresume.api.results import CheckpointInfo, Problem, problem_of
+from mindresume.api.results import CheckpointInfo, Problem, info_of, problem_of
 from mindresume.api.tensors import TensorInfo, tensors_of
 from mindresume.errors import ConfigError, CorruptFileError
-from mindresume.formats import Candidate, CheckpointDir, Refusal
+from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
 from mindresume.formats.scan import ROOT, kind_of, locate
 from mindresume.model.layout import Region, whole
@@ -33,6 +33,7 @@ from mindresume.reshard.open_checkpoint import (
     open_consolidated,
     state_of,
 )
+from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.verifier import Verifier
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -51,23 +52,19 @@ class Checkpoint:
     it ends with ``release()``, with the block, or when Python deletes this object. If nothing can
     be written, or after ``mindresume.open(..., hold=False)``, it is read without a hold; in the
     first case ``notes`` says so.
-
-    Attributes:
-        info: The listing: step, ranks, files, size, problems.
     """
 
     def __init__(
         self,
         directory: CheckpointDir,
-        info: CheckpointInfo,
-        candidate: Candidate,
+        status: CheckpointStatus,
         strategy: str | None,
         hold: bool,
         consolidated_path: str,
     ):
-        self.info, self._consolidated_path = info, consolidated_path
         self._directory = directory
-        self._candidate = candidate
+        self._status, self._candidate = status, status.candidate
+        self._consolidated_path = consolidated_path
         self._strategy = strategy
         self._holds = hold
         self._notes: tuple[str, ...] = ()
@@ -75,9 +72,13 @@ class Checkpoint:
         weakref.finalize(self, self._hold.close)
 
     def __repr__(self) -> str:
-        return (
-            f"<mindresume.Checkpoint step {self.step} in {self._directory.root}, {self.info.state}>"
-        )
+        state = self._status.state
+        return f"<mindresume.Checkpoint step {self.step} in {self._directory.root}, {state}>"
+
+    @cached_property
+    def info(self) -> CheckpointInfo:
+        """The listing: step, ranks, files, size, problems."""
+        return info_of(self._directory, self._status)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the listing, as ``CheckpointInfo.to_json``."""
@@ -86,7 +87,7 @@ class Checkpoint:
     @property
     def step(self) -> int | None:
         """The absolute optimizer step; None for weights without a step."""
-        return self.info.step
+        return self._candidate.step
 
     @property
     def notes(self) -> tuple[str, ...]:

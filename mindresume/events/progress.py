@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from mindresume import runtime
-from mindresume.events import Emit, WorkProgress, ignore
+from mindresume.events import Emit, WorkProgress
 
 EVERY = 10.0  # seconds between two events
 
@@ -60,10 +60,13 @@ class ProgressReporter:
         if event is not None:
             self.emit(event)
 
-    @classmethod
-    def silent(cls) -> ProgressReporter:
-        """Returns a reporter whose events are discarded."""
-        return cls("", ignore)
+
+class _Silent:
+    """Reports nothing."""
+
+    def expect(self, count: int) -> None: ...
+
+    def advance(self, count: int) -> None: ...
 
 
-SILENT: Progress = ProgressReporter.silent()
+SILENT: Progress = _Silent()

@@ -23,7 +23,7 @@ import numpy as np
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_all
 from mindresume.errors import ConfigError, LoadError
 from mindresume.events import Emit, Notice, WeightsLoaded, warning
-from mindresume.events.progress import ProgressReporter
+from mindresume.events.progress import SILENT, Progress, ProgressReporter
 from mindresume.formats import CheckpointDir
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import counted, listed
@@ -342,7 +342,7 @@ def _check_not_of_one_rank(network: Network, target: LoadTarget, context: Traini
 def read_shard(
     directory: CheckpointDir,
     shard: VerifiedShard,
-    reporter: ProgressReporter | None = None,
+    reporter: Progress = SILENT,
     names: Collection[str] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns {name: array} of the tensors ``names`` of a shard; None: of all.
@@ -353,7 +353,7 @@ def read_shard(
     Raises:
         LoadError: A tensor changed since it was verified.
     """
-    arrays, reporter = {}, reporter or ProgressReporter.silent()
+    arrays = {}
     reporter.expect(sum(source.file.size or 0 for source in shard.sources))
     for source in shard.sources:
         path = directory.path(source.file.path)

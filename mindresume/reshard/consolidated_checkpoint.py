@@ -15,6 +15,7 @@ from functools import partial
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
+from mindresume.events import ignore
 from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.consolidated import ConversionManifest, conversion_manifest_of
@@ -76,7 +77,7 @@ class ConsolidatedSource:
             CollectiveError: on all ranks, if one finds damage.
             MissingCheckpointError: the weights hold no step, and ``resume`` is set.
         """
-        read = ProgressReporter.silent()
+        read = ProgressReporter("", ignore)
         state = gather_results(
             self.group,
             partial(self._check, storage, path, read),

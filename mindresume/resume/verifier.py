@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mindresume import runtime
 from mindresume.errors import CorruptFileError, RecordError
-from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
+from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import METADATA
 from mindresume.formats.metadata import TensorMetadata, load_metadata
 from mindresume.formats.rank_folders import LABEL, parse_label
@@ -55,6 +54,7 @@ from mindresume.tensor_files import (
     TensorEntry,
     damaged_tensors,
     file_checksum,
+    read_header,
     read_whole,
     tensor_checksum,
 )
@@ -117,8 +117,11 @@ class Verifier:
     keep: ReadCache | None = None
     headers: Mapping[str, Header | None] = field(default_factory=dict)
     records: Mapping[int, tuple[Record, Details]] = field(default_factory=dict)
-    _stored: StoredSlices | Refusal | None = None
-    _lock: runtime.Lock = field(default_factory=runtime.Lock)
+    _stored: StoredSlices | Refusal | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.candidate.iteration_dir and not self.candidate.records_dir:
+            self._stored = stored_slices(self.directory, self.candidate)
 
     def verify(self, rank: int) -> VerifiedShard | Refusal:
         """Reads and verifies everything that ``rank`` will load. Returns the verified files, or why
@@ -129,7 +132,7 @@ class Verifier:
         if not files:
             return candidate.refuse(f"no file of rank {rank}", rank=rank)
         try:
-            if candidate.origin == OURS and candidate.records_dir:
+            if candidate.records_dir:
                 return self._verify_recorded(rank)
             headers = {file: self._header(file) for file in files}
             if candidate.iteration_dir:
@@ -189,11 +192,8 @@ class Verifier:
                     file.path,
                     rank,
                 )
-        with self._lock:
-            if self._stored is None:
-                self._stored = stored_slices(self.directory, self.candidate)
-            stored = self._stored
-        if isinstance(stored, Refusal):
+        stored = self._stored
+        if stored is None or isinstance(stored, Refusal):
             return stored
         refusal = self._compare_slices(rank, headers, stored) or self._find_unnamed(
             rank, headers, stored
@@ -327,6 +327,8 @@ class Verifier:
     def _refuse(self, error: Exception, rank: int, file: FileRecord) -> Refusal:
         """Returns the refusal that follows from an error of reading a file of a rank."""
         reason = getattr(error, "reason", error)
+        if isinstance(error, OSError):
+            reason = f"cannot be read: {error}"
         tensor = getattr(error, "tensor", None)
         return self.candidate.refuse(
             f"rank {rank}: {reason}", file.path, rank, [tensor] if tensor else (), error
@@ -386,13 +388,16 @@ class Verifier:
             )
         if status.size != file.size:
             return wrong_size(candidate, rank, file, status.size)
-        # its errors are more specific than a wrong checksum
-        header = self._header(file)
-        if problem := _mismatch(candidate, recorded, header):
-            return candidate.refuse(f"the file of rank {rank} {problem}", file.path, rank)
-        if not self.full:
-            return (ShardSource(file),)
+        known = self.headers.get(path)
+        if known is not None:
+            return _mismatch(candidate, rank, file, recorded, known) or (ShardSource(file),)
         with self.directory.storage.open(path) as opened:
+            # its errors are more specific than a wrong checksum
+            header = read_header(opened, path)
+            if problem := _mismatch(candidate, rank, file, recorded, header):
+                return problem
+            if not self.full:
+                return (ShardSource(file),)
             checksum = ""
             if self.keep is not None and header.size <= self.keep.left:
                 with suppress(MemoryError):
@@ -530,19 +535,28 @@ def wrong_size(candidate: Candidate, rank: int, file: FileRecord, size: int) -> 
     )
 
 
-def _mismatch(candidate: Candidate, tensors: Mapping[str, TensorRecord], header: Header) -> str:
-    """Returns how the header of a file differs from the record; empty if it does not."""
-    if parse_label(header) != (candidate.run, candidate.step):
-        return (
-            f"is not of run {candidate.run}, step {candidate.step}: its label is "
-            f"{header.metadata.get(LABEL)!r}"
-        )[:300]
+def _mismatch(
+    candidate: Candidate,
+    rank: int,
+    file: FileRecord,
+    tensors: Mapping[str, TensorRecord],
+    header: Header,
+) -> Refusal | None:
+    """Returns a refusal if the header of a file of ``rank`` differs from the record."""
     recorded = {name: (row.dtype, row.shape) for name, row in tensors.items()}
     found = {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()}
-    for name in recorded.keys() | found.keys():
-        if recorded.get(name) != found.get(name):
-            return f"holds {name} as {found.get(name)}, recorded {recorded.get(name)}"[:300]
-    return ""
+    names = recorded.keys() | found.keys()
+    differing = next((name for name in names if recorded.get(name) != found.get(name)), None)
+    if parse_label(header) != (candidate.run, candidate.step):
+        problem = (
+            f"is not of run {candidate.run}, step {candidate.step}: its label is "
+            f"{header.metadata.get(LABEL)!r}"
+        )
+    elif differing is not None:
+        problem = f"holds {differing} as {found.get(differing)}, recorded {recorded.get(differing)}"
+    else:
+        return None
+    return candidate.refuse(f"the file of rank {rank} {problem[:300]}", file.path, rank)
 
 
 # ---- metadata.json -------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ from mindresume.model.manifest import (
     TRASH,
     Manifest,
     Record,
+    attempt_name,
+    attempts,
     read_record,
     record_name,
     record_rank,
@@ -110,6 +112,7 @@ class Committer:
         self.emit = emit
         self.pending: list[int] = []
         self.committed: list[int] = []
+        self._complete: set[str] = set()  # names of folders of records that have a manifest
         self._emitted: set[Event] = set()
         self._manifests = ReadManifests()
         self._pointers_are_old = False  # the pointers name an older step
@@ -203,6 +206,7 @@ class Committer:
         """Commits earlier steps that were only listed late, updates the pointers, and removes older
         checkpoints. An error of the pointers does not undo the commit, and the next commit tries
         again. A checkpoint that old pointers name stays for one more save, not longer."""
+        self._complete.add(attempt_name(step, self.target.run))
         for older in [other for other in self.pending if other < step]:
             try:
                 if missing_ranks(self.target, older, by_name=True):
@@ -363,9 +367,11 @@ class Committer:
             # manifest, is published, or cannot be listed. Removals in progress are finished, and
             # read locks of dead readers removed.
             names = self.target.storage.list(self.target.path(FOLDER))
+            others = [name for name, _, _ in attempts(names) if name not in self._complete]
+            found = find_attempts(self.target, others, top=[]) if others else []
+            self._complete |= {each.name for each in found if MANIFEST in each.content}
             if not any(name.startswith((TRASH, WITHOUT_NUMBER)) for name in names) and all(
-                attempt.error or MANIFEST in attempt.content
-                for attempt in find_attempts(self.target, names, top=[])
+                each.error or each.name in self._complete for each in found
             ):
                 return []
         made = plan(

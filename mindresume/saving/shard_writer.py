@@ -23,7 +23,7 @@ from mindresume import runtime
 from mindresume.coordination.lease import fence
 from mindresume.coordination.lease_acquisition import half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
-from mindresume.events.progress import ProgressReporter
+from mindresume.events.progress import SILENT, Progress
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import (
     MODEL,
@@ -278,7 +278,7 @@ def write_shard(
     target: SaveTarget,
     shard: Shard,
     saved_at: float | None = None,
-    progress: ProgressReporter | None = None,
+    progress: Progress = SILENT,
 ) -> WrittenShard:
     """Writes this rank's files and its record, unless this run has written them already.
     ``saved_at``: see ``Record``; None: the time at which the files are written.
@@ -329,7 +329,6 @@ def write_shard(
                 "Nothing was written, the checkpoints saved before are untouched; free some space, "
                 "or keep fewer (keep_checkpoint_max, mindresume prune)"
             )
-        progress = progress or ProgressReporter.silent()
         progress.expect(needed)
         for folder in dict.fromkeys([attempt, *map(os.path.dirname, paths)]):
             target.storage.make_folder(folder)
@@ -342,7 +341,7 @@ def write_shard(
                     _check_same(target.storage, where, encode_plan(plan, file.tensors), into)
                 else:
                     made.append(where)
-                    pieces = checksummed(encode_plan(plan, file.tensors), into, progress)
+                    pieces = checksummed(encode_plan(plan, file.tensors), into, progress.advance)
                     written = publish(target.storage, where, pieces, target.run, plan.size)
                     if written != plan.size:
                         raise OSError(

@@ -36,7 +36,6 @@ import numpy as np
 from xxhash import xxh3_128
 
 from mindresume.errors import CorruptFileError
-from mindresume.events.progress import ProgressReporter
 from mindresume.tensor_files import ckpt, safetensors
 from mindresume.tensor_files.header import (
     CHUNK,
@@ -49,7 +48,7 @@ from mindresume.tensor_files.header import (
 )
 from mindresume.typed import MAX_TENSORS
 
-Progress = Callable[[int], None]  # receives the number of bytes read since its last call
+Progress = Callable[[int], None]  # receives the number of bytes since its last call
 _FORMATS: Mapping[str, ModuleType] = {"safetensors": safetensors, "ckpt": ckpt}
 # threads: a copy out of a tmpfs is slower than a copy within memory, because its pages are small
 _READERS = 2
@@ -247,8 +246,13 @@ def encode_plan(
             if part.name is None
             else data[part.start : part.start + part.count]
         )
-        for start in range(0, max(len(whole), 1), CHUNK):  # a checksum needs a piece, be it empty
-            yield part.name, whole[start : start + CHUNK]
+        yield from pieces_of(part, whole)
+
+
+def pieces_of(part: FilePart, data: memoryview) -> Iterator[tuple[str | None, memoryview]]:
+    """Yields the pieces of one part of a file, see ``encode``. ``data``: its bytes."""
+    for start in range(0, max(len(data), 1), CHUNK):  # a checksum needs a piece, be it empty
+        yield part.name, data[start : start + CHUNK]
 
 
 # ---- checksums -----------------------------------------------------------------------------------
@@ -267,10 +271,10 @@ class Checksums:
 def checksummed(
     pieces: Iterable[tuple[str | None, memoryview]],
     result: Checksums,
-    progress: ProgressReporter | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[memoryview]:
     """Passes on the pieces of ``encode`` and fills ``result``, which is complete once the iterator
-    is exhausted. ``progress`` counts the bytes of each piece when the next one is requested.
+    is exhausted. ``progress`` receives the bytes of each piece when the next one is requested.
 
     Raises ValueError if the pieces of a tensor are not contiguous.
     """
@@ -293,7 +297,7 @@ def checksummed(
         result.size += len(piece)
         yield piece
         if progress is not None:
-            progress.advance(len(piece))
+            progress(len(piece))
     if current is not None:
         result.tensors[current] = tensor.hexdigest()
     result.file = whole.hexdigest()

@@ -128,6 +128,28 @@ def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):
     assert steps(tmp_path) == [50, 45, 40, 35] and len(opened) == len(set(opened)) == 10
 
 
+def test_where_all_is_kept_a_commit_lists_no_former_save_and_still_finds_incomplete_ones(tmp_path):
+    disk = Hooked()
+    save(tmp_path, 5, world=1)  # of an earlier run
+    committer = Committer(replace(target_of(tmp_path, 0, 1, NEXT_RUN), storage=disk))
+    listed = []
+    for step in (10, 15, 20):
+        write_rank(tmp_path, step, 0, 1, NEXT_RUN)
+        disk.asked.clear()
+        committer.poll(step)
+        listed.append({path for operation, path in disk.asked if operation == "list"})
+    older, *others = [committer.target.attempt(step) for step in (10, 15)]
+    of_an_earlier_run = target_of(tmp_path, 0, 1).attempt(5)
+    assert of_an_earlier_run in listed[0]
+    assert not {of_an_earlier_run, older, *others} & listed[2]
+
+    write_rank(tmp_path, 22, 0, 2, NEXT_RUN)  # a rank is missing, and none has polled for it
+    write_rank(tmp_path, 25, 0, 1, NEXT_RUN)
+    committer.poll(25)
+    assert not os.path.exists(committer.target.attempt(22))
+    assert steps(tmp_path) == [25, 20, 15, 10, 5]
+
+
 def test_temporary_files_of_dead_runs_are_removed_and_those_of_this_run_kept(tmp_path):
     folder = tmp_path / "rank_0"
     folder.mkdir()

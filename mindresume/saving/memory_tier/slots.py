@@ -72,10 +72,11 @@ from mindresume.tensor_files import (
     TensorSpec,
     checksummed,
     encode_plan,
+    pieces_of,
     plan_file,
     tensor_spec,
 )
-from mindresume.tensor_files.header import CHUNK, DTYPES
+from mindresume.tensor_files.header import DTYPES
 
 # ---- the rule ------------------------------------------------------------------------------------
 
@@ -530,9 +531,7 @@ class TierSlots:
 
 def _pieces(plan: FilePlan, memory: np.ndarray) -> Iterator[tuple[str | None, memoryview]]:
     for part in plan.parts:
-        data = memoryview(memory[part.offset : part.offset + part.count])
-        for start in range(0, max(len(data), 1), CHUNK):
-            yield part.name, data[start : start + CHUNK]
+        yield from pieces_of(part, memoryview(memory[part.offset : part.offset + part.count]))
 
 
 def shard_in(slot: Slot) -> Shard:
