@@ -39,7 +39,6 @@ from mindresume.resume.progress import START  # noqa: E402
 from mindresume.settings import ConversionSettings, Settings  # noqa: E402
 from tests.strategy_files import write_strategy  # noqa: E402
 
-GLOBAL_STEP = COUNTERS["global_step"].shape
 DIRECT = Settings(conversion=ConversionSettings(transform_engine="direct"))
 UNIFIES = Settings(conversion=ConversionSettings(unified_checkpoint=1))
 

@@ -229,16 +229,6 @@ def test_weights_without_a_step_are_loaded(tmp_path):
     right(load(tmp_path / "checkpoint_network", tmp_path / "out", SINGLE, PREDICT), SINGLE)
 
 
-def test_a_folder_one_level_too_high_is_an_error(tmp_path):
-    recorded(tmp_path / "output" / "checkpoint", SOURCE, TENSORS)
-    config, current = chosen(tmp_path / "output", tmp_path)
-    assert (
-        config.load_checkpoint == str(tmp_path / "output" / "checkpoint")
-        and current.plan.choice.chosen.step == STEP
-    )
-    current.resources.release()
-
-
 def test_a_damaged_newest_checkpoint_is_skipped_and_a_named_one_is_an_error(tmp_path, caplog):
     recorded(tmp_path / "checkpoint", SINGLE, TENSORS)
     path = path_of(tmp_path / "checkpoint", STEP, 0)
@@ -252,12 +242,6 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_a_named_one_is_an_error(tmp_
     )
     with pytest.raises(MissingCheckpointError, match="is not what was written; damaged: "):
         chosen(path, tmp_path)
-
-
-def test_a_missing_checkpoint_is_an_error(tmp_path):
-    for path in (tmp_path / "missing", tmp_path):
-        with pytest.raises(MissingCheckpointError, match="Set another load_checkpoint"):
-            chosen(path, tmp_path / "out")
 
 
 # ---- optional tensors ----------------------------------------------------------------------------
