@@ -20,25 +20,6 @@ def tokenizer(story):
     return make_data.train_tokenizer(story, 512)
 
 
-def test_the_tokenizer_loses_nothing_and_is_the_same_every_time(story, tokenizer):
-    ids = tokenizer.encode(story).ids
-    assert tokenizer.decode(ids) == story
-    assert max(ids) < 512
-    assert min(ids) >= len(make_data.SPECIAL_TOKENS)
-    assert [tokenizer.id_to_token(i) for i in range(3)] == make_data.SPECIAL_TOKENS
-    assert make_data.train_tokenizer(story, 512).to_str() == tokenizer.to_str()
-
-
-def test_windows_are_distinct_and_cover_the_text(story, tokenizer):
-    tokens = np.array(tokenizer.encode(story).ids)
-    windows = make_data.cut(tokens, 160, 32)
-    assert windows.shape == (160, 33)
-    assert windows.dtype == np.int32
-    assert len(np.unique(windows[:, :-1], axis=0)) == 160
-    assert (windows[0] == tokens[:33]).all()
-    assert (windows[-1] == tokens[-33:]).all()
-
-
 def test_what_the_text_does_not_give_is_refused():
     assert make_data.cut(np.arange(12), 4, 8)[:, 0].tolist() == [0, 1, 2, 3]  # they overlap
     with pytest.raises(ValueError, match="12 tokens give at most 4 windows of 9"):

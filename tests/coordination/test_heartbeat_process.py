@@ -202,7 +202,7 @@ def test_no_heartbeat_comes_from_a_stopped_training(training, tmp_path):
     # the heartbeat that had begun has ended, and the process looks at it again
     def is_silent():
         seen.append(holder_of(tmp_path).beat)
-        time.sleep(0.5)
+        time.sleep(0.2)
         return seen[-3:] == seen[-1:] * 3
 
     wait_for(is_silent)

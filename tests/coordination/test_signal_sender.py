@@ -10,6 +10,7 @@ import threading
 import pytest
 from senders import from_outside
 
+from mindresume.coordination import preemption
 from mindresume.coordination.preemption import OTHER, OWN, UNKNOWN, SignalSenders
 
 
@@ -29,8 +30,9 @@ def from_a_thread():
 
 
 @pytest.fixture
-def senders():
+def senders(monkeypatch):
     """Watches with a handler of Python. ``noticed``: set by ``on_own``."""
+    monkeypatch.setattr(preemption, "_TICK", 0.02)
     before, wakeup, noticed = (
         signal.signal(signal.SIGTERM, lambda *_: None),
         signal.set_wakeup_fd(-1),

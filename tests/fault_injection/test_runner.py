@@ -23,20 +23,6 @@ def setup(folder):
     return Setup(folder)
 
 
-def test_the_same_seed_gives_the_same_operations(setup, folder):
-    first, second = prepare(setup, ["save"], ["ckpt"]), prepare(setup, ["save"], ["ckpt"])
-    assert first == second
-    assert (
-        len(
-            {
-                prepare(Setup(folder, seed=seed), ["first save"], ["ckpt"])[0].operations
-                for seed in range(4)
-            }
-        )
-        > 1
-    )
-
-
 def test_every_scenario_and_format_and_rank_has_operations(setup, folder):
     tasks = prepare(setup)
     assert {(task.scenario, task.format) for task in tasks} == {

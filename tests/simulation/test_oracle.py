@@ -92,10 +92,6 @@ def a_bit_of_weights(disk, fmt):
     flip(disk, weights(disk, fmt, 1))
 
 
-def a_bit_of_weights_of_rank_0(disk, fmt):
-    flip(disk, weights(disk, fmt, 0), 150)
-
-
 def a_bit_of_a_record(disk, fmt):
     flip(disk, paths(disk, "rank_00001.json")[0], 100)
 
@@ -104,23 +100,12 @@ def a_bit_of_the_manifest(disk, fmt):
     flip(disk, paths(disk, "manifest.json")[0], 100)
 
 
-def a_bit_of_the_checksum_of_the_manifest(disk, fmt):
-    flip(disk, paths(disk, "manifest.json")[0], 0)
-
-
 def no_file_of_a_rank(disk, fmt):
     take(disk, weights(disk, fmt, 1))
 
 
 def files_of_two_steps_swapped(disk, fmt):
     one, two = weights(disk, fmt, 0), weights(disk, fmt, 0, step=4)
-    data = disk.find(one).data
-    put(disk, one, disk.find(two).data)
-    put(disk, two, data)
-
-
-def files_of_two_ranks_swapped(disk, fmt):
-    one, two = weights(disk, fmt, 0), weights(disk, fmt, 1)
     data = disk.find(one).data
     put(disk, one, disk.find(two).data)
     put(disk, two, data)
@@ -141,15 +126,6 @@ def no_folder_of_records(disk, fmt):
 def a_truncated_file(disk, fmt):
     path = weights(disk, fmt, 1)
     put(disk, path, disk.find(path).data[:-20])
-
-
-def an_empty_file(disk, fmt):
-    put(disk, weights(disk, fmt, 1), b"")
-
-
-def zeros(disk, fmt):
-    path = weights(disk, fmt, 1)
-    put(disk, path, bytes(len(disk.find(path).data)))
 
 
 def a_bit_of_common_json(disk, fmt):
@@ -212,21 +188,16 @@ CASES = [
     (damage, fmt, expected)
     for damage, formats, expected in (
         (a_bit_of_weights, ALL, ANOTHER),
-        (a_bit_of_weights_of_rank_0, ALL, ANOTHER),
         (a_bit_of_a_record, ALL, ANOTHER),
         (a_bit_of_the_manifest, ALL, {WRONG}),
-        (a_bit_of_the_checksum_of_the_manifest, ALL, {WRONG}),
         (no_file_of_a_rank, ALL, OLDER),
         (files_of_two_steps_swapped, ALL, ANOTHER),
-        (files_of_two_ranks_swapped, ALL, ANOTHER),
         (no_manifest, RANKS, set()),  # the records of all ranks are the commit
         (no_manifest, FOLDERS, {WRONG}),
         (no_record, ALL, OLDER),
         (no_folder_of_records, RANKS, OLDER),
         (no_folder_of_records, FOLDERS, {WRONG, LOST, INCONSISTENT}),
         (a_truncated_file, ALL, OLDER),
-        (an_empty_file, ALL, OLDER),
-        (zeros, ALL, ANOTHER),
         (a_bit_of_common_json, FOLDERS, {WRONG}),
         (a_bit_of_metadata_json, FOLDERS, {WRONG}),
         (stale_pointer, FOLDERS, OLDER),

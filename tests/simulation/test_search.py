@@ -254,14 +254,14 @@ print(digest.hexdigest(), counts)
 """  # noqa: E501
 
 
-def test_hashes_of_strings_and_memory_addresses_decide_nothing():
+def test_hashes_of_strings_and_memory_addresses_decide_nothing(soak):
     """The same schedules in two processes: every operation, event and disk is the same."""
     outputs = []
     for seed, memory in (("0", "one"), ("1", "other")):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
         outputs.append(
             subprocess.run(
-                [sys.executable, "-c", _PROGRAM, memory, "0", "47"],
+                [sys.executable, "-c", _PROGRAM, memory, "0", "47" if soak else "97"],
                 env=environment,
                 check=True,
                 capture_output=True,

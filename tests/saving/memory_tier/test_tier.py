@@ -158,8 +158,7 @@ class Torn(MappedFile):
             pass
 
 
-@pytest.mark.parametrize("iterations", [False, True])
-@pytest.mark.parametrize("every, steps", [(1, 6), (2, 8)])
+@pytest.mark.parametrize("every, steps, iterations", [(1, 6, False), (2, 8, True)])
 def test_death_before_each_operation_leaves_a_whole_save(
     memory, monkeypatch, every, steps, iterations
 ):
