@@ -183,6 +183,14 @@ class Settings:
         "with status 66",
         choices=("warn", "stop"),
     )
+    proof: str = setting(
+        "auto",
+        "how the weights are compared with what was loaded, at the first step "
+        "([proof of a resume](reliability.md#the-proof-of-a-resume)): `full`: every byte; "
+        "`sample`: blocks of each tensor over 1 MiB; `off`: nothing; `auto`: `full` on a CPU and "
+        "for ranks up to 1 GiB, else `sample`",
+        choices=("auto", "full", "sample", "off"),
+    )
     proof_tolerance: float = setting(
         0.0,
         "relative difference that the loss of a step may have when it is trained for the second "
@@ -289,6 +297,8 @@ def _value(where: str, known: Field[Any], value: Any) -> Any:
     kind: type[Any] = type(known.default)
     choices = known.metadata.get("choices")
     if choices:
+        if value is False and "off" in choices:  # YAML's off
+            value = "off"
         if value not in choices:
             raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(choices)}")
         return value

@@ -52,6 +52,13 @@ def load_into(network: Network, arrays: dict[str, np.ndarray], deduplicated: boo
     return [name for name in network.wanted if name not in arrays], []
 
 
+def assert_compared(context, network: Network):
+    """What the first step is compared with is what the network has taken."""
+    loaded = context.resources.loaded
+    assert set(loaded.digests) == {name for name, array in network.loaded.items() if array.size > 1}
+    assert loaded.difference(network.loaded.items(), ()) == ""
+
+
 def contents(arrays):
     return {
         name: (array.dtype.name, array.shape, array.tobytes()) for name, array in arrays.items()

@@ -19,6 +19,12 @@ def test_defaults_section_and_environment():
     assert Settings.load({}, {"MINDRESUME_MAX_FAILED_SAVES": "0"}).max_failed_saves == 0
 
 
+def test_off_without_quotes_is_off():
+    """YAML reads it as a flag."""
+    assert Settings.load({"proof": False}, {}).proof == "off"
+    assert Settings.load({}, {"MINDRESUME_PROOF": "off"}).proof == "off"
+
+
 def test_keys_of_retention():
     off = Settings.load({}, {}).retention
     assert (off.keep_every_steps, off.keep_best, off.keep_best_metric, off.keep_best_mode) == (

@@ -357,13 +357,17 @@ class ResumeProved(Event):
 
     Attributes:
         step: the step after which this run began.
-        tensors: how many parameters were compared with what was loaded.
+        tensors: how many parameters of rank 0 were compared with what was loaded; 0: with ``proof:
+            off``, none.
         steps: how many steps were compared; 0: none could be.
         expected_steps: how many the run before had recorded.
         differences: how many of ``steps`` differ.
         largest_loss_difference: relative; None: no loss was compared.
         compared: what was compared: batch, epoch, learning_rate, loss, loss_scale, samples.
-        unproved: why no step, or not every step, was compared; empty: all were.
+        unproved: why no step, or not every step, or no weight was compared; empty: all were.
+        sampled_tensors: how many parameters of all ranks were compared by samples.
+        compared_bytes: how many bytes of the parameters of all ranks were compared.
+        weight_bytes: how many they have.
     """
 
     step: Count
@@ -374,6 +378,9 @@ class ResumeProved(Event):
     largest_loss_difference: Measure | None = None
     compared: tuple[str, ...] = ()
     unproved: str = ""
+    sampled_tensors: Count = 0
+    compared_bytes: Count = 0
+    weight_bytes: Count = 0
 
     @property
     def log_level(self) -> str:
@@ -381,6 +388,9 @@ class ResumeProved(Event):
 
     def line(self) -> str:
         parts = [f"weights of {counted(self.tensors, 'tensor')}"] if self.tensors else []
+        if self.tensors and self.sampled_tensors:
+            sizes = size_text(self.compared_bytes), size_text(self.weight_bytes)
+            parts.append(f"by samples of {sizes[0]} of {sizes[1]}")
         if self.steps:
             steps = f"{self.steps} of {counted(self.expected_steps, 'step')} done again: "
             if self.differences:
@@ -392,7 +402,13 @@ class ResumeProved(Event):
                 parts.append(f"largest difference of the loss {self.largest_loss_difference:.2g}")
         if self.unproved:
             parts.append(self.unproved)
-        word = "differs" if self.differences else "proved" if self.steps else "compared"
+        word = (
+            "differs"
+            if self.differences
+            else "proved"
+            if self.steps and self.tensors
+            else "compared"
+        )
         return f"resume {word}: {', '.join(parts)}"
 
 

@@ -241,7 +241,7 @@ def restore(
         # () and (1,) hold the same number
         arrays[target.parameter(name)] = array.reshape(target.shapes[name][0])
     count, size = len(arrays), sum(array.nbytes for array in arrays.values())
-    context.resources.loaded = LoadedWeights.of(arrays)
+    context.resources.loaded = LoadedWeights.of(arrays, context.settings.proof)
     network.assign(arrays, target)
     context.emit(
         WeightsLoaded(group.rank, count, size, read_bytes, what, context.progress.timed_seconds())

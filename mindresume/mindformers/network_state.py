@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import math
 import random
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -299,71 +300,122 @@ def _unpack(text: str, dtype: type) -> np.ndarray:
 # ``OnRequestExit`` and ``BackupAndRestore`` of MindSpore do so in ``on_train_begin``. So the
 # parameters are compared at the first step.
 #
-# MindSpore copies a parameter from its device as a whole. To cut blocks out of it on the device
-# would be a kernel, which copies the whole parameter to the device first, beside the memory that
-# the graph takes for it. So the largest tensors of a rank that holds more than ``BUDGET`` are not
-# compared; whoever replaces only those stays unnoticed.
+# asnumpy() of a tensor in host memory copies nothing; of one on a device it copies the whole. Such
+# a tensor is cut on the device, and only the parts are copied. One in host memory must not be cut
+# by MindSpore, whose kernel first copies the whole parameter to the device, beside the memory that
+# the graph takes for it.
 
-# bytes of parameters that a rank copies from its device for the comparison, the smallest first
-BUDGET = 1 << 30
-# a larger tensor is compared in 64 blocks of 4 KiB
+# how the settings ``proof`` compare the weights
+AUTO, FULL, OFF = "auto", "full", "off"
+# bytes of a rank's weights up to which every one is compared by default: two passes take 0.2 s
+LIMIT = 1 << 30
+# a larger tensor is sampled: the beginnings of _ROWS equal rows, and its end
 _WHOLE = 1 << 20
 _BLOCK = 1 << 12
-_BLOCKS = 64
+_ROWS = 63
+# bytes that are copied from a device at a time
+_PART = 1 << 26
+# what callbacks run before the first step, and the classes whose methods do nothing
+_BEGIN = re.compile("(on_)?(train_)?(epoch_|step_)?begin")
+_BASES = "Callback.", "TrainerCallback."
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Holds {name: fingerprint} of the tensors that this rank has loaded. Single numbers are left
-    out: callbacks have reasons to set a learning rate, or the flag of a graceful exit, before the
-    first step, and whoever loads other weights is noticed by the tensors."""
+    """Holds {name: digest} of the tensors that this rank has loaded. Single numbers are left out:
+    callbacks have reasons to set a learning rate, or the flag of a graceful exit, before the first
+    step, and whoever loads other weights is noticed by the tensors.
 
-    fingerprints: Mapping[str, str]
+    Attributes:
+        whole: every byte is compared, not samples of the larger tensors.
+        counts: (tensors compared by samples, bytes compared, bytes of all tensors).
+    """
+
+    digests: Mapping[str, str]
+    whole: bool
+    counts: tuple[int, int, int]
 
     @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], budget: int = BUDGET) -> LoadedWeights:
-        """Fingerprints arrays. ``budget``: bytes of all tensors that are compared."""
-        found = {}
-        for size, name in sorted(
-            (array.nbytes, name) for name, array in arrays.items() if not is_scalar(array.shape)
-        ):
-            budget -= size
-            if budget < 0:
-                break
-            found[name] = _fingerprint(arrays[name])
-        return cls(found)
+    def of(cls, arrays: Mapping[str, np.ndarray], proof: str = FULL) -> LoadedWeights:
+        """Takes the digests of arrays. ``proof``: the setting; with ``off`` of none."""
+        found = {name: array for name, array in arrays.items() if not is_scalar(array.shape)}
+        size = sum(array.nbytes for array in found.values())
+        whole = proof == FULL or proof == AUTO and (size <= LIMIT or _is_cpu())
+        digests, sampled, compared = {}, 0, 0
+        for name, array in found.items() if proof != OFF else ():
+            digests[name], part = _digest(array, whole)
+            sampled += part < array.nbytes
+            compared += part
+        return cls(digests, whole, (sampled, compared, size))
 
     def difference(self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object]) -> str:
-        """Returns which parameters are not what was loaded, and which ``callbacks`` of others the
-        training has; empty if all are. ``parameters``: (name, parameter), at least those that were
-        loaded."""
-        altered = [
-            name
-            for name, value in parameters
-            if name in self.fingerprints
-            and _fingerprint(to_numpy(name, value)) != self.fingerprints[name]
-        ]
+        """Returns which parameters are not what was loaded, and what others ran since; empty if all
+        are. ``parameters``: (name, parameter), at least those that were loaded. ``callbacks``:
+        those of the training."""
+        altered = []
+        for name, value in parameters:
+            expected = self.digests.get(name)
+            found = expected and self._found(name, value, expected)
+            if found != expected:
+                altered.append(f"{name} (xxh3 {expected}, found {found})")
         if not altered:
             return ""
         others = [
-            type(callback).__name__
+            f"{type(callback).__name__} ({', '.join(hooks)})"
             for callback in callbacks
             if not type(callback).__module__.startswith("mindresume.")
+            and (hooks := _hooks(callback))
         ]
         return (
-            f"{len(altered)} of {len(self.fingerprints)} tensors are not what was loaded: "
+            f"{len(altered)} of {len(self.digests)} tensors are not what was loaded: "
             f"{listed(altered, 3)}. Something has replaced them between the load and the first "
-            f"step; callbacks of this training: {', '.join(others) or 'none'}. The checkpoint is "
-            "right. Remove the callback that loads weights of its own (OnRequestExit with "
+            f"step; callbacks that ran in between: {', '.join(others) or 'none'}. The checkpoint "
+            "is right. Remove the callback that loads weights of its own (OnRequestExit with "
             "save_ckpt: True and BackupAndRestore of MindSpore do), or the file that it loads"
         )
 
+    def _found(self, name: str, value: Any, expected: str) -> str:
+        """Returns the digest of a parameter. What was cut on a device may be in the order of the
+        device, so a difference counts only in a copy of the whole."""
+        most = _PART if self.whole else _WHOLE
+        if getattr(value, "device", "CPU") != "CPU" and value.nbytes > most:
+            try:
+                if _digest(value, self.whole)[0] == expected:
+                    return expected
+            except (RuntimeError, TypeError, ValueError):
+                pass
+        return _digest(to_numpy(name, value), self.whole)[0]
 
-def _fingerprint(array: np.ndarray) -> str:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if data.nbytes <= _WHOLE:
-        return xxhash.xxh3_64_hexdigest(data)
-    found = xxhash.xxh3_64()
-    for start in np.linspace(0, data.nbytes - _BLOCK, _BLOCKS, dtype=np.int64):
-        found.update(data[start : start + _BLOCK])
-    return found.hexdigest()
+
+def _is_cpu() -> bool:
+    from mindspore import context
+
+    return context.get_context("device_target") == "CPU"
+
+
+def _digest(value: Any, whole: bool) -> tuple[str, int]:
+    """Returns (digest, bytes in it) of an array, or of a tensor on a device, by the same places."""
+    found, size = xxhash.xxh3_64(), 0
+    flat = value.reshape(-1)
+    count, item = flat.shape[0], flat.itemsize
+    if whole or count * item <= _WHOLE:
+        parts = (flat[at : at + _PART // item] for at in range(0, count, _PART // item))
+    else:
+        row, block = count // _ROWS, _BLOCK // item
+        parts = iter((flat[: row * _ROWS].reshape(_ROWS, row)[:, :block], flat[-block:]))
+    for part in parts:
+        data = np.ascontiguousarray(to_numpy("", part)).reshape(-1).view(np.uint8)
+        found.update(data)
+        size += data.nbytes
+    return found.hexdigest(), size
+
+
+def _hooks(callback: object) -> list[str]:
+    """Returns the methods of a callback of MindSpore or of the PyNative trainer that it runs
+    before the first step."""
+    return [
+        name
+        for name in dir(callback)
+        if _BEGIN.fullmatch(name)
+        and not getattr(getattr(callback, name), "__qualname__", "").startswith(_BASES)
+    ]

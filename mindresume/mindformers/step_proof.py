@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -25,6 +25,7 @@ from mindresume.events.event_file import FOLDER
 from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow, ledger_path
 from mindresume.formats import Candidate
 from mindresume.mindformers import adapter
+from mindresume.mindformers.network_state import OFF
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.redone_steps import RedoneSteps, StepDifference, earlier_ledger
 from mindresume.saving.shard_writer import SaveTarget
@@ -293,19 +294,20 @@ class StepProof:
             return
         self._is_said = True
         redone, self._redone = self._redone, None
-        tensors = self.context.resources.proved_tensors
-        if redone is None:
-            self.emit(ResumeProved(self._run.resumed, tensors, unproved=self._unproved))
-            return
-        self.emit(
-            ResumeProved(
-                self._run.resumed,
-                tensors,
-                redone.steps,
-                len(redone.earlier.rows),
-                len(redone.differences),
-                redone.largest,
-                tuple(sorted(redone.compared)),
-                self._unproved,
-            )
+        is_off = self.context.settings.proof == OFF
+        reasons = ("the weights are not compared (proof: off)" if is_off else "", self._unproved)
+        proved = ResumeProved(
+            self._run.resumed,
+            **self.context.resources.proved,
+            unproved=", ".join(filter(None, reasons)),
         )
+        if redone is not None:
+            proved = replace(
+                proved,
+                steps=redone.steps,
+                expected_steps=len(redone.earlier.rows),
+                differences=len(redone.differences),
+                largest_loss_difference=redone.largest,
+                compared=tuple(sorted(redone.compared)),
+            )
+        self.emit(proved)

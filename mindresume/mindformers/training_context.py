@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.event_file import EventFile
+from mindresume.formatting import listed
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
 from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_roots, remote_of
@@ -185,7 +185,7 @@ class Resources:
         remote: checkpoints in the object store that this run uploads to; None: no uploads.
         loaded: what was loaded, until the first step has been compared with it; None: nothing, or
             it was.
-        proved_tensors: how many tensors were compared.
+        proved: what was compared, as fields of ``ResumeProved``.
     """
 
     group: Group = field(default_factory=SingleProcess)
@@ -196,7 +196,7 @@ class Resources:
     pending_load: PendingLoadAttempt = field(default_factory=PendingLoadAttempt)
     remote: RemoteCheckpoints | None = None
     loaded: LoadedWeights | None = None
-    proved_tensors: int = 0
+    proved: Mapping[str, int] = field(default_factory=lambda: {"tensors": 0})
 
     def check_loaded(
         self, parameters: Iterable[tuple[str, Any]], callbacks: Iterable[object], resumes: bool
@@ -208,9 +208,21 @@ class Resources:
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
-        self.proved_tensors = len(loaded.fingerprints)
-        found = gather_results(self.group, partial(loaded.difference, parameters, callbacks))
-        problem = next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text), "")
+        found = gather_results(
+            self.group, lambda: (loaded.difference(parameters, callbacks), *loaded.counts)
+        )
+        sampled, compared, size = (
+            sum(column) for column in zip(*(row[1:] for row in found), strict=True)
+        )
+        self.proved = {
+            "tensors": len(loaded.digests),
+            "sampled_tensors": sampled,
+            "compared_bytes": compared,
+            "weight_bytes": size,
+        }
+        altered = [rank for rank, (difference, *_) in enumerate(found) if difference]
+        ranks = f"rank{'s' if altered[1:] else ''} {listed(altered)}"
+        problem = f"{ranks}: {found[altered[0]][0]}" if altered else ""
         if problem and resumes:
             raise AlteredWeightsError(problem)
         if problem and self.group.rank == 0:

@@ -34,7 +34,8 @@ class Proof:
         run_id: of the run that resumed; None: it is not recorded.
         step: after which it continued.
         verdict: PROVED: weights and steps are the same; WEIGHTS_ONLY: the weights are, and no step
-            was done again; DIFFERS; NOT_PROVED: the run ended before, or was of an earlier version.
+            was done again; DIFFERS; NOT_PROVED: the weights were not compared, or
+            the run ended before, or was of an earlier version.
         tensors: how many parameters were compared.
         steps: how many steps were compared.
         largest_loss_difference: relative; None: no loss was compared.
@@ -85,7 +86,8 @@ def _proof(
     if problem:
         verdict = DIFFERS
     else:
-        verdict = PROVED if proof.steps else WEIGHTS_ONLY if proof.tensors else NOT_PROVED
+        proved = PROVED if proof.steps else WEIGHTS_ONLY
+        verdict = proved if proof.tensors else NOT_PROVED
     return Proof(
         time,
         run_id,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from plan_networks import NET, TENSORS, Network, contents, load_into
+from plan_networks import NET, TENSORS, Network, assert_compared, contents, load_into
 from rank_folders import STORAGE, Threads, flip_bit, path_of
 from reshard.plans import (
     COUNTERS,
@@ -91,6 +91,7 @@ COUNTER = {"global_step": (COUNTERS["global_step"].shape, "int32")}
 def read_arrays(config, network, current):
     """Returns the arrays that the network takes."""
     loading.load(GraphNetwork(current, config, network), current)
+    assert_compared(current, network)
     return network.loaded
 
 

@@ -39,7 +39,7 @@ def begin(tmp_path, monkeypatch):
             ),
             progress=SimpleNamespace(origin=replace(START, **origin)),
             settings=settings or Settings(),
-            resources=SimpleNamespace(proved_tensors=33),
+            resources=SimpleNamespace(proved={"tensors": 33}),
         )
         target = SimpleNamespace(run=name, lineage="0001-aaaaaaaa", world_size=1)
         made.append(StepProof(context, target, resumed))
@@ -63,6 +63,20 @@ def rows(first, last, **values):
 def train(proof, steps):
     for row in steps:
         proof.end_step(row)
+
+
+def test_weights_that_are_not_compared_are_said(begin):
+    first, _ = begin("0001-aaaaaaaa")
+    train(first, rows(1, 12))
+    first.close()
+    again, events = begin("0002-bbbbbbbb", 10, Settings(proof="off"))
+    again.context.resources.proved = {"tensors": 0, "weight_bytes": 1 << 31}
+    train(again, rows(11, 12))
+    reason = "the weights are not compared (proof: off)"
+    assert events == [ResumeProved(10, 0, 2, 2, 0, 0.0, ALL, reason, weight_bytes=1 << 31)]
+    assert (
+        events[0].line().startswith("resume compared: 2 of 2 steps") and reason in events[0].line()
+    )
 
 
 def test_the_steps_done_again_are_compared_and_the_result_is_said_once(begin, tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from plan_networks import NET, TENSORS, Network, contents, load_into
+from plan_networks import NET, TENSORS, Network, assert_compared, contents, load_into
 from rank_folders import STORAGE, Threads, flip_bit, path_of
 from reshard.plans import STEP, Plan, complete, foreign, put, recorded
 
@@ -106,6 +106,7 @@ def load(path, output, plan, task=TRAIN, group=None, settings=None, changed=(), 
         and config.resume_training is False
         and config.auto_trans_ckpt is False
     )
+    assert_compared(current, network)
     return network
 
 

@@ -48,6 +48,7 @@ def ended(words):
         ([ResumeProved(30, 33, 10, 10, 0, 0.0, ("loss",)), ENDED], PROVED, ""),
         ([ResumeProved(30, 33, unproved="no step is done again")], WEIGHTS_ONLY, "no step is"),
         ([ResumeProved(30, 0, unproved="no step is done again")], NOT_PROVED, "no step is"),
+        ([ResumeProved(30, 0, 10, 10, unproved="proof: off")], NOT_PROVED, "proof: off"),
         ([], NOT_PROVED, "nothing has been compared yet"),
         ([DIFFERENCE, ResumeProved(30, 33, 10, 10, 3, 0.1)], DIFFERS, "step 31 differs"),
         # the file was full
