@@ -1,6 +1,6 @@
 """Weights, one process, the real Trainer. Alone in Checkpoint 1.0: what four ranks saved; and a
-callback of MindSpore that replaces what was loaded, also in a resume. (What is damaged or missing:
-cases of the judge.)"""
+callback of MindSpore that replaces what was loaded in a resume. (What is damaged or missing: cases
+of the judge.)"""
 
 import shutil
 
@@ -14,7 +14,6 @@ from st.run_attempts import (
     assert_resumed,
     failure,
     in_parallel,
-    notices,
     run_beside,
     steps_of,
     train,
@@ -64,46 +63,17 @@ def test_the_folder_of_four_ranks_is_loaded_as_mindformers_loads_it_merged(run, 
 # ---- BackupAndRestore loads its own file at the begin of a training ------------------------------
 
 
-def with_backup(run: Run, changes: dict) -> Run:
-    """Adds MindSpore's BackupAndRestore, which saves at the end of each epoch, to the callbacks of
-    ``run``."""
-    backup = {
-        "type": "BackupAndRestore",
-        "backup_dir": str(run.folder / "backup"),
-        "delete_checkpoint": False,
-    }
-    return run.configure(
-        {key: [*value, backup] if key == "callbacks" else value for key, value in changes.items()}
-    )
-
-
-# by default tests/mindformers/test_first_step.py
-@pytest.mark.soak
-def test_a_fine_tuning_without_saves_says_that_it_trains_other_weights_than_those_it_names(
-    run, tmp_path
-):
-    """The user may want what a callback puts on top of loaded weights, so it is a warning."""
-    ours = with_backup(run.like(tmp_path / "run"), {"callbacks": []})
-    command = f"{ALONE.replace('--callbacks []', '')} --load_checkpoint {tmp_path / 'merged'}"
-    assert (
-        run.mindresume(
-            "merge", str(FOUR / "output" / "checkpoint"), str(tmp_path / "merged")
-        ).returncode
-        == 0
-    )
-    train_well(ours, command)
-    assert (ours.folder / "backup" / "backup.ckpt").is_file()
-    again = train_well(ours, command)
-    assert notices(again, "are not what was loaded", level="warning") and notices(
-        again, "BackupAndRestore", level="warning"
-    )
-
-
 def test_a_resume_does_not_continue_with_the_weights_of_another_step(whole_single, tmp_path):
     """The newest save is of step 35, the backup of step 30."""
     ours = run_beside(whole_single, tmp_path / "run", copied=False)
     config = yaml.safe_load((ROOT / "configs" / ours.config).read_text(encoding="utf-8"))
-    with_backup(ours, {"callbacks": config["callbacks"]})
+    # it saves at the end of each epoch
+    backup = {
+        "type": "BackupAndRestore",
+        "backup_dir": str(ours.folder / "backup"),
+        "delete_checkpoint": False,
+    }
+    ours.configure({"callbacks": [*config["callbacks"], backup]})
     assert train(ours, ONE_LAYER, CPU_CLUSTER_KILL="all@38").process.returncode not in (0, None)
     again = train(ours, ONE_LAYER)
     assert_not_trained(again, 65)
