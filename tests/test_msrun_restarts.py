@@ -17,7 +17,7 @@ def launch(folder, program, *arguments, **environment):
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHON": sys.executable, **environment},
     )
 
@@ -75,7 +75,7 @@ def launch_on_host(folder, workers, **environment):
         cwd=folder,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHON": str(python), "MSRUN_RESTARTS": "4", **environment},
     )
 
