@@ -117,11 +117,9 @@ def all_right(plan, found, ignored=()):
 @pytest.mark.parametrize(
     "origin, target",
     [
-        ("records", "tp4"),
         ("records", "dp2tp2opt2"),
         ("records", "dp4opt4"),
         ("records", "tp2pp2"),
-        ("records", "dp2"),
         ("strategy beside", "dp4opt4"),
         ("strategy given", "tp2pp2"),
         ("consolidated", "dp2tp2opt2"),
