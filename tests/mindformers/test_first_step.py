@@ -15,7 +15,7 @@ from mindspore import nn  # noqa: E402
 
 from mindresume.errors import AlteredWeightsError  # noqa: E402
 from mindresume.events import NetworkCompiled  # noqa: E402
-from mindresume.mindformers import configuration, training_context  # noqa: E402
+from mindresume.mindformers import configuration, network_state, training_context  # noqa: E402
 from mindresume.mindformers.network_state import LoadedWeights  # noqa: E402
 from mindresume.mindformers.patches import WRAPPERS  # noqa: E402
 from mindresume.mindformers.training_context import TrainingContext  # noqa: E402
@@ -102,6 +102,23 @@ def test_the_loaded_weights_train(train):
         assert training_context.current().resources.loaded is None
     train(None)
     train([Loader("on_train_begin")], task="")
+
+
+def test_parameters_that_mindspore_cuts_between_compilation_and_step_train(train, monkeypatch):
+    """As it does with those on a device."""
+    cut, digest = [], network_state._digest
+    monkeypatch.setattr(network_state, "_WHOLE", 8)
+    monkeypatch.setattr(network_state, "_PART", 12)
+    monkeypatch.setattr(ms.Parameter, "device", property(lambda self: "Ascend:0"))
+    monkeypatch.setattr(
+        network_state,
+        "_digest",
+        lambda *given: cut.append(type(given[0]).__name__) or digest(*given),
+    )
+    counter = Counter()
+    train(counter)
+    # weight; the bias is small
+    assert counter.steps == 4 and cut == ["ndarray"] * 2 + ["Parameter", "ndarray"]
 
 
 class Attempt:
