@@ -4,7 +4,8 @@
 |---|---|
 | mint: arange, zeros_like, ones_like, full | numpy, then a Tensor |
 | mint: outer, stack, index_select, scatter_add, tril, equal, addcmul, clone; Tensor.clone | primitives that the CPU has |
-| mint embedding, dropout | Gather; ops.dropout |
+| mint embedding | Gather |
+| mint dropout | a factor of 0 or 1 / (1 - p), drawn from seed and offset of the default generator, as a device does |
 | rms_norm, swiglu | mean of squares, Rsqrt; Split, silu |
 | flash_attention_score, FlashAttentionScore | BatchMatMul, Softmax, BatchMatMul |
 | the "meta" device, in-place zero_, fill_, normal_ (>= 2.0) | the model is built on the CPU at once; copy_ of a numpy array |
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.common.generator import default_generator
 from mindspore.ops import operations as P
 from mindspore.ops.operations import nn_ops
 
@@ -29,6 +31,7 @@ from .. import capabilities
 
 _LOW = -1e9  # added to a score that is masked out
 _ANY = 2147483647
+_OFFSETS = Tensor(12, ms.int64)  # by which MindSpore's dropout moves its generator
 
 
 def _numpy(dtype: ms.Type) -> type:
@@ -100,7 +103,11 @@ def embedding(
 
 
 def dropout(x, p=0.5, training=True, inplace=False):
-    return ops.dropout(x, p, training) if training and p else x
+    if not (training and p):
+        return x
+    seed, offset = default_generator._step(_OFFSETS)
+    drawn = np.random.default_rng([int(seed.asnumpy()), int(offset.asnumpy())]).random(x.shape)
+    return x * Tensor(np.where(drawn < p, 0, 1 / (1 - p)).astype(np.float32)).astype(x.dtype)
 
 
 # ---- ops -----------------------------------------------------------------------------------------
