@@ -133,6 +133,20 @@ def test_a_difference_stops_the_job_if_asked(resume):
     assert_event(run, "resume_differs", what="learning_rate", step=STEP + 1)
 
 
+def test_a_resume_in_another_output_folder_is_compared(whole_single, tmp_path):
+    """By what the damaged save of step 40 has copied of the ledger."""
+    saves = tmp_path / "saves"
+    shutil.copytree(whole_single.checkpoints, saves)
+    weights = (saves / "rank_0").glob("*.safetensors")
+    newest = max(weights, key=lambda path: path.stat().st_mtime)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = whole_single.like(tmp_path / "run")
+    again.start(f"--load_checkpoint {saves} --resume_training True").wait(LIMIT)
+    assert_event(again, "resumed", step=STEP, lost_steps=5)
+    proved = assert_event(again, "resume_proved", steps=5, differences=0, unproved="")
+    assert proved["largest_loss_difference"] == 0 and "batch" in proved["compared"]
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -219,7 +219,6 @@ def long() -> Report:
             "finished",
             run_id="0001-0000aaaa",
             origin=Origin(is_fresh=True),
-            first_step=1,
             last_step=count,
             losses=Losses(steps, values, steps + 1.0, np.ones(count)),
         )

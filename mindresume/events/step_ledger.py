@@ -2,6 +2,7 @@
 
     ledger = StepLedger(path, LedgerRun("0003-5e1a77bd", lineage="0001-1c9e22d0", resumed=1200))
     ledger.add(StepRow(1201, 3, 307456, loss=2.1875))
+    ledger.copy(StepRow(1202, 3, 307712))           # for the save of a step that ends
     read_ledger(file, path).rows[1201]
 
     {output}/mindresume_events/20261123T052200.250-rank_0-4711.steps
@@ -23,6 +24,7 @@ import json
 import os
 import struct
 import sys
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -36,6 +38,7 @@ from mindresume.events.event_file import FOLDER, LEDGER, file_of_run
 from mindresume.typed import Count, decode, parse_json
 
 CAPACITY = 16_384  # rows; a file has 1 MiB
+COPIED = 960  # rows of a copy, which has 64 KiB
 _MAGIC = b"MRSTEPS1"
 _HEADER = 4096
 _NUMBERS = struct.Struct("<qqqQddd")
@@ -121,16 +124,26 @@ class StepLedger:
         if len(header) > _HEADER:
             raise RecordError(f"{path}: the description of the run has {len(header)} bytes")
         self.path, self.run, self.capacity = path, run, capacity
-        self._count = 0
+        self._header = header.ljust(_HEADER, b"\0")
+        self._newest = deque[bytes](maxlen=COPIED)
+        self._count = self._step = 0
         os.makedirs(os.path.dirname(path), exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        os.pwrite(self._file, header.ljust(_HEADER, b"\0"), 0)
+        os.pwrite(self._file, self._header, 0)
 
     def add(self, row: StepRow) -> None:
         """Writes a row; the oldest one goes if the ring is full. Raises OSError."""
         slot = self._count % self.capacity
-        os.pwrite(self._file, encode_row(row), _HEADER + slot * _ROW)
-        self._count += 1
+        encoded = encode_row(row)
+        os.pwrite(self._file, encoded, _HEADER + slot * _ROW)
+        self._newest.append(encoded)
+        self._count, self._step = self._count + 1, row.step
+
+    def copy(self, row: StepRow) -> bytes:
+        """Returns the file with its last ``COPIED`` rows. ``row``: the last one of them, if it was
+        not added yet."""
+        last = [encode_row(row)] if row.step > self._step else []
+        return self._header + b"".join([*self._newest, *last][-COPIED:])
 
     def close(self) -> None:
         with suppress(OSError):

@@ -220,7 +220,9 @@ class _MonitorState(StepState):
         collector = self.monitor._collector
         state = collector.state(self.cb_params)
         return Save(
-            collector.shard(self.cb_params, state), tuple(collector.extras(self.cb_params, state))
+            collector.shard(self.cb_params, state),
+            tuple(collector.extras(self.cb_params, state)),
+            collector.context.ledger(int(self.cb_params.cur_epoch_num), state),
         )
 
     def collect_local(self) -> Shard:

@@ -23,12 +23,14 @@ from mindresume.errors import ResumeDifferenceError
 from mindresume.events import ResumeDiffers, ResumeProved, warning
 from mindresume.events.event_file import FOLDER
 from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow, ledger_path
-from mindresume.formats import Candidate
+from mindresume.formats import CheckpointDir
 from mindresume.mindformers import adapter
 from mindresume.mindformers.network_state import OFF
+from mindresume.resume.eligible import Choice
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.redone_steps import RedoneSteps, StepDifference, earlier_ledger
 from mindresume.saving.shard_writer import SaveTarget
+from mindresume.storage.posix import PosixStorage
 
 # bytes of each tensor of a batch that are hashed, at its beginning and at its end
 _EDGE = 1 << 15
@@ -71,11 +73,9 @@ class SeenValues:
         self.values = {name: _number(value) for name, value in values.items()}
 
     def row(self, step: int, epoch: int | None, samples: int | None) -> StepRow:
-        """Returns the row of a finished step, and forgets what was seen of it."""
+        """Returns the row of a finished step."""
         batch = None if self._batch is None else self._batch.intdigest() or 1
-        row = StepRow(step, epoch, samples, batch, **self.values)
-        self.clear()
-        return row
+        return StepRow(step, epoch, samples, batch, **self.values)
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
@@ -206,22 +206,26 @@ class StepProof:
         if not self._is_said:
             # the other ranks wait for this one soon
             try:
-                self._begin(context.plan.origin.chosen, change)
+                self._begin(context.plan.origin, change)
             except Exception as error:
                 self._give_up(error)
 
-    def _begin(self, chosen: Candidate, change: str) -> None:
-        """Finds the steps that are trained again. ``chosen``: the checkpoint that was loaded.
+    def _begin(self, choice: Choice, change: str) -> None:
+        """Finds the steps that are trained again. ``choice``: the checkpoint that was loaded.
         ``change``: what is not as in the run that saved it."""
         earlier = earlier_ledger(
-            os.path.join(self._output, FOLDER), self._run, chosen.step or 0, chosen.run
+            os.path.join(self._output, FOLDER),
+            CheckpointDir(PosixStorage(), choice.checkpoint_dir),
+            self._run,
+            choice.chosen.step or 0,
+            choice.chosen.run,
         )
         self.lost_steps = len(earlier.rows) if earlier else 0
         if change:
             self._unproved = f"no step is compared: {change}"
         elif earlier is None:
             self._unproved = "no step is done again, as far as the step ledgers show"
-        elif earlier.run.branches and earlier.run.run_id != chosen.run:
+        elif earlier.run.branches and earlier.run.run_id != choice.chosen.run:
             self._unproved = (
                 "no step is compared: the run before had other data or another batch size"
             )
@@ -230,23 +234,39 @@ class StepProof:
             self._redone = RedoneSteps(self._run, earlier, tolerance)
 
     def end_step(self, row: StepRow) -> None:
-        """Records a finished step, and compares it if the run before has trained it.
+        """Records a finished step, and compares it if the run before has trained it. What the host
+        saw of it is forgotten.
 
         Raises:
             ResumeDifferenceError: It differs, and ``on_resume_difference`` is ``stop``.
         """
+        self.context.seen.clear()
         if self._is_off:
             return
         try:
-            if self._ledger is None:
-                self._ledger = StepLedger(ledger_path(self._output, 0), self._run)
-            self._ledger.add(row)
+            self._opened().add(row)
             difference = self._compare(row)
         except Exception as error:
             self._give_up(error)
             return
         if difference is not None and self.context.settings.on_resume_difference == "stop":
             raise ResumeDifferenceError(difference.text())
+
+    def copy(self, row: StepRow) -> bytes:
+        """Returns the last rows of the ledger for the save of a step, ``row``, that is not recorded
+        yet; empty: there is no ledger."""
+        if self._is_off:
+            return b""
+        try:
+            return self._opened().copy(row)
+        except Exception as error:
+            self._give_up(error)
+            return b""
+
+    def _opened(self) -> StepLedger:
+        if self._ledger is None:
+            self._ledger = StepLedger(ledger_path(self._output, 0), self._run)
+        return self._ledger
 
     def _compare(self, row: StepRow) -> StepDifference | None:
         """Compares a row, and says the result after the last one. Returns the first difference of

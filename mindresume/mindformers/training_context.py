@@ -49,7 +49,7 @@ from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof
-from mindresume.model.training_state import DataPosition
+from mindresume.model.training_state import DataPosition, TrainingState
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.resume.eligible import Choice
 from mindresume.resume.job_selection import own_shard
@@ -293,6 +293,13 @@ class TrainingContext:
         """Returns the shard that this rank verified and loads; None if the checkpoint has another
         number of ranks: it is converted."""
         return own_shard(self.plan.choice, self.group)
+
+    def ledger(self, epoch: int, state: TrainingState) -> bytes:
+        """Returns the step ledger as it belongs to the save of ``state``; empty: this rank has
+        none."""
+        if self.proof is None:
+            return b""
+        return self.proof.copy(self.seen.row(state.step, epoch, state.consumed))
 
 
 # ---- begin and end -------------------------------------------------------------------------------

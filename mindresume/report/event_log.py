@@ -33,8 +33,9 @@ from mindresume.events import (
     end_text,
     event_from_json,
 )
-from mindresume.events.event_file import FOLDER, LIMIT, SUFFIX, with_short_texts
+from mindresume.events.event_file import FOLDER, LEDGER, LIMIT, SUFFIX, with_short_texts
 from mindresume.report.log_parser import pieces_of
+from mindresume.resume.redone_steps import ledger_of
 from mindresume.storage.posix import PosixStorage
 from mindresume.typed import is_number, parse_json
 
@@ -79,13 +80,24 @@ def find_event_logs(folders: Iterable[str], writer: str = "rank") -> tuple[Event
     """Returns the event files in each of ``folders`` (output folders, or folders of event files),
     in order of their start. ``writer``: "rank" or "supervisor"."""
     logs: dict[str, EventLog] = {}
+    for path in _files(folders, SUFFIX):
+        match = _NAME.fullmatch(os.path.basename(path))
+        if match and match[1] == writer:
+            logs.setdefault(os.path.realpath(path), EventLog(path, int(match[2])))
+    return tuple(sorted(logs.values(), key=lambda log: (os.path.basename(log.path), log.path)))
+
+
+def last_steps(folders: Iterable[str]) -> dict[str | None, int]:
+    """Returns {run: the last step that it did}, by the step ledgers in ``folders``."""
+    ledgers = (ledger_of(PosixStorage(), path) for path in _files(folders, LEDGER))
+    return {found.run.run_id: max(found.rows) for found in ledgers if found and found.rows}
+
+
+def _files(folders: Iterable[str], suffix: str) -> Iterator[str]:
     for folder in folders:
         for place in (folder, os.path.join(folder, FOLDER)):
-            for name in glob.iglob(f"*{SUFFIX}", root_dir=place):
-                match, path = _NAME.fullmatch(name), os.path.join(place, name)
-                if match and match[1] == writer:
-                    logs.setdefault(os.path.realpath(path), EventLog(path, int(match[2])))
-    return tuple(sorted(logs.values(), key=lambda log: (os.path.basename(log.path), log.path)))
+            for name in glob.iglob(f"*{suffix}", root_dir=place):
+                yield os.path.join(place, name)
 
 
 def find_supervisor_logs(folders: Iterable[str]) -> list[EventLog]:

@@ -18,6 +18,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -176,11 +177,14 @@ class RunAttempt:
     is_cut: bool = False
     run_id: str | None = None
     world_size: int | None = None
-    first_step: int | None = None
     last_step: int | None = None
     origin: Origin = Origin()
     saves: Saves = Saves()
     losses: Losses = field(default_factory=Losses)
+
+    @property
+    def first_step(self) -> int | None:
+        return None if self.last_step is None else self.origin.base_step + 1
 
 
 def attempts_of(
@@ -188,14 +192,16 @@ def attempts_of(
     lines: Iterable[LogLine],
     failures: Iterable[Failure] = (),
     starts: Sequence[SupervisedStart] = (),
+    last_steps: Mapping[str | None, int] = MappingProxyType({}),
 ) -> tuple[RunAttempt, ...]:
     """Returns the attempts in order of time. ``event_logs``: the event files of rank 0. ``lines``:
     the log of one rank. ``failures``: those of the other ranks. ``starts``: what supervisors
-    recorded, in order of time."""
+    recorded, in order of time. ``last_steps``: of the runs that have a step ledger."""
     attempts = _with_lines(
         [attempt for events in event_logs for attempt in _recorded(events)], lines
     )
     for index, attempt in enumerate(attempts):
+        attempt.recorded = last_steps.get(attempt.run_id, 0)
         for run_id, step in attempt.committed_for_others:
             owner = next(
                 (
@@ -310,8 +316,8 @@ def _numbers(line: LogLine) -> tuple[float, ...]:
 class _Attempt:
     """Collects the records of one attempt. ``newest``: the newest event of each kind but Notice; a
     fresh start is a selection. ``moments``: the first time of each. ``logged``: the kinds of lines
-    in the log of mindformers. ``reached``: the largest step that an event other than a save to disk
-    names. ``numbers``: of its losses, as for ``_losses_of``."""
+    in the log of mindformers. ``recorded``: the last step in the step ledger; 0: not known, then
+    the log and the saves tell. ``numbers``: of its losses, as for ``_losses_of``."""
 
     def __init__(self, started: float, has_events: bool, is_cut: bool = False):
         self.started = self.ended = started
@@ -319,7 +325,7 @@ class _Attempt:
         self.newest: dict[type[ev.Event], Any] = {}
         self.moments: dict[str, float] = {}
         self.failure: Failure | None = None
-        self.reached = self.skipped_saves = 0
+        self.recorded = self.skipped_saves = 0
         self.saves: dict[int, Save] = {}
         self.memory_saves: list[ev.TierSaved] = []
         self.committed_for_others: list[tuple[str, int]] = []
@@ -379,18 +385,14 @@ class _Attempt:
                 )
             )
         elif isinstance(event, ev.TrainingEnded):
-            if event.outcome != NOTHING_TO_TRAIN:
-                self.reached = max(self.reached, event.step or 0)
             if event.outcome == FAILED:
                 self.fail(Failure(at, 0, event.reason))
         elif isinstance(event, ev.SaveCommitted) and event.run_id not in (None, self.run_id):
             self.committed_for_others.append((event.run_id, event.step))
         elif isinstance(event, ev.SaveSkipped):
             self.skipped_saves += 1
-            self.reached = max(self.reached, event.step)
         elif isinstance(event, ev.TierSaved):
             self.memory_saves.append(event)
-            self.reached = max(self.reached, event.step)
         elif isinstance(event, _SAVES) and event.step is not None:
             self.saves[event.step] = _updated(
                 self.saves.get(event.step, Save(event.step, at)), at, event
@@ -430,8 +432,7 @@ class _Attempt:
         losses = _losses_of(self.numbers, are_true=log_parser.LAST_CARD not in self.logged)
         origin, opened = self._origin(losses), self.newest.get(ev.RunOpened)
         begun = opened or self.newest.get(ev.TrainingStarted)
-        last = max(int(losses.steps[-1]) if len(losses) else 0, self.reached, *self.saves, 0)
-        has_steps = last > origin.base_step
+        last = max(int(losses.steps[-1]) if len(losses) else 0, self.recorded, *self.saves)
         saves = Saves(
             tuple(self.saves[step] for step in sorted(self.saves)),
             tuple(self.memory_saves),
@@ -451,8 +452,7 @@ class _Attempt:
             self.is_cut,
             self.run_id,
             begun.world_size if begun else None,
-            origin.base_step + 1 if has_steps else None,
-            last if has_steps else None,
+            last if last > origin.base_step else None,
             origin,
             saves,
             losses,

@@ -1,7 +1,7 @@
 """Compares the steps that a resume trains for the second time with the ledger of the run that
 trained them first.
 
-    lost = earlier_ledger(folder, run, 1200, "0003-5e1a77bd")   # rows after step 1200, or None
+    lost = earlier_ledger(folder, saves, run, 1200, "0003-5e1a77bd")  # after step 1200, or None
     redone = RedoneSteps(run, lost)
     redone.add(row)                              # after each step: a StepDifference, or None
     redone.steps, redone.compared, redone.largest
@@ -16,12 +16,16 @@ the comparison shows that, too: it cannot say which of the two is right.
 Only one run is compared: the newest one that trained a step after the checkpoint. It may be the run
 that saved the checkpoint, or a later one. Earlier runs do not count: the training may have gone
 another way since, with another batch size, other data or another learning rate.
+
+Its rows are those beside its event file, in the output folder of this training; in another one, or
+on another disk, those that newer saves of the checkpoint directory have copied (``LAST_STEPS``).
 """
 
 from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,14 +33,18 @@ from mindresume.coordination.lease import run_order
 from mindresume.errors import RecordError
 from mindresume.events.event_file import LEDGER
 from mindresume.events.step_ledger import CAPACITY, Ledger, LedgerRun, StepRow, read_ledger
-from mindresume.model.manifest import is_run
-from mindresume.storage.posix import PosixStorage
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import parse_iteration
+from mindresume.formats.records import find_attempts
+from mindresume.model.manifest import FOLDER, LAST_STEPS, attempts, is_run, run_sequence
+from mindresume.storage.interface import Storage
 
 # Relative difference of a loss between two layouts, by the dtype of the computation. Measured on a
 # CPU in float32: 7e-8 after ten steps between one rank and data parallel 2 x model parallel 2, 8e-4
 # with other micro-batches (a mean of their means). The others by their precision.
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
 LARGEST = max(TOLERANCES.values())
+_MOST_SAVES = 4  # whose ledgers are looked at
 
 
 @dataclass(frozen=True)
@@ -64,40 +72,67 @@ class StepDifference:
         )
 
 
-def earlier_ledger(folder: str, run: LedgerRun, after: int, since: str | None) -> Ledger | None:
+def earlier_ledger(
+    folder: str, saves: CheckpointDir, run: LedgerRun, after: int, since: str | None
+) -> Ledger | None:
     """Returns the rows after step ``after`` of the newest earlier run of the training of ``run``
-    that recorded one in ``folder``; None: there is none. Files that are no ledgers are ignored.
+    that recorded one, in ``folder`` or in a save; None: there is none. Files that are no ledgers
+    are ignored.
 
     Args:
+        folder: of the event files of this training.
+        saves: the checkpoint directory that the resume reads. Another one than that of this
+            training numbers its runs in its own way.
         after: the step of the checkpoint, as the run that saved it counted.
         since: that run; older ones do not count. None: mindformers saved it.
     """
-    try:
-        names = [name for name in os.listdir(folder) if name.endswith(LEDGER)]
-    except OSError:
-        return None
-    found = [_ledger_of(os.path.join(folder, name), run) for name in names]
-    ledgers = sorted(filter(None, found), key=lambda ledger: run_order(ledger.run.run_id))
-    for ledger in reversed(ledgers):
-        if since is not None and run_order(ledger.run.run_id) < run_order(since):
-            return None
-        rows = {step: row for step, row in ledger.rows.items() if after < step <= after + CAPACITY}
-        if rows:
-            return replace(ledger, rows=rows)
-    return None
+    found = []
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            ledger = name.endswith(LEDGER) and ledger_of(saves.storage, os.path.join(folder, name))
+            if ledger and run_order(ledger.run.run_id) < run_order(run.run_id):
+                found.append(ledger)
+    with suppress(OSError):
+        found += filter(None, [ledger_of(saves.storage, path) for path in _copies(saves, after)])
+    lineage, rows = run.lineage or run.run_id, []
+    for ledger in found:
+        first = ledger.run
+        is_older = since is not None and run_order(first.run_id) < run_order(since)
+        is_other = (first.lineage or first.run_id) != lineage or first.run_id == run.run_id
+        later = {step: row for step, row in ledger.rows.items() if after < step <= after + CAPACITY}
+        if later and not is_older and not is_other:
+            rows.append(replace(ledger, rows=later))
+    return max(rows, key=_preference, default=None)
 
 
-def _ledger_of(path: str, run: LedgerRun) -> Ledger | None:
-    """Returns the ledger at ``path`` if an earlier run of the training of ``run`` wrote it."""
+def _preference(ledger: Ledger) -> tuple[tuple[int, str], int, int]:
+    """Returns a key that is larger for what is compared rather: the newest run, then the ledger
+    that reaches back further, then the longer one."""
+    return run_order(ledger.run.run_id), -min(ledger.rows), len(ledger.rows)
+
+
+def _copies(saves: CheckpointDir, after: int) -> list[str]:
+    """Returns the paths of the ledgers in a few saves after step ``after``: those of the newest
+    run that are next to it. Raises OSError."""
+    storage = saves.storage
+    later = [row for row in attempts(storage.list(saves.path(FOLDER))) if row[1] > after]
+    names = [
+        name for *_, name in sorted((-run_sequence(run), step, name) for name, step, run in later)
+    ]
+    steps = {name: parse_iteration(name) or 0 for name in storage.list(saves.root)}
+    top = sorted((name for name, step in steps.items() if step > after), key=steps.__getitem__)
+    found = find_attempts(saves, names[:_MOST_SAVES], top[:_MOST_SAVES])
+    return [saves.path(it.place, LAST_STEPS) for it in found if LAST_STEPS in it.content]
+
+
+def ledger_of(storage: Storage, path: str) -> Ledger | None:
+    """Returns the ledger at ``path`` if a run wrote it."""
     try:
-        with PosixStorage().open(path) as file:
+        with storage.open(path) as file:
             ledger = read_ledger(file, path)
     except (OSError, RecordError):
         return None
-    same = (ledger.run.lineage or ledger.run.run_id) == (run.lineage or run.run_id)
-    if not is_run(ledger.run.run_id):
-        return None
-    return ledger if same and run_order(ledger.run.run_id) < run_order(run.run_id) else None
+    return ledger if is_run(ledger.run.run_id) else None
 
 
 @dataclass

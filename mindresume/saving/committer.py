@@ -68,6 +68,7 @@ from mindresume.saving.shard_writer import (
     SaveTarget,
     is_committed,
     write_extra_weights,
+    write_ledger,
     write_shard,
 )
 from mindresume.storage.interface import Storage
@@ -560,6 +561,8 @@ class SyncSaver:
                 except OSError as trouble:
                     self.committer.emit(warning(f"no space could be freed: {trouble}"))
             return Outcome(save.step, False, error)
+        if save.ledger:
+            write_ledger(self.target, save)
         size = sum(file.size or 0 for file in written.record.files)
         extra_error = None
         try:

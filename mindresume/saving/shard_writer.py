@@ -37,6 +37,7 @@ from mindresume.model.layout import Layouts
 from mindresume.model.manifest import (
     EMERGENCY,
     FOLDER,
+    LAST_STEPS,
     MANIFEST,
     Details,
     FileRecord,
@@ -206,10 +207,12 @@ class ExtraWeights:
 
 @dataclass(frozen=True)
 class Save:
-    """Everything that one rank writes at one step."""
+    """Everything that one rank writes at one step. ``ledger``: on rank 0, the last rows of its step
+    ledger; empty: there is none."""
 
     shard: Shard
     extras: tuple[ExtraWeights, ...] = ()
+    ledger: bytes = b""
 
     @property
     def step(self) -> int:
@@ -384,6 +387,19 @@ def write_shard(
             "saved before are untouched"
         ) from error
     return WrittenShard(record)
+
+
+_SPARE = 8 << 20  # bytes that stay free for the manifest
+
+
+def write_ledger(target: SaveTarget, save: Save) -> None:
+    """Writes the ledger of ``save`` beside its record, unless it is there. It is no part of the
+    save: after an error, or on a disk that is almost full, there is none. A reader may find a part
+    of it; the manifest does not name it."""
+    storage, path = target.storage, os.path.join(target.attempt(save.step), LAST_STEPS)
+    with suppress(OSError):
+        if storage.free_space(target.root) > _SPARE and storage.status(path) is None:
+            storage.write(path, [save.ledger])
 
 
 def _error_type(error: Exception) -> type[SaveError]:

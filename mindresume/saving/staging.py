@@ -208,4 +208,4 @@ def _with_tables(save: Save, tables: list[dict[str, Any]]) -> Save:
         replace(extra, tensors=table)
         for extra, table in zip(save.extras, tables[count:], strict=True)
     ]
-    return Save(replace(save.shard, files=tuple(files)), tuple(extras))
+    return replace(save, shard=replace(save.shard, files=tuple(files)), extras=tuple(extras))

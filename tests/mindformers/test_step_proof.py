@@ -1,5 +1,6 @@
 """The step ledger of a training on rank 0, and what a resume says about the steps done again."""
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,9 +34,13 @@ def begin(tmp_path, monkeypatch):
         context = SimpleNamespace(
             emit=found.append,
             computation=computation or Computation("layout", "float32"),
+            seen=SeenValues(),
             plan=SimpleNamespace(
                 resumes=resumed > 0,
-                origin=SimpleNamespace(chosen=SimpleNamespace(step=resumed, run=saved_by)),
+                origin=SimpleNamespace(
+                    chosen=SimpleNamespace(step=resumed, run=saved_by),
+                    checkpoint_dir=str(tmp_path / "checkpoint"),
+                ),
             ),
             progress=SimpleNamespace(origin=replace(START, **origin)),
             settings=settings or Settings(),
@@ -91,6 +96,29 @@ def test_the_steps_done_again_are_compared_and_the_result_is_said_once(begin, tm
     assert events == [ResumeProved(10, 33, 4, 4, 0, 0.0, ALL)]
     with open(tmp_path / "mindresume_events" / "2-rank_0-1.steps", "rb") as file:
         assert list(read_ledger(file, "its ledger").rows) == list(range(11, 21))
+
+
+def test_the_copy_for_a_save_ends_with_the_step_of_the_save(begin):
+    proof, events = begin("0001-aaaaaaaa")
+    for row in rows(1, 3):  # a step is saved before it is recorded
+        copied = read_ledger(io.BytesIO(proof.copy(row)), "the copy")
+        assert list(copied.rows) == list(range(1, row.step + 1))
+        assert copied.rows[row.step] == row and copied.run.run_id == "0001-aaaaaaaa"
+        proof.end_step(row._replace(loss=9.0))
+    # the last save of a training comes after the step
+    copied = read_ledger(io.BytesIO(proof.copy(rows(3, 3)[0])), "the copy")
+    assert list(copied.rows) == [1, 2, 3] and copied.rows[3].loss == 9.0
+    assert events == []
+
+
+def test_a_ledger_that_cannot_be_made_is_not_copied(begin, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    proof, events = begin("0001-aaaaaaaa")
+    monkeypatch.setattr(step_proof, "StepLedger", refuse)
+    assert proof.copy(rows(1, 1)[0]) == proof.copy(rows(2, 2)[0]) == b""
+    assert len(events) == 1
 
 
 def test_the_first_difference_is_said_and_all_are_counted(begin):
@@ -247,6 +275,7 @@ def test_an_input_of_another_kind_is_not_compared_and_stops_nothing(batch):
         seen.batch(batch)
         seen.batch([np.arange(3)])
         assert seen.row(step, 1, 8) == StepRow(step, 1, 8)
+        seen.clear()
 
 
 def test_what_was_seen_belongs_to_one_step():
@@ -256,7 +285,8 @@ def test_what_was_seen_belongs_to_one_step():
     seen.monitor(loss=np.float32(2.5), loss_scale="unavailable", learning_rate=None)
     row = seen.row(1, 2, 8)
     assert row.batch not in (None, batch_of(np.arange(8)))
-    assert row == StepRow(1, 2, 8, row.batch, loss=2.5)
+    assert row == StepRow(1, 2, 8, row.batch, loss=2.5) == seen.row(1, 2, 8)
+    seen.clear()
     assert seen.row(2, 2, 16) == StepRow(2, 2, 16)
 
 

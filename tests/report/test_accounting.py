@@ -27,7 +27,6 @@ def attempt(number, first, last, parent=None, outcome=FAILED, **more):
         start + 9 + count,
         outcome,
         run_id=RUNS[number],
-        first_step=first,
         last_step=last,
         losses=Losses(steps, ones, start + 10 + np.arange(count), ones),
         origin=Origin(first == 1, first - 1 or None, run_id=parent, base_step=first - 1),
@@ -82,7 +81,7 @@ def test_an_attempt_in_between_that_resumed_from_elsewhere_is_lost():
 
 
 def test_an_attempt_that_failed_while_it_loaded_loses_nothing():
-    loading = replace(attempt(2, 11, 11, RUNS[1]), first_step=None, last_step=None, losses=Losses())
+    loading = replace(attempt(2, 11, 11, RUNS[1]), last_step=None, losses=Losses())
     assert lost(attempt(1, 1, 20), loading, attempt(3, 21, 30, RUNS[1], FINISHED)) == [0, 0, 0]
     about_to = replace(loading, origin=replace(loading.origin, step=20))
     assert lost(attempt(1, 1, 25), about_to) == [5, 0]
@@ -164,7 +163,6 @@ def histories(draw):
                 ),
                 losses=losses,
                 saves=Saves(saves),
-                first_step=base + 1 if count else None,
                 last_step=base + count if count else None,
             )
         )

@@ -13,6 +13,8 @@ from training_logs import RUNS, ZERO, Log, Training, check, fail, record, two_at
 import mindresume
 from mindresume import events as ev
 from mindresume.events import FAILED
+from mindresume.events.event_file import FOLDER
+from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow
 from mindresume.report.builder import build_report, defect_of, to_json
 from mindresume.report.event_log import RecordedEvent
 
@@ -61,6 +63,21 @@ def test_the_last_stage_of_each_attempt_if_the_number_of_ranks_changed(tmp_path)
 def test_a_missing_log_of_the_last_stage_is_reported(tmp_path):
     info(tmp_path, 0, pipeline(0, 1, 5, 0.5))
     assert "not the true one" in made(tmp_path).notes[-1]
+
+
+def test_lost_steps_are_those_of_the_step_ledger(tmp_path):
+    log = Training().start(0).fresh(1).run(2, RUNS[0]).loss(10, 10).loss(20, 20)
+    log.start(40).resume(41, 10, RUNS[0]).run(42, RUNS[1]).loss(50, 20).write_all(tmp_path)
+    info(tmp_path, 0, log)
+    check(made(tmp_path), steps_done=30, steps_lost=10)
+    assert "every 10 steps" in made(tmp_path).notes[-1]
+    for name, run, last in ((0, RUNS[0], 27), (1, RUNS[1], 21), (2, RUNS[2], 99)):
+        ledger = StepLedger(str(tmp_path / FOLDER / f"{name}.steps"), LedgerRun(run))
+        for step in range(1, last + 1):
+            ledger.add(StepRow(step))
+        ledger.close()
+    (tmp_path / FOLDER / "3.steps").write_bytes(b"garbage")
+    check(made(tmp_path), steps_done=38, steps_lost=17, notes=())
 
 
 def test_missing_or_odd_input_is_reported(tmp_path):

@@ -121,7 +121,6 @@ def test_a_million_losses_are_a_small_page():
         0.0,
         count + 10.0,
         "failed",
-        first_step=1,
         last_step=count,
         losses=Losses(steps, values, steps + 9.0, np.ones(count)),
         origin=Origin(is_fresh=True),

@@ -269,6 +269,11 @@ def test_saves_in_memory_and_where_a_resume_came_from():
     check(first.saves, memory=copies, disk=())
     assert first.origin.source == ""
     check(second.origin, source="memory", step=9)
-    log = Training().start(0).fresh(1).run(2, RUNS[0]).steps(3, 1, 4)
-    # it proves that its step was done
-    assert one(log.event(9, ev.TierSaved(6, 1, 0.1, 0.1))).last_step == 6
+
+
+@pytest.mark.parametrize("recorded, last", [({RUNS[0]: 17}, 17), ({RUNS[1]: 17}, 14), ({}, 14)])
+def test_the_step_ledger_of_a_run_knows_its_last_step(recorded, last):
+    # the loss every 10 steps
+    log = Training().start(0).fresh(1).run(2, RUNS[0]).loss(10, 10).save(14, 14)
+    (attempt,) = attempts_of(log.recorded, log.parsed, last_steps=recorded)
+    check(attempt, first_step=1, last_step=last)

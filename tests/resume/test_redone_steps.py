@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from mindresume.events.step_ledger import Ledger, LedgerRun, StepLedger, StepRow
+from mindresume.events.step_ledger import COPIED, Ledger, LedgerRun, StepLedger, StepRow
+from mindresume.formats import CheckpointDir
+from mindresume.formats.iterations import iteration_name
+from mindresume.model.manifest import FOLDER, LAST_STEPS, attempt_name
 from mindresume.resume.redone_steps import RedoneSteps, earlier_ledger
+from mindresume.storage.posix import PosixStorage
 
 FIRST = LedgerRun("0001-aaaaaaaa", "0001-aaaaaaaa", 0, 8, "layout", "release", True, "float32")
 AGAIN = replace(FIRST, run_id="0005-bbbbbbbb", resumed=10)
@@ -134,7 +138,8 @@ def run_of(number, **changes):
 
 
 def found(folder, since="0001-aaaaaaaa", after=10):
-    ledger = earlier_ledger(str(folder), AGAIN, after, since)
+    saves = CheckpointDir(PosixStorage(), str(folder / "checkpoint"))
+    ledger = earlier_ledger(str(folder), saves, AGAIN, after, since)
     return ledger and (ledger.run.run_id[:4], list(ledger.rows))
 
 
@@ -168,3 +173,64 @@ def test_what_is_not_of_this_training_is_ignored(tmp_path):
 def test_a_step_that_no_ring_can_hold_is_ignored(tmp_path):
     write(tmp_path, "1-rank_0.steps", FIRST, (11, 12, 2**62))
     assert found(tmp_path) == ("0001", [11, 12])
+
+
+# ---- in the saves of the checkpoint directory ----------------------------------------------------
+
+
+def save(folder, step, run, steps, iteration=False):
+    """A save of ``step`` with the last rows of the ledger of its run."""
+    path = folder / "checkpoint" / (iteration_name(step) if iteration else "")
+    path = path / FOLDER / attempt_name(step, run.run_id)
+    path.mkdir(parents=True)
+    ledger = StepLedger(str(folder / f"{run.run_id}-{step}"), run)
+    for number in steps:
+        ledger.add(ROW._replace(step=number))
+    (path / LAST_STEPS).write_bytes(ledger.copy(ROW._replace(step=step)))
+    ledger.close()
+    return path / LAST_STEPS
+
+
+@pytest.mark.parametrize("iteration", [False, True])
+def test_newer_saves_have_the_rows_in_another_output_folder(tmp_path, iteration):
+    save(tmp_path, 10, run_of(1), range(1, 10), iteration)
+    assert found(tmp_path) is None
+    save(tmp_path, 15, run_of(1), range(1, 15), iteration)
+    assert found(tmp_path) == ("0001", [11, 12, 13, 14, 15])
+    save(tmp_path, 13, run_of(2), (11, 12), iteration)
+    assert found(tmp_path) == ("0002", [11, 12, 13])
+    assert found(tmp_path, "0003-aaaaaaaa") is None
+
+
+def test_the_ledger_beside_the_events_counts_where_both_are(tmp_path):
+    save(tmp_path, 15, run_of(2), range(11, 15))
+    write(tmp_path, "1-rank_0.steps", run_of(1), range(11, 30))
+    assert found(tmp_path) == ("0002", [11, 12, 13, 14, 15])
+    write(tmp_path, "2-rank_0.steps", run_of(2), range(11, 18))
+    assert found(tmp_path) == ("0002", list(range(11, 18)))
+
+
+def test_of_many_saves_those_next_to_the_checkpoint_count(tmp_path):
+    """A copy has the last rows of its run only."""
+    for step in (1000, 2000, 9000, 3000, 4000, 5000):
+        save(tmp_path, step, run_of(1), range(1, step))
+    assert found(tmp_path, after=500) == ("0001", list(range(501, 1001)))
+    assert found(tmp_path, after=1000) == ("0001", list(range(2001 - COPIED, 2001)))
+
+
+def test_runs_of_another_directory_are_numbered_in_their_own_way(tmp_path):
+    save(tmp_path, 15, run_of(7), range(11, 15))
+    assert found(tmp_path, "0007-aaaaaaaa")[0] == "0007"
+
+
+def test_a_ledger_in_a_save_is_not_trusted(tmp_path):
+    save(tmp_path, 15, AGAIN, range(11, 15))
+    save(tmp_path, 16, run_of(3), range(11, 16)).write_bytes(b"garbage")
+    odd = save(tmp_path, 18, run_of(2), ())
+    odd.unlink()
+    os.mkfifo(odd)
+    cut = save(tmp_path, 17, run_of(1), range(11, 17))
+    os.truncate(cut, 4096 + 2 * 64 + 7)
+    assert found(tmp_path) == ("0001", [11, 12])
+    save(tmp_path, 14, run_of(4, lineage="0004-cccccccc"), range(11, 14))
+    assert found(tmp_path) is None  # few files are read

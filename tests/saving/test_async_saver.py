@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,7 @@ from mindresume.events import SaveAbandoned, SaveNotStaged, WriterDied
 from mindresume.fault_injection.faults import Fault
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
-from mindresume.model.manifest import run_name
+from mindresume.model.manifest import LAST_STEPS, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving import background_writer
@@ -82,7 +83,7 @@ def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind):
     for step in (5, 10):
         tensors = tensors_of(0, step)
         expected = {name: array.copy() for name, array in tensors.items()}
-        saver.save(save_of(step, tensors=tensors))
+        saver.save(replace(save_of(step, tensors=tensors), ledger=b"rows"))
         for array in tensors.values():
             array[...] = 0
         (outcome,) = saver.wait(PATIENCE)
@@ -94,6 +95,7 @@ def test_values_at_the_time_of_the_call_are_saved(tmp_path, kind):
                 assert read_tensor(file, header.tensors[name]).tobytes() == array.tobytes(), name
     assert saver.finish(PATIENCE) == []
     assert steps(tmp_path) == [10, 5]
+    assert [path.read_bytes() for path in tmp_path.rglob(LAST_STEPS)] == [b"rows"] * 2
     assert (
         select_checkpoint(STORAGE, str(tmp_path), SingleProcess(), SelectionPolicy(1)).chosen.step
         == 10

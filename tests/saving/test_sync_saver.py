@@ -9,7 +9,7 @@ from storages import failing
 
 from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
-from mindresume.model.manifest import record_name, run_name
+from mindresume.model.manifest import LAST_STEPS, MANIFEST, record_name, run_name
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.shard_writer import (
@@ -86,6 +86,49 @@ def test_a_file_beside_it_that_fails_does_not_undo_the_checkpoint(tmp_path):
         and "was not written" in str(outcome.error)
         and saver.committer.committed == [5]
     )
+
+
+class Watched(PosixStorage):
+    """Notes what is written where; ``error``: of writing a ledger; ``room``: free bytes."""
+
+    def __init__(self, error=0, room=1 << 40):
+        super().__init__()
+        self.error, self.room, self.written = error, room, []
+
+    def write(self, path, pieces, size=0):
+        self.written.append(path.rpartition("/")[2])
+        if self.error and path.endswith(LAST_STEPS):
+            raise OSError(self.error, "an error", path)
+        return super().write(path, pieces, size)
+
+    def free_space(self, folder):
+        return self.room
+
+
+def saved_with_ledger(root, storage, times=1):
+    target = replace(target_of(root, 0, 1), storage=storage)
+    saver = SyncSaver(target, KEEP_ALL)
+    for _ in range(times):
+        saver.save(replace(save_of(5), ledger=b"rows"))
+    assert all(outcome.saved and outcome.error is None for outcome in saver.poll())
+    assert 5 in saver.committer.committed
+    return [path.read_bytes() for path in root.rglob(LAST_STEPS)]
+
+
+def test_the_ledger_is_written_between_the_record_and_the_manifest(tmp_path):
+    storage = Watched()
+    assert saved_with_ledger(tmp_path, storage, times=2) == [b"rows"]
+    kinds = [name.strip(".").split(".0001")[0] for name in storage.written]
+    record = kinds.index(record_name(0))
+    assert kinds[record : record + 3] == [record_name(0), LAST_STEPS, MANIFEST]
+    assert kinds.count(LAST_STEPS) == 1
+
+
+@pytest.mark.parametrize(
+    "trouble", [{"error": errno.ENOSPC}, {"error": errno.EIO}, {"room": 7 << 20}]
+)
+def test_a_ledger_that_cannot_be_written_costs_the_ledger_only(tmp_path, trouble):
+    assert saved_with_ledger(tmp_path, Watched(**trouble)) == []
 
 
 class UnflushedRecord(PosixStorage):

@@ -148,7 +148,8 @@ class _PyNativeState(StepState):
         self.objects = objects
 
     def collect(self) -> Save:
-        return Save(self.saver.shard(self.state, self.objects), ())
+        shard, context = self.saver.shard(self.state, self.objects), self.saver.run.context
+        return Save(shard, (), context.ledger(int(self.state.epoch), shard.state))
 
 
 class RunCallback:
