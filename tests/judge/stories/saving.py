@@ -21,7 +21,7 @@ CASES = [
         "1.0",
         trained("1.0", transcript=True),
         show(f"{C}/rank_0/meta.json"),
-        show(f"{C}/.mindresume/*20-run*/*"),
+        show(f"{C}/.mindresume/*20-run*/*.json"),
     ),
     Case("1.0 ckpt", trained("1.0 ckpt", transcript=True)),
     Case(
@@ -29,7 +29,7 @@ CASES = [
         trained("2.0", transcript=True),
         show(f"{C}/iteration_00000020/common.json"),
         show(f"{C}/latest*"),
-        show(f"{C}/iteration_00000020/.mindresume/*/*"),
+        show(f"{C}/iteration_00000020/.mindresume/*/*.json"),
     ),
     Case("killed", trained("killed", transcript=True), show(f"{C}/.mindresume/claim-*")),
     # ---- in the background
