@@ -28,17 +28,9 @@ from mindresume.model.manifest import (
 )
 from mindresume.reshard.range_reader import view
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import read_header, read_scalar, read_tensor
+from mindresume.tensor_files import read_header, read_scalar
 from st.training_run import Run
-
-
-def tensors_in(path: Path) -> dict[str, np.ndarray]:
-    """Returns all tensors of a weight file."""
-    with open(path, "rb") as file:
-        return {
-            name: read_tensor(file, entry)
-            for name, entry in read_header(file, str(path)).tensors.items()
-        }
+from tests.rank_folders import tensors_in
 
 
 def flip_bit(path: Path, tensor: str | None = None) -> None:

@@ -179,16 +179,21 @@ def bits(tensors):
     }
 
 
-@pytest.mark.parametrize("text", CASES)
-def test_both_engines_write_the_same_tensors(cases, tmp_path, text):
-    case = cases[text]
-    direct, rewritten = (
-        final(weights, case.target, tmp_path / name)
+def written(case: Case, folder: Path) -> list[list[dict[str, np.ndarray]]]:
+    """Returns the results of the direct engine and of MindSpore's."""
+    return [
+        final(weights, case.target, folder / name)
         for name, weights in (
             ("direct", case.weights),
             ("mindspore", mindspore_engine.collect(case.task)),
         )
-    )
+    ]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_both_engines_write_the_same_tensors(cases, tmp_path, text):
+    case = cases[text]
+    direct, rewritten = written(case, tmp_path)
     assert len(direct) == (case.target.world_size if case.target else 1)
     for rank, (one, other) in enumerate(zip(direct, rewritten, strict=True)):
         assert bits(one) == bits(other)
@@ -200,14 +205,7 @@ def test_both_engines_write_the_same_tensors(cases, tmp_path, text):
 @pytest.mark.parametrize("text", WRONG)
 def test_refused_layouts_would_be_silently_wrong_in_mindspore(cases, tmp_path, text):
     """If this fails, MindSpore has been fixed, and the refusal can be removed."""
-    case = cases[text]
-    direct, rewritten = (
-        final(weights, case.target, tmp_path / name)
-        for name, weights in (
-            ("direct", case.weights),
-            ("mindspore", mindspore_engine.collect(case.task)),
-        )
-    )
+    direct, rewritten = written(cases[text], tmp_path)
     assert [bits(rank) for rank in direct] != [bits(rank) for rank in rewritten]
 
 

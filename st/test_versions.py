@@ -17,7 +17,7 @@ from mindresume.model.layout import TensorLayout, whole
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import read_regions
 from mindresume.storage.posix import PosixStorage
-from mindresume.tensor_files import encode, read_header, read_tensor
+from mindresume.tensor_files import encode
 from st.builtin_versions import (
     VERSIONS,
     builtin,
@@ -26,6 +26,7 @@ from st.builtin_versions import (
     fixture,
     python_of,
 )
+from st.checkpoint_files import tensors_in
 from st.training_run import ROOT
 
 FIXTURES = {"mf190_20_dp2tp2opt": "1.9.0", "mf190_20_single": "1.9.0", "mf180_20_tp2": "1.8.0"}
@@ -120,14 +121,6 @@ def copied(root: Path, to: Path) -> Path:
     for path in to.rglob("common.json"):
         removed(path, "", "ckpt_status")
     return to
-
-
-def tensors_in(path: Path) -> dict[str, np.ndarray]:
-    with path.open("rb") as file:
-        return {
-            name: read_tensor(file, entry)
-            for name, entry in read_header(file, str(path)).tensors.items()
-        }
 
 
 def put(path: Path, tensors: dict[str, np.ndarray]) -> None:
