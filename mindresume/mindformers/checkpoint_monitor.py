@@ -266,7 +266,7 @@ class FirstStep(Callback):
         context, cb_params = training_context.current(), run_context.original_args()
         progress, saves = context.progress, context.saves
         if context.proof is not None and saves is not None and progress.step is not None:
-            samples, _ = progress.data_at(progress.step, saves.monitor.global_batch_size)
+            samples = progress.samples_at(progress.step, saves.monitor.global_batch_size)
             row = context.seen.row(progress.step, int(cb_params.cur_epoch_num), samples)
             context.proof.end_step(row)
 

@@ -150,11 +150,16 @@ class RunProgress:
         """Returns (samples seen, position in the data) after ``step``; None where it is unknown."""
         if not batch or not self.dataset_size:
             return None, None
-        done, origin = step - self.origin.initial_step, self.origin
-        return (
-            None if origin.consumed is None else origin.consumed + done * batch,
-            origin.position.after(done, self.dataset_size, batch),
-        )
+        done = step - self.origin.initial_step
+        position = self.origin.position.after(done, self.dataset_size, batch)
+        return self.samples_at(step, batch), position
+
+    def samples_at(self, step: int, batch: int | None) -> int | None:
+        """Returns the samples seen after ``step``; None: not known."""
+        origin = self.origin
+        if origin.consumed is None or not batch or not self.dataset_size:
+            return None
+        return origin.consumed + (step - origin.initial_step) * batch
 
     @contextmanager
     def timed_load(self) -> Iterator[None]:

@@ -39,9 +39,9 @@ from mindresume.formats.records import find_attempts
 from mindresume.model.manifest import FOLDER, LAST_STEPS, attempts, is_run, run_sequence
 from mindresume.storage.interface import Storage
 
-# Relative difference of a loss between two layouts, by the dtype of the computation. Measured on a
-# CPU in float32: 7e-8 after ten steps between one rank and data parallel 2 x model parallel 2, 8e-4
-# with other micro-batches (a mean of their means). The others by their precision.
+# Relative difference of a loss between two layouts, by the dtype of the computation. Ten steps on a
+# CPU (benchmarks/tolerances.py): 7e-8 to 4e-5 in float32, 1e-5 to 5e-5 in float16. bfloat16 by its
+# precision. Ten steps of a training with other gradients, from other micro-batches: 1e-2.
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
 LARGEST = max(TOLERANCES.values())
 _MOST_SAVES = 4  # whose ledgers are looked at
