@@ -4,8 +4,8 @@ what a start needs. For ``proof.py``.
     PROOF_STEPS=FILE     one JSON object a step: {"ledger": true, "step": seconds, "own": seconds,
                          "step, CPU": seconds, "own, CPU": seconds}
     PROOF_START=FILE     one JSON object at the end of the first step, then the process ends:
-                         {"load": seconds, "first step": seconds, "start": seconds, "tensors": 33}
-    PROOF_WEIGHTS=off    no tensor is compared
+                         {"load": seconds, "first step": seconds, "start": seconds, "tensors": 33,
+                         "compared_bytes": 12345}
 
 A step lasts from the moment before the first callback of its beginning to the same moment of the
 next step, so that all that the ledger does is in it; "own": the time in mindresume's callback of a
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STEPS, START, WEIGHTS = "PROOF_STEPS", "PROOF_START", "PROOF_WEIGHTS"
+STEPS, START = "PROOF_STEPS", "PROOF_START"
 
 
 class Stopwatch:
@@ -113,8 +113,6 @@ def start_recorder(path: str) -> Any:
     from mindresume.mindformers.network_state import LoadedWeights
 
     watch = Stopwatch()
-    if os.environ.get(WEIGHTS) == "off":
-        LoadedWeights.of = classmethod(lambda cls, *_: cls({}))
     LoadedWeights.of = watch.around("load", LoadedWeights.of)
     LoadedWeights.difference = watch.around("first step", LoadedWeights.difference)
 
@@ -124,7 +122,7 @@ def start_recorder(path: str) -> Any:
                 "load": watch.take("load"),
                 "first step": watch.take("first step"),
                 "start": time.time() - heartbeat.process_started(),
-                "tensors": training_context.current().resources.proved_tensors,
+                **training_context.current().resources.proved,
             }
             Path(path).write_text(json.dumps(found), encoding="utf-8")
 

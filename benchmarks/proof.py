@@ -7,14 +7,14 @@ a start.
 row      StepLedger.add, target 20 us, beside a pwrite of as many bytes; what SeenValues takes of a
          step: numbers of the loss monitor, batches of several sizes (four tensors of int32, as the
          quickstart has), beside MindSpore's asnumpy of them and xxh3 of the bytes that are hashed
-weights  LoadedWeights at the load and at the first step, of --mib in live MindSpore parameters,
-         half float32, half bfloat16, beside xxh3 of the same bytes
+weights  LoadedWeights at the load and at the first step, with `proof: full` and `sample`, of --mib
+         in live MindSpore parameters, half float32, half bfloat16, beside xxh3 of the same bytes
 steps    the quickstart's training on the real Trainer: of each two steps one, drawn at random, has
          no ledger (_proof_job.py); a round is --block steps of each kind; target 0.5 % of a step.
          "own" is the time in mindresume's callback and in what the loss monitor hands over: its
          difference is the cost without the noise of the step. Medians of the rounds
-start    the same training with 300 MiB of weights and moments is resumed, with and without the
-         comparison of the weights, in changing order; target 2 % of a start; at most 5 rounds
+start    the same training with 300 MiB of weights and moments is resumed with `proof: off`,
+         `sample` and `full`, in changing order; target 2 % of a start; at most 5 rounds
 """
 
 from __future__ import annotations
@@ -197,19 +197,19 @@ def measure_weights(folder: Path, options: argparse.Namespace) -> tuple[measure.
     arrays = measure.arrays(options.mib)
     live = measure.parameters(arrays)
     size, rounds = measure.size_of(arrays), measure.Rounds()
-    loaded = LoadedWeights.of(arrays)
+    works: dict[str, Callable[[], Any]] = {
+        "xxh3 of all bytes": lambda: [
+            xxhash.xxh3_64_digest(array.reshape(-1).view("u1")) for array in arrays.values()
+        ]
+    }
 
-    def compare() -> None:
+    def compare(loaded: LoadedWeights) -> None:
         if loaded.difference(live, []):
             raise SystemExit("the same weights are reported as others")
 
-    works = {
-        "xxh3 of all bytes": lambda: [
-            xxhash.xxh3_64_digest(array.reshape(-1).view("u1")) for array in arrays.values()
-        ],
-        "at the load": lambda: LoadedWeights.of(arrays),
-        "at the first step": compare,
-    }
+    for proof in ("full", "sample"):
+        works[f"{proof}, at the load"] = partial(LoadedWeights.of, arrays, proof)
+        works[f"{proof}, at the first step"] = partial(compare, LoadedWeights.of(arrays, proof))
     for number in rounds.numbers(options.rounds):
         for name in measure.shuffled(list(works), number):
             rounds.timed(name, works[name])
@@ -324,7 +324,7 @@ def steps_text(rounds: measure.Rounds, options: argparse.Namespace) -> str:
     )
 
 
-WAYS = {"without": "off", "with": "full"}
+WAYS = ("off", "sample", "full")
 
 
 def measure_start(folder: Path, options: argparse.Namespace) -> tuple[measure.Rounds, str]:
@@ -348,7 +348,7 @@ def measure_start(folder: Path, options: argparse.Namespace) -> tuple[measure.Ro
             run = first.like(folder / f"{number}-{name}")
             shutil.copytree(first.checkpoints, run.checkpoints)
             found = run.folder / "start.json"
-            run.start(PROOF_START=str(found), PROOF_WEIGHTS=WAYS[name]).wait()
+            run.start(PROOF_START=str(found), MINDRESUME_PROOF=name).wait()
             if not found.exists():
                 raise SystemExit(f"{run.folder}: no step was trained:\n{run.log()[-3000:]}")
             for what, value in json.loads(found.read_text(encoding="utf-8")).items():
@@ -358,28 +358,41 @@ def measure_start(folder: Path, options: argparse.Namespace) -> tuple[measure.Ro
 
 
 def start_text(rounds: measure.Rounds) -> str:
-    starts = rounds.values["without: start"]
     rows = []
-    for what in ("load", "first step", "start"):
-        on, off = f"with: {what}", f"without: {what}"
-        growths = [
-            (ours - other) / start
-            for ours, other, start in zip(
-                rounds.values[on], rounds.values[off], starts, strict=True
+    for name in WAYS:
+        both = [
+            sum(pair)
+            for pair in zip(
+                rounds.values[f"{name}: load"], rounds.values[f"{name}: first step"], strict=True
             )
         ]
+        starts = rounds.values[f"{name}: start"]
+        share = statistics.median(own / start for own, start in zip(both, starts, strict=True))
         rows.append(
             [
-                {"load": "fingerprints at the load", "first step": "comparison"}.get(what, what),
-                f"{rounds.median(off):.3f}",
-                f"{rounds.median(on):.3f}",
-                percent(statistics.median(growths)),
-                f"{percent(min(growths))} to {percent(max(growths))}",
+                name,
+                f"{rounds.median(f'{name}: tensors'):.0f}",
+                f"{rounds.median(f'{name}: compared_bytes') / 2**20:.1f}",
+                f"{1e3 * rounds.median(f'{name}: load'):.1f}",
+                f"{1e3 * rounds.median(f'{name}: first step'):.1f}",
+                percent(share),
+                target(share <= TARGET_START),
+                f"{rounds.median(f'{name}: start'):.2f}",
+                rounds.spread(f"{name}: start", "off: start"),
             ]
         )
-    columns = ["what", "without, s", "with, s", "growth, of a start", "of the rounds"]
-    tensors = int(rounds.values["with: tensors"][-1])
-    return f"Starts, {tensors} tensors:\n\n{measure.table(columns, rows)}"
+    columns = [
+        "proof",
+        "tensors",
+        "compared, MiB",
+        "at the load, ms",
+        "at the first step, ms",
+        "share of the start",
+        "target 2 %",
+        "start, s",
+        "ratios to off, of the rounds",
+    ]
+    return f"Starts:\n\n{measure.table(columns, rows)}"
 
 
 PARTS = {
