@@ -44,7 +44,6 @@ from mindresume.reshard.range_reader import (
     TILE,
     OpenFiles,
     ReadRange,
-    SourceChecksums,
     Traffic,
     bits_dtype,
     gather,
@@ -214,7 +213,8 @@ def transform(
     """
     names = in_order({name for target in targets for name in target.holds}, weights.tensors)
     outs: list[_OutputFile] = []
-    files = OpenFiles(weights.storage)
+    traffic = traffic or Traffic()
+    files = OpenFiles(weights.storage, traffic)
     try:
         for target in targets:
             outs.append(_OutputFile(storage, target, target.plan_file(weights.tensors)))
@@ -223,12 +223,8 @@ def transform(
         for out in outs:
             for name, region in out.target.holds.items():
                 takers.setdefault(name, {}).setdefault(region, []).append(out)
-        traffic = traffic or Traffic()
         work = enumerate(tiles([weights.tensors[name] for name in names], tile))
-        job = _Transfer(weights, files, takers, work, tile, traffic)
-        job.run(workers)
-        traffic.read += files.bytes_read
-        traffic.verified += job.sources.verified
+        _Transfer(weights, files, takers, work, tile, traffic).run(workers)
         for out in outs:
             out.finish()
         return [out.sums for out in outs]
@@ -310,7 +306,6 @@ class _Transfer:
     work: Iterator[tuple[int, list[tuple[Tensor, Region]]]]
     tile: int
     traffic: Traffic
-    sources: SourceChecksums = field(default_factory=SourceChecksums)
     _taking: runtime.Lock = field(default_factory=runtime.Lock)
     _turn: runtime.Condition = field(default_factory=runtime.Condition)
     _done: int = 0
@@ -382,7 +377,7 @@ class _Transfer:
                 if self._error is not None:
                     return
                 for row in read:
-                    self.sources.hash(*row)
+                    self.files.compare(*row)
                 for file, name, position, data in written:
                     file.hash(name, position, data)
                 self._done += 1

@@ -232,18 +232,18 @@ def open_candidate(
                 f"{strategy}"
             )
         candidate = with_world_size(directory.root, candidate, layouts)
-        verifier = Verifier(directory, candidate, full=False)
         try:
             source = checkpoint_of(directory, candidate, layouts, identity, split=True)
             source.weights.check()
         except Exception as error:
-            _verify(verifier)  # the damage of a file explains more
+            # the damage of a file explains more
+            _verify(Verifier(directory, candidate, full=False))
             if isinstance(error, OSError) and not isinstance(error, MindResumeError):
                 path = str(error.filename or directory.root)
                 raise UnreadableFileError(path, f"cannot be read: {error}") from error
             raise
-        verifier.headers, verifier.records = source.weights.headers, source.weights.records
-        _verify(verifier)
+        headers, records = source.weights.headers, source.weights.records
+        _verify(Verifier(directory, candidate, full=False, headers=headers, records=records))
         return source
     except Exception as error:
         if candidate.commit_dir and directory.storage.status(candidate.commit_dir) is None:

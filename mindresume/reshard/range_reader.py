@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -73,13 +73,26 @@ class ComposedCut(NamedTuple):
     block: tuple[int, int] = (1, 1)
 
 
-class OpenFiles:
-    """Keeps files open for positioned reads, at most ``MAX_OPEN`` at once besides those in use.
-    ``bytes_read`` counts all reads."""
+@dataclass
+class Traffic:
+    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and
+    written. Any thread calls ``progress`` with the bytes written since the last call."""
 
-    def __init__(self, storage: Storage):
-        self.storage, self.bytes_read = storage, 0
+    read: int = 0
+    verified: int = 0
+    written: int = 0
+    progress: Callable[[int], None] = lambda count: None
+
+
+class OpenFiles:
+    """Keeps files open for positioned reads, at most ``MAX_OPEN`` at once besides those in use;
+    compares what is read with recorded checksums, and counts both in ``traffic``."""
+
+    def __init__(self, storage: Storage, traffic: Traffic | None = None):
+        self.storage, self.traffic = storage, traffic or Traffic()
         self._open: OrderedDict[str, list] = OrderedDict()  # path: [file, number of users]
+        # (tensor, rank): (hash of the bytes that have passed, their number)
+        self._passed: dict[tuple[str, int], tuple[Any, int]] = {}
         self._lock = runtime.Lock()
 
     def read(self, path: str, position: int, out: memoryview) -> None:
@@ -99,51 +112,29 @@ class OpenFiles:
         finally:
             with self._lock:
                 entry[1] -= 1
-                self.bytes_read += len(out)
+                self.traffic.read += len(out)
 
-    def count(self, size: int) -> None:
-        """Counts bytes of these files that were read elsewhere."""
+    def count(self, read: int = 0, verified: int = 0) -> None:
+        """Counts bytes of these files that were read elsewhere, or compared."""
         with self._lock:
-            self.bytes_read += size
+            self.traffic.read += read
+            self.traffic.verified += verified
 
-    def close(self) -> None:
-        with self._lock:
-            for file, _ in self._open.values():
-                file.close()
-            self._open.clear()
-
-
-@dataclass
-class Traffic:
-    """Counts bytes of tensors: read from the sources, compared with a recorded checksum, and
-    written. Any thread calls ``progress`` with the bytes written since the last call."""
-
-    read: int = 0
-    verified: int = 0
-    written: int = 0
-    progress: Callable[[int], None] = lambda count: None
-
-
-@dataclass
-class SourceChecksums:
-    """Compares the checksums of source tensors whose bytes pass completely and in order; ignores
-    other tensors."""
-
-    verified: int = 0
-    _sums: dict[tuple[str, int], tuple[Any, int]] = field(default_factory=dict)
-
-    def hash(self, name: str, place: SliceLocation, start: int, data: memoryview) -> None:
+    def compare(self, name: str, place: SliceLocation, start: int, data: memoryview) -> None:
+        """Hashes what was read of a slice. Raises CorruptFileError if all of it has passed in
+        order, and differs from its recorded checksum; ignores other slices. The bytes of one slice
+        pass in one thread at a time."""
         if place.checksum is None:
             return
         key = name, place.rank
-        found, passed = self._sums.get(key) or (xxh3_128(), 0)
+        found, passed = self._passed.get(key) or (xxh3_128(), 0)
         if start != passed:
             return
         found.update(data)
         passed += len(data)
-        self._sums[key] = found, passed
+        self._passed[key] = found, passed
         if passed == place.entry.nbytes:
-            del self._sums[key]
+            del self._passed[key]
             if found.hexdigest() != place.checksum:
                 raise CorruptFileError(
                     place.path,
@@ -151,7 +142,13 @@ class SourceChecksums:
                     f"{found.hexdigest()}, recorded {place.checksum}",
                     tensor=name,
                 )
-            self.verified += passed
+            self.count(verified=passed)
+
+    def close(self) -> None:
+        with self._lock:
+            for file, _ in self._open.values():
+                file.close()
+            self._open.clear()
 
 
 def bits_dtype(dtype: str) -> np.dtype:

@@ -42,7 +42,6 @@ from mindresume.reshard.checkpoint_view import (
 from mindresume.reshard.range_reader import (
     TILE,
     OpenFiles,
-    SourceChecksums,
     Traffic,
     bits_dtype,
     gather,
@@ -238,37 +237,32 @@ def _read_all(
         traffic: is increased by the bytes read and verified.
         memory: {name: bytes for the region}; None: what was compared is not kept.
     """
-    files = OpenFiles(weights.storage)
-    read = partial(_read, weights, files, _Buffers(), traffic, memory)
+    files = OpenFiles(weights.storage, traffic)
+    read = partial(_read, weights, files, _Buffers(), memory)
     try:
         with ThreadPoolExecutor(workers) as pool:
-            found = [*pool.map(read, regions, regions.values())]
+            return dict(zip(regions, pool.map(read, regions, regions.values()), strict=True))
     finally:
         files.close()
-    traffic.read += files.bytes_read
-    traffic.verified += sum(verified for _, verified in found)
-    return {name: array for name, (array, _) in zip(regions, found, strict=True)}
 
 
 def _read(
     weights: CheckpointView,
     files: OpenFiles,
     buffers: _Buffers,
-    traffic: Traffic,
     memory: dict[str, np.ndarray] | None,
     name: str,
     region: Region,
-) -> tuple[np.ndarray | None, int]:
-    """Returns the array of one region, None if it is not kept, and how many bytes were compared."""
+) -> np.ndarray | None:
+    """Returns the array of one region; None if it is not kept."""
     tensor = weights.tensors[name]
-    sources = SourceChecksums()
     array = None
     dtype = bits_dtype(tensor.dtype)
     if memory is not None:
         array = memory.pop(name).view(dtype).reshape(shape_of(region))
     if memory is not None and (taken := _kept(weights, name, region)) is not None:
         place, array = taken
-        sources.hash(name, place, 0, memoryview(array.reshape(-1).view(np.uint8)))
+        files.compare(name, place, 0, memoryview(array.reshape(-1).view(np.uint8)))
         files.count(array.nbytes)
     else:
         for chunk in tensor.chunks(region, max(TILE // dtype.itemsize, 1)):
@@ -278,9 +272,9 @@ def _read(
             else:
                 out = view(array, within(chunk, region))
             for row in gather(weights, files, name, chunk, out, buffers.staging):
-                sources.hash(*row)
-    traffic.progress(bytes_of(weights, {name: region}))
-    return None if array is None else array.view(DTYPES[tensor.dtype]), sources.verified
+                files.compare(*row)
+    files.traffic.progress(bytes_of(weights, {name: region}))
+    return None if array is None else array.view(DTYPES[tensor.dtype])
 
 
 def _kept(

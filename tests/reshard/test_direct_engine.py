@@ -239,8 +239,8 @@ class Watched(OpenFiles):
 
     last = None
 
-    def __init__(self, storage):
-        super().__init__(storage)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.reads, self.seen_open = [], 0
         Watched.last = self
 
@@ -269,7 +269,7 @@ def test_every_byte_is_read_once_and_in_order(
         weights, STORAGE, targets_of(tmp_path, Plan.parse(wanted), "safetensors"), workers, 300
     )
     files = Watched.last
-    assert files.bytes_read == sum(
+    assert files.traffic.read == sum(
         array.nbytes for array in (*TENSORS.values(), *COUNTERS.values())
     )
     ends, ordered = (
