@@ -28,7 +28,7 @@ def test_the_default_is_a_sample_that_reports_what_it_left_out(call, read, tmp_p
 
 
 def test_full_is_every_operation(call):
-    status, out, _ = call(*SMALL, "--fault", "EIO", "--full")
+    status, out, _ = call(*SMALL, "--fault", "torn", "--full")
     assert status == 0 and "cells in" in out and "sampled" not in out
 
 

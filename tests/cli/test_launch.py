@@ -99,7 +99,7 @@ def test_a_process_that_does_not_come_is_an_error(source, tmp_path, launch, cloc
     assert not (tmp_path / "new").exists() and TIMEOUT < clock.now < TIMEOUT + 60
 
 
-def test_what_process_0_alone_does(source, tmp_path, launch):
+def test_what_process_0_alone_does(source, tmp_path, launch, clock):
     convert = ("convert", source[1], tmp_path / "new", "--to", "tp=2")
     found = [launch(2, rank, *convert, "--dry-run") for rank in range(2)]
     assert [status for status, _, _ in found] == [0, 0]
