@@ -225,9 +225,9 @@ class StepProof:
             self._unproved = f"no step is compared: {change}"
         elif earlier is None:
             self._unproved = "no step is done again, as far as the step ledgers show"
-        elif earlier.run.branches and earlier.run.run_id != choice.chosen.run:
+        elif earlier.run.branches:
             self._unproved = (
-                "no step is compared: the run before had other data or another batch size"
+                "no step is compared: a run since then had other data or another batch size"
             )
         else:
             tolerance = self.context.settings.proof_tolerance or None

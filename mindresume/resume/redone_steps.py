@@ -77,7 +77,8 @@ def earlier_ledger(
 ) -> Ledger | None:
     """Returns the rows after step ``after`` of the newest earlier run of the training of ``run``
     that recorded one, in ``folder`` or in a save; None: there is none. Files that are no ledgers
-    are ignored.
+    are ignored. Its run ``branches`` if it or one between it and ``since`` does: then it trained
+    other steps.
 
     Args:
         folder: of the event files of this training.
@@ -94,15 +95,23 @@ def earlier_ledger(
                 found.append(ledger)
     with suppress(OSError):
         found += filter(None, [ledger_of(saves.storage, path) for path in _copies(saves, after)])
-    lineage, rows = run.lineage or run.run_id, []
+    lineage, rows, branches = run.lineage or run.run_id, [], []
     for ledger in found:
         first = ledger.run
         is_older = since is not None and run_order(first.run_id) < run_order(since)
         is_other = (first.lineage or first.run_id) != lineage or first.run_id == run.run_id
+        if is_older or is_other:
+            continue
+        if first.branches and first.run_id != since:
+            branches.append(run_order(first.run_id))
         later = {step: row for step, row in ledger.rows.items() if after < step <= after + CAPACITY}
-        if later and not is_older and not is_other:
+        if later:
             rows.append(replace(ledger, rows=later))
-    return max(rows, key=_preference, default=None)
+    if not rows:
+        return None
+    newest = max(rows, key=_preference)
+    is_branch = any(order <= run_order(newest.run.run_id) for order in branches)
+    return replace(newest, run=replace(newest.run, branches=is_branch))
 
 
 def _preference(ledger: Ledger) -> tuple[tuple[int, str], int, int]:

@@ -160,6 +160,23 @@ def test_runs_older_than_the_one_that_saved_the_checkpoint_do_not_count(tmp_path
     assert found(tmp_path, "0001-aaaaaaaa", 15)[0] == "0001"
 
 
+def test_a_run_is_of_another_way_if_one_before_it_is(tmp_path):
+    """A training of batch 8 goes on with batch 16, is started again, and then goes back: the steps
+    of batch 16 have other numbers."""
+    write(tmp_path, "1-rank_0.steps", run_of(1), range(1, 38))
+    write(tmp_path, "2-rank_0.steps", run_of(2, resumed=18, branches=True), range(19, 21))
+    write(tmp_path, "3-rank_0.steps", run_of(3, resumed=20), range(21, 41))
+    for since, after, branches in (
+        ("0001-aaaaaaaa", 36, True),
+        ("0002-aaaaaaaa", 20, False),
+        ("0003-aaaaaaaa", 30, False),
+        (None, 36, True),
+    ):
+        saves = CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))
+        found = earlier_ledger(str(tmp_path), saves, AGAIN, after, since)
+        assert (found.run.run_id[:4], found.run.branches) == ("0003", branches)
+
+
 def test_what_is_not_of_this_training_is_ignored(tmp_path):
     write(tmp_path, "1-rank_0.steps", run_of(3, lineage="0003-cccccccc"), (11, 20))
     write(tmp_path, "2-rank_0.steps", AGAIN, (11,))
