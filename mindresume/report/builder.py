@@ -4,7 +4,7 @@ document."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -169,13 +169,12 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
     rank = min((log.rank for log in logs), default=None)
     own, utc_offsets = [log for log in logs if log.rank == rank], foreign_utc_offsets(event_logs)
     utc_offset = utc_offsets[0] if len(utc_offsets) == 1 else None
-    recorded = last_steps(folders)
     attempts = attempts_of(
         (read_events(log) for log in event_logs if log.rank == 0),
         merged(own, utc_offset),
         failures_in(event_logs),
         supervised_starts(row for log in supervisors for row in read_events(log)),
-        recorded,
+        last_steps(folders),
     )
     attempts, loss_ranks = _with_true_losses(attempts, logs, rank, utc_offset)
     if attempts and scan.exists:
@@ -184,10 +183,7 @@ def build_report(storage: Storage, output: str, root: str, more: Sequence[str] =
         attempts = (*attempts[:-1], with_outcome(attempts[-1], leases))
     read = [piece for log in logs if log.rank in (rank, *loss_ranks) for piece in log.pieces]
     read += [log.path for log in (*event_logs, *supervisors)]
-    notes = (
-        *_notes(attempts, rank, loss_ranks, utc_offsets, event_logs, recorded),
-        *scan.notes,
-    )
+    notes = (*_notes(attempts, rank, loss_ranks, utc_offsets, event_logs), *scan.notes)
     return Report(
         output,
         folders,
@@ -229,10 +225,8 @@ def _notes(
     loss_ranks: Sequence[int],
     utc_offsets: Sequence[int],
     event_logs: Sequence[EventLog],
-    recorded: Mapping[str | None, int],
 ) -> Iterator[str]:
-    """Yields what a reader must know about missing or inferred data. ``recorded``: as of
-    ``last_steps``."""
+    """Yields what a reader must know about missing or inferred data."""
     if unrecorded := [attempt.number for attempt in attempts if not attempt.has_events]:
         yield phrase("note.no_events", attempts=_named(unrecorded))
     if unlogged := [
@@ -249,7 +243,7 @@ def _notes(
         yield phrase("note.no_last_rank", rank=rank)
     if attempts and attempts[0].is_cut:
         yield phrase("note.cut")
-    interval = max((it.losses.interval for it in attempts if it.run_id not in recorded), default=1)
+    interval = max((attempt.losses.interval for attempt in attempts), default=1)
     if interval > 1:
         yield phrase("note.interval", interval=interval, more=interval - 1)
     if bad := sum(attempt.losses.not_finite for attempt in attempts):
