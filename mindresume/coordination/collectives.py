@@ -85,7 +85,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None) -> Any:
     """Runs ``work`` on rank 0. Returns its result, a JSON value, on every rank. ``watchdog``: for
     work that may take minutes. Raises CollectiveError on all ranks if it fails."""
-    own = _reply_of(group, work if group.rank == 0 else _nothing, watchdog)
+    own = _reply_of(group, work, watchdog, group.rank == 0)
     reply = json.loads(
         group.broadcast(json.dumps(own if group.rank == 0 else None, default=vars).encode())
     )
@@ -95,12 +95,15 @@ def run_on_rank0(group: Group, work: Callable[[], Any], watchdog: Watchdog | Non
 
 
 def gather_results(
-    group: Group, work: Callable[[], Any], watchdog: Watchdog | None = None
+    group: Group,
+    work: Callable[[], Any],
+    watchdog: Watchdog | None = None,
+    takes_part: bool = True,
 ) -> list[Any]:
     """Runs ``work`` on every rank. Returns the results, JSON values, of all ranks in order.
     ``watchdog``: for work that may take minutes. Raises CollectiveError on all ranks, with the
-    first rank that failed."""
-    return _gather(group, _reply_of(group, work, watchdog))
+    first rank that failed. ``takes_part``: else this rank works nothing, and its result is None."""
+    return _gather(group, _reply_of(group, work, watchdog, takes_part))
 
 
 def gather_values(group: Group, value: Any) -> list[Any]:
@@ -109,11 +112,14 @@ def gather_values(group: Group, value: Any) -> list[Any]:
 
 
 def run_on_all(
-    group: Group, work: Callable[[], Result], watchdog: Watchdog | None = None
+    group: Group,
+    work: Callable[[], Result],
+    watchdog: Watchdog | None = None,
+    takes_part: bool = True,
 ) -> Result:
     """Runs ``work`` on every rank. Returns the result of this rank. Raises CollectiveError on all
-    ranks if one of them failed."""
-    own = _reply_of(group, work, watchdog)
+    ranks if one of them failed. ``takes_part``: as for ``gather_results``."""
+    own = _reply_of(group, work, watchdog, takes_part)
     _gather(group, own if "error" in own else {"value": None})
     result: Result = own["value"]
     return result
@@ -162,9 +168,12 @@ class _Work:
         self.done.set()
 
 
-def _reply_of(group: Group, work: Callable[[], Any], watchdog: Watchdog | None) -> dict[str, Any]:
+def _reply_of(
+    group: Group, work: Callable[[], Any], watchdog: Watchdog | None, takes_part: bool = True
+) -> dict[str, Any]:
     """Runs ``work`` on this rank. Returns {"value": its result} or {"error": text}; with
     ``watchdog`` once all ranks are done."""
+    work = work if takes_part else _nothing
     if watchdog is None or group.size == 1:
         try:
             return {"value": work()}

@@ -26,6 +26,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -37,13 +38,25 @@ from mindresume.storage.posix import PosixStorage
 
 _CHECK = 1.0  # seconds between two looks at the parent
 _END = b"end"
-_IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # environment; the marks by which launchers find the ranks of a job are left out
 _KEPT = ("PATH", "LD_LIBRARY_PATH")
 _PROGRAM = (
     "import sys; sys.path += sys.argv[1:3]; from mindresume.coordination import heartbeat_process; "
     "heartbeat_process.main(*sys.argv[3:])"
 )
+
+
+def start_apart(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, which ignores from its first moment on the signals
+    that launchers and platforms send to all processes that they find. ``how``: as for ``Popen``."""
+    # The mask of this thread alone; the new process inherits it.
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    )
+    try:
+        return subprocess.Popen(command, start_new_session=True, **how)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class HeartbeatProcess:
@@ -67,10 +80,8 @@ class HeartbeatProcess:
             str(Path(__file__).resolve().parents[2]),
             str(Path(xxhash.__file__).resolve().parents[1]),
         ]
-        # The mask of this thread alone; the new process inherits it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
-            process = subprocess.Popen(
+            process = start_apart(
                 [
                     sys.executable,
                     "-I",
@@ -87,15 +98,12 @@ class HeartbeatProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
                 env={name: os.environ[name] for name in _KEPT if name in os.environ},
                 cwd="/",
                 bufsize=0,
             )
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.set_blocking(process.stdin.fileno(), False)  # it may hang in its file system
         return cls(process)
 

@@ -385,9 +385,7 @@ def lock_selected(
         return None not in held
 
     try:
-        if not all(
-            gather_results(group, lambda: lock() if shared_groups.is_leader(group.rank) else True)
-        ):
+        if False in gather_results(group, lock, None, shared_groups.is_leader(group.rank)):
             raise LoadError(
                 f"{chosen.records_dir} was removed while it was selected; start the job again"
             )

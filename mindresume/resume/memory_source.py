@@ -411,8 +411,9 @@ def write_selected(
     )
     run_on_all(
         group,
-        copy.write if shared.is_leader(group.rank) else copy.leave,
+        copy.write,
         Watchdog("writing the last step to disk"),
+        shared.is_leader(group.rank),
     )
     run_on_rank0(group, copy.commit, Watchdog("committing the last step"))
 
@@ -439,9 +440,6 @@ class DiskCopy:
             local_ranks=(),
             samples_in_common=self.samples_in_common,
         )
-
-    def leave(self) -> None:
-        """Does nothing: another rank of the node writes it."""
 
     def write(self) -> None:
         """Copies the files and records. It may be called again after a death.

@@ -15,7 +15,6 @@ Every message is answered with ("done", step) at last.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindresume import runtime
+from mindresume.coordination.heartbeat_process import start_apart
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import Policy
@@ -35,7 +35,6 @@ from mindresume.saving.staging import Staging
 _PARENT_CHECK = 1.0
 # environment variables of scripts/msrun_launcher.sh
 _JOB_MARK, _WRITER_MARK = "MSRUN_LAUNCHER_JOB", "MSRUN_LAUNCHER_WRITER"
-_IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Watcher(Protocol):
@@ -186,10 +185,8 @@ class WriterProcess:
         # the launcher ends processes with this mark, and waits for the other one
         if _JOB_MARK in environment:
             environment[_WRITER_MARK] = environment.pop(_JOB_MARK)
-        # The mask of this thread alone; the new process inherits it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
-            self._process = subprocess.Popen(
+            self._process = start_apart(
                 [
                     sys.executable,
                     "-m",
@@ -199,10 +196,8 @@ class WriterProcess:
                 pass_fds=(theirs.fileno(), staging.fd),
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self.send((target, policy, timeout))
 

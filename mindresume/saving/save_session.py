@@ -204,14 +204,13 @@ def open_save_session(
     # timeout.
     runs = gather_results(
         group,
-        partial(_acquire, directory, group, holder, heartbeat, emit, iterations, memory)
-        if is_leader
-        else _nothing,
+        partial(_acquire, directory, group, holder, heartbeat, emit, iterations, memory),
         Watchdog("acquiring the directory"),
+        is_leader,
     )
     # if they do share it, two of them have now acquired one directory
     if shared.is_split:
-        gather_results(group, partial(check_not_shared, memory[root]) if is_leader else _nothing)
+        gather_results(group, partial(check_not_shared, memory.get(root)), None, is_leader)
     suffixes = gather_results(
         group,
         partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations),
@@ -271,10 +270,6 @@ def _acquire(
         directory, holder, heartbeat, emit, keep_run_marker=iterations
     ).start()
     return memory[directory.root].run
-
-
-def _nothing() -> None:
-    return None
 
 
 def _unused_suffix(

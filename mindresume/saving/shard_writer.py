@@ -351,25 +351,10 @@ def write_shard(
                             errno.EIO, f"wrote {written} bytes, expected {plan.size}", where
                         )
                 rows.append(FileRecord(file.path, file.format, plan.size, into.file))
-            record = Record(
-                target.run,
-                target.rank,
-                target.world_size,
-                shard.state,
-                runtime.timestamp() if saved_at is None else saved_at,
-                tuple(rows),
-                shard.deduplicated,
-                target.lineage,
-                target.local_ranks,
-            )
-            where = os.path.join(attempt, record_name(target.rank))
+            where = attempt
+            at = runtime.timestamp() if saved_at is None else saved_at
             try:
-                publish(
-                    target.storage,
-                    where,
-                    [record.encode(details_of_shard(shard, sums))],
-                    target.run,
-                )
+                record = publish_record(target, shard, rows, sums, at)
             except UnknownOutcomeError as error:
                 return _resolve_unconfirmed(target, step, error)
         except OSError:
@@ -503,13 +488,25 @@ def mark_emergency(target: SaveTarget, step: int) -> None:
     publish(target.storage, os.path.join(attempt, EMERGENCY), [b""], f"{target.rank}.{target.run}")
 
 
-def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
-    """Returns the details of a record. ``sums``: the checksums of each file of ``shard``."""
-    rows = {}
+def publish_record(
+    target: SaveTarget,
+    shard: Shard,
+    files: Sequence[FileRecord],
+    sums: Sequence[Checksums],
+    saved_at: float,
+) -> Record:
+    """Publishes the record of a shard that is written: from then on it counts. Returns it. Raises
+    like ``publish``.
+
+    Args:
+        files: of the shard, as they are written.
+        sums: the checksums of each of them.
+    """
+    tensors = {}
     for index, file in enumerate(shard.files):
         for name, array in file.tensors.items():
             layout, global_shape = shard.layouts.get(name, (None, None))
-            rows[name] = TensorRecord(
+            tensors[name] = TensorRecord(
                 "str" if array.dtype.kind == "U" else str(array.dtype),
                 tuple(array.shape),
                 sums[index].tensors[name],
@@ -517,7 +514,24 @@ def details_of_shard(shard: Shard, sums: Sequence[Checksums]) -> Details:
                 global_shape,
                 index,
             )
-    return Details(rows, shard.random)
+    record = Record(
+        target.run,
+        target.rank,
+        target.world_size,
+        shard.state,
+        saved_at,
+        tuple(files),
+        shard.deduplicated,
+        target.lineage,
+        target.local_ranks,
+    )
+    publish(
+        target.storage,
+        os.path.join(target.attempt(shard.state.step), record_name(target.rank)),
+        [record.encode(Details(tensors, shard.random))],
+        target.run,
+    )
+    return record
 
 
 def clean_own_folder(target: SaveTarget) -> list[str]:

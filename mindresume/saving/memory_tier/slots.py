@@ -55,17 +55,16 @@ from mindresume.formats.rank_folders import LABEL, folder_rank, label
 from mindresume.model.manifest import (
     FOLDER,
     FileRecord,
-    Record,
     attempt_name,
     parse_attempt,
     record_name,
     record_rank,
 )
 from mindresume.saving.memory_tier.directory import SLOTS
-from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, details_of_shard
+from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, publish_record
 from mindresume.saving.staging import map_memory
 from mindresume.settings import MemoryTierSettings
-from mindresume.storage.operations import TEMPORARY, publish
+from mindresume.storage.operations import TEMPORARY
 from mindresume.tensor_files import (
     Checksums,
     FilePlan,
@@ -477,23 +476,7 @@ class TierSlots:
         for mapped, path in zip(slot.files, paths, strict=True):
             target.storage.rename(mapped.path, path)
             mapped.path = path
-        record = Record(
-            target.run,
-            target.rank,
-            target.world_size,
-            shard.state,
-            runtime.time(),
-            tuple(rows),
-            shard.deduplicated,
-            target.lineage,
-            target.local_ranks,
-        )
-        publish(
-            target.storage,
-            os.path.join(target.attempt(step), record_name(target.rank)),
-            [record.encode(details_of_shard(shard, sums))],
-            target.run,
-        )
+        publish_record(target, shard, rows, sums, runtime.time())
         slot.recorded = True
         return sum(plan.size for plan in slot.plans)
 
