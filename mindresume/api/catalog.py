@@ -40,7 +40,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
 from mindresume.events import DISK, MEMORY
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events.progress import SILENT, Counted, Progress
 from mindresume.formats import (
     MINDFORMERS,
     Candidate,
@@ -336,7 +336,7 @@ class Catalog:
         """
         check_part(part)
         started = runtime.monotonic()
-        read = _Counter(progress)
+        read = Counted(progress)
         location = self._locate()
         found, rows = self._scan(location, step)
         wanted = [*rows]
@@ -382,7 +382,7 @@ class Catalog:
             DAMAGED in states,
             results,
             tuple(sorted(removed)),
-            read.count,
+            read.done,
             round(runtime.monotonic() - started, 3),
             (*self._notes(found), *of_part),
             tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
@@ -465,18 +465,6 @@ class Catalog:
         return MissingCheckpointError(
             f"{found.root} has no step {step}; {steps_text(found.candidates)}"
         )
-
-
-@dataclass
-class _Counter:
-    """Counts the bytes that it reports."""
-
-    progress: Progress
-    count: int = 0
-
-    def advance(self, count: int) -> None:
-        self.count += count
-        self.progress.advance(count)
 
 
 def _verification(root: str, candidate: Candidate, bad: list[Refusal]) -> CheckpointVerification:

@@ -7,6 +7,7 @@ progress.advance(1 << 20)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from mindresume import runtime
@@ -70,3 +71,15 @@ class _Silent:
 
 
 SILENT: Progress = _Silent()
+
+
+@dataclass
+class Counted:
+    """Counts bytes, and passes them on. ``done``: so far."""
+
+    progress: Progress = SILENT
+    done: int = 0
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.progress.advance(count)

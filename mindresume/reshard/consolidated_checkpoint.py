@@ -15,8 +15,7 @@ from functools import partial
 
 from mindresume.coordination.collectives import Group, Watchdog, gather_results
 from mindresume.errors import CorruptFileError, MindResumeError, MissingCheckpointError
-from mindresume.events import ignore
-from mindresume.events.progress import ProgressReporter
+from mindresume.events.progress import Counted
 from mindresume.formats import MERGED, MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.consolidated import ConversionManifest, conversion_manifest_of
 from mindresume.formatting import listed
@@ -77,7 +76,7 @@ class ConsolidatedSource:
             CollectiveError: on all ranks, if one finds damage.
             MissingCheckpointError: the weights hold no step, and ``resume`` is set.
         """
-        read = ProgressReporter("", ignore)
+        read = Counted()
         state = gather_results(
             self.group,
             partial(self._check, storage, path, read),
@@ -91,7 +90,7 @@ class ConsolidatedSource:
         chosen = candidate_of(self.opened, TrainingState.from_json(state) if state else None)
         return Choice(chosen, (), self.opened.notes, False, (), self.opened.weights.name, self.full)
 
-    def _check(self, storage: Storage, path: str, read: ProgressReporter) -> object:
+    def _check(self, storage: Storage, path: str, read: Counted) -> object:
         """Opens the weights, and reads this rank's share. Returns their state as JSON."""
         source = self.opened = open_consolidated(storage, path)
         if self.full and source.made and source.made.shapes:

@@ -30,7 +30,6 @@ from mindresume.resume.sources import (
     Job,
     NodeDisks,
     SharedDisk,
-    drop_cached_files,
     job_directory,
 )
 from mindresume.resume.verifier import Verifier
@@ -113,8 +112,6 @@ def select_checkpoint(
         )
     try:
         while True:
-            # a download may have replaced files that were verified before
-            drop_cached_files(storage)
             try:
                 choice = (NodeDisks(job) if job.is_split else SharedDisk(job)).select()
                 failure = None

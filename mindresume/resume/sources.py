@@ -21,7 +21,7 @@ from mindresume.coordination.collectives import Group, Watchdog, gather_results,
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 from mindresume.events import Emit, ignore
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events.progress import SILENT, Counted, Progress
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.rank_folders import parse_name, root_of
 from mindresume.formats.scan import CHECKPOINT, find_candidates
@@ -129,18 +129,15 @@ def drop_cached_files(storage: Storage) -> None:
 
 @dataclass
 class _Share:
-    """The ranks of a candidate whose files this process verifies, and the verified ones.
-
-    Args:
-        done: bytes that were read.
-    """
+    """The ranks of a candidate whose files this process verifies, and the verified ones. ``read``:
+    the bytes so far."""
 
     job: Job
     directory: CheckpointDir
     candidate: Candidate
     ranks: Sequence[int]
     keep: ReadCache | None
-    done: int = 0
+    read: Counted
     shards: list[VerifiedShard] = field(default_factory=list)
 
     def verify(self) -> dict[str, Any]:
@@ -150,7 +147,7 @@ class _Share:
         is_guessed = candidate.missing_ranks and candidate.records_dir is None
         strategy = job.sources.strategy_of(self.directory.root, candidate) if is_guessed else None
         verifier = Verifier(
-            self.directory, candidate, self.advance, job.policy.full, strategy, self.keep
+            self.directory, candidate, self.read.advance, job.policy.full, strategy, self.keep
         )
         for rank in self.ranks:
             result = verifier.verify(rank)
@@ -161,10 +158,6 @@ class _Share:
         is_first = job.group.rank == 0
         damaged = damaged_metadata_files(self.directory, candidate) if is_first else []
         return {"lost": lost, "damaged": [refusal.reason for refusal in damaged]}
-
-    def advance(self, count: int) -> None:
-        self.done += count
-        self.job.progress.advance(count)
 
 
 def verify_on_all_ranks(
@@ -185,9 +178,9 @@ def verify_on_all_ranks(
     """
     drop_cached_files(job.storage)
     job.progress.expect(read_size(candidate, ranks))
-    share = _Share(job, directory, candidate, ranks, keep)
+    share = _Share(job, directory, candidate, ranks, keep, Counted(job.progress))
     rows = gather_results(
-        job.group, share.verify, Watchdog(f"checking step {candidate.step}", share)
+        job.group, share.verify, Watchdog(f"checking step {candidate.step}", share.read)
     )
     if refusals := refusals_of(rows):
         return refusals

@@ -134,7 +134,11 @@ class Verifier:
         try:
             if candidate.records_dir:
                 return self._verify_recorded(rank)
-            headers = {file: self._header(file) for file in files}
+            headers = {
+                file: self.headers.get(self.directory.path(file.path))
+                or header_of(self.directory, file)
+                for file in files
+            }
             if candidate.iteration_dir:
                 return self._verify_iteration(rank, headers)
             scalars = scalars_of(self.directory, files[0], headers[files[0]])
@@ -149,9 +153,6 @@ class Verifier:
             damaged = (file for file in files if named.endswith(os.path.basename(file.path)))
             return self._refuse(error, rank, next(damaged, files[0]))
         return self._compare_label(rank, files[0], parse_label(headers[files[0]]), scalars)
-
-    def _header(self, file: FileRecord) -> Header:
-        return self.headers.get(self.directory.path(file.path)) or header_of(self.directory, file)
 
     def damaged_files(self, rank: int) -> list[Refusal]:
         """Returns a refusal for each damaged file of a rank of a checkpoint with records:

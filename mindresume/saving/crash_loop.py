@@ -29,7 +29,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 from mindresume import runtime
@@ -72,14 +72,14 @@ class FailedLoad:
 @dataclass(frozen=True)
 class _LoadHistory:
     """Holds the load attempts of one checkpoint. ``output``: output folder of the jobs.
-    ``failed_loads``: the jobs that count. ``last_attempt``: the job of the last load attempt.
+    ``deaths``: the failed loads that count. ``began``: the job of the last load attempt.
 
     Files of earlier versions ("2 /output") counted jobs that died for any reason, and are not
     used."""
 
     output: str
-    failed_loads: tuple[FailedLoad, ...] = field(metadata={"key": "deaths"})
-    last_attempt: FailedLoad | None = field(metadata={"key": "began"})
+    deaths: tuple[FailedLoad, ...]
+    began: FailedLoad | None
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ def _counted(directory: CheckpointDir, history: _LoadHistory) -> tuple[FailedLoa
     That job is dead, because no other job would select a checkpoint otherwise; a job that is alive
     on another machine counts for now. A signal explains an end, unless it was the supervisor's,
     which ends what a failure has left."""
-    if history.last_attempt is None:
-        return history.failed_loads
-    folder, prefix = directory.path(FOLDER), f"{_FAILURE}{history.last_attempt.run}-"
+    if history.began is None:
+        return history.deaths
+    folder, prefix = directory.path(FOLDER), f"{_FAILURE}{history.began.run}-"
     explained = False
     for name in directory.storage.list(folder):
         if not name.startswith(prefix):
@@ -191,9 +191,9 @@ def _counted(directory: CheckpointDir, history: _LoadHistory) -> tuple[FailedLoa
             failure = decode(_Death, parse_json(data), name)
             if not failure.explained:
                 return (
-                    *history.failed_loads,
+                    *history.deaths,
                     replace(
-                        history.last_attempt,
+                        history.began,
                         cause=failure.cause,
                         host=failure.host,
                         rank=failure.rank,
@@ -203,7 +203,7 @@ def _counted(directory: CheckpointDir, history: _LoadHistory) -> tuple[FailedLoa
         except (OSError, ValueError, RecordError):
             # a rank reported something that cannot be read
             explained = True
-    return history.failed_loads if explained else (*history.failed_loads, history.last_attempt)
+    return history.deaths if explained else (*history.deaths, history.began)
 
 
 # ---- the job -------------------------------------------------------------------------------------
@@ -243,14 +243,14 @@ class LoadAttempt:
                 "", (), None
             )
             failed_loads = _counted(self.directory, before) if before.output == self.output else ()
-            history = {
-                "output": self.output,
-                "deaths": [*map(asdict, failed_loads[-_MAX_FAILED_LOADS:])],
-                "began": asdict(FailedLoad(self.run, hosts=self.hosts)),
-            }
-            publish_json(self.directory.storage, self.path, history, self.run)
+            history = _LoadHistory(
+                self.output,
+                failed_loads[-_MAX_FAILED_LOADS:],
+                FailedLoad(self.run, hosts=self.hosts),
+            )
+            publish_json(self.directory.storage, self.path, asdict(history), self.run)
             self._capture_signals()
-            self._remove_failures(before.last_attempt.run if before.last_attempt else "")
+            self._remove_failures(before.began.run if before.began else "")
 
     def passed(self) -> None:
         """Removes the files of the load attempt: a step is done, so jobs do not die of this
@@ -289,7 +289,7 @@ class LoadAttempt:
                     and not suspicion(_counted(self.directory, history), self.limit)
                 ):
                     self.directory.storage.remove(path)
-                    self._remove_failures(history.last_attempt.run if history.last_attempt else "")
+                    self._remove_failures(history.began.run if history.began else "")
 
     def _failure_path(self, name: str) -> str:
         return self.directory.path(FOLDER, f"{_FAILURE}{self.run}-{name}")

@@ -351,7 +351,7 @@ def write_shard(
                             errno.EIO, f"wrote {written} bytes, expected {plan.size}", where
                         )
                 rows.append(FileRecord(file.path, file.format, plan.size, into.file))
-            where = attempt
+            where = os.path.join(attempt, record_name(target.rank))
             at = runtime.timestamp() if saved_at is None else saved_at
             try:
                 record = publish_record(target, shard, rows, sums, at)

@@ -50,6 +50,12 @@ def test_results_and_errors_reach_all_ranks(watchdog):
     for error in on_rank0(lambda rank: fail(rank, 0)):
         assert isinstance(error, CollectiveError) and str(error) == "rank 0: ValueError: broken"
     assert gather_results(SingleProcess(), lambda: 5, watchdog) == [5]
+    assert (
+        Ranks(3).run(
+            lambda group: gather_results(group, lambda: group.rank, watchdog, group.rank != 1)
+        )
+        == [[0, None, 2]] * 3
+    )
 
 
 def test_a_single_process_runs_work_in_its_own_thread():
