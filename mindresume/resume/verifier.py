@@ -194,7 +194,7 @@ class Verifier:
                     rank,
                 )
         stored = self._stored
-        if stored is None or isinstance(stored, Refusal):
+        if isinstance(stored, Refusal):
             return stored
         refusal = self._compare_slices(rank, headers, stored) or self._find_unnamed(
             rank, headers, stored
@@ -390,7 +390,7 @@ class Verifier:
         if status.size != file.size:
             return wrong_size(candidate, rank, file, status.size)
         known = self.headers.get(path)
-        if known is not None:
+        if known is not None and not self.full:
             return _mismatch(candidate, rank, file, recorded, known) or (ShardSource(file),)
         with self.directory.storage.open(path) as opened:
             # its errors are more specific than a wrong checksum
