@@ -29,6 +29,7 @@ from mindresume.coordination.lease import Lease, holder_of_this_process, lease_h
 from mindresume.coordination.lease_acquisition import next_run
 from mindresume.coordination.liveness import namespace
 from mindresume.errors import LeaseHeldError
+from mindresume.events import Emit, ignore, warning
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import (
     FOLDER,
@@ -299,13 +300,15 @@ class Uploads(Protocol):
 class PeerState:
     """Sends the state of each leader (first rank of a group that shares storage) to the others, and
     acts on all states. Where all ranks share the directory there is nothing to exchange.
-    ``uploads``: of this rank, if checkpoints are uploaded."""
+    ``uploads``: of this rank, if checkpoints are uploaded. ``emit``: receives a warning if the
+    common checkpoint cannot be recorded: then nothing newer than the recorded one is removed."""
 
     directory: CheckpointDir
     run: str
     shared_groups: SharedGroups
     rank: int
     uploads: Uploads | None = None
+    emit: Emit = ignore
     _recorded: str | None = None
 
     def local_state(self) -> Any:
@@ -321,8 +324,7 @@ class PeerState:
         return [names, self.uploads is not None and self.uploads.ready()]
 
     def on_peer_state(self, rows: Sequence[Any]) -> None:
-        """Acts on ``rows``, the local states of all ranks. Raises OSError if the common checkpoint
-        cannot be recorded: then nothing newer than the recorded one is removed."""
+        """Acts on ``rows``, the local states of all ranks."""
         if not self.shared_groups.is_split or not self.shared_groups.is_leader(self.rank):
             return
         leaders = self.shared_groups.of_leaders(rows)
@@ -333,7 +335,10 @@ class PeerState:
         self.record(common)
 
     def record(self, name: str) -> None:
-        """Records ``name`` unless it is recorded already. Raises OSError as above."""
+        """Records ``name`` as the common checkpoint, unless it is recorded already."""
         if name != self._recorded and self.shared_groups.is_leader(self.rank):
-            record_common(self.directory, name, self.run)
-            self._recorded = name
+            try:
+                record_common(self.directory, name, self.run)
+                self._recorded = name
+            except OSError as error:
+                self.emit(warning(f"{self.directory.root}: {error}"))

@@ -288,7 +288,7 @@ class CheckpointManager:
             self.group,
             self.settings.preemption_check_interval,
             callbacks,
-            peers=self.session,
+            peers=self.session.peer_state,
             before=before,
             on_own_signal=self._end_after_own_signal,
         )

@@ -11,11 +11,10 @@ session.release()
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
@@ -78,20 +77,6 @@ class SaveSession:
         if self.lease is not None:
             self.lease.release()
 
-    # ---- nodes that share no disk ----------------------------------------------------------------
-
-    def local_state(self) -> Any:
-        """Returns what the other nodes are to know of this one."""
-        return self.peer_state.local_state()
-
-    def on_peer_state(self, rows: Sequence[Any]) -> None:
-        """Acts on ``rows``, the local states of all ranks."""
-        try:
-            self.peer_state.on_peer_state(rows)
-        except OSError as error:
-            # nothing newer than the recorded checkpoint is removed
-            self.emit(warning(f"{self.target.root}: {error}"))
-
     def begin(self, resumed: Resumed | None) -> None:
         """Records the loaded checkpoint as the common one of nodes that share no disk, until they
         have a newer one. ``resumed``: what this training has loaded; None: nothing."""
@@ -114,10 +99,7 @@ class SaveSession:
             )
         )
         chosen = resumed.chosen if resumed is not None and resumed.root == root else None
-        try:
-            self.peer_state.record(chosen.name if chosen is not None else "")
-        except OSError as error:
-            self.emit(warning(f"{root}: {error}"))
+        self.peer_state.record(chosen.name if chosen is not None else "")
 
     def _warn_of_others(self) -> None:
         """Warns of checkpoints of another training in this directory, which retention does not
@@ -243,7 +225,7 @@ def open_save_session(
         max(suffixes),
         shared,
         memory[root] if is_leader else None,
-        PeerState(directory, run, shared, group.rank),
+        PeerState(directory, run, shared, group.rank, emit=emit),
         emit,
     )
     runtime.at_exit(session.release)
