@@ -9,7 +9,6 @@ from mindresume.formats import CheckpointDir
 
 pytest.importorskip("mindformers.tools")
 
-from mindformers.checkpoint.checkpoint import CommonInfo  # noqa: E402
 from monitor_jobs import Job, own_context, resume  # noqa: E402, F401  the fixture applies to these tests too
 from monitor_jobs import build as build_any  # noqa: E402
 
@@ -40,26 +39,6 @@ def folders(root):
 def tensors(path):
     with open(path, "rb") as file:
         return set(read_header(file, str(path)).tensors)
-
-
-def test_a_training_that_ends_at_a_multiple_saves_its_last_step_once(tmp_path, monkeypatch):
-    job = Job(build(tmp_path)).steps(10)
-    before = os.stat(tmp_path / "iteration_00000010").st_ino
-    job.end()
-    assert os.stat(tmp_path / "iteration_00000010").st_ino == before
-
-
-def test_mindformers_reads_the_step(tmp_path):
-    Job(build(tmp_path, done=10), 10).steps(5)
-    common = CommonInfo.load_common(str(tmp_path / "iteration_00000015" / "common.json"))
-    assert (
-        common.epoch_num,
-        common.step_num,
-        common.global_step,
-        common.loss_scale,
-        common.global_batch_size,
-        common.ckpt_status,
-    ) == (2, 15, 15, 1024.0, 8, None)
 
 
 def test_weights_and_other_state_are_in_separate_files(tmp_path):

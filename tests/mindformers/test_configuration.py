@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("mindformers.tools")
 
 from mindformers.tools.register import MindFormerConfig  # noqa: E402
-from rank_folders import STORAGE, save, state_of, write_rank  # noqa: E402
+from rank_folders import STORAGE, state_of, write_rank  # noqa: E402
 
 from mindresume.errors import ConfigError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import adapter, job_start, training_context  # noqa: E402
@@ -182,23 +182,6 @@ def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, cur
         and current.plan.choice.chosen.step == 5
     )
     assert not config.load_checkpoint.startswith(str(tmp_path / "iteration"))
-
-
-def test_rank_folders_are_selected_if_there_is_nothing_else(tmp_path, current):
-    """A job changes to Checkpoint 2.0; after its first save its iteration folders are newer."""
-    save(tmp_path, 5, world=2)
-    job_start.select_checkpoint(
-        config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)),
-        current,
-    )
-    assert current.plan.choice.chosen.step == 5 and current.plan.choice.chosen.iteration_dir == ""
-    assert current.plan.open_source is not None
-    saved(tmp_path, 7)
-    job_start.select_checkpoint(
-        config_of(load_checkpoint=str(tmp_path), resume_training=True, output_dir=str(tmp_path)),
-        current,
-    )
-    assert current.plan.choice.chosen.iteration_dir == "iteration_00000007"
 
 
 def test_weights_of_hugging_face(tmp_path, current):

@@ -505,17 +505,6 @@ def test_a_run_from_its_beginning_that_skips_data(current):
     assert skips == [4, 4]
 
 
-@pytest.mark.parametrize("foreign", [False, True])
-def test_counters_of_the_new_run(tmp_path, current, foreign):
-    chosen(tmp_path, current, foreign=foreign)
-    config = runner()
-    counters.restore_progress(config, 10, current)
-    got, origin = config.runner_config, current.progress.origin
-    assert (got.initial_step, got.initial_epoch, got.step_scale) == (15, 1, 1.0)
-    assert origin.global_step == 15
-    assert config.runner_wrapper.scale_sense is None  # none configured, none invented
-
-
 @pytest.mark.parametrize(
     "saved, sense, expected",
     [
@@ -523,6 +512,7 @@ def test_counters_of_the_new_run(tmp_path, current, foreign):
         (4096.0, {"type": "S", "loss_scale_value": 1.0}, 4096.0),
         (4096.0, SimpleNamespace(loss_scale_value=1.0), 4096.0),
         (None, 7.0, 7.0),
+        (4096.0, None, None),  # none configured, none invented
     ],
 )
 def test_the_loss_scale_is_set_on_its_owner(current, saved, sense, expected):
