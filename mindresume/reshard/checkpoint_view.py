@@ -52,7 +52,7 @@ from mindresume.model.layout import (
     shape_of,
     whole,
 )
-from mindresume.model.manifest import Details, Record
+from mindresume.model.manifest import Details, Record, TensorRecord
 from mindresume.model.training_state import may_be_absent
 from mindresume.storage.interface import Storage
 from mindresume.storage.operations import parallel
@@ -179,6 +179,11 @@ class CheckpointView:
             return None
         return RecordFolder(self.storage, candidate.records_dir, self.records).read(rank)[1]
 
+    def recorded(self, rank: int, name: str) -> TensorRecord | None:
+        """Returns what the record of a rank says of a tensor; None if nothing does."""
+        details = self.details(rank)
+        return details.tensors.get(name) if details else None
+
     def check(self) -> None:
         """Reads the headers and records of the ranks that are read first, side by side, and looks
         for every slice of every tensor. Raises the errors of ``locate`` and ``check_replicas``."""
@@ -227,8 +232,7 @@ class CheckpointView:
                     "is not that of these weights, or the file is of another job",
                     tensor=name,
                 )
-            details = self.details(rank)
-            row = details.tensors.get(name) if details else None
+            row = self.recorded(rank, name)
             return SliceLocation(
                 rank, path, entry, row.checksum if row else self.checksums.get(name)
             )

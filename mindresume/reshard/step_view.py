@@ -77,8 +77,7 @@ def view_of_rank_folders(
     for stage, ranks in enumerate(stages):
         given = strategy.stages[stage] if strategy else {}
         for name, (rank, dtype, shape) in held_by[stage].items():
-            known, details = found.get(name), weights.details(rank)
-            row = details.tensors.get(name) if details else None
+            known, row = found.get(name), weights.recorded(rank, name)
             layout = (
                 (row.layout if row else None)
                 or given.get(name)
@@ -182,9 +181,7 @@ def _held(
 def _same_by_records(weights: CheckpointView, name: str, ranks: Iterable[int]) -> bool:
     """Returns whether the recorded checksums of a tensor without a layout agree on ``ranks`` (data
     parallel)."""
-    rows = [
-        details.tensors.get(name) if (details := weights.details(rank)) else None for rank in ranks
-    ]
+    rows = [weights.recorded(rank, name) for rank in ranks]
     return (
         rows[0] is not None
         and len({(row.dtype, row.shape, row.checksum) if row else None for row in rows}) == 1
