@@ -18,21 +18,14 @@ def failed_cells(setup, scenarios, every=1, **how):
 
 @pytest.mark.parametrize(
     "scenario, fmt",
-    [
-        ("first save", "safetensors"),
-        ("first save", "iteration"),
-        ("pointers", "ckpt"),
-        ("pointers", "iteration"),
-    ],
+    [("first save", "safetensors"), ("pointers", "ckpt"), ("pointers", "iteration")],
 )
 def test_every_fault(folder, scenario, fmt, soak):
     cells, found = failed_cells(Setup(folder), [scenario], every=5 if soak else 20, formats=[fmt])
     assert found == [] and cells >= 12
 
 
-@pytest.mark.parametrize(
-    "seed, fmt, start", [(3, "safetensors", 41), (5, "ckpt", 47), (1, "iteration", 89)]
-)
+@pytest.mark.parametrize("seed, fmt, start", [(3, "safetensors", 41), (1, "iteration", 89)])
 def test_three_ranks_in_other_orders(folder, seed, fmt, start):
     """Uses seeds in which rank 0 is done first, so that it waits for the others."""
     cells, found = failed_cells(

@@ -42,18 +42,21 @@ def test_every_interleaving_is_possible():
 def test_ranks_that_hang_are_an_error(monkeypatch):
     """Rank 0 waits forever, so rank 1 is never scheduled."""
     monkeypatch.setattr(faults, "PATIENCE", 0.2)
-    scheduler, release, seen = Scheduler(2, random.Random(0)), threading.Event(), []
+    scheduler, seen = Scheduler(2, random.Random(0)), []
+    release, told = threading.Event(), threading.Event()
 
     def waits_for_its_turn():
         try:
             scheduler.acquire_turn(1)
         except Hang as error:
             seen.append(str(error))
+            told.set()
             raise
 
     try:
         with pytest.raises(Hang, match=r"ranks \[0(, 1)?\] hang"):
             scheduler.run([release.wait, waits_for_its_turn])
+        assert told.wait(60)
     finally:
         release.set()
     assert len(seen) == 1 and "rank 1" in seen[0]
