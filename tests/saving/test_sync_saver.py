@@ -11,7 +11,7 @@ from mindresume.errors import LeaseHeldError, OutOfSpaceError, SaveError
 from mindresume.events import CheckpointsRemoved
 from mindresume.model.manifest import LAST_STEPS, MANIFEST, record_name, run_name
 from mindresume.saving.committer import SyncSaver
-from mindresume.saving.retention import KEEP_ALL
+from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.shard_writer import (
     ExtraWeights,
     Save,
@@ -129,6 +129,30 @@ def test_the_ledger_is_written_between_the_record_and_the_manifest(tmp_path):
 )
 def test_a_ledger_that_cannot_be_written_costs_the_ledger_only(tmp_path, trouble):
     assert saved_with_ledger(tmp_path, Watched(**trouble)) == []
+
+
+def test_a_save_whose_rank_died_while_it_wrote_the_ledger_is_complete(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    class Dying(PosixStorage):
+        def write(self, path, pieces, size=0):
+            if path.endswith(LAST_STEPS):
+                with open(path, "wb") as file:
+                    file.write(b"ro")
+                raise Killed
+            return super().write(path, pieces, size)
+
+    saver = SyncSaver(replace(target_of(tmp_path, 0, 1), storage=Dying()), KEEP_ALL)
+    with pytest.raises(Killed):
+        saver.save(replace(save_of(5), ledger=b"rows"))
+    saver = SyncSaver(target_of(tmp_path, 0, 1, run_name(2, "0000bbbb")), KeepLast(1))
+    saver.begin()
+    [path] = tmp_path.rglob(LAST_STEPS)
+    assert path.read_bytes() == b"ro" and (path.parent / MANIFEST).exists()
+    # the rest goes with its folder
+    saver.save(Save(shard(10, suffix=1)))
+    assert list(tmp_path.rglob(LAST_STEPS)) == []
 
 
 class UnflushedRecord(PosixStorage):
