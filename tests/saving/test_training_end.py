@@ -104,7 +104,8 @@ def test_a_rank_takes_part_when_another_repeats_the_last_step_and_waits_in_short
     assert [path.name for path in (tmp_path / "rank_0").glob("*.safetensors")] == [
         "net_rank_0-1_5.safetensors"
     ]
-    assert peer.busy == -3 and peer.sent == [SAVED, None, None, SAVED]
+    # exchanges of who is done: three, and more if the work takes longer
+    assert peer.busy <= -3 and peer.sent == [SAVED, None, None, SAVED]
 
 
 def test_a_rank_lost_at_the_end_is_the_error_of_the_training(tmp_path):
