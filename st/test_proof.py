@@ -159,7 +159,7 @@ def test_a_resume_in_another_output_folder_is_compared(whole_single, tmp_path):
 )
 def test_a_resume_that_is_right_is_proved(resume, kind):
     run = resume(Fault(lambda: None, "", 0, kind=kind))
-    steps = 3 if isinstance(run, PynativeRun) else 5
+    steps = 2 if isinstance(run, PynativeRun) else 5
     proved = assert_event(run, "resume_proved", steps=steps, differences=0, unproved="")
     assert proved["largest_loss_difference"] <= (1e-6 if kind == OTHER else 0)
     assert proved["tensors"] > 30 and events(run, "resume_differs") == []

@@ -105,7 +105,9 @@ def earlier_ledger(
         if first.branches and first.run_id != since:
             branches.append(run_order(first.run_id))
         later = {step: row for step, row in ledger.rows.items() if after < step <= after + CAPACITY}
-        if later:
+        # it was told to begin before the checkpoint, which was there: it may have gone another way
+        went_back = since not in (None, first.run_id) and first.resumed < after
+        if later and not went_back:
             rows.append(replace(ledger, rows=later))
     if not rows:
         return None

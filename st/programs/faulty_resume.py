@@ -221,12 +221,12 @@ def of_one_rank(number: int, change: Callable[[Arrays], None]) -> Callable[[Arra
 
 
 def of_the_other_rank(arrays: Arrays) -> None:
-    """The newest file of the other of two ranks."""
+    """The file of the same step of the other of two ranks, the second newest of the training."""
     from safetensors.numpy import load_file
 
     files = Path(os.environ[FOLDER], f"rank_{1 - rank()}").glob("*.safetensors")
-    newest = max(files, key=lambda path: path.stat().st_mtime)
-    take(arrays, load_file(newest), lambda name: True)
+    _, same, _ = sorted(files, key=lambda path: path.stat().st_mtime)
+    take(arrays, load_file(same), lambda name: name != "global_step")
 
 
 # ---- callbacks -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The step ledger of a training on rank 0, and what a resume says about the steps done again."""
 
 import io
-from dataclasses import replace
+import random
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,7 +30,15 @@ def begin(tmp_path, monkeypatch):
     )
     made: list[StepProof] = []
 
-    def run(name, resumed=0, settings=None, computation=None, saved_by="0001-aaaaaaaa", **origin):
+    def run(
+        name,
+        resumed=0,
+        settings=None,
+        computation=None,
+        saved_by="0001-aaaaaaaa",
+        chosen=None,
+        **origin,
+    ):
         found = []
         context = SimpleNamespace(
             emit=found.append,
@@ -38,7 +47,9 @@ def begin(tmp_path, monkeypatch):
             plan=SimpleNamespace(
                 resumes=resumed > 0,
                 origin=SimpleNamespace(
-                    chosen=SimpleNamespace(step=resumed, run=saved_by),
+                    chosen=SimpleNamespace(
+                        step=resumed if chosen is None else chosen, run=saved_by
+                    ),
                     checkpoint_dir=str(tmp_path / "checkpoint"),
                 ),
             ),
@@ -247,6 +258,62 @@ def test_the_loss_is_compared_only_if_what_is_drawn_continues(begin, restored, d
     again.continue_random(restored)
     train(again, rows(11, 14))
     assert ("loss" in events[-1].compared) is compares
+
+
+# ---- no false alarm ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint. ``way``: all changes that led to it; losses depend on it."""
+
+    step: int
+    run: str
+    batch: int
+    data: str
+    samples: int
+    way: tuple
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_resume_that_is_right_differs(begin, seed):
+    """60 runs of one training: killed anywhere, also while they save; each continues one of the
+    newest three checkpoints with the same data, batch size and layout as it, or with others."""
+    draw, saved, compared = random.Random(seed), [Saved(0, "0001-00000000", 8, "a", 0, ())], 0
+    for number in range(1, 61):
+        name, chosen = f"{number:04d}-00000000", saved[-1]
+        if draw.random() < 0.2:
+            chosen = draw.choice(saved[-3:])
+        changes = draw.random() < 0.3
+        batch = draw.choice([4, 8, 16]) if changes else chosen.batch
+        data = draw.choice("ab") if changes else chosen.data
+        first, left = divmod(chosen.step * chosen.batch, batch)
+        layout, way = draw.choice(["x", "y", "x"]), chosen.way
+        if (batch, data) != (chosen.batch, chosen.data):
+            way += ((batch, data, chosen.samples),)
+        proof, events = begin(
+            name,
+            first,
+            computation=Computation(layout, "float32"),
+            saved_by=chosen.run,
+            chosen=chosen.step,
+            step_scale=chosen.batch / batch,
+            repeated=left,
+            changed=("other data",) * (data != chosen.data),
+        )
+        every = draw.randint(2, 6)
+        for step in range(first + 1, first + draw.randint(2, 12)):
+            samples = chosen.samples + (step - first) * batch
+            loss = 1 + random.Random(f"{way} {samples}").random()
+            rate = 1 / (1 + step * batch)
+            row = StepRow(step, layout == "x", samples, hash((samples, layout, way)) & 0xFF, rate)
+            proof.end_step(row._replace(loss=loss))
+            if step % every == 0 and draw.random() < 0.8:
+                saved.append(Saved(step, name, batch, data, samples, way))
+        proof.close()
+        assert [event for event in events if isinstance(event, ResumeDiffers)] == [], number
+        compared += sum(event.steps for event in events)
+    assert compared > 20
 
 
 # ---- what the host sees --------------------------------------------------------------------------

@@ -146,10 +146,18 @@ def found(folder, since="0001-aaaaaaaa", after=10):
 def test_the_newest_run_that_trained_a_step_after_the_checkpoint_counts(tmp_path):
     # names do not count: clocks can be set back
     write(tmp_path, "9-rank_0.steps", run_of(1), range(1, 16))
-    write(tmp_path, "8-rank_0.steps", run_of(2, resumed=8), (9, 10, 11, 12))
+    write(tmp_path, "8-rank_0.steps", run_of(2, resumed=10), (11, 12))
     write(tmp_path, "7-rank_0.steps", run_of(3, resumed=8), (9, 10))
     assert found(tmp_path) == ("0002", [11, 12]) and found(tmp_path, None) == ("0002", [11, 12])
     assert found(tmp_path, after=12) == ("0001", [13, 14, 15])
+
+
+def test_a_run_that_went_back_behind_the_checkpoint_does_not_count(tmp_path):
+    """It was told to resume from an older one, and may have gone another way from there."""
+    write(tmp_path, "1-rank_0.steps", run_of(1), range(1, 16))
+    write(tmp_path, "2-rank_0.steps", run_of(2, resumed=8), range(9, 14))
+    assert found(tmp_path) == ("0001", [11, 12, 13, 14, 15])
+    assert found(tmp_path, after=8)[0] == "0002"
 
 
 def test_runs_older_than_the_one_that_saved_the_checkpoint_do_not_count(tmp_path):
@@ -166,15 +174,16 @@ def test_a_run_is_of_another_way_if_one_before_it_is(tmp_path):
     write(tmp_path, "1-rank_0.steps", run_of(1), range(1, 38))
     write(tmp_path, "2-rank_0.steps", run_of(2, resumed=18, branches=True), range(19, 21))
     write(tmp_path, "3-rank_0.steps", run_of(3, resumed=20), range(21, 41))
-    for since, after, branches in (
-        ("0001-aaaaaaaa", 36, True),
-        ("0002-aaaaaaaa", 20, False),
-        ("0003-aaaaaaaa", 30, False),
-        (None, 36, True),
+    for since, after, newest, branches in (
+        ("0001-aaaaaaaa", 18, "0003", True),
+        ("0001-aaaaaaaa", 36, "0001", False),
+        ("0002-aaaaaaaa", 20, "0003", False),
+        ("0003-aaaaaaaa", 30, "0003", False),
+        (None, 36, "0003", True),
     ):
         saves = CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))
-        found = earlier_ledger(str(tmp_path), saves, AGAIN, after, since)
-        assert (found.run.run_id[:4], found.run.branches) == ("0003", branches)
+        ledger = earlier_ledger(str(tmp_path), saves, AGAIN, after, since)
+        assert (ledger.run.run_id[:4], ledger.run.branches) == (newest, branches)
 
 
 def test_what_is_not_of_this_training_is_ignored(tmp_path):
@@ -214,16 +223,16 @@ def test_newer_saves_have_the_rows_in_another_output_folder(tmp_path, iteration)
     assert found(tmp_path) is None
     save(tmp_path, 15, run_of(1), range(1, 15), iteration)
     assert found(tmp_path) == ("0001", [11, 12, 13, 14, 15])
-    save(tmp_path, 13, run_of(2), (11, 12), iteration)
+    save(tmp_path, 13, run_of(2, resumed=10), (11, 12), iteration)
     assert found(tmp_path) == ("0002", [11, 12, 13])
     assert found(tmp_path, "0003-aaaaaaaa") is None
 
 
 def test_the_ledger_beside_the_events_counts_where_both_are(tmp_path):
-    save(tmp_path, 15, run_of(2), range(11, 15))
+    save(tmp_path, 15, run_of(2, resumed=10), range(11, 15))
     write(tmp_path, "1-rank_0.steps", run_of(1), range(11, 30))
     assert found(tmp_path) == ("0002", [11, 12, 13, 14, 15])
-    write(tmp_path, "2-rank_0.steps", run_of(2), range(11, 18))
+    write(tmp_path, "2-rank_0.steps", run_of(2, resumed=10), range(11, 18))
     assert found(tmp_path) == ("0002", list(range(11, 18)))
 
 
