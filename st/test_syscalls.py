@@ -392,7 +392,7 @@ def strike_all(
         if cell.problems
     ]
     assert not wrong, "\n".join([table(cells), *wrong])
-    assert len(cells) >= 8, "hardly anything was struck"
+    assert len(cells) >= 5, "hardly anything was struck"
 
 
 def world_of(base: Path, setup: Setup) -> Sandbox:
