@@ -25,6 +25,8 @@ from mindresume.reshard.range_reader import view
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [path for path in (str(ROOT), str(ROOT / "st" / "programs")) if path not in sys.path]
 
+import builtin_20 as builtin  # noqa: E402
+
 PREFIX = "bench"
 WIDTH = 1024
 MATRICES = 18
@@ -70,7 +72,7 @@ def part(tensors: Model, name: str, rank: int) -> np.ndarray:
 
 
 def spec_of(tensors: Model) -> dict[str, dict[str, Any]]:
-    """layouts.json of st/programs/builtin_20_read.py, with the optimizer's counter."""
+    """layouts.json of st/programs/builtin_20.py, with the optimizer's counter."""
     from st.builtin_versions import table
 
     shapes = {name: np.broadcast_to(np.float32(0), shape) for name, (shape, _) in tensors.items()}
@@ -82,7 +84,6 @@ def spec_of(tensors: Model) -> dict[str, dict[str, Any]]:
 
 def cells_of(spec: Mapping[str, Any], tensors: Model, rank: int, values: bool) -> tuple[Any, Any]:
     """(network, optimizer with all parameters) of a rank; without ``values`` ones are in them."""
-    import builtin_20_read as builtin
     import mindspore as ms
 
     arrays = {
@@ -106,15 +107,11 @@ class Strategies:
     costs the built-in nothing here."""
 
     def __init__(self, spec: Mapping[str, Any], ranks: int):
-        import builtin_20_read as builtin
-
         self.of_rank = {rank: builtin.strategy_of(spec, rank) for rank in range(ranks)}
 
     @contextlib.contextmanager
     def patched(self, rank: int) -> Iterator[None]:
         """Makes all modules of mindformers use it, with a silent log."""
-        import builtin_20_read as builtin
-
         logging.disable(logging.WARNING)
         answers = {
             "get_strategy_metadata": lambda *_, **__: self.of_rank,
