@@ -135,7 +135,16 @@ def scheduler_environment(monkeypatch, tmp_path):
 
 def test_the_scheduler_does_not_outlive_the_last_worker(scheduler_environment, monkeypatch):
     monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
-    with worker_of("17003", "import time; time.sleep(0.5)"):
+    alive = runner.workers_alive
+    with worker_of("17003", SLEEP) as worker:
+
+        def look(port):
+            found = alive(port)
+            if found:
+                worker.kill()
+            return found
+
+        monkeypatch.setattr(runner, "workers_alive", look)
         assert runner.join_as_scheduler(first_worker=300, after_last=0.1, poll=0.02) == 0
     assert not scheduler_environment.exists()
 
