@@ -72,7 +72,7 @@ class Kind:
 
     words: Callable[[Draw], Words]
     ranks: Callable[[str], int] = lambda graph: 1
-    every: Sequence[int] = (2, 3, 5, 7)
+    every: Sequence[int] = (4, 6, 9)
     caches: bool = True
     is_pynative: bool = False
     is_small: bool = False
@@ -288,7 +288,7 @@ class Training:
                 "MS_COMPILER_CACHE_PATH": str(own),
             }
         number = signal.SIGTERM if self.draw.random() < 0.15 else signal.SIGKILL
-        end = [last + self.draw.randint(1, 8), self.draw.choice([0, 5, 20, 60]), int(number)]
+        end = [last + self.draw.randint(2, 12), self.draw.choice([0, 5, 20, 60]), int(number)]
         arguments = self.arguments(graph, others)
         if isinstance(arguments, dict):
             sink = arguments["config"].get("runner_config.sink_size", 1)
