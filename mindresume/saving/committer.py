@@ -353,10 +353,10 @@ class Committer:
             next((c.name for c in scan(self.target).candidates if c.problem is None), "")
             == newest.name
         ):
-            target = replace(
-                self.target, world_size=newest.world_size, local_ranks=newest.local_ranks
-            )
-            self._update_pointers(target, newest.step or 0, newest.first.path)
+            target, step = SaveTarget.of(self.target, newest), newest.step or 0
+            # or between the rename of the manifest and the flush: a pointer must not outlive it
+            target.storage.sync(target.attempt(step))
+            self._update_pointers(target, step, newest.first.path)
 
     # ---- removal ---------------------------------------------------------------------------------
 
