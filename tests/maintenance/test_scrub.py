@@ -115,7 +115,7 @@ def without_results(root):
 def test_an_error_on_the_way_is_no_rot(tmp_path):
     """A bit that flips in memory or in a cable is right in the second reading."""
     save(tmp_path, 5)
-    path, flips = path_of(tmp_path, 5, 1), [1, 1]  # its header is read, then all of it
+    path, flips = path_of(tmp_path, 5, 1), [1]
 
     class Flaky(PosixStorage):
         def open(self, name):
@@ -174,12 +174,12 @@ def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
     class Failing(PosixStorage):
         def open(self, name):
             opened.append(name)
-            if name == intact and opened.count(damaged) == 4 and opened.count(intact) == 3:
+            if name == intact and opened.count(damaged) == 2 and opened.count(intact) == 2:
                 raise OSError(5, "Input/output error", name)
             return super().open(name)
 
     (found,) = scrubbed(tmp_path, Failing()).values()
-    assert opened.count(intact) > 3 and [row.file for row in found.damaged] == [
+    assert opened.count(intact) > 2 and [row.file for row in found.damaged] == [
         os.path.relpath(damaged, tmp_path)
     ]
 
