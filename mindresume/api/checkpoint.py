@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindresume.api.results import CheckpointInfo, Problem, info_of, problem_of
 from mindresume.api.tensors import TensorInfo, tensors_of
-from mindresume.errors import ConfigError, CorruptFileError
+from mindresume.errors import ConfigError, CorruptFileError, UnreadableFileError
 from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.rank_folders import parse_name
 from mindresume.formats.scan import ROOT, kind_of, locate
@@ -77,7 +77,7 @@ class Checkpoint:
 
     @cached_property
     def info(self) -> CheckpointInfo:
-        """The listing: step, ranks, files, size, problems."""
+        """The listing: step, ranks, files, size, problems. Sizes are those of its first use."""
         return info_of(self._directory, self._status)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,8 @@ class Checkpoint:
         verifier = Verifier(self._directory, self._candidate, full=False)
         proof = verifier.verify(min(self._candidate.files))
         if isinstance(proof, Refusal):
-            raise CorruptFileError(self._directory.path(proof.file or ""), str(proof))
+            kind = UnreadableFileError if proof.is_unreadable else CorruptFileError
+            raise kind(self._directory.path(proof.file or ""), str(proof))
         return state_of(proof.scalars, parse_name(os.path.basename(self._candidate.first.path)))
 
     @cached_property

@@ -254,13 +254,18 @@ def open_candidate(
 
 
 def _verify(verifier: Verifier) -> None:
-    """Verifies records, headers and sizes of all ranks. Raises CorruptFileError. Keeps nothing: the
-    details of all ranks would fill the memory."""
+    """Verifies records, headers and sizes of all ranks. Keeps nothing: the details of all ranks
+    would fill the memory.
+
+    Raises:
+        CorruptFileError: A file is damaged; UnreadableFileError: it could not be read.
+    """
     directory = verifier.directory
     ranks = sorted(verifier.candidate.files)
     for refusal in parallel(directory.storage, partial(_refusal, verifier), ranks):
         if refusal is not None:
-            raise CorruptFileError(directory.path(refusal.file or ""), str(refusal))
+            kind = UnreadableFileError if refusal.is_unreadable else CorruptFileError
+            raise kind(directory.path(refusal.file or ""), str(refusal))
 
 
 def _refusal(verifier: Verifier, rank: int) -> Refusal | None:

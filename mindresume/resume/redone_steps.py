@@ -44,7 +44,7 @@ from mindresume.storage.interface import Storage
 # precision. Ten steps of a training with other gradients, from other micro-batches: 1e-2.
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
 LARGEST = max(TOLERANCES.values())
-_MOST_SAVES = 4  # whose ledgers are looked at
+_MOST_RUNS = 8  # whose saves are looked at, two of each
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,22 @@ def _preference(ledger: Ledger) -> tuple[tuple[int, str], int, int]:
 
 
 def _copies(saves: CheckpointDir, after: int) -> list[str]:
-    """Returns the paths of the ledgers in a few saves after step ``after``: those of the newest
-    run that are next to it. Raises OSError."""
+    """Returns the paths of the ledgers in a few saves after step ``after``: of each of the newest
+    runs the save next to it, and the last one, which tells more if it reaches back so far. An
+    iteration folder does not tell its run by its name. Raises OSError."""
     storage = saves.storage
-    later = [row for row in attempts(storage.list(saves.path(FOLDER))) if row[1] > after]
-    names = [
-        name for *_, name in sorted((-run_sequence(run), step, name) for name, step, run in later)
-    ]
+    later = sorted(
+        (run_sequence(run), step, name)
+        for name, step, run in attempts(storage.list(saves.path(FOLDER)))
+        if step > after
+    )
+    first = {run: name for run, _, name in reversed(later)}
+    last = {run: name for run, _, name in later}
+    runs = sorted(last)[-_MOST_RUNS:]
+    names = {saved[run] for run in runs for saved in (first, last)}
     steps = {name: parse_iteration(name) or 0 for name in storage.list(saves.root)}
     top = sorted((name for name, step in steps.items() if step > after), key=steps.__getitem__)
-    found = find_attempts(saves, names[:_MOST_SAVES], top[:_MOST_SAVES])
+    found = find_attempts(saves, sorted(names), {*top[:_MOST_RUNS], *top[-_MOST_RUNS:]})
     return [saves.path(it.place, LAST_STEPS) for it in found if LAST_STEPS in it.content]
 
 

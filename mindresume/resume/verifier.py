@@ -392,6 +392,8 @@ class Verifier:
         known = self.headers.get(path)
         if known is not None and not self.full:
             return _mismatch(candidate, rank, file, recorded, known) or (ShardSource(file),)
+        # before the open file takes a part of the room
+        room = self.keep.left if self.keep is not None else 0
         with self.directory.storage.open(path) as opened:
             # its errors are more specific than a wrong checksum
             header = read_header(opened, path)
@@ -400,7 +402,7 @@ class Verifier:
             if not self.full:
                 return (ShardSource(file),)
             checksum = ""
-            if self.keep is not None and header.size <= self.keep.left:
+            if self.keep is not None and header.size <= room:
                 with suppress(MemoryError):
                     tensors, checksum = read_whole(opened, header, self.progress)
                     if checksum == file.checksum and tensors:

@@ -32,7 +32,7 @@ from reshard.plans import (
     recorded,
     shard_file,
 )
-from storages import Hooked, os_error
+from storages import Hooked, failing, os_error
 
 from mindresume import runtime
 from mindresume.coordination.lease import read_locks
@@ -98,6 +98,13 @@ def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
     ) as found:
         opened(tmp_path)
     assert found.value.path == str(path_of(tmp_path, 5, 2))
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    save(tmp_path, 5, replicas=1)
+    storage = failing("rank_00002", "open", number=errno.EIO)
+    with pytest.raises(UnreadableFileError, match="cannot be read.*rank_00002.json"):
+        open_checkpoint(storage, str(tmp_path))
 
 
 @pytest.mark.parametrize("spoil", ["incomplete", "damaged"])

@@ -258,5 +258,24 @@ def test_a_ledger_in_a_save_is_not_trusted(tmp_path):
     cut = save(tmp_path, 17, run_of(1), range(11, 17))
     os.truncate(cut, 4096 + 2 * 64 + 7)
     assert found(tmp_path) == ("0001", [11, 12])
-    save(tmp_path, 14, run_of(4, lineage="0004-cccccccc"), range(11, 14))
+    for number in range(2, 10):
+        save(tmp_path, 14, run_of(number, lineage="0004-cccccccc"), range(11, 14))
     assert found(tmp_path) is None  # few files are read
+
+
+def test_a_branch_between_two_runs_is_found_in_its_own_save(tmp_path):
+    """Its saves are few beside those of the run that went on from it."""
+    save(tmp_path, 20, run_of(1), range(1, 20))
+    save(tmp_path, 12, run_of(2, resumed=10, branches=True), (11,))
+    for step in (13, 14, 15, 16, 20):
+        save(tmp_path, step, run_of(3, resumed=12), range(13, step))
+    saves = CheckpointDir(PosixStorage(), str(tmp_path / "checkpoint"))
+    ledger = earlier_ledger(str(tmp_path), saves, AGAIN, 10, "0001-aaaaaaaa")
+    assert ledger.run.branches and ledger.run.run_id == "0003-aaaaaaaa"
+
+
+def test_of_iterations_the_newest_run_counts_also_if_its_saves_are_few(tmp_path):
+    for step in (11, 12, 13, 14, 15, 16, 17, 18, 19):
+        save(tmp_path, step, run_of(1), range(11, step), iteration=True)
+    save(tmp_path, 20, run_of(2, resumed=10), range(11, 20), iteration=True)
+    assert found(tmp_path) == ("0002", list(range(11, 21)))
