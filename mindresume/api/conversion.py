@@ -6,8 +6,8 @@ with the names of Hugging Face.
     mindresume.export_hf("output/checkpoint", "hf", config="Qwen3-8B/config.json", dtype="bfloat16")
 
 The source is only read, and held meanwhile. The target appears completely or not at all. Any
-failure, including Ctrl-C, leaves nothing behind; after a kill, the same call continues with what is
-missing.
+failure, including Ctrl-C, leaves nothing behind, but of part K of N what is finished; after a kill,
+the same call continues with what is missing.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def select_checkpoint(
     Consolidated weights are taken as they are. Else the newest save is taken that all ranks can get
     and have verified: from memory, if nothing newer lies elsewhere; from disk, to which a newer one
     is fetched from the object store first; and if the disk has none that can be used, an older one
-    from memory.
+    from memory. Rank 0 offers one save after the other, newest first; each rank verifies its part,
+    and one refusal refuses it for all.
 
     Args:
         storage: reads the files. The files that it keeps in memory (``ReadCache``) are dropped
@@ -94,7 +95,7 @@ def select_checkpoint(
         return replace(sources.consolidated.choose(storage, path), consolidated=True)
     memory = bucket = None
     if sources.memory is not None and root is not None and policy.requested is None:
-        # decides by names; what is newer on disk or in the bucket may prove unusable below
+        # compared by name with what lies elsewhere, which may prove unusable below
         memory = MemorySource(job, root)
         if (newest := memory.newest()) is not None:
             return newest

@@ -337,8 +337,9 @@ class CheckpointManager:
         ``SyncSaver`` writes it in this thread, ``AsyncSaver`` copies it now and writes it in the
         background. Each rank records what it wrote. Rank 0 commits a step once the records of all
         ranks are there: right after its own, when ``poll`` looks again at a later step, or in
-        ``end``. No rank waits for another one. Then the tier in memory saves the step, from what
-        was collected for the disk, if anything was.
+        ``end``. To write and to commit, no rank waits for another one. Then the tier in memory
+        saves the step, from what was collected for the disk, or collects it itself. Every few
+        steps the ranks exchange whether one was asked to stop.
 
         Returns:
             Why the training is to stop after this step, on all ranks if any rank was asked to; then
@@ -347,7 +348,7 @@ class CheckpointManager:
         step = state.step
         # an error, or a save between two steps, may have left that of an earlier step
         self._collected = None
-        # to load the checkpoint: the first step has proved it
+        # the attempt to load the checkpoint has succeeded
         if self.pending.attempt is not None:
             self.pending.end()
         if self.policy.last_step is None:
@@ -358,12 +359,12 @@ class CheckpointManager:
         if self.session is not None and self.session.lease is not None:
             self.session.lease.step = step  # published with the next heartbeat
         errors = self._uploads.poll() if self._uploads is not None else []
-        # the checkpoints on disk are good in any case
-        if errors and self.settings.on_save_error == "raise":
-            raise errors[0]
         if self.is_due(step):
             with self.saving(step):
                 state.save(self)
+        # an upload that failed loses no save on disk, nor the one that was due
+        if errors and self.settings.on_save_error == "raise":
+            raise errors[0]
         if self._tier is not None:
             self._tier.step_end(state, self._collected)
         self._collected = None

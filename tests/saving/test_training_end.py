@@ -272,10 +272,14 @@ def test_a_failed_upload_stops_the_training_only_with_on_save_error_raise(tmp_pa
     job = Job(
         tmp_path, settings=Settings(on_save_error="raise" if raises else "warn", max_failed_saves=1)
     )
-    job.manager._uploads = SimpleNamespace(poll=lambda: [RemoteError("one"), RemoteError("two")])
+    job.steps(4).manager._uploads = SimpleNamespace(
+        poll=lambda: [RemoteError("one"), RemoteError("two")], enqueue=lambda step: None
+    )
     if raises:
         with pytest.raises(RemoteError, match="one"):
             job.steps(1)
     else:
         job.steps(1)
+    # also the step that was due then
+    assert committed(tmp_path) == [5]
     job.manager._uploads = None
