@@ -95,11 +95,12 @@ def attempt(
         **{
             "outcome": "failed",
             "run_id": f"000{number}-0000aaaa",
-            "first_step": first,
             "last_step": last,
             "losses": losses,
             "saves": Saves(saves, copies),
             **more,
+            # what the first step follows from
+            "origin": replace(more.get("origin", Origin()), base_step=first - 1),
         },
     )
 
