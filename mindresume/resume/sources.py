@@ -146,14 +146,15 @@ class _Share:
         job, candidate = self.job, self.candidate
         is_guessed = candidate.missing_ranks and candidate.records_dir is None
         strategy = job.sources.strategy_of(self.directory.root, candidate) if is_guessed else None
-        verifier = Verifier(
-            self.directory, candidate, self.read.advance, job.policy.full, strategy, self.keep
-        )
-        for rank in self.ranks:
-            result = verifier.verify(rank)
-            if isinstance(result, Refusal):
-                return {"refusal": result}
-            self.shards.append(result)
+        if self.ranks:  # a rank without a part reads no metadata, either
+            verifier = Verifier(
+                self.directory, candidate, self.read.advance, job.policy.full, strategy, self.keep
+            )
+            for rank in self.ranks:
+                result = verifier.verify(rank)
+                if isinstance(result, Refusal):
+                    return {"refusal": result}
+                self.shards.append(result)
         lost = [row for shard in self.shards for row in shard.missing_files(candidate)]
         is_first = job.group.rank == 0
         damaged = damaged_metadata_files(self.directory, candidate) if is_first else []

@@ -16,15 +16,17 @@ from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.region_load import LoadTarget, wanted_regions
 from mindresume.storage.posix import PosixStorage
 
-QKV, FC1 = (
+QKV, FC1, FC2, PROJ = (
     "decoder.layers.0.self_attention.linear_qkv.weight",
     "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+    "decoder.layers.0.self_attention.linear_proj.weight",
 )
 MODEL = {
     QKV: Spec((24, 8), 0, 0),
     f"adam_m.{QKV}": Spec((24, 8), 0, 0),
     FC1: Spec((32, 8), 0, 0),
-    "decoder.layers.0.mlp.linear_fc2.weight": Spec((8, 16), 1, 0),
+    FC2: Spec((8, 16), 1, 0),
 }
 CONTIGUOUS = {ATTENTION_KEY: True, MLP_KEY: False}
 DEFAULT = {ATTENTION_KEY: False, MLP_KEY: True}
@@ -89,7 +91,7 @@ def test_the_default_order_and_an_unknown_one_are_converted(tmp_path, arrangemen
 
 
 def view(arrangement, layout):
-    names = (QKV, FC1, f"adam_v.{QKV}", "decoder.layers.0.mlp.linear_fc2.weight")
+    names = (QKV, FC1, f"adam_v.{QKV}", FC2)
     tensors = {name: Tensor(name, "float32", (24, 8), layout) for name in names[:-1]}
     behind = Plan.parse("dp1tp2" if computed_slices(layout) == 2 else "dp2tp1", MODEL).layouts(0)[
         names[-1]
@@ -105,22 +107,17 @@ def test_each_tensor_has_its_key():
     )
     check_order(view({MLP_KEY: False}, one), {QKV: two})
     check_order(view({ATTENTION_KEY: True}, one), {FC1: two})
-    check_order(view(CONTIGUOUS, one), {"decoder.layers.0.mlp.linear_fc2.weight": two})
+    check_order(view(CONTIGUOUS, one), {FC2: two})
     for name in (QKV, FC1, f"adam_v.{QKV}"):
         with pytest.raises(ConfigError):
             check_order(view(CONTIGUOUS, one), {name: two})
         check_order(view(CONTIGUOUS, two), {name: two})
 
 
-PROJ, FC2 = (
-    "decoder.layers.0.self_attention.linear_proj.weight",
-    "decoder.layers.0.mlp.linear_fc2.weight",
-)
 BEHIND = {
     **MODEL,
     PROJ: Spec((8, 24), 1, 0),
     f"adam_m.{PROJ}": Spec((8, 24), 1, 0),
-    FC2: Spec((8, 16), 1, 0),
     f"adam_m.{FC1}": Spec((32, 8), 0, 0),
     f"adam_m.{FC2}": Spec((8, 16), 1, 0),
 }
