@@ -385,7 +385,8 @@ def lock_selected(
         return None not in held
 
     try:
-        if False in gather_results(group, lock, None, shared_groups.is_leader(group.rank)):
+        is_leader = shared_groups.is_leader(group.rank)
+        if False in gather_results(group, lock, takes_part=is_leader):
             raise LoadError(
                 f"{chosen.records_dir} was removed while it was selected; start the job again"
             )

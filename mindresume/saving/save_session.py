@@ -188,11 +188,11 @@ def open_save_session(
         group,
         partial(_acquire, directory, group, holder, heartbeat, emit, iterations, memory),
         Watchdog("acquiring the directory"),
-        is_leader,
+        takes_part=is_leader,
     )
     # if they do share it, two of them have now acquired one directory
     if shared.is_split:
-        gather_results(group, partial(check_not_shared, memory.get(root)), None, is_leader)
+        gather_results(group, partial(check_not_shared, memory.get(root)), takes_part=is_leader)
     suffixes = gather_results(
         group,
         partial(_unused_suffix, directory, prefix, group.rank, is_leader, iterations),

@@ -158,7 +158,9 @@ def test_a_job_that_cannot_begin_releases_its_read_lock(tmp_path, monkeypatch, w
     """The lock of a rank remained if another rank found the checkpoint removed."""
     save(tmp_path, 5, world=2)
     if when == "lock":
-        monkeypatch.setattr(job_selection, "gather_results", lambda _, work, *more: [work(), False])
+        monkeypatch.setattr(
+            job_selection, "gather_results", lambda _, work, **more: [work(), False]
+        )
         error = LoadError
     else:
         monkeypatch.setattr(job_selection, "describe_candidate", lambda *_: 1 / 0)
