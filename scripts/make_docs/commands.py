@@ -58,16 +58,16 @@ def part() -> str:
     blocks = [
         "## Of several commands",
         "These mean the same in each command that names them:",
-        _table(sorted(common.values(), key=lambda each: (each.is_option, each.names))),
+        "\n".join(_items(sorted(common.values(), key=lambda each: (each.is_option, each.names)))),
     ]
     for name, function in sorted(commands()):
-        blocks += [f"## `mindresume {name}`", *_help(inspect.getdoc(function) or "")]
+        paragraphs, status = _help(inspect.getdoc(function) or "")
+        blocks += [f"## `mindresume {name}`", *paragraphs]
         own = [each for each in found[name] if each != common.get(each.names)]
-        if own:
-            blocks.append(_table(own))
-        also = ", ".join(_name(each.names) for each in found[name] if each not in own)
-        if also:
-            blocks.append(f"{'Also' if own else 'It has'} {also}.")
+        also = ", ".join(f"`{each.names}`" for each in found[name] if each not in own)
+        items = [*status, *_items(own), *([f"- As above: {also}."] if also else [])]
+        if items:
+            blocks.append("\n".join(items))
     return "\n\n".join(blocks)
 
 
@@ -125,38 +125,40 @@ def _parameter(name: str, kind: Any, info: ArgumentInfo | OptionInfo, default: A
     return Parameter(names, shown, text, panel, isinstance(info, OptionInfo))
 
 
-def _table(rows: Sequence[Parameter]) -> str:
-    lines = ["| argument or option | default | meaning |", "|---|---|---|"]
+def _items(rows: Sequence[Parameter]) -> Iterator[str]:
+    """Yields a line for each parameter: those without a panel, then those of each panel below its
+    name."""
     panel = ""
-    for row in sorted(rows, key=lambda each: each.panel != ""):  # without a panel: above the panels
+    for row in sorted(rows, key=lambda each: each.panel != ""):
         if row.panel != panel:
             panel = row.panel
-            lines.append(f"| **{panel}** | | |")
-        default = f"`{row.default}`" if row.default else ""
-        lines.append(f"| {_name(row.names)} | {default} | {_cell(row.help)} |")
-    return "\n".join(lines)
+            yield f"- **{panel}**"
+        default = f" (default `{row.default}`)" if row.default else ""
+        indent = "    " if panel else ""
+        yield f"{indent}- `{row.names}`{default}: {_markdown(' '.join(row.help.split()))}"
 
 
-def _help(text: str) -> Iterator[str]:
-    """Yields the paragraphs of a docstring as Markdown: examples as one block of code, the exit
-    statuses as a paragraph."""
+def _help(text: str) -> tuple[list[str], list[str]]:
+    """Returns the paragraphs of a docstring as Markdown, with examples as one block of code; and
+    the exit statuses as an item of a list, if it names any."""
+    paragraphs: list[str] = []
+    statuses: list[str] = []
     examples: list[str] = []
-    for paragraph in text.split("\n\n"):
+    for paragraph in [*text.split("\n\n"), ""]:
         example = _EXAMPLE.fullmatch(paragraph)
         if example:
             comment = f"      # {example[2]}" if example[2] else ""
             examples.append(example[1].replace("\n", " \\\n    ") + comment)
             continue
         if examples:
-            yield "\n".join(["```shell", *examples, "```"])
+            paragraphs.append("\n".join(["```shell", *examples, "```"]))
             examples = []
-        before, status, after = paragraph.partition("Exit status: ")
+        before, status, after = " ".join(paragraph.split()).partition("Exit status: ")
         if before.strip():
-            yield _filled(_markdown(before.strip()))
+            paragraphs.append(_filled(_markdown(before.strip())))
         if status:
-            yield _filled(f"**Exit status:** {_markdown(after)}")
-    if examples:
-        yield "\n".join(["```shell", *examples, "```"])
+            statuses.append(f"- **Exit status:** {_markdown(after)}")
+    return paragraphs, statuses
 
 
 def _filled(text: str) -> str:
@@ -169,13 +171,3 @@ def _markdown(text: str) -> str:
     interpret them; and with links to the pages that it names."""
     marked = _CODE.sub(lambda found: found[0] if found[0][0] == "`" else f"`{found[0]}`", text)
     return _PAGE.sub(r"[\1](\1)", marked)
-
-
-def _name(text: str) -> str:
-    """Returns ``text`` as code in a cell. Within backticks GitHub and mkdocs read an escaped bar in
-    different ways."""
-    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
-
-
-def _cell(text: str) -> str:
-    return _markdown(" ".join(text.split())).replace("|", "\\|")
