@@ -27,7 +27,7 @@ def run_pynative(launch: Launch) -> None:
     """Runs the PyNative trainer, which reads the configuration file alone."""
     if launch.mindresume:
         import mindresume.plugin  # noqa: F401  (its import installs everything)
-        from mindresume.mindformers.upstream_check import require_import
+        from mindresume.mindformers.upstream import require_import
 
         require_import("mindformers.pynative.trainer")
     unused = launch.without_effect_in_pynative()

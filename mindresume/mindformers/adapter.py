@@ -13,7 +13,7 @@ from mindresume.coordination.collectives import Group
 from mindresume.errors import SaveError
 from mindresume.events import Event, Handler, LogLines, Resumed, ResumeProved, SaveWritten
 from mindresume.formats.huggingface import ATTENTION_KEY, MLP_KEY
-from mindresume.mindformers import upstream, upstream_check
+from mindresume.mindformers import upstream
 from mindresume.mindformers.network_state import is_parallel
 from mindresume.model.layout import Shape
 from mindresume.model.training_state import is_transient
@@ -520,7 +520,7 @@ class TensorBoard(Handler):
             }
         else:
             return
-        if upstream_check.is_off(upstream.TENSORBOARD):
+        if upstream.is_off(upstream.TENSORBOARD):
             return
         from mindformers.utils.tensorboard import get_tensorboard_writer
 

@@ -37,7 +37,7 @@ from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
-from mindresume.mindformers import upstream, upstream_check
+from mindresume.mindformers import upstream
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.model.layout import Region, held, whole
 from mindresume.reshard.checkpoint_view import CheckpointView
@@ -300,7 +300,7 @@ def _by_mindspore(
 ) -> dict[str, str]:
     """Converts with MindSpore's engine, on rank 0 alone, in processes of their own. Returns
     {"folder"}; or {"refused": reason} if the engine cannot."""
-    if upstream_check.is_off(upstream.TRANSFORM):
+    if upstream.is_off(upstream.TRANSFORM):
         return {
             "refused": "transform_engine: mindspore was switched off at the start of the job: "
             f"{upstream.TRANSFORM.without}"

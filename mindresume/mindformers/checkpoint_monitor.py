@@ -29,7 +29,7 @@ from mindresume.coordination.rank_heartbeat import COMPILING, FIRST_STEP
 from mindresume.errors import ConfigError, RecordError, SaveError
 from mindresume.events import NetworkCompiled
 from mindresume.formats.rank_folders import stem
-from mindresume.mindformers import adapter, heartbeat, training_context, upstream, upstream_check
+from mindresume.mindformers import adapter, heartbeat, training_context, upstream
 from mindresume.mindformers.training_saves import StateCollector, TrainingSaves
 from mindresume.model.manifest import FORMATS
 from mindresume.resume.eligible import add
@@ -134,7 +134,7 @@ class CheckpointMonitor(BuiltIn):
     def emergency_save(self, cb_params: Any) -> bool:
         """Saves after ranks were lost, see ``CheckpointManager.emergency_save``. False: the
         built-in may try."""
-        if upstream_check.is_off(upstream.RESCUE):
+        if upstream.is_off(upstream.RESCUE):
             return False
         return self._training.manager.emergency_save(_MonitorState(self, cb_params))
 

@@ -15,10 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from mindresume.events import warning
-from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream_check
+from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream
 from mindresume.mindformers.configuration import require_moxing
-from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Profile, Symbol
-from mindresume.mindformers.upstream_check import Hooks
+from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Hooks, Profile, Symbol
 
 
 def install() -> None:
@@ -31,11 +30,11 @@ def install() -> None:
     """
     heartbeat.begin()
     require_moxing()
-    profile, notice = upstream_check.profile_for(upstream_check.installed_versions())
-    upstream_check.require_import("mindformers")
-    off, notices = upstream_check.require(profile, patches.WRAPPERS)
+    profile, notice = upstream.profile_for(upstream.installed_versions())
+    upstream.require_import("mindformers")
+    off, notices = upstream.require(profile, patches.WRAPPERS)
     _warn(filter(None, [notice, *notices]))
-    upstream_check.switch_off(off)
+    upstream.switch_off(off)
     import mindformers.core.callback  # noqa: F401
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
@@ -62,7 +61,7 @@ def install_pynative(profile: Profile) -> None:
             trainer is patched then.
     """
     rows = replace_fields(profile, symbols=profile.pynative, pynative=())
-    _, notices = upstream_check.require(rows, patches.PYNATIVE_WRAPPERS)
+    _, notices = upstream.require(rows, patches.PYNATIVE_WRAPPERS)
     _warn(notices)
     _wrap(profile.pynative, patches.PYNATIVE_WRAPPERS)
 
@@ -81,7 +80,7 @@ def _wrap(symbols: Iterable[Symbol], hooks: Hooks) -> None:
 def replace(symbol: Symbol, make: Callable[[Any], Any]) -> None:
     """Replaces a symbol by ``make(original)``; a static or class method stays one. Does nothing the
     second time."""
-    found = upstream_check.resolve(symbol)
+    found = upstream.resolve(symbol)
     bound = isinstance(found, (classmethod, staticmethod))
     original = found.__func__ if bound else found
     if getattr(original, "_mindresume", False):

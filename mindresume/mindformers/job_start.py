@@ -23,7 +23,7 @@ from mindresume.errors import CollectiveError, ConfigError
 from mindresume.events import Notice, warning
 from mindresume.formats.iterations import COMMON
 from mindresume.formats.scan import CONSOLIDATED, ROOT, kind_of
-from mindresume.mindformers import adapter, upstream, upstream_check
+from mindresume.mindformers import adapter, upstream
 from mindresume.mindformers.auto_transform import STRATEGY, TRANSFORMED, UNIFIED, prepare
 from mindresume.mindformers.configuration import (
     TRAIN,
@@ -180,7 +180,7 @@ def uses_iterations(config: Any) -> bool:
     trainer/utils.py:convert_checkpoint_config). Raises ConfigError if it has a section that this
     release of mindformers would ignore."""
     if config.get("checkpoint"):
-        upstream_check.refuse_if_off(upstream.CHECKPOINT_SECTION)
+        upstream.refuse_if_off(upstream.CHECKPOINT_SECTION)
     return bool(config.get("checkpoint")) or config.get("use_legacy_format", True) is False
 
 
@@ -236,7 +236,7 @@ def _select_iterations(config: Any, context: TrainingContext) -> None:
     else:
         folder = asked.path or pretrained
     if plan is None and folder:
-        upstream_check.refuse_if_off(upstream.PRETRAINED)
+        upstream.refuse_if_off(upstream.PRETRAINED)
         context.emit(Notice(f"the training begins with Hugging Face weights: {folder}"))
     if folder:
         context.plan = replace(

@@ -44,7 +44,7 @@ from mindresume.mindformers import (
 from mindresume.mindformers.pynative import checkpoint_load
 from mindresume.mindformers.pynative.checkpoint_callback import make_callback_class
 from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of
-from mindresume.mindformers.upstream_check import Hooks
+from mindresume.mindformers.upstream import Hooks
 from mindresume.resume.progress import DATA_KEYS, lift_data_skip
 from mindresume.storage.mounts import is_shared
 

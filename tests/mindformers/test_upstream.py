@@ -25,7 +25,7 @@ pytest.importorskip("mindformers.tools")
 
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.events import SaveWritten  # noqa: E402
-from mindresume.mindformers import installation, patches, training_context, upstream, upstream_check  # noqa: E402
+from mindresume.mindformers import installation, patches, training_context, upstream  # noqa: E402
 from mindresume.mindformers.upstream import PROFILES, TENSORBOARD, Kind, Profile, Symbol  # noqa: E402
 
 INSTALLED = next(profile for profile in PROFILES if profile.versions["mindformers"] == "1.9.0")
@@ -145,9 +145,9 @@ def test_no_row_twice():
 
 def test_the_installed_release_matches_the_table():
     """Also after the installation: a wrapper has the signature of the wrapped function."""
-    assert upstream_check.profile_for(upstream_check.installed_versions()) == (INSTALLED, "")
-    assert upstream_check.check(INSTALLED.symbols) == []
-    assert upstream_check.require(INSTALLED) == (frozenset(), [])
+    assert upstream.profile_for(upstream.installed_versions()) == (INSTALLED, "")
+    assert upstream.check(INSTALLED.symbols) == []
+    assert upstream.require(INSTALLED) == (frozenset(), [])
 
 
 @pytest.mark.parametrize(
@@ -166,22 +166,22 @@ def test_the_installed_release_matches_the_table():
     ],
 )
 def test_a_release_gets_the_profile_of_the_newest_one_that_is_not_newer(versions, of, untested):
-    profile, notice = upstream_check.profile_for(versions)
+    profile, notice = upstream.profile_for(versions)
     assert profile.versions["mindformers"] == of and bool(notice) is bool(untested)
     assert all(text in notice for text in untested)
     too_old = "mindformers 1.7.9 is installed; mindresume needs 1.8.0 or newer"
     with pytest.raises(ConfigError, match=too_old):
-        upstream_check.profile_for({"mindformers": "1.7.9", "mindspore": "2.7.1"})
+        upstream.profile_for({"mindformers": "1.7.9", "mindspore": "2.7.1"})
 
 
 def test_what_mindformers_has_only_later_is_off_and_refused(monkeypatch):
     oldest = PROFILES[0]
-    off, notices = upstream_check.require(Profile(oldest.versions, ()))
+    off, notices = upstream.require(Profile(oldest.versions, ()))
     assert off == {upstream.CHECKPOINT_SECTION, upstream.PRETRAINED} and len(notices) == 1
-    monkeypatch.setattr(upstream_check, "_off", set(off))
+    monkeypatch.setattr(upstream, "_off", set(off))
     with pytest.raises(ConfigError, match="section checkpoint:.*use_legacy_format"):
-        upstream_check.refuse_if_off(upstream.CHECKPOINT_SECTION)
-    upstream_check.refuse_if_off(upstream.TENSORBOARD)
+        upstream.refuse_if_off(upstream.CHECKPOINT_SECTION)
+    upstream.refuse_if_off(upstream.TENSORBOARD)
 
 
 # ---- a release that differs ----------------------------------------------------------------------
@@ -241,7 +241,7 @@ OF_LOAD = "path, network, optimizer=None"
     ids=lambda value: getattr(value, "name", None),
 )
 def test_a_different_signature_is_a_finding(module, symbol, found):
-    findings = upstream_check.check([symbol])
+    findings = upstream.check([symbol])
     assert [(finding.symbol, finding.found) for finding in findings] == (
         [] if found == "as expected" else [(symbol, found)]
     )
@@ -268,27 +268,23 @@ def test_a_different_signature_is_a_finding(module, symbol, found):
     ],
 )
 def test_signatures_are_compared_for_compatibility(expected, found, compatible):
-    assert upstream_check._compatible(expected, found) is compatible
+    assert upstream._compatible(expected, found) is compatible
 
 
 def test_only_names_that_a_wrapper_looks_up_matter():
     for found in ("file, network", "path, cell", "network, path", "file, network, more", "file"):
-        fits = upstream_check._compatible("path, network", found, ("network",))
+        fits = upstream._compatible("path, network", found, ("network",))
         assert fits is (found == "file, network"), found
 
 
 def test_a_renamed_parameter_that_a_wrapper_passes_on_switches_nothing_off(module):
     module.get_resume_checkpoint = lambda folder, resume: None
     symbol = row("get_resume_checkpoint", "checkpoint_dir, resume")
-    assert upstream_check.require(profile_of(symbol), patches.WRAPPERS)[0] == frozenset()
-    assert (
-        "without an effect" in upstream_check.require(profile_of(symbol), patches.WRAPPERS)[1][-1]
-    )
+    assert upstream.require(profile_of(symbol), patches.WRAPPERS)[0] == frozenset()
+    assert "without an effect" in upstream.require(profile_of(symbol), patches.WRAPPERS)[1][-1]
     module.is_hf_checkpoint = lambda folder: None
     with pytest.raises(ConfigError, match="is_hf_checkpoint"):
-        upstream_check.require(
-            profile_of(row("is_hf_checkpoint", "checkpoint_path")), patches.WRAPPERS
-        )
+        upstream.require(profile_of(row("is_hf_checkpoint", "checkpoint_path")), patches.WRAPPERS)
 
 
 def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monkeypatch):
@@ -298,7 +294,7 @@ def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monk
         row("gone", "path"),
     )
     before = dict(vars(module)), vars(module.Trainer)["get"]
-    monkeypatch.setattr(upstream_check, "profile_for", lambda versions: (profile_of(*rows), ""))
+    monkeypatch.setattr(upstream, "profile_for", lambda versions: (profile_of(*rows), ""))
     with pytest.raises(ConfigError) as error:
         installation.install()
     lines = [line for line in str(error.value).splitlines() if "mindformers_of_the_test." in line]
@@ -309,7 +305,7 @@ def test_all_that_is_missing_is_in_one_error_and_nothing_is_patched(module, monk
 
 def test_an_optional_feature_is_disabled(module):
     rows = (row("gone", "", Kind.CALLED, TENSORBOARD), row("load", "path, network", Kind.WRAPPED))
-    off, notices = upstream_check.require(profile_of(*rows))
+    off, notices = upstream.require(profile_of(*rows))
     # the other: a parameter more, which does no harm
     assert off == {TENSORBOARD} and len(notices) == 2
     assert TENSORBOARD.without in notices[0] and "optimizer=None" in notices[1]
@@ -317,8 +313,8 @@ def test_an_optional_feature_is_disabled(module):
 
 @pytest.fixture
 def off():
-    yield upstream_check.switch_off
-    upstream_check.switch_off(())
+    yield upstream.switch_off
+    upstream.switch_off(())
 
 
 def test_disabled_features_do_nothing(off, monkeypatch):
@@ -429,7 +425,7 @@ def broken(tmp_path, monkeypatch):
         return "mindformers_broken"
 
     monkeypatch.setattr(
-        upstream_check.metadata,
+        upstream.metadata,
         "requires",
         lambda name: ["hyper-absent~=1.0.0", 'other; extra == "test"'],
     )
@@ -460,17 +456,17 @@ def broken(tmp_path, monkeypatch):
 )
 def test_a_package_that_cannot_be_imported_is_named(broken, source, package, words):
     with pytest.raises(ConfigError) as caught:
-        upstream_check.require_import(broken(source, package))
+        upstream.require_import(broken(source, package))
     assert [word for word in words if word not in str(caught.value)] == [] and "\n" not in str(
         caught.value
     )
-    assert "mindformers " + upstream_check.metadata.version("mindformers") in str(caught.value)
+    assert "mindformers " + upstream.metadata.version("mindformers") in str(caught.value)
 
 
 def test_an_environment_without_mindformers_is_named(monkeypatch):
     def version(name):
-        raise upstream_check.metadata.PackageNotFoundError(name)
+        raise upstream.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(upstream_check.metadata, "version", version)
+    monkeypatch.setattr(upstream.metadata, "version", version)
     with pytest.raises(ConfigError, match="mindformers is not installed"):
-        upstream_check.installed_versions()
+        upstream.installed_versions()

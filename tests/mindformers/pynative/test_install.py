@@ -12,7 +12,7 @@ pytest.importorskip("mindformers.tools")
 from pynative_trainers import BuiltIn, Plain  # noqa: E402
 
 from mindresume.errors import ConfigError  # noqa: E402
-from mindresume.mindformers import installation, upstream, upstream_check  # noqa: E402
+from mindresume.mindformers import installation, upstream  # noqa: E402
 from mindresume.mindformers.patches import PYNATIVE_WRAPPERS as WRAPPERS  # noqa: E402
 from mindresume.mindformers.upstream import PROFILES, Profile  # noqa: E402
 
@@ -109,5 +109,5 @@ def test_a_place_that_differs_is_refused_by_name_and_nothing_is_patched(module):
 def test_the_real_trainer_of_this_release_has_all_places():
     if not hasattr(sys.modules[upstream.PYNATIVE_TRAINER], "Trainer"):
         pytest.skip("it cannot be imported here")
-    installed, _ = upstream_check.profile_for(upstream_check.installed_versions())
-    assert upstream_check.check(installed.pynative) == []
+    installed, _ = upstream.profile_for(upstream.installed_versions())
+    assert upstream.check(installed.pynative) == []
