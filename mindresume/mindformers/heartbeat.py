@@ -20,6 +20,7 @@ from mindresume.coordination.liveness import start_ticks, start_time
 from mindresume.coordination.preemption import BY_UNKNOWN
 from mindresume.coordination.rank_heartbeat import OUTCOMES, STACKS, SUFFIX, RankHeartbeat
 from mindresume.events import Event, Handler
+from mindresume.mindformers.process_group import join_sooner
 
 _STACKS_SIGNAL = signal.SIGRTMIN + 7  # frameworks and launchers use the named ones
 _own: list[RankHeartbeat] = []  # of this process: one or none
@@ -30,10 +31,11 @@ _imported: list[float] = []
 def begin() -> None:
     """Starts the heartbeat of this process, if a supervisor asks for one. Idempotent. The variable
     is removed, because a child of a rank, such as a worker of its data set, is no rank; nor is the
-    scheduler of msrun."""
+    scheduler of msrun. A rank under a supervisor joins its job sooner."""
     folder = os.environ.pop(rank_heartbeat.VARIABLE, "")
     if not folder or _own or os.environ.get("MS_ROLE") == "MS_SCHED":
         return
+    join_sooner(os.environ)
     rank = os.environ.get("RANK_ID", "")
     # the supervisor has ended, or its folder is full: it watches processes only
     with suppress(OSError):

@@ -6,7 +6,13 @@ from rank_folders import Threads
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import ConfigError
-from mindresume.mindformers.process_group import MindSporeGroup, _bytes, _words, check_launch
+from mindresume.mindformers.process_group import (
+    MindSporeGroup,
+    _bytes,
+    _words,
+    check_launch,
+    join_sooner,
+)
 
 
 @pytest.mark.parametrize("length", range(20))
@@ -65,3 +71,29 @@ def test_several_processes_that_do_not_communicate_are_refused(role, monkeypatch
     check_launch({})
     monkeypatch.setattr("mindspore.communication.GlobalComm.INITED", True)
     check_launch(environment)
+
+
+LOWER, UPPER = "MS_RETRY_INTERVAL_LOWER", "MS_RETRY_INTERVAL_UPPER"
+
+
+@pytest.mark.parametrize("ranks", ["1", "256"])
+def test_a_rank_of_a_small_job_asks_the_scheduler_every_second(ranks):
+    environment = {"MS_WORKER_NUM": ranks}
+    join_sooner(environment)
+    assert environment == {"MS_WORKER_NUM": ranks, LOWER: "1", UPPER: "1"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"MS_WORKER_NUM": "257"},
+        {"MS_WORKER_NUM": "4", LOWER: "2"},
+        {"MS_WORKER_NUM": "4", UPPER: "9"},
+        {"MS_WORKER_NUM": "many"},
+        {},
+    ],
+)
+def test_what_the_user_or_mindspore_has_set_for_joining_stays(environment):
+    before = dict(environment)
+    join_sooner(environment)
+    assert environment == before
