@@ -238,47 +238,7 @@ def test_bytes_that_were_not_flushed_are_torn_also_under_a_durable_name():
     assert after_power_loss(disk) == {"/a": b"12345678"} and not disk.pending()
 
 
-def test_a_name_that_changes_many_times_without_a_flush():
-    """Neither copying nor a power loss recurses into the history of the name."""
-    disk = Disk()
-    for number in range(3000):
-        disk.create("/a", str(number).encode())
-        disk.rename("/a", "/b")
-    assert after_power_loss(disk, lambda: True) == {"/b": b"2999"} and after_power_loss(disk) == {}
-
-
 # ---- copies and signatures -----------------------------------------------------------------------
-
-
-def busy():
-    disk = Disk(room=1000)
-    disk.now = 5.0
-    for folder in ("/a", "/b"):
-        disk.make_folder(folder)
-    disk.create("/a/f", b"1")
-    disk.sync("/")
-    disk.create("/a/g", b"22", whole=False)
-    disk.rename("/a/f", "/b/f")
-    disk.rename("/b", "/c")
-    return disk
-
-
-def test_changes_of_a_copy_do_not_affect_the_original():
-    disk = busy()
-    before, possible = (
-        (disk.signature(), names(disk), disk.room, disk.changed),
-        all_power_losses(disk),
-    )
-    copy = disk.copy()
-    assert copy.signature() == disk.signature() and all_power_losses(copy) == possible
-    copy.remove("/a/g")
-    copy.create("/c/f", b"other")
-    copy.sync("/a")
-    copy.sync("/")
-    copy.lose_power(lambda: True)
-    assert (disk.signature(), names(disk), disk.room, disk.changed) == before and all_power_losses(
-        disk
-    ) == possible
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,13 +1,11 @@
 """Schedules: drawing, printing, shrinking."""
 
-import json
 import random
 
 from sim.schedule import (
     DEATHS,
     ERRORS,
     KINDS,
-    Schedule,
     random_schedule,
 )
 
@@ -29,21 +27,3 @@ def test_everything_that_can_happen_is_drawn():
     assert any(schedule.picks for schedule in DRAWN)
     power = {fault.amount == 0 for fault in faults if fault.kind == "power"}
     assert power == {True, False}
-
-
-def test_a_schedule_survives_json():
-    for schedule in (Schedule(), *DRAWN):
-        again = Schedule.from_json(json.loads(json.dumps(schedule.to_json())))
-        assert again == schedule and hash(again) == hash(schedule) and again.size == schedule.size
-
-
-def test_shrink_candidates_are_smaller_parts():
-    for schedule in DRAWN:
-        for candidate in schedule.shrink_candidates():
-            assert candidate.size < schedule.size and candidate.seed == schedule.seed
-            for name in ("switches", "picks", "faults"):
-                assert set(getattr(candidate, name)) <= set(getattr(schedule, name))
-            assert candidate.lag in (schedule.lag, 0.0) and candidate.clocks in (
-                schedule.clocks,
-                (),
-            )

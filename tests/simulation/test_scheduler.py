@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.fault_injection.faults import Killed
 from sim.schedule import Schedule
 from sim.scheduler import Deadlock, OperationLimit, Scheduler
 
@@ -118,28 +117,6 @@ def test_a_killed_task_has_no_effect_any_more(how):
     scheduler.run()
     assert effects.done == ["begin"] and "finally" in effects.started_runs
     assert scheduler.operations == (2 if how == "is about to operate" else 1)
-
-
-def test_the_stack_of_a_killed_task_is_unwound_at_once_not_when_python_collects_it():
-    scheduler, moments = made(), []
-    killed, gone = process(), []
-
-    def waits():
-        try:
-            scheduler.block(None)
-        finally:
-            moments.append(scheduler.now)
-
-    def kills():
-        scheduler.sleep(1.0)
-        killed.dead = True
-        scheduler.sleep(1.0)
-        gone.append(list(moments))
-
-    task = scheduler.start(killed, waits, "killed")
-    scheduler.start(process(), kills, "kills")
-    scheduler.run()
-    assert gone == [[1.0]] and isinstance(task.error, Killed) and task.done
 
 
 def test_remaining_tasks_have_no_effect_at_the_end():

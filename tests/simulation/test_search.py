@@ -25,7 +25,6 @@ from sim.search import (
     apply_death,
     count_operations,
     ending_with,
-    random_shards,
     replay,
     run,
     search_seeds,
@@ -141,15 +140,6 @@ def test_a_shrunk_failure_still_breaks_the_same_promise_and_nothing_can_be_left_
 # ---- search --------------------------------------------------------------------------------------
 
 
-def test_a_search_finds_each_kind_once_and_simple(no_folder_is_flushed):
-    wanted = SearchRequest((0, 6), scenarios=("save",), formats=("ckpt",), ways=("",))
-    counts, failures = search_seeds(wanted)
-    assert counts.runs == 6 and failures
-    assert len({failure.kind for _, failure in failures}) == len(failures) and all(
-        0 <= seed < 6 for seed, _ in failures
-    )
-
-
 def traced(name, fmt, way, switches, chooser=None):
     """Returns the operations in order, without their numbers."""
     sim = Simulation(SCENARIOS[name], fmt, Schedule(switches=switches), way)
@@ -181,20 +171,6 @@ def test_no_order_is_omitted_for_lack_of_ready_tasks(way, switches):
     assert every <= ran and 10 < counts.runs < size * 3
 
 
-def test_parts_of_the_schedules_are_all_of_them():
-    def runs(*parts):
-        counts = Counts()
-        for part in parts:
-            list(
-                systematic(
-                    SCENARIOS["save"], "safetensors", switches=1, counts=counts, every=5, part=part
-                )
-            )
-        return counts.runs
-
-    assert runs((0, 3), (1, 3), (2, 3)) == runs((0, 1)) > 3
-
-
 @pytest.mark.parametrize("name", ["save", "bucket"])
 def test_an_already_checked_state_is_neither_copied_nor_checked_again(name):
     """A second equal run gives no new state, and a disk has the signature of its copy after all
@@ -218,13 +194,6 @@ def test_violations_of_a_run_are_reported_although_its_disk_was_seen(name):
     before = state_signature(sim, sim.cluster.disks, sim.history)
     getattr(sim.history, name).append("job1 did what it must not")
     assert state_signature(sim, sim.cluster.disks, sim.history) != before
-
-
-def test_shards_cover_every_seed_once():
-    shards = list(random_shards(SearchRequest((5, 11))))
-    assert [seed for shard in shards for seed in range(shard.seeds[0], sum(shard.seeds))] == list(
-        range(5, 16)
-    )
 
 
 # ---- the same in every process -------------------------------------------------------------------
