@@ -51,7 +51,6 @@ CHINESE = Language(
         ", ": "，",
         "; ": "；",
         "none": "无",
-        "nothing": "无",
         "{} to {}": "{} 至 {}",
         "{}: {}": "{}：{}",
         "**{}** ({})": "**{}**（{}）",
@@ -116,11 +115,14 @@ def page(results: list[Row], language: Language = ENGLISH) -> str:
         )
         for outcome in ORDER
     )
-    head = language["{} cells: {}. Last runs: {}."].format(len(results), counts, last) + "\n"
+    head = language["{} cells: {}. Last runs: {}."].format(len(results), counts, last)
+    items = [part for part in parts if part.startswith("- ")]
     return "\n".join(
         [
             head,
-            *parts,
+            *(["", *items] if items else []),
+            *(f"\n{part}" for part in parts if part not in items),
+            "",
             *(f"{number}. {note}" for number, note in enumerate(notes, 1)),
             "",
             _unavailable(language),
@@ -148,19 +150,19 @@ def _table(name: str, rows: list[Row], notes: list[str], language: Language) -> 
     ]
     if across and whole == names:
         sentence = language["**{}**: passed, {} read by each of {}."]
-        return sentence.format(title, ", ".join(names), ", ".join(columns)) + "\n"
+        return "- " + sentence.format(title, ", ".join(names), ", ".join(columns))
     lines = [f"### {title}", ""]
     if whole:
         sentence = language["Passed in each of {}: {}."]
-        lines += [sentence.format(", ".join(columns), language["; "].join(whole)), ""]
+        lines += [sentence.format(", ".join(columns), language["; "].join(whole))]
     if whole != names:
+        lines += [""] if whole else []
         first = language[FIRST.get(name, "written by" if across else "with mindresume")]
         lines += [f"| {first} | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
         for row in names:
             if row not in whole:
                 found = [_cell(cells.get((row, column)), notes, language) for column in columns]
                 lines.append(f"| {row} | {' | '.join(found)} |")
-        lines.append("")
     return "\n".join(lines)
 
 
@@ -179,18 +181,19 @@ def _cell(row: Row | None, notes: list[str], language: Language) -> str:
 
 
 def _unavailable(language: Language) -> str:
-    """Returns what a release itself lacks, from its profile."""
+    """Returns what releases themselves lack, from their profiles."""
     lines = ["### " + language["Not available, because the release does not have it"], ""]
     for profile in PROFILES:
         lacks = language["; "].join(
             language["{} (since {}): {}"].format(feature.name, feature.since, feature.without)
             for feature in profile.off
         )
-        lines.append(
-            language["- {}, tested with mindspore {}: {}"].format(
-                profile.name, profile.versions["mindspore"], lacks or language["nothing"]
+        if lacks:
+            lines.append(
+                language["- {}, tested with mindspore {}: {}"].format(
+                    profile.name, profile.versions["mindspore"], lacks
+                )
             )
-        )
     return "\n".join([*lines, ""])
 
 

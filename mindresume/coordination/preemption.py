@@ -19,8 +19,10 @@ every training after its first step. It counts again as soon as it is written ag
 Who has sent SIGTERM, this process itself, another one, or not known, is noticed at the moment when
 it arrives (``SignalSenders``). MindSpore sends SIGTERM to its own process after a failure: when a
 worker of the data set has died, when the scheduler is gone, when a collective has failed
-(HcclWatchDog). Python hides the sender (``si_pid``), and runs handlers only between two
-instructions of the main thread, which can wait for ever in the failed data set or collective. But
+(HcclWatchDog). A request that came first remains one: a platform that stops all processes stops
+the workers of the data set and the scheduler, too. Python hides the sender (``si_pid``), and runs
+handlers only between two instructions of the main thread, which can wait for ever in the failed
+data set or collective. But
 
 - the kernel writes who sent a signal to the stack on which the handler runs. So Python's handler,
   which is written in C, runs on a stack of ours, where the sender is found. It is the main thread
