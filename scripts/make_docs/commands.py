@@ -154,7 +154,9 @@ def _help(text: str) -> tuple[list[str], list[str]]:
             paragraphs.append("\n".join(["```shell", *examples, "```"]))
             examples = []
         before, status, after = " ".join(paragraph.split()).partition("Exit status: ")
-        if before.strip():
+        if before.strip() and len(paragraphs) == 1 and paragraphs[0][-1] == ".":
+            paragraphs[0] = _filled(f"{paragraphs[0]} {_markdown(before.strip())}")  # the summary
+        elif before.strip():
             paragraphs.append(_filled(_markdown(before.strip())))
         if status:
             statuses.append(f"- **Exit status:** {_markdown(after)}")
