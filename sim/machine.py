@@ -27,8 +27,8 @@ from mindresume import runtime
 from mindresume.coordination import host_memory, lease
 from mindresume.coordination.preemption import OTHER, OWN, SignalSenders
 from mindresume.fault_injection.faults import Killed
-from mindresume.saving import background_writer, crash_loop, staging
-from mindresume.saving.background_writer import serve
+from mindresume.saving import async_saver, crash_loop, staging
+from mindresume.saving.async_saver import serve
 from mindresume.saving.memory_tier import directory, slots
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
@@ -205,7 +205,7 @@ class WriterProcess:
     """The training's end of the writer of ``async_save: process``, which is a process of the
     cluster.
 
-    It keeps the contract of ``mindresume.saving.background_writer.WriterProcess``: it shares only
+    It keeps the contract of ``mindresume.saving.async_saver.WriterProcess``: it shares only
     messages and the staging buffer with the training, ignores SIGTERM, finishes what it has begun
     when the training has died, and then waits for other ranks no longer than a living training
     would.
@@ -377,7 +377,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     host_memory.levels: _memory_levels,
     mounts.is_local: lambda path: current_process().host.disk.local,
     staging.staging_buffer: _Staging,
-    background_writer.WRITERS["process"]: WriterProcess,
+    async_saver.WRITERS["process"]: WriterProcess,
     slots.mapped_file: _mapped_file,
     directory.make_tier: _make_tier,
     directory.foreign_folder: _foreign_folder,

@@ -64,8 +64,7 @@ from mindresume.events import (
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import stem
 from mindresume.formatting import listed
-from mindresume.saving.async_saver import AsyncSaver
-from mindresume.saving.background_writer import Watcher
+from mindresume.saving.async_saver import AsyncSaver, Watcher
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.memory_tier.opening import newest_run, open_tier

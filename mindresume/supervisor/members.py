@@ -156,7 +156,7 @@ _SETTLED_SCAN_SECONDS = 2.0
 _SCAN_SHARE = 0.05  # of a core may be spent with reading it, within these bounds
 # seconds after which the role of a process does not change by an exec any more
 _SETTLED = 10.0
-# environment of a process that writes checkpoints (saving.background_writer)
+# environment of a process that writes checkpoints (saving.async_saver)
 WRITER_MARK = "MSRUN_LAUNCHER_WRITER"
 
 

@@ -33,7 +33,7 @@ from mindresume.formats.records import scan_records
 from mindresume.model.manifest import LAST_STEPS, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
-from mindresume.saving import background_writer
+from mindresume.saving import async_saver
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import SyncSaver
 from mindresume.saving.retention import KEEP_ALL, KeepLast
@@ -345,7 +345,7 @@ def test_a_thread_tells_the_end_of_a_save_that_failed(tmp_path, monkeypatch):
 
 
 def test_the_death_of_a_writing_thread_is_the_end_of_its_save(tmp_path, monkeypatch):
-    monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
+    monkeypatch.setitem(async_saver.WRITERS, "thread", KillableWriter)
     monkeypatch.setattr(KillableWriter, "silent", True)
     written = Written()
     saver = saver_in(tmp_path, "thread", watcher=written)
@@ -367,7 +367,7 @@ def test_what_a_process_writes_is_no_work_of_this_one(tmp_path):
 # 1: written in the training, committed by the writer
 @pytest.mark.parametrize("budget", [0, 1])
 def test_a_writer_killed_during_its_commit_has_saved(tmp_path, monkeypatch, budget):
-    monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
+    monkeypatch.setitem(async_saver.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", limits=StagingLimits(budget))
     saver.save(save_of(5))
     assert [outcome.saved for outcome in saver.poll()] == [True] and saver.busy()
@@ -376,7 +376,7 @@ def test_a_writer_killed_during_its_commit_has_saved(tmp_path, monkeypatch, budg
 
 
 def test_a_writer_killed_in_the_second_save_of_a_step_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(background_writer.WRITERS, "thread", KillableWriter)
+    monkeypatch.setitem(async_saver.WRITERS, "thread", KillableWriter)
     saver = saver_in(tmp_path, "thread", world=2, rank=1)
     saver.save(save_of(5, 1))
     saver.poll()
@@ -436,7 +436,7 @@ def test_a_writer_that_cannot_be_started_is_an_error_of_the_save(tmp_path, monke
 
     saver = saver_in(tmp_path, "thread")
     with monkeypatch.context() as patched:
-        patched.setitem(background_writer.WRITERS, "thread", start)
+        patched.setitem(async_saver.WRITERS, "thread", start)
         saver.save(save_of(5))
         (outcome,) = saver.poll()
         assert not outcome.saved and str(error) in str(outcome.error)

@@ -40,7 +40,7 @@ from mindresume.maintenance import repair, scrub
 from mindresume.model import manifest
 from mindresume.resume import bucket_source, memory_source, sources
 from mindresume.saving import (
-    background_writer,
+    async_saver,
     checkpoint_manager,
     committer,
     crash_loop,
@@ -499,7 +499,7 @@ MUTANTS = [
         "a save is reported before it is written",
         [
             Edit(
-                background_writer,
+                async_saver,
                 "serve",
                 "outcome = saver.write(",
                 'training.send(("outcome", Outcome(step, True))); outcome = saver.write(',
