@@ -29,7 +29,7 @@ from mindresume.cli.common import (
     stopped_by_signals,
 )
 from mindresume.errors import ConfigError
-from mindresume.fault_injection import workers
+from mindresume.fault_injection import runner
 from mindresume.typed import parse_json
 from sim import search
 from sim.scenarios import FORMATS, WAYS, Simulation
@@ -159,7 +159,7 @@ def run_search(options: SearchOptions) -> int:
     try:
         with (
             stopped_by_signals(),
-            workers.Workers(options.jobs) as pool,
+            runner.Workers(options.jobs) as pool,
             progress_bar(what, options.json, unit="schedules") as meter,
         ):
             for more, rows in pool.map(work, parts):

@@ -103,7 +103,6 @@ def drill(
     from mindresume.fault_injection import runner
     from mindresume.fault_injection.faults import FAULTS
     from mindresume.fault_injection.scenarios import LAYOUTS, SCENARIOS
-    from mindresume.fault_injection.workers import Workers
 
     scenarios = _chosen("scenario", scenario, tuple(SCENARIOS))
     faults, formats = _chosen("fault", fault, FAULTS), _chosen("format", fmt, LAYOUTS)
@@ -121,7 +120,7 @@ def drill(
         setup = runner.Setup(own, ranks, seed)
         try:
             with (
-                Workers(jobs, own) as workers,
+                runner.Workers(jobs, own) as workers,
                 progress_bar("injecting faults", json, unit="cells") as meter,
             ):
                 tasks = runner.prepare(setup, scenarios, formats, workers)

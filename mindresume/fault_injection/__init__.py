@@ -10,8 +10,8 @@ resume would take.
                   leaves no other files
     journal.py    what ranks have saved and were promised; whether a resume takes it, and what is
                   left over
-    runner.py     one cell for each scenario, format, fault and operation
-    workers.py    worker processes that never outlive the command
+    runner.py     one cell for each scenario, format, fault and operation, in worker processes that
+                  never outlive the command
 
 ``faults.py`` and ``journal.py`` are also the core of the simulated cluster, whose backend is
 memory.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.fault_injection import workers as module
-from mindresume.fault_injection.workers import Workers
+from mindresume.fault_injection import runner as module
+from mindresume.fault_injection.runner import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 600.0  # seconds after which a test on a busy machine is given up

@@ -13,7 +13,7 @@ import pytest
 from cli.conftest import read  # noqa: F401  a fixture
 
 from mindresume.cli import run_app
-from mindresume.fault_injection import workers
+from mindresume.fault_injection import runner
 from sim import search
 from sim.__main__ import app
 from sim.mount import Mount
@@ -57,7 +57,7 @@ def call(monkeypatch, capsys):
 def unflushed(monkeypatch):
     """Makes the product flush no folder. States that were checked before do not count."""
     monkeypatch.setattr(Mount, "sync", lambda self, folder: None)
-    monkeypatch.setattr(workers, "Workers", InThisProcess)
+    monkeypatch.setattr(runner, "Workers", InThisProcess)
     monkeypatch.setattr(search, "known_states", search.KnownStates())
     monkeypatch.setattr(search, "_sizes", {})
     monkeypatch.setattr(search, "_seen", set())
