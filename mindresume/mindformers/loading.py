@@ -33,7 +33,6 @@ from mindresume.mindformers.process_group import TensorBroadcaster
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
 from mindresume.model.layout import Layouts, Region
 from mindresume.model.training_state import may_be_absent
-from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
 from mindresume.reshard.range_reader import Traffic
@@ -41,6 +40,8 @@ from mindresume.reshard.region_load import (
     WORKERS,
     LoadTarget,
     bytes_of,
+    exchange_slices,
+    plan_reads,
     read_regions,
     wanted_regions,
 )

@@ -112,7 +112,7 @@ def _bytes(words: np.ndarray, length: int) -> bytes:
 
 
 class TensorBroadcaster:
-    """Implements ``reshard.broadcast_load.Broadcast`` on communication groups of the job, which are
+    """Implements ``reshard.region_load.Broadcast`` on communication groups of the job, which are
     created at their first use. All ranks of a group make the same calls in the same order;
     ``close`` when all are done.
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rank_folders import Ranks
 
 from mindresume.model.layout import TensorLayout, held, shape_of, whole
-from mindresume.reshard import broadcast_load
-from mindresume.reshard.broadcast_load import exchange_slices, plan_reads
+from mindresume.reshard import region_load
+from mindresume.reshard.region_load import exchange_slices, plan_reads
 from sim.threads import Condition
 
 LAYOUTS = {
@@ -53,7 +53,7 @@ class Cable:
 
         def call(ranks, owner, data, count):
             assert rank in ranks and owner in ranks and (data is not None) == (rank == owner)
-            assert 0 < count <= broadcast_load.MAX_EXCHANGE_BYTES and (
+            assert 0 < count <= region_load.MAX_EXCHANGE_BYTES and (
                 data is None or len(data) == count
             )
             number = counts[ranks] = counts.get(ranks, 0) + 1
@@ -102,7 +102,7 @@ def tensors_for(layouts, dtypes):
 
 @pytest.mark.parametrize("most", [1, 10, 64, 64 << 20])
 def test_every_rank_gets_its_part_and_each_piece_is_read_once(monkeypatch, most):
-    monkeypatch.setattr(broadcast_load, "MAX_EXCHANGE_BYTES", most)
+    monkeypatch.setattr(region_load, "MAX_EXCHANGE_BYTES", most)
     tensors = tensors_for(LAYOUTS, DTYPES)
     tensors["rows"][0, 0], tensors["rows"][1, 1] = -0.0, np.nan
     found, read = load(4, LAYOUTS, tensors, DTYPES, SIZES)

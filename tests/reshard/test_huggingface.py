@@ -30,7 +30,6 @@ from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, HEAD, inverse_rules, rules
 from mindresume.model.layout import TensorLayout, held, whole
 from mindresume.reshard import region_load
-from mindresume.reshard.broadcast_load import plan_reads
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine, check_source
@@ -47,7 +46,7 @@ from mindresume.reshard.huggingface import (
 )
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import Traffic, cast, view
-from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
+from mindresume.reshard.region_load import LoadTarget, plan_reads, read_regions, wanted_regions
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
