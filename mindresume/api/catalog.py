@@ -52,8 +52,11 @@ from mindresume.formats import (
 )
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import CONSOLIDATED, find_candidates, kind_of, locate
-from mindresume.reshard import consolidated_checkpoint
-from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
+from mindresume.reshard.open_checkpoint import (
+    ConsolidatedSource,
+    survey_consolidated,
+    verify_consolidated,
+)
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import (
     INCOMPLETE,
@@ -352,9 +355,7 @@ class Catalog:
         )
         if location.is_consolidated:
             verdicts = [
-                consolidated_checkpoint.verify(
-                    self._storage, location.path, row, read.advance, part
-                )
+                verify_consolidated(self._storage, location.path, row, read.advance, part)
                 for row in wanted
             ]
         else:
@@ -419,7 +420,7 @@ class Catalog:
         """Returns the present scan, and a row for each step of it, or for ``step``; the files of a
         step are examined when its row is asked for."""
         if location.is_consolidated:
-            found, rows = consolidated_checkpoint.survey(self._storage, location.path)
+            found, rows = survey_consolidated(self._storage, location.path)
             return found, (row for row in rows if step is None or row.candidate.step == step)
         found, _ = find_candidates(self._storage, location.path)
         if found.fresh_start_refusal:

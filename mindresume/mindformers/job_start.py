@@ -33,8 +33,8 @@ from mindresume.mindformers.configuration import (
     request_of_weights,
 )
 from mindresume.mindformers.training_context import ResumePlan, TrainingContext
-from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource
 from mindresume.reshard.huggingface import CONFIG
+from mindresume.reshard.open_checkpoint import ConsolidatedSource
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.dataset_fingerprint import dataset_identity
 from mindresume.resume.job_selection import (

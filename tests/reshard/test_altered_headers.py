@@ -15,9 +15,13 @@ from mindresume.errors import CollectiveError, CorruptFileError, MindResumeError
 from mindresume.formats.consolidated import CONVERSION, MAX_CONVERSION
 from mindresume.model.layout import whole
 from mindresume.model.manifest import encode_head
-from mindresume.reshard.consolidated_checkpoint import ConsolidatedSource, survey, verify
 from mindresume.reshard.huggingface import view_of_folder
-from mindresume.reshard.open_checkpoint import open_checkpoint
+from mindresume.reshard.open_checkpoint import (
+    ConsolidatedSource,
+    open_checkpoint,
+    survey_consolidated,
+    verify_consolidated,
+)
 from mindresume.reshard.region_load import read_regions
 from mindresume.storage.posix import PosixStorage
 
@@ -64,12 +68,14 @@ def merged(tmp_path):
 def test_other_shapes_and_dtypes_are_refused_by_all(merged, change, whole):
     file = merged / "part0.safetensors"
     path = str(merged if whole else file)
-    assert survey(STORAGE, path)[1][0].problem is None
+    assert survey_consolidated(STORAGE, path)[1][0].problem is None
     alter(file, change)
     with pytest.raises(CorruptFileError, match="was written: its header was changed"):
         open_checkpoint(STORAGE, path)
-    assert "its header was changed" in survey(STORAGE, path)[1][0].problem.reason
-    assert verify(STORAGE, path, survey(STORAGE, path)[1][0], lambda count: None)[1]
+    assert "its header was changed" in survey_consolidated(STORAGE, path)[1][0].problem.reason
+    assert verify_consolidated(
+        STORAGE, path, survey_consolidated(STORAGE, path)[1][0], lambda count: None
+    )[1]
     for target in (merged.parent / "again", merged.parent / "ranks"):
         with pytest.raises(MindResumeError):
             mindresume.merge(path, target) if target.name == "again" else mindresume.convert(
@@ -83,9 +89,11 @@ def test_another_size_is_told_before_any_byte_is_read(merged, more):
     with open(merged / "part0.safetensors", "ab") as file:
         file.write(more)
     read = []
-    _, (problem, *_) = verify(STORAGE, str(merged), survey(STORAGE, str(merged))[1][0], read.append)
+    _, (problem, *_) = verify_consolidated(
+        STORAGE, str(merged), survey_consolidated(STORAGE, str(merged))[1][0], read.append
+    )
     assert "bytes" in problem.reason and sum(read) < 1 << 20
-    assert survey(STORAGE, str(merged))[1][0].problem is not None
+    assert survey_consolidated(STORAGE, str(merged))[1][0].problem is not None
 
 
 def earlier(folder):

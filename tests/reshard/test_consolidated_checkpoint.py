@@ -20,11 +20,16 @@ from mindresume.formats.consolidated import (
     read_conversion_manifest,
 )
 from mindresume.model.manifest import encode_head
-from mindresume.reshard import consolidated_checkpoint
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine
-from mindresume.reshard.open_checkpoint import open_checkpoint, open_consolidated
+from mindresume.reshard.open_checkpoint import (
+    ConsolidatedSource,
+    open_checkpoint,
+    open_consolidated,
+    survey_consolidated,
+    verify_consolidated,
+)
 from mindresume.resume.eligible import describe_candidate
 from mindresume.tensor_files import read_header
 
@@ -62,27 +67,23 @@ def damage(folder: Path, tensor: str) -> str:
 
 def verify(path):
     read = []
-    _, (row,) = consolidated_checkpoint.survey(STORAGE, str(path))
-    return *consolidated_checkpoint.verify(STORAGE, str(path), row, read.append), sum(read)
+    _, (row,) = survey_consolidated(STORAGE, str(path))
+    return *verify_consolidated(STORAGE, str(path), row, read.append), sum(read)
 
 
 def test_a_flipped_bit_is_named_with_file_and_tensor(tmp_path, kind):
     folder = merge(tmp_path, kind)
     name = damage(folder, "layers.1.weight")
     # names, headers and sizes are right
-    assert consolidated_checkpoint.survey(STORAGE, str(folder))[1][0].problem is None
+    assert survey_consolidated(STORAGE, str(folder))[1][0].problem is None
     _, (problem,), _ = verify(folder)
     assert problem.file == name and "damaged: layers.1.weight (checksum " in problem.reason
     assert verify(folder / name)[1] == [problem]  # one file of it
     other = next(path for path in folder.glob("*.safetensors") if path.name != name)
     assert verify(other)[1] == []
     with pytest.raises(CollectiveError, match=f"{name}.*layers.1.weight"):
-        consolidated_checkpoint.ConsolidatedSource(SingleProcess(), True, False).choose(
-            STORAGE, str(folder)
-        )
-    consolidated_checkpoint.ConsolidatedSource(SingleProcess(), False, False).choose(
-        STORAGE, str(folder)
-    )
+        ConsolidatedSource(SingleProcess(), True, False).choose(STORAGE, str(folder))
+    ConsolidatedSource(SingleProcess(), False, False).choose(STORAGE, str(folder))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_weights_of_others_have_no_checksums(tmp_path):
     candidate, problems, read = verify(folder)
     assert (candidate.origin, candidate.step, problems, read) == ("mindformers", STEP, [], 0)
     assert "written by mindformers without records" in describe_candidate(candidate)
-    ours = consolidated_checkpoint.survey(STORAGE, str(merge(tmp_path)))[1][0].candidate
+    ours = survey_consolidated(STORAGE, str(merge(tmp_path)))[1][0].candidate
     assert (
         "consolidated weights that mindresume wrote, every byte of the tensors checked"
         in describe_candidate(ours)

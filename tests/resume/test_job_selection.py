@@ -29,7 +29,7 @@ from mindresume.events import (
     ignore,
 )
 from mindresume.model.manifest import FOLDER
-from mindresume.reshard import consolidated_checkpoint
+from mindresume.reshard.open_checkpoint import ConsolidatedSource
 from mindresume.resume import job_selection
 from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import SelectionPolicy
@@ -53,7 +53,7 @@ def events():
 
 
 def chooser(group=ALONE, storage=STORAGE, settings=None, emit=ignore, **options):
-    consolidated = consolidated_checkpoint.ConsolidatedSource(group, True, True)
+    consolidated = ConsolidatedSource(group, True, True)
     sources = CheckpointSources(consolidated=consolidated, **options)
     return CheckpointSelector(storage, group, settings or Settings(), emit, sources)
 
