@@ -6,9 +6,9 @@ import os
 import pytest
 
 from mindresume import runtime
-from mindresume.storage import throttled_reads
+from mindresume.maintenance import scrub
+from mindresume.maintenance.scrub import BURST, PIECE, ThrottledReads
 from mindresume.storage.posix import PosixStorage
-from mindresume.storage.throttled_reads import BURST, PIECE, ThrottledReads
 from mindresume.tensor_files import file_checksum
 
 
@@ -77,7 +77,7 @@ def test_other_operations_are_those_of_the_storage(path):
 
 def test_bytes_that_the_cache_answers_are_counted_as_often_as_they_are_read(path, monkeypatch):
     """A scrub opens a file for its header, and again for its tensors."""
-    monkeypatch.setattr(throttled_reads, "_is_cached", lambda handle, offset, flag: True)
+    monkeypatch.setattr(scrub, "_is_cached", lambda handle, offset, flag: True)
     storage, size = ThrottledReads(PosixStorage()), os.path.getsize(path)
     with storage.open(path) as file:
         file.read(8)
