@@ -33,7 +33,7 @@ from mindresume.saving.memory_tier import directory, slots
 from mindresume.saving.retention import Policy
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.saving.staging import Staging
-from mindresume.storage import mounts
+from mindresume.storage import posix
 from sim.cluster import Cluster, active_clusters, current_cluster, current_process
 from sim.disk import Disk, Folder, fail
 from sim.mount import Mount
@@ -375,7 +375,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     lease.holder_of_this_process: _holder_of_this_process,
     lease.is_alive: _is_alive,
     host_memory.levels: _memory_levels,
-    mounts.is_local: lambda path: current_process().host.disk.local,
+    posix.is_local: lambda path: current_process().host.disk.local,
     staging.staging_buffer: _Staging,
     async_saver.WRITERS["process"]: WriterProcess,
     slots.mapped_file: _mapped_file,

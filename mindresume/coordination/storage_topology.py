@@ -42,8 +42,8 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.storage.interface import Storage
-from mindresume.storage.mounts import is_local
 from mindresume.storage.operations import publish, read_bytes, remove_stale
+from mindresume.storage.posix import is_local
 
 # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)
 PATIENCE = 65

@@ -46,7 +46,7 @@ from mindresume.mindformers.pynative.checkpoint_callback import make_callback_cl
 from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of
 from mindresume.mindformers.upstream import Hooks
 from mindresume.resume.progress import DATA_KEYS, lift_data_skip
-from mindresume.storage.mounts import is_shared
+from mindresume.storage.posix import is_shared
 
 # ---- calls of wrapped functions ------------------------------------------------------------------
 

@@ -1,16 +1,24 @@
-"""Implements ``Storage`` for a local disk or a shared POSIX file system (NFS, Lustre, GPFS,
-...)."""
+"""Implements ``Storage`` for a local disk or a shared POSIX file system (NFS, Lustre, GPFS, ...),
+and tells whether all nodes see a folder, from SHARED_PATHS and the type of its file system.
+
+mindformers asks the second before a conversion and where it saves (utils/file_utils.py,
+is_publicly_accessible_path). mindformers compares string prefixes, so ``/data`` also matches
+``/data01``, and it knows only NFS. Saving and resuming do not rely on it: there the ranks look for
+a probe file (``coordination.storage_topology``).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+from mindresume import runtime
 from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
 
 
@@ -233,3 +241,116 @@ def _begin_flush(handle: int, start: int, end: int) -> None:
         _LIBC.sync_file_range(
             handle, ctypes.c_int64(start), ctypes.c_int64(end - start), _SYNC_FILE_RANGE_WRITE
         )
+
+
+# ---- which file systems all nodes see ------------------------------------------------------------
+
+
+# Network file systems. A FUSE file system is named fuse.NAME; dpc is the client of OceanStor and
+# SFS Turbo.
+SHARED_TYPES = frozenset(
+    (
+        "nfs",
+        "nfs4",
+        "dpc",
+        "lustre",
+        "gpfs",
+        "mmfs",
+        "beegfs",
+        "ceph",
+        "cephfs",
+        "ceph-fuse",
+        "glusterfs",
+        "sshfs",
+        "juicefs",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "ocfs2",
+        "gfs2",
+        "orangefs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "quobyte",
+        "mfs",
+        "afs",
+        "curvefs",
+        "cubefs",
+        "alluxio-fuse",
+        "obsfs",
+        "s3fs",
+    )
+)
+LOCAL_TYPES = frozenset(
+    ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay")
+)
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(NamedTuple):
+    """A mounted file system.
+
+    Attributes:
+        point: the mount point.
+        kind: type as the kernel names it, such as nfs4 or fuse.ceph.
+    """
+
+    point: str
+    kind: str
+
+
+def mounts(table: str = "/proc/self/mounts") -> list[Mount]:
+    """Returns the mounted file systems, in mount order: a later one hides an earlier one at the
+    same point. Empty if ``table`` cannot be read."""
+    try:
+        with open(table, encoding="utf-8", errors="surrogateescape") as file:
+            rows = [line.split(" ") for line in file]
+    except OSError:
+        return []
+    return [
+        Mount(_OCTAL.sub(lambda found: chr(int(found[1], 8)), row[1]), row[2])
+        for row in rows
+        if len(row) > 2
+    ]
+
+
+def within(path: str, folder: str) -> bool:
+    """Returns whether ``path`` is ``folder`` or lies in it. Both must be absolute. Compares whole
+    components: /data01 is not in /data."""
+    return os.path.commonpath([path, folder]) == folder
+
+
+def is_shared(path: str, shared_paths: str = "") -> bool:
+    """Returns whether all nodes see ``path``.
+
+    Args:
+        path: relative paths and symbolic links are resolved.
+        shared_paths: the value of SHARED_PATHS: folders separated by commas.
+    """
+    path = os.path.realpath(path)
+    named = [
+        os.path.realpath(folder.strip()) for folder in shared_paths.split(",") if folder.strip()
+    ]
+    if any(within(path, folder) for folder in named):
+        return True
+    return filesystem_type(path) in SHARED_TYPES
+
+
+def filesystem_type(path: str) -> str:
+    """Returns the type of the file system that holds ``path``, lower case, without "fuse."; empty
+    if unknown. The deepest mount point decides. ``path`` must be absolute and resolved."""
+    holding = [
+        (len(point), number, mount.kind)
+        for number, mount in enumerate(mounts())
+        if os.path.isabs(point := os.path.normpath(mount.point)) and within(path, point)
+    ]
+    kind = max(holding)[2] if holding else ""
+    return kind.lower().removeprefix("fuse.")
+
+
+@runtime.asks_machine
+def is_local(path: str) -> bool:
+    """Returns whether ``path`` certainly lies on a disk or in memory of this host, where a change
+    is visible at once."""
+    return filesystem_type(os.path.realpath(path)) in LOCAL_TYPES

@@ -10,7 +10,7 @@ from mindresume import runtime
 from mindresume.coordination import host_memory, lease
 from mindresume.saving import staging
 from mindresume.saving.memory_tier import directory, slots
-from mindresume.storage import mounts
+from mindresume.storage import posix
 from sim import machine
 from sim.cluster import Cluster, current_cluster, current_process
 from sim.machine import use_cluster
@@ -244,7 +244,7 @@ def test_a_cluster_answers_whatever_the_product_asks():
         lease.holder_of_this_process,
         lease.is_alive,
         host_memory.levels,
-        mounts.is_local,
+        posix.is_local,
         staging.staging_buffer,
         slots.mapped_file,
         directory.make_tier,

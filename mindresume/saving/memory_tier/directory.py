@@ -37,8 +37,8 @@ from mindresume.coordination.liveness import boot_id, namespace
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, Run, attempt_name, run_sequence
 from mindresume.storage.interface import Storage
-from mindresume.storage.mounts import filesystem_type
 from mindresume.storage.operations import publish_json, read_document
+from mindresume.storage.posix import filesystem_type
 from mindresume.typed import Count, Limits, Number
 
 MARK = "memory-tier"

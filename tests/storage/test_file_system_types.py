@@ -2,8 +2,8 @@
 
 import pytest
 
-from mindresume.storage import mounts as module
-from mindresume.storage.mounts import Mount, is_local, is_shared, mounts
+from mindresume.storage import posix as module
+from mindresume.storage.posix import Mount, is_local, is_shared, mounts
 
 
 @pytest.fixture(autouse=True)
