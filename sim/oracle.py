@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.storage_topology import COMMON
+from mindresume.coordination.storage_topology import NEWEST_COMMON
 from mindresume.errors import MindResumeError, NoUsableCheckpointError
 from mindresume.fault_injection.journal import (
     ITERATION,
@@ -561,7 +561,7 @@ def _leftovers(
     """Returns the leftover files. ``chosen``: where nodes share no disk, this checkpoint and newer
     ones may stay."""
     own = (
-        {f"{FOLDER}/{COMMON}"}
+        {f"{FOLDER}/{NEWEST_COMMON}"}
         if training.node_local
         else {f"{FOLDER}/{MARK}"}
         if training.settings.memory_tier.every_steps

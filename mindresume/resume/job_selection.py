@@ -28,8 +28,12 @@ from mindresume.coordination.collectives import (
 )
 from mindresume.coordination.host_memory import share_of_rank
 from mindresume.coordination.lease import Lease, acquire_read_lock
-from mindresume.coordination.storage_topology import SharedGroups, find_shared_groups, single_group
-from mindresume.coordination.visibility import wait_until_visible
+from mindresume.coordination.storage_topology import (
+    SharedGroups,
+    find_shared_groups,
+    single_group,
+    wait_until_visible,
+)
 from mindresume.errors import (
     CollectiveError,
     LoadError,

@@ -14,8 +14,8 @@ from mindresume import runtime
 from mindresume.coordination import storage_topology
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.storage_topology import (
-    COMMON,
     LOOKS,
+    NEWEST_COMMON,
     PATIENCE,
     SharedGroups,
     check_not_shared,
@@ -404,7 +404,7 @@ def test_an_incomplete_save_newer_than_the_common_step_is_removed(tmp_path):
 def test_nothing_is_removed_if_the_common_step_is_unknown(tmp_path, content):
     for step in (5, 10):
         save_part(tmp_path, step)
-    (tmp_path / FOLDER / COMMON).write_bytes(content)
+    (tmp_path / FOLDER / NEWEST_COMMON).write_bytes(content)
     assert set(protected_by_peers(dir_at(tmp_path))) == set(names(5, 10))
     made = plan(dir_at(tmp_path), KeepLast(1))
     assert carry_out(dir_at(tmp_path), made) == []

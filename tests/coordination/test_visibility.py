@@ -12,8 +12,13 @@ from storages import Hooked, os_error
 
 from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.storage_topology import SharedGroups, single_group
-from mindresume.coordination.visibility import PATIENCE, Visibility, wait_until_visible
+from mindresume.coordination.storage_topology import (
+    PATIENCE,
+    SharedGroups,
+    Visibility,
+    single_group,
+    wait_until_visible,
+)
 from mindresume.formats.iterations import TRACKER, iteration_name
 from mindresume.model.manifest import FOLDER, attempt_name, run_name
 from mindresume.storage.posix import PosixStorage

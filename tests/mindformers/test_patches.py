@@ -37,7 +37,7 @@ from mindspore import nn  # noqa: E402
 import mindresume.plugin  # noqa: E402
 from mindresume.coordination import preemption  # noqa: E402
 from mindresume.coordination.collectives import SingleProcess  # noqa: E402
-from mindresume.coordination.visibility import Visibility  # noqa: E402
+from mindresume.coordination.storage_topology import Visibility  # noqa: E402
 from mindresume.errors import (  # noqa: E402
     CollectiveError,
     ConfigError,

@@ -17,7 +17,7 @@ from rank_folders import (
 )
 
 from mindresume.coordination.lease import lease_holders
-from mindresume.coordination.visibility import Visibility
+from mindresume.coordination.storage_topology import Visibility
 from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError
 from mindresume.events import (
     WARNING,

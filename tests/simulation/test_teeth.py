@@ -32,7 +32,7 @@ from mindresume.coordination import (
     lease,
     lease_acquisition,
     preemption,
-    visibility,
+    storage_topology,
 )
 from mindresume.fault_injection.faults import Fault
 from mindresume.formats import iterations, records, weight_files
@@ -288,7 +288,9 @@ MUTANTS = [
         "selection does not wait for the listings of other ranks",
         [
             Instead(
-                visibility, "wait_until_visible", lambda right: lambda *_: visibility.Visibility()
+                storage_topology,
+                "wait_until_visible",
+                lambda right: lambda *_: storage_topology.Visibility(),
             )
         ],
         ("same hosts", "safetensors", ""),

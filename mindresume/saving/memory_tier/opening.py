@@ -17,8 +17,7 @@ from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.collectives import Group, gather_results, run_on_all
-from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.coordination.visibility import PATIENCE
+from mindresume.coordination.storage_topology import PATIENCE, SharedGroups
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, TierRefused, ignore
 from mindresume.formats import CheckpointDir
