@@ -6,7 +6,7 @@ or as one JSON document.
     accounting.py                 steps, seconds, goodput, recoveries
     builder.py                    the report, and its JSON document
     advice.py                     how often to save
-    page.py                       the page; tables.py: its cells; chart.py: the data of its charts
+    page.py                       the page, and the data of its charts; tables.py: its cells
     texts.json, phrases.py        its texts in English and Chinese
 
 A *run attempt* lasts from one start of the training to its end, however it ends. Nothing here

@@ -1,5 +1,5 @@
 // Makes the report interactive: both languages, light and dark, and charts with values, zoom and a legend. Without it
-// the page has its tables. It reads the block "data" (chart.py, texts.json), asks no network, and writes texts only as text,
+// the page has its tables. It reads the block "data" (page.py, texts.json), asks no network, and writes texts only as text,
 // never as markup. plot.js stands before it in the same script.
 
 const data = JSON.parse(document.getElementById("data").textContent);

@@ -14,7 +14,7 @@ from mindresume.events import FAILED, PHASES, TrainingEnded
 from mindresume.report import page
 from mindresume.report.accounting import REDONE, Seconds, accounts_of
 from mindresume.report.builder import Report, build_report
-from mindresume.report.chart import MARKS, POINTS, chart_data, thinned
+from mindresume.report.page import MARKS, POINTS, chart_data, thinned
 from mindresume.report.runs import Losses, Origin, RunAttempt, Save, Saves
 
 
