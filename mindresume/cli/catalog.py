@@ -17,6 +17,7 @@ from mindresume.cli.common import (
     AsJson,
     Folder,
     OnlyStep,
+    Part,
     WorldSize,
     origin_text,
     print_json,
@@ -26,10 +27,10 @@ from mindresume.cli.common import (
     say,
     say_checkpoint,
     say_read,
+    share_of_process,
     step_text,
     time_text,
 )
-from mindresume.cli.launch import Part, share_of_process
 from mindresume.formatting import size_text
 
 if TYPE_CHECKING:

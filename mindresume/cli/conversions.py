@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mindresume.cli import app
-from mindresume.cli.common import AsJson, print_json, problem_text, progress_bar, say
-from mindresume.cli.launch import TIMEOUT, Part, Timeout, share_of_process
+from mindresume.cli.common import (
+    TIMEOUT,
+    AsJson,
+    Part,
+    Timeout,
+    print_json,
+    problem_text,
+    progress_bar,
+    say,
+    share_of_process,
+)
 from mindresume.errors import ConfigError
 from mindresume.formatting import counted, size_text
 

@@ -12,7 +12,7 @@ from rank_folders import flip_bit
 from reshard.plans import MODEL, Plan, random_tensors, recorded
 
 import mindresume
-from mindresume.cli.launch import TIMEOUT
+from mindresume.cli.common import TIMEOUT
 
 LAUNCHER = ("MS_", "RANK_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 

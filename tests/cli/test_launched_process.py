@@ -3,7 +3,7 @@ started is alone."""
 
 import pytest
 
-from mindresume.cli.launch import ShareOfProcess, is_scheduler, launched_process, share_of_process
+from mindresume.cli.common import ShareOfProcess, is_scheduler, launched_process, share_of_process
 from mindresume.errors import ConfigError
 
 MSRUN = {
