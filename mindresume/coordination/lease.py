@@ -32,8 +32,13 @@ from operator import itemgetter
 from typing import Annotated
 
 from mindresume import runtime
-from mindresume.coordination.heartbeat_process import HeartbeatProcess
-from mindresume.coordination.liveness import Watch, is_running, machine, start_ticks
+from mindresume.coordination.liveness import (
+    HeartbeatProcess,
+    Watch,
+    is_running,
+    machine,
+    start_ticks,
+)
 from mindresume.errors import LeaseHeldError, RecordError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import iteration_record_names
@@ -271,7 +276,7 @@ def fence(directory: CheckpointDir, run: str) -> None:
 
 class Lease:
     """A lease. ``start`` begins heartbeats; one that fails is tried again at the next. Those of a
-    job that saves come from a process of their own (``heartbeat_process``), or from a thread where
+    job that saves come from a process of their own (``HeartbeatProcess``), or from a thread where
     none can be started; those of others from a thread. ``keep_run_marker``: ``release`` leaves a
     marker with the number of the run, because a commit moves iteration folders out of the folder of
     records."""

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindresume import runtime
-from mindresume.coordination.heartbeat_process import start_apart
+from mindresume.coordination.liveness import start_apart
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import Emit, SaveNotStaged, WriterDied, ignore
 from mindresume.saving.committer import SyncSaver

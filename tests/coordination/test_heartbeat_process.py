@@ -14,9 +14,9 @@ from lease_holders import ME, acquire_lease
 from rank_folders import dir_at
 
 from mindresume.coordination import lease as lease_module
-from mindresume.coordination.heartbeat_process import HeartbeatProcess
 from mindresume.coordination.lease import LOADING, acquire_read_lock, lease_holders, lease_path
 from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.liveness import HeartbeatProcess
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
