@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindresume.api.catalog import Catalog, Selection, open
-    from mindresume.api.checkpoint import Checkpoint
+    from mindresume.api.checkpoint import Checkpoint, TensorInfo, TensorSlice
     from mindresume.api.comparison import Comparison, TensorDifference, compare
     from mindresume.api.conversion import ConversionResult, convert, export_hf, merge
     from mindresume.api.inspection import Inspection, inspect
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         Problem,
         VerificationReport,
     )
-    from mindresume.api.tensors import TensorInfo, TensorSlice
     from mindresume.errors import MindResumeError
     from mindresume.report.advice import Advice, TierAdvice, advise
     from mindresume.saving.retention import (
@@ -54,7 +53,7 @@ __version__ = "0.1.0"
 # {module: names of the API that are imported from it at their first use}
 _MODULES = {
     "api.catalog": ("Catalog", "Selection", "open"),
-    "api.checkpoint": ("Checkpoint",),
+    "api.checkpoint": ("Checkpoint", "TensorInfo", "TensorSlice"),
     "api.comparison": ("Comparison", "TensorDifference", "compare"),
     "api.conversion": ("ConversionResult", "convert", "export_hf", "merge"),
     "api.inspection": ("Inspection", "inspect"),
@@ -67,7 +66,6 @@ _MODULES = {
         "Problem",
         "VerificationReport",
     ),
-    "api.tensors": ("TensorInfo", "TensorSlice"),
     "errors": ("MindResumeError",),
     "report.advice": ("Advice", "TierAdvice", "advise"),
     "saving.retention": ("KeepAny", "KeepBest", "KeepEverySteps", "KeepLast", "KeepPerMinutes"),

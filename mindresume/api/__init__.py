@@ -4,8 +4,7 @@ package at the first use of one.
     catalog.py      open() and Catalog: the checkpoints of a folder, which one a resume would take,
                     whether bytes are intact
     checkpoint.py   Checkpoint: the state and the tensors of one saved step, held while they are
-                    read
-    tensors.py      TensorInfo, TensorSlice: shapes, layouts, which rank stores what
+                    read; TensorInfo, TensorSlice: shapes, layouts, which rank stores what
     inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy
     conversion.py   convert(), merge(), export_hf()
     comparison.py   compare()

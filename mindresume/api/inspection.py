@@ -16,19 +16,17 @@ from fnmatch import fnmatchcase
 from mindresume.api.checkpoint import (
     Checkpoint,
     CheckpointLike,
+    TensorInfo,
+    TensorSlice,
     existing,
     is_strategy,
     opened,
     refused_of,
-)
-from mindresume.api.results import Problem, Result
-from mindresume.api.tensors import (
-    TensorInfo,
-    TensorSlice,
     slices_of,
     tensors_of,
     tensors_of_strategy,
 )
+from mindresume.api.results import Problem, Result
 from mindresume.errors import ConfigError
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count

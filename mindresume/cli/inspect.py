@@ -23,9 +23,9 @@ from mindresume.cli.common import (
 from mindresume.formatting import counted, size_text
 
 if TYPE_CHECKING:
+    from mindresume.api.checkpoint import TensorInfo, TensorSlice
     from mindresume.api.comparison import Comparison, TensorDifference
     from mindresume.api.inspection import Inspection
-    from mindresume.api.tensors import TensorInfo, TensorSlice
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindresume.api.tensors import cut_text
+from mindresume.api.checkpoint import cut_text
 from mindresume.model.layout import TensorLayout
 
 

@@ -13,7 +13,7 @@ from reshard.plans import (
     recorded,
 )
 
-from mindresume.api.tensors import TensorInfo, cut_text
+from mindresume.api.checkpoint import TensorInfo, cut_text
 from mindresume.cli.inspect import merge_similar_rows, ranges_text
 
 PLAN = Plan.parse("dp2tp2pp2opt2", MODEL)
