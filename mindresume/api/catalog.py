@@ -39,8 +39,7 @@ from mindresume.api.results import (
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import is_alive, known_lease_holders
 from mindresume.errors import MissingCheckpointError
-from mindresume.events import DISK, MEMORY
-from mindresume.events.progress import SILENT, Counted, Progress
+from mindresume.events import DISK, MEMORY, SILENT, Counted, Progress
 from mindresume.formats import (
     MINDFORMERS,
     Candidate,

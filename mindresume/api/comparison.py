@@ -27,7 +27,7 @@ from mindresume.api.checkpoint import (
 )
 from mindresume.api.results import Problem, Result
 from mindresume.errors import ConfigError
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events import SILENT, Progress
 from mindresume.model.layout import chunks, elements, shape_of, whole
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, check_replicas
 from mindresume.reshard.conversion_plan import with_counters

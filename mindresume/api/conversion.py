@@ -22,8 +22,7 @@ from mindresume import runtime
 from mindresume.api.checkpoint import CheckpointLike, check_part, opened, refused_of
 from mindresume.api.results import Problem, Result
 from mindresume.errors import ConfigError
-from mindresume.events import texts_into
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events import SILENT, Progress, texts_into
 from mindresume.formats.consolidated import HUGGINGFACE, MINDSPORE
 from mindresume.formats.huggingface import model_from_config
 from mindresume.formats.parallel_plan import ParallelPlan, is_plan, strategy_from_plan

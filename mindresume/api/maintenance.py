@@ -21,8 +21,7 @@ from mindresume.api.results import Problem, Result, problem_of
 from mindresume.coordination.lease import ReadLocks, read_locks
 from mindresume.coordination.lease_acquisition import EndedRuns, check_no_live_job
 from mindresume.errors import ConfigError, LeaseHeldError, MissingCheckpointError
-from mindresume.events import Event, RemovalPostponed
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events import SILENT, Event, Progress, RemovalPostponed
 from mindresume.formats import CheckpointDir, Refusal
 from mindresume.formats.iterations import parse_weight_file
 from mindresume.formats.rank_folders import folder_rank

@@ -16,8 +16,7 @@ import typer
 
 from mindresume import runtime
 from mindresume.errors import ConfigError
-from mindresume.events import Event
-from mindresume.events.progress import SILENT, Progress, ProgressReporter
+from mindresume.events import SILENT, Event, Progress, ProgressReporter
 from mindresume.formatting import shown, size_text
 from mindresume.model.layout import MAX_RANKS
 from mindresume.typed import json_value

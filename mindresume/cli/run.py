@@ -15,8 +15,7 @@ from mindresume import runtime
 from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
-from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, warning
-from mindresume.events.progress import Progress
+from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, Progress, warning
 from mindresume.storage.operations import Hurry
 
 _HANG = "When is it a hang"

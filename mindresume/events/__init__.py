@@ -4,6 +4,10 @@ text of the log is a template or a method of its event.
 
     emit(SaveCommitted(step=500, ranks=8, size_bytes=1 << 30))
 
+    progress = ProgressReporter("saving step 500", emit)    # an event every few seconds
+    progress.expect(80 << 30)
+    progress.advance(1 << 20)
+
     saving, resume, reshard ─▶ emit ─▶ Emitter ─▶ log line, event file, TensorBoard
     event file ─▶ ``event_from_json`` ─▶ report
 
@@ -15,13 +19,14 @@ event can be sent to another process and written to a file.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mindresume import runtime
 from mindresume.events.base import *  # noqa: F403
 from mindresume.events.base import Emit, Event
 from mindresume.events.run import *  # noqa: F403
-from mindresume.events.run import warning
+from mindresume.events.run import WorkProgress, warning
 from mindresume.events.saves import *  # noqa: F403
 from mindresume.events.supervision import *  # noqa: F403
 
@@ -93,3 +98,78 @@ def texts_into(texts: list[str]) -> Emit:
             texts.append(text)
 
     return emit
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+_EVERY = 10.0  # seconds between two events
+
+
+class Progress(Protocol):
+    """Receives byte counts from any thread: a progress bar, or any object with these two
+    methods."""
+
+    def expect(self, count: int) -> None:
+        """Receives the number of bytes to come, before the first ``advance``."""
+
+    def advance(self, count: int) -> None:
+        """Receives the number of bytes processed since the last call."""
+
+
+class ProgressReporter:
+    """Emits WorkProgress events. Any thread may call ``advance``.
+
+    Args:
+        what: the work, for the log.
+        emit: receives the events.
+        unit: what ``advance`` counts: "bytes", or a noun in the plural.
+    """
+
+    def __init__(self, what: str, emit: Emit, unit: str = "bytes"):
+        self.what = what
+        self.emit = emit
+        self.unit = unit
+        self._lock = runtime.Lock()
+        self.total = self.done = 0
+        self.began = self._last = runtime.monotonic()
+
+    def expect(self, total: int) -> None:
+        """Restarts the count. ``total``: bytes (or units) to come; 0 if unknown."""
+        with self._lock:
+            self.total, self.done = total, 0
+            self.began = self._last = runtime.monotonic()
+
+    def advance(self, count: int) -> None:
+        """Adds ``count`` to the count."""
+        event, now = None, runtime.monotonic()
+        with self._lock:
+            self.done += count
+            if now - self._last >= _EVERY and self.done != self.total:
+                self._last = now
+                event = WorkProgress(self.what, self.done, self.total, now - self.began, self.unit)
+        if event is not None:
+            self.emit(event)
+
+
+class _Silent:
+    """Reports nothing."""
+
+    def expect(self, count: int) -> None: ...
+
+    def advance(self, count: int) -> None: ...
+
+
+SILENT: Progress = _Silent()
+
+
+@dataclass
+class Counted:
+    """Counts bytes, and passes them on. ``done``: so far."""
+
+    progress: Progress = SILENT
+    done: int = 0
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.progress.advance(count)

@@ -31,8 +31,7 @@ from mindresume.coordination.collectives import (
     run_on_rank0,
 )
 from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
-from mindresume.events import Emit, Notice, warning
-from mindresume.events.progress import ProgressReporter
+from mindresume.events import Emit, Notice, ProgressReporter, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy

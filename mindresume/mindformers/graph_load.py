@@ -25,8 +25,7 @@ import numpy as np
 from mindresume.coordination.collectives import run_on_all, run_on_rank0
 from mindresume.coordination.rank_heartbeat import COMPILING, LOADING
 from mindresume.errors import ConfigError, LoadError
-from mindresume.events import warning
-from mindresume.events.progress import ProgressReporter
+from mindresume.events import ProgressReporter, warning
 from mindresume.formats import CheckpointDir
 from mindresume.formats.huggingface_families import FAMILIES
 from mindresume.mindformers import adapter, heartbeat, loading

@@ -22,8 +22,15 @@ import numpy as np
 
 from mindresume.coordination.collectives import Watchdog, gather_results, run_on_all
 from mindresume.errors import ConfigError, LoadError
-from mindresume.events import Emit, Notice, WeightsLoaded, warning
-from mindresume.events.progress import SILENT, Progress, ProgressReporter
+from mindresume.events import (
+    SILENT,
+    Emit,
+    Notice,
+    Progress,
+    ProgressReporter,
+    WeightsLoaded,
+    warning,
+)
 from mindresume.formats import CheckpointDir
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import counted, listed

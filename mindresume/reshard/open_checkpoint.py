@@ -32,7 +32,7 @@ from mindresume.errors import (
     StrategyError,
     UnreadableFileError,
 )
-from mindresume.events.progress import Counted
+from mindresume.events import Counted
 from mindresume.formats import (
     MERGED,
     MINDFORMERS,

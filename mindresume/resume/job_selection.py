@@ -48,11 +48,11 @@ from mindresume.events import (
     Emit,
     FreshStart,
     Notice,
+    ProgressReporter,
     VerifiedBytesKept,
     VisibilityWaited,
     warning,
 )
-from mindresume.events.progress import ProgressReporter
 from mindresume.formats import MINDFORMERS, CheckpointDir
 from mindresume.formats.scan import find as find_checkpoints
 from mindresume.resume.eligible import Choice, SelectionPolicy, describe_candidate, unhealthy_files

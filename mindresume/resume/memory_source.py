@@ -41,8 +41,7 @@ from mindresume.coordination.collectives import (
 )
 from mindresume.coordination.storage_topology import SharedGroups, order_of
 from mindresume.errors import RemoteError, SaveError, UnusableCheckpointError
-from mindresume.events import Notice
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events import SILENT, Notice, Progress
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import iteration_name
 from mindresume.formats.records import scan_records

@@ -15,8 +15,7 @@ from functools import partial
 
 from mindresume.coordination.collectives import Group, SingleProcess, run_on_rank0
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, UnusableCheckpointError
-from mindresume.events import Emit, Notice, ignore
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events import SILENT, Emit, Notice, Progress, ignore
 from mindresume.formats import Refusal
 from mindresume.formats.scan import WEIGHT_FILE, WEIGHT_FOLDER, find, find_candidates, kind_of
 from mindresume.model.manifest import FOLDER

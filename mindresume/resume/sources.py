@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from mindresume.coordination.collectives import Group, Watchdog, gather_results, run_on_rank0
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
-from mindresume.events import Emit, ignore
-from mindresume.events.progress import SILENT, Counted, Progress
+from mindresume.events import SILENT, Counted, Emit, Progress, ignore
 from mindresume.formats import MINDFORMERS, Candidate, CheckpointDir, Refusal, Scan
 from mindresume.formats.rank_folders import parse_name, root_of
 from mindresume.formats.scan import CHECKPOINT, find_candidates

@@ -36,12 +36,12 @@ from mindresume.events import (
     CommitDelayed,
     Emit,
     Event,
+    ProgressReporter,
     SaveAbandoned,
     SaveCommitted,
     ignore,
     warning,
 )
-from mindresume.events.progress import ProgressReporter
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.rank_folders import META, folder_name, meta_json, parse_name, ranks_of
 from mindresume.formats.records import ReadManifests, find_attempts, scan_records

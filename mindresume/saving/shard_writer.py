@@ -23,7 +23,7 @@ from mindresume import runtime
 from mindresume.coordination.lease import fence
 from mindresume.coordination.lease_acquisition import half_written
 from mindresume.errors import OutOfSpaceError, RecordError, SaveError
-from mindresume.events.progress import SILENT, Progress
+from mindresume.events import SILENT, Progress
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.iterations import (
     MODEL,

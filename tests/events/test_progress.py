@@ -3,8 +3,7 @@
 import pytest
 
 from mindresume import runtime
-from mindresume.events import WorkProgress
-from mindresume.events.progress import ProgressReporter
+from mindresume.events import ProgressReporter, WorkProgress
 
 
 @pytest.fixture
