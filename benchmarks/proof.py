@@ -40,9 +40,9 @@ import xxhash
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow, encode_row  # noqa: E402
 from mindresume.mindformers.network_state import LoadedWeights  # noqa: E402
 from mindresume.mindformers.step_proof import SeenValues  # noqa: E402
+from mindresume.resume.step_ledger import LedgerRun, StepLedger, StepRow, encode_row  # noqa: E402
 from st.training_run import Run  # noqa: E402
 
 TARGET_ROW, TARGET_STEP, TARGET_START = 20e-6, 0.005, 0.02

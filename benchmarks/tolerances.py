@@ -1,5 +1,5 @@
 """How far apart the losses of the same steps are when they are trained again in another way: what
-TOLERANCES of mindresume/resume/redone_steps.py rest on.
+TOLERANCES of mindresume/resume/step_ledger.py rest on.
 
     python benchmarks/tolerances.py [--dtype float32] [--trainer graph] [--dir FOLDER] [--json FILE]
 
@@ -34,7 +34,7 @@ import _measure as measure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mindresume.resume.redone_steps import TOLERANCES  # noqa: E402
+from mindresume.resume.step_ledger import TOLERANCES  # noqa: E402
 from st.pynative_run import PynativeRun, why_not  # noqa: E402
 from st.releases import HERE  # noqa: E402
 from st.run_attempts import LIMIT, events  # noqa: E402

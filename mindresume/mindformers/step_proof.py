@@ -22,13 +22,20 @@ import xxhash
 from mindresume.errors import ResumeDifferenceError
 from mindresume.events import ResumeDiffers, ResumeProved, warning
 from mindresume.events.event_file import FOLDER
-from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow, ledger_path
 from mindresume.formats import CheckpointDir
 from mindresume.mindformers import adapter
 from mindresume.mindformers.network_state import OFF
 from mindresume.resume.eligible import Choice
 from mindresume.resume.progress import ResumeProgress
-from mindresume.resume.redone_steps import RedoneSteps, StepDifference, earlier_ledger
+from mindresume.resume.step_ledger import (
+    LedgerRun,
+    RedoneSteps,
+    StepDifference,
+    StepLedger,
+    StepRow,
+    earlier_ledger,
+    ledger_path,
+)
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 
@@ -182,7 +189,8 @@ class StepProof:
 
     def __init__(self, context: Any, target: SaveTarget, step: int):
         self.context, self.emit = context, context.emit
-        self._output, computation = adapter.output_root(), context.computation
+        self._folder = os.path.join(adapter.output_root(), FOLDER)
+        computation = context.computation
         change = _change(context.progress.origin) if context.plan.resumes else ""
         self._run = LedgerRun(
             target.run,
@@ -214,7 +222,7 @@ class StepProof:
         """Finds the steps that are trained again. ``choice``: the checkpoint that was loaded.
         ``change``: what is not as in the run that saved it."""
         earlier = earlier_ledger(
-            os.path.join(self._output, FOLDER),
+            self._folder,
             CheckpointDir(PosixStorage(), choice.checkpoint_dir),
             self._run,
             choice.chosen.step or 0,
@@ -265,7 +273,7 @@ class StepProof:
 
     def _opened(self) -> StepLedger:
         if self._ledger is None:
-            self._ledger = StepLedger(ledger_path(self._output, 0), self._run)
+            self._ledger = StepLedger(ledger_path(self._folder), self._run)
         return self._ledger
 
     def _compare(self, row: StepRow) -> StepDifference | None:

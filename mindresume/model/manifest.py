@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 SCRUB_RESULT = "scrub.json"
 # file beside the records: ranks of this job were lost, and the others saved their state
 EMERGENCY = "emergency"
-# file beside the records: the last rows of the step ledger (events/step_ledger.py)
+# file beside the records: the last rows of the step ledger (resume/step_ledger.py)
 LAST_STEPS = "last.steps"
 # name prefix of a file that counts the loads of a checkpoint (saving/crash_loop.py)
 LOAD_ATTEMPTS = "trial-"

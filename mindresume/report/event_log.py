@@ -35,7 +35,7 @@ from mindresume.events import (
 )
 from mindresume.events.event_file import FOLDER, LEDGER, LIMIT, SUFFIX, with_short_texts
 from mindresume.report.log_parser import pieces_of
-from mindresume.resume.redone_steps import ledger_of
+from mindresume.resume.step_ledger import ledger_of
 from mindresume.storage.posix import PosixStorage
 from mindresume.typed import is_number, parse_json
 

@@ -4,7 +4,7 @@
 
 The weights are compared with what was loaded at the first step, and the steps that a run trains for
 the second time with the step ledgers of the runs that trained them first
-(``resume.redone_steps``)."""
+(``resume.step_ledger``)."""
 
 from __future__ import annotations
 

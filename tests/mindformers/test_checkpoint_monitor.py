@@ -33,13 +33,13 @@ from monitor_jobs import (
 import mindresume.plugin  # noqa: E402, F401  registers ours
 from mindresume.errors import ConfigError, SaveError  # noqa: E402
 from mindresume.events import Resumed, RunOpened  # noqa: E402
-from mindresume.events.step_ledger import Ledger, LedgerRun, StepRow  # noqa: E402
 from mindresume.formats import OURS  # noqa: E402
 from mindresume.formats.scan import scan
 from mindresume.mindformers import checkpoint_monitor as module
 from mindresume.mindformers import step_proof, training_context, training_saves  # noqa: E402  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
 from mindresume.resume.eligible import Choice  # noqa: E402
+from mindresume.resume.step_ledger import Ledger, LedgerRun, StepRow  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402

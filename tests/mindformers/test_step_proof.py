@@ -12,10 +12,10 @@ pytest.importorskip("mindformers.tools")
 
 from mindresume.errors import ResumeDifferenceError  # noqa: E402
 from mindresume.events import ResumeDiffers, ResumeProved  # noqa: E402
-from mindresume.events.step_ledger import StepRow, read_ledger  # noqa: E402
 from mindresume.mindformers import adapter, step_proof  # noqa: E402
 from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof  # noqa: E402
 from mindresume.resume.progress import START  # noqa: E402
+from mindresume.resume.step_ledger import StepRow, read_ledger  # noqa: E402
 from mindresume.settings import Settings  # noqa: E402
 
 
@@ -26,7 +26,7 @@ def begin(tmp_path, monkeypatch):
     monkeypatch.setattr(
         step_proof,
         "ledger_path",
-        lambda output, rank: f"{output}/mindresume_events/{len(made)}-rank_0-1.steps",
+        lambda folder: f"{folder}/{len(made)}-rank_0-1.steps",
     )
     made: list[StepProof] = []
 

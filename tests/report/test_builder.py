@@ -14,9 +14,9 @@ import mindresume
 from mindresume import events as ev
 from mindresume.events import FAILED
 from mindresume.events.event_file import FOLDER
-from mindresume.events.step_ledger import LedgerRun, StepLedger, StepRow
 from mindresume.report.builder import build_report, defect_of, to_json
 from mindresume.report.event_log import RecordedEvent
+from mindresume.resume.step_ledger import LedgerRun, StepLedger, StepRow
 
 
 def made(folder, *more):

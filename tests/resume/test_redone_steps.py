@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from mindresume.events.step_ledger import COPIED, Ledger, LedgerRun, StepLedger, StepRow
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import iteration_name
 from mindresume.model.manifest import FOLDER, LAST_STEPS, attempt_name
-from mindresume.resume.redone_steps import RedoneSteps, earlier_ledger
+from mindresume.resume.step_ledger import (
+    COPIED,
+    Ledger,
+    LedgerRun,
+    RedoneSteps,
+    StepLedger,
+    StepRow,
+    earlier_ledger,
+)
 from mindresume.storage.posix import PosixStorage
 
 FIRST = LedgerRun("0001-aaaaaaaa", "0001-aaaaaaaa", 0, 8, "layout", "release", True, "float32")

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindresume.errors import RecordError
-from mindresume.events import Notice, step_ledger
+from mindresume.events import Notice
 from mindresume.events.event_file import FOLDER, LEDGER, MAX_LEDGERS, EventFile
-from mindresume.events.step_ledger import (
+from mindresume.resume import step_ledger
+from mindresume.resume.step_ledger import (
     LedgerRun,
     StepLedger,
     StepRow,
@@ -121,8 +122,8 @@ def test_the_ledgers_of_the_newest_runs_stay(tmp_path):
     ]
 
 
-def test_a_row_has_64_bytes_and_the_file_lies_beside_the_events(tmp_path):
+def test_a_row_has_64_bytes_and_the_file_is_named_as_that_of_the_events(tmp_path):
     assert len(encode_row(StepRow(1))) == 64
-    path = ledger_path(str(tmp_path), 0)
-    assert os.path.dirname(path) == str(tmp_path / "mindresume_events")
+    path = ledger_path(str(tmp_path))
+    assert os.path.dirname(path) == str(tmp_path)
     assert f"-rank_0-{os.getpid()}.steps" in path
