@@ -28,16 +28,18 @@ from mindresume import runtime
 from mindresume.coordination.collectives import (
     Watchdog,
     gather_results,
+    run_on_all,
     run_on_rank0,
 )
-from mindresume.errors import ConfigError, EngineError, SaveError, StrategyError
+from mindresume.coordination.storage_topology import single_group, wait_until_visible
+from mindresume.errors import ConfigError, EngineError, LoadError, SaveError, StrategyError
 from mindresume.events import Emit, Notice, ProgressReporter, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
 from mindresume.mindformers import upstream
-from mindresume.mindformers.training_context import ResumePlan, TrainingContext
+from mindresume.mindformers.training_context import ResumePlan, TrainingContext, write_to_disk
 from mindresume.model.layout import Region, held, whole
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.conversion_plan import ConversionPlan, to_consolidated, to_ranks
@@ -54,6 +56,7 @@ from mindresume.reshard.strategy_store import has_layouts, identity_of, set_asid
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.storage.interface import Storage
+from mindresume.storage.read_cache import uncached
 
 # below output_dir
 UNIFIED = "unified_checkpoint"
@@ -87,7 +90,10 @@ def prepare(
     if not is_unopened:
         return plan
     strategy = Strategy.from_json(reply["strategy"]) if reply["strategy"] else None
-    return replace(plan, open_source=partial(_open, directory, choice, strategy, reply["identity"]))
+    rank = context.group.rank if choice.is_in_parts else None
+    return replace(
+        plan, open_source=partial(_open, directory, choice, strategy, reply["identity"], rank)
+    )
 
 
 def _strategy_of_source(
@@ -140,16 +146,50 @@ def _strategy_of_source(
 
 
 def _open(
-    directory: CheckpointDir, choice: Choice, strategy: Strategy | None, identity: Any
+    directory: CheckpointDir,
+    choice: Choice,
+    strategy: Strategy | None,
+    identity: Any,
+    rank: int | None = None,
 ) -> OpenCheckpoint:
-    """Opens the selected checkpoint as weights. The selection has verified its bytes."""
+    """Opens the selected checkpoint as weights, or the part of one ``rank``. The selection has
+    verified its bytes."""
     candidate = with_world_size(directory.root, choice.chosen, strategy)
     # with records, a rank may have verified no file
     scalars = choice.shards[0].scalars if choice.shards else {}
-    return checkpoint_of(directory, candidate, strategy, identity, scalars)
+    return checkpoint_of(directory, candidate, strategy, identity, scalars, rank=rank)
 
 
 # ---- at the load ---------------------------------------------------------------------------------
+
+
+def open_on_disk(context: TrainingContext) -> OpenCheckpoint:
+    """Writes the selected save in memory to disk and opens it there, because its parts lie on
+    several nodes and some rank takes what another one has saved. All ranks call it.
+
+    Raises:
+        CollectiveError, MissingCheckpointError, LoadError: On all ranks, if one fails.
+    """
+    plan, group, storage = context.plan, context.group, uncached(context.resources.storage)
+    chosen, root = plan.choice.chosen, plan.choice.checkpoint_dir
+    write_to_disk(
+        context,
+        "its parts lie in memory of several nodes, and this job takes other parts than were saved",
+    )
+    context.resources.drop_verified_bytes()
+    wait_until_visible(storage, root, group, single_group(group.size))
+    is_full = context.settings.verify == "full"
+    policy = SelectionPolicy(None, str(chosen.step), is_full, every_rank=True, any_layout=True)
+    choice = select_checkpoint(storage, root, group, policy)
+    if choice.chosen.name != chosen.name:
+        raise LoadError(
+            f"{root}: step {chosen.step} is {choice.chosen.name}, expected {chosen.name}, which "
+            "was just written there from memory. With memory_tier.every_steps: 0 a start takes "
+            "what is on disk"
+        )
+    context.plan = replace(plan, choice=choice)
+    directory = CheckpointDir(storage, choice.root)
+    return run_on_all(group, partial(_open, directory, choice, None, None), OPENING)
 
 
 def rewrite(

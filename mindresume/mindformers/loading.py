@@ -48,6 +48,7 @@ from mindresume.reshard.region_load import (
     LoadTarget,
     bytes_of,
     exchange_slices,
+    holds_wanted,
     plan_reads,
     read_regions,
     wanted_regions,
@@ -101,12 +102,25 @@ def load(network: Network, context: TrainingContext, source: OpenCheckpoint | No
     if source is None and plan.open_source is None:
         return load_own_files(network, context)
     source = source or run_on_all(group, plan.open_source, auto_transform.OPENING)
+    target = target_of(network, source, context)
+    # each rank has opened what it saved itself; another layout needs the parts of all nodes
+    if (choice := plan.choice) is not None and choice.is_in_parts:
+        own = partial(holds_wanted, source.weights, target, group.rank)
+        if not all(gather_results(group, own)):
+            source = auto_transform.open_on_disk(context)
+            target = target_of(network, source, context)
+    return load_regions(network, source, target, context)
+
+
+def target_of(network: Network, source: OpenCheckpoint, context: TrainingContext) -> LoadTarget:
+    """Returns what this rank takes of ``source``, with the layouts of the job. All ranks call it;
+    raises CollectiveError on all, if one fails."""
     # the ranks' files: mindformers records none, and its job had the same model
     if not source.weights.is_consolidated:
         source.weights.arrangement = {**network.arrangement, **source.weights.arrangement}
-    target = run_on_all(group, partial(network.target, source.weights.tensors, source.what))
-    target = replace(target, layouts=network.layouts(target))
-    return load_regions(network, source, target, context)
+    stored = source.weights.tensors
+    target = run_on_all(context.group, partial(network.target, stored, source.what))
+    return replace(target, layouts=network.layouts(target))
 
 
 def check_arrangement(

@@ -299,6 +299,11 @@ class TrainingContext:
         number of ranks: it is converted."""
         return own_shard(self.plan.choice, self.group)
 
+    @property
+    def samples_in_common(self) -> bool:
+        """See ``SaveTarget``."""
+        return self.run is not None and self.run.samples_in_common
+
     def ledger(self, epoch: int, state: TrainingState) -> bytes:
         """Returns the step ledger as it belongs to the save of ``state``; empty: this rank has
         none."""
@@ -393,18 +398,8 @@ def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None
     if choice is None or choice.chosen is None:
         return
     storage = uncached(resources.storage)
-    samples = context.run is not None and context.run.samples_in_common
     if choice.in_memory:
-        context.emit(
-            Notice(
-                f"step {choice.chosen.step} is written to disk from memory: the training is "
-                "complete with it"
-            )
-        )
-        shared = resources.topology.get(
-            os.path.realpath(choice.root), single_group(context.group.size)
-        )
-        write_selected(storage, choice, context.group, shared, samples)
+        write_to_disk(context, "the training is complete with it")
     else:
         resources.release()  # its read lock: nobody loads it
         publish_completed(
@@ -414,7 +409,7 @@ def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None
             resources.topology,
             context.settings.heartbeat,
             context.emit,
-            samples,
+            context.samples_in_common,
         )
     if resources.remote is not None and os.path.realpath(choice.checkpoint_dir) in own_roots:
         try:
@@ -422,6 +417,20 @@ def _keep_last_step(context: TrainingContext, own_roots: Container[str]) -> None
         except RemoteError:
             if context.settings.on_save_error == "raise":
                 raise
+
+
+def write_to_disk(context: TrainingContext, reason: str) -> None:
+    """Writes the selected save in memory to disk, on all ranks together.
+
+    Raises:
+        CollectiveError: on all ranks, if one node fails.
+    """
+    choice, resources = context.plan.selected, context.resources
+    context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: {reason}"))
+    shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))
+    write_selected(
+        uncached(resources.storage), choice, context.group, shared, context.samples_in_common
+    )
 
 
 def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:

@@ -54,7 +54,11 @@ from mindresume.model.training_state import TrainingState
 from mindresume.reshard.checkpoint_view import CheckpointView, depends_on_slices, read_weights
 from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.region_load import check_tensors
-from mindresume.reshard.step_view import view_of_iteration, view_of_rank_folders
+from mindresume.reshard.step_view import (
+    view_of_iteration,
+    view_of_own_part,
+    view_of_rank_folders,
+)
 from mindresume.reshard.strategy_store import file_identity, identity_of, strategy_for
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.eligible import Choice, SelectionPolicy, eligible
@@ -301,10 +305,12 @@ def checkpoint_of(
     identity: Any,
     scalars: Mapping[str, Any] | None = None,
     split: bool = False,
+    rank: int | None = None,
 ) -> OpenCheckpoint:
     """Opens a candidate whose number of ranks is known (``with_world_size``).
 
     Args:
+        rank: the only one whose part is opened (``view_of_own_part``); None: all.
         scalars: counters of its first file, for a candidate without records; None: they are read.
         split: the optimizer shard of every tensor is needed (``view_of_iteration``), not only of
             those whose elements are ordered within each slice.
@@ -313,7 +319,9 @@ def checkpoint_of(
     """
     name = parse_name(os.path.basename(candidate.first.path))
     state = candidate.state
-    if candidate.iteration_dir:
+    if rank is not None:
+        weights = view_of_own_part(directory, candidate, rank)
+    elif candidate.iteration_dir:
         split = split or state is not None and depends_on_slices(state.arrangement)
         weights = view_of_iteration(directory, candidate, split)
     else:

@@ -18,14 +18,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mindresume import runtime
-from mindresume.errors import LoadError
+from mindresume.errors import ConfigError, LoadError
 from mindresume.formatting import counted
 from mindresume.model.layout import (
     Cut,
@@ -185,6 +185,20 @@ def wanted_regions(weights: CheckpointView, target: LoadTarget, rank: int) -> di
             cuts[name] = layout
     check_order(weights, cuts)
     return regions
+
+
+def holds_wanted(own: CheckpointView, target: LoadTarget, rank: int) -> bool:
+    """Returns whether a rank has itself saved all that it takes, by the view of its own part
+    (``view_of_own_part``): optional parameters, too, as another rank may have saved them."""
+    try:
+        regions = wanted_regions(own, replace(target, optional=()), rank)
+    except (LoadError, ConfigError):
+        return False
+    return all(
+        rank - own.tensors[name].first in cut.holders
+        for name, region in regions.items()
+        for cut in own.tensors[name].cuts(region)
+    )
 
 
 def bytes_of(weights: CheckpointView, regions: Mapping[str, Region]) -> int:

@@ -24,6 +24,7 @@ from mindresume.formats.metadata import (
     metadata_from_records,
     read_metadata,
 )
+from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import counted, listed, ranks_count
@@ -274,6 +275,36 @@ def view_of_iteration(
         default=1,
     )
     weights.world_size = candidate.world_size if candidate.records_dir else size
+    return weights
+
+
+def view_of_own_part(directory: CheckpointDir, candidate: Candidate, rank: int) -> CheckpointView:
+    """Views what one rank saved, by its record alone: the files of ranks on other nodes are not
+    seen here. Tensors whose layout is unknown are left out. Raises the errors of
+    ``RecordFolder.read``."""
+    paths = tuple(directory.path(file.path) for file in candidate.files[rank])
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, dict[int, str]] = {}
+    weights = CheckpointView(
+        directory.storage,
+        directory.path(candidate.iteration_dir),
+        tensors,
+        {rank: paths},
+        places,
+        candidate=candidate,
+        world_size=candidate.world_size,
+        split=not (candidate.state and candidate.state.trainer),
+    )
+    details = RecordFolder(directory.storage, candidate.records_dir or "", weights.records)
+    for name, row in details.read(rank)[1].tensors.items():
+        if row.layout is not None:
+            first = rank - rank % row.layout.stage_size
+            tensor = Tensor(name, row.dtype, row.global_shape or (), row.layout, first)
+        elif is_scalar(row.shape):
+            tensor = Tensor(name, row.dtype, row.shape, first=rank)
+        else:
+            continue
+        tensors[name], places[name] = tensor, {rank: paths[row.file]}
     return weights
 
 

@@ -259,6 +259,11 @@ class Choice:
         return bool(self.directory)
 
     @property
+    def is_in_parts(self) -> bool:
+        """Whether its parts lie in memory of several nodes: each rank sees those of its own."""
+        return self.in_memory and self.chosen is not None and bool(self.chosen.local_ranks)
+
+    @property
     def checkpoint_dir(self) -> str:
         """The checkpoint directory on disk."""
         return self.directory or self.root

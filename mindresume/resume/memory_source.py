@@ -202,7 +202,9 @@ class MemorySource:
     def _why_not(self, candidate: Candidate) -> Refusal | None:
         """Returns why this rank cannot load a whole save of its node."""
         policy, group = self.job.policy, self.job.group
-        if candidate.local_ranks and (self.job.sources.is_preview or policy.any_layout):
+        if candidate.local_ranks and (
+            self.job.sources.is_preview or policy.any_layout and not candidate.iteration_dir
+        ):
             return candidate.refuse(
                 f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}"
                 + (

@@ -1,4 +1,7 @@
 import pytest
+from memory_tiers import memory
+
+__all__ = ["memory"]
 
 
 @pytest.fixture

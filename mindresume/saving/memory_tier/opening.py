@@ -93,10 +93,6 @@ def open_tier(
         tier = tier_path(node.mark)
         rows = gather_results(group, node.make_tier)
         nodes = groups_of([row[0] for row in rows])
-        if nodes.is_split and session.target.iterations:
-            raise CollectiveError(
-                "Checkpoint 2.0 loads regions of all ranks, and this job has several nodes"
-            )
         ranks = nodes.ranks(group.rank)
         node.processes = [rows[rank][1:] for rank in ranks] if nodes.is_leader(group.rank) else []
         run_on_all(group, node.publish_owner)
