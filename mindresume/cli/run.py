@@ -232,7 +232,8 @@ def run(
     bash scripts/msrun_launcher.sh "run_mindformer.py ..." {workers} 8 {master_addr} 8118
     {node_rank} output/msrun_log False 7200[/bold]
 
-    It is not started again after status 0; status 2 (a wrong argument or setting); SIGTERM, which
+    It is not started again after status 0; status 2 (a wrong argument or setting), 65 (other
+    weights than the loaded ones) or 66 (a step that was trained again differs); SIGTERM, which
     reaches the ranks, so that they save (status 143); Ctrl-C (130). If a job that failed or was
     stopped is not started again, and memory of this node has a newer save than the disk
     (memory_tier), that is written to disk.

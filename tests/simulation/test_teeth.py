@@ -3,7 +3,7 @@ one at a time.
 
     pytest -s tests/simulation/test_teeth.py  # each from a seed that finds it soon, with a table
     # each from seed 0: the table of docs/reliability.md
-    python tests/simulation/test_teeth.py [PART OF A NAME [SECONDS]]
+    PYTHONPATH=.:tests python tests/simulation/test_teeth.py [PART OF A NAME [SECONDS]]
 
 A mutant is the product with another decision: ``Instead`` replaces a named function, method or
 value of it, so that a redesign of what is around it keeps the mutant; ``Edit`` replaces text, where
