@@ -5,16 +5,12 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
 from rank_folders import (
-    MANIFEST,
-    RECORDS,
     folder_contents,
     leaves_nothing,
-    state_of,
     tensors_at,
     tensors_in,
 )
@@ -95,15 +91,6 @@ def test_another_conversion_into_the_same_folder_is_refused(tmp_path, root, conv
             root, tmp_path / "new", **OTHERS[what]
         )
     assert stamps(tmp_path) == before
-
-
-def test_the_same_records_are_the_same_conversion_and_other_bytes_are_not(tmp_path, root, convert):
-    convert(root, tmp_path / "new")
-    shutil.copytree(root, tmp_path / "copy")
-    assert convert(tmp_path / "copy", tmp_path / "new").seconds is None
-    recorded(tmp_path / "other", Plan.parse("tp2", TINY), random_tensors(TINY, 1))
-    with pytest.raises(ConfigError, match="it was converted from"):
-        convert(tmp_path / "other", tmp_path / "new")
 
 
 def test_another_strategy_of_the_source_is_another_conversion(tmp_path, convert):
@@ -227,38 +214,6 @@ def test_a_file_system_without_locks(tmp_path, root, monkeypatch, convert):
 
 
 # ---- the target is a checkpoint ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_the_target_is_a_checkpoint(tmp_path, fmt, convert):
-    plan, new = Plan.parse("dp2tp2pp2opt2"), tmp_path / "b"
-    recorded(tmp_path / "a", Plan.parse("tp4"), ALL, fmt)
-    convert(tmp_path / "a", new, "dp2tp2pp2opt2", fmt, model=MODEL)
-    check_slices(new, plan, ALL)
-    found = mindresume.open(new).select(world_size=8)
-    assert found.refused == found.notes == () and found.verified
-    info = found.chosen.info
-    assert (info.step, info.world_size, info.format, info.committed, info.warnings) == (
-        STEP,
-        8,
-        fmt,
-        True,
-        (),
-    )
-    assert found.chosen.state == state_of(STEP) and info.run_id.startswith("0001-")
-    assert sorted(os.listdir(new / RECORDS / f"step-{STEP:010d}-run-{info.run_id}")) == sorted(
-        [MANIFEST, *(f"rank_{rank:05d}.json" for rank in range(8))]
-    )
-    layouts = {name: row.layout for name, row in found.chosen.tensors.items() if row.layout}
-    assert layouts == plan.stages[0] | plan.stages[1]
-    assert all(found.chosen.tensors[name].shape == ALL[name].shape for name in layouts)
-    assert json.loads((new / "rank_0" / "meta.json").read_text()) == {
-        "last_epoch": 2,
-        "last_step": 5,
-        "last_ckpt_file": f"net_rank_0-2_5.{fmt}",
-    }
-    assert all((new / f"rank_{rank}" / f"net_rank_{rank}-2_5.{fmt}").exists() for rank in range(8))
-    assert not list(tmp_path.rglob("*tmp*")) and not (new / ".lock").exists()
 
 
 # for each kind one; st/test_engines.py has more, with numpy and MindSpore's engine

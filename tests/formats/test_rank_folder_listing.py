@@ -58,20 +58,6 @@ def test_a_file_of_rank_1_in_the_folder_of_rank_0_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        f".net_rank_0-1_10.safetensors.{RUN}.mindresume-tmp",
-        "notes.txt",
-        "net-graph.meta",
-    ],
-)
-def test_temporary_and_other_files_are_ignored(tmp_path, name):
-    write_foreign(tmp_path, 5, world=1)
-    (tmp_path / "rank_0" / name).write_bytes(b"half")
-    assert order(tmp_path) == [(5, MINDFORMERS)] and notes(tmp_path) == []
-
-
-@pytest.mark.parametrize(
     "content, note_text",
     [
         ("", "empty or truncated"),
@@ -88,24 +74,6 @@ def test_a_wrong_meta_json_is_noted(tmp_path, content, note_text):
     assert note.startswith("rank_1/meta.json ") and note_text in note and "the files decide" in note
 
 
-def test_weights_without_counters_and_damaged_files_are_candidates_with_a_problem(tmp_path):
-    folder = tmp_path / "rank_0"
-    put(folder / "net_rank_0-1_5.ckpt", {"w": tensors_of(0, 5)["layer.bias"]})
-    (folder / "net_rank_0-1_6.ckpt").write_bytes(b"")
-    (folder / "net_rank_0-1_7.safetensors").write_bytes(b"\xff" * 64)
-    reasons = {os.path.basename(row.files[0]): row.problem.reason for row in found(tmp_path)}
-    assert "holds no step_num: weights only" in reasons["net_rank_0-1_5.ckpt"]
-    assert "the file is empty" in reasons["net_rank_0-1_6.ckpt"]
-    assert "truncated, or not a safetensors file" in reasons["net_rank_0-1_7.safetensors"]
-
-
-def test_a_damaged_file_of_the_first_rank_does_not_hide_the_step(tmp_path):
-    write_foreign(tmp_path, 5, world=2)
-    path_of(tmp_path, 5, 0).write_bytes(b"")
-    (row,) = found(tmp_path)
-    assert row.step == 5 and row.problem.rank == 0
-
-
 @pytest.mark.parametrize("prefix", ["checkpoint_", "llama2_7b_", "7b-rank_", "3x8_"])
 def test_files_of_a_transform_are_grouped_with_any_digits_in_the_prefix(tmp_path, prefix):
     for rank in range(12):
@@ -114,12 +82,6 @@ def test_files_of_a_transform_are_grouped_with_any_digits_in_the_prefix(tmp_path
     assert row.step == 5 and row.files == tuple(
         str(tmp_path / f"rank_{rank}" / f"{prefix}{rank}.safetensors") for rank in range(12)
     )
-
-
-def test_the_same_step_in_both_formats_is_two_candidates(tmp_path):
-    write_foreign(tmp_path, 5, world=1, fmt="ckpt")
-    write_foreign(tmp_path, 5, world=1, fmt="safetensors")
-    assert sorted(row.format for row in found(tmp_path)) == ["ckpt", "safetensors"]
 
 
 # ---- the number of ranks -------------------------------------------------------------------------
@@ -148,17 +110,6 @@ def test_expected_ranks_of_the_strategy_folder_beside(tmp_path, names, expected)
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def test_our_runs_are_ordered_by_number_then_by_step(tmp_path):
-    save(tmp_path, 20, world=1)
-    save(tmp_path, 5, world=1, run=LATER_RUN, suffix=1)
-    save(tmp_path, 10, world=1, run=LATER_RUN, suffix=1)
-    assert [(row.step, row.run_id) for row in found(tmp_path)] == [
-        (10, LATER_RUN),
-        (5, LATER_RUN),
-        (20, RUN),
-    ]
-
-
 def test_mindformers_files_are_ordered_by_samples_when_global_batch_sizes_differ(tmp_path):
     # 800 samples; then a larger batch: 960
     for step, batch, suffix in ((100, 8, 0), (60, 16, 1)):
@@ -178,13 +129,6 @@ def test_mindformers_files_are_ordered_by_samples_when_global_batch_sizes_differ
 # ---- our files, records and labels ---------------------------------------------------------------
 
 
-def test_labelled_files_without_any_records_are_ordinary_candidates(tmp_path):
-    save(tmp_path, 10, world=2)
-    shutil.rmtree(tmp_path / RECORDS)
-    (row,) = found(tmp_path)
-    assert (row.step, row.origin, row.problem, row.state) == (10, MINDFORMERS, None, "complete")
-
-
 @pytest.mark.parametrize("run", ["x", "../../x", "1-0000aaaa"])
 def test_a_label_that_names_no_run_does_not_stop_a_scan_without_records(tmp_path, run):
     put(path_of(tmp_path, 10, 0), tensors_of(0, 10), {"mindresume": f"{run} 10"})
@@ -200,31 +144,6 @@ def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     # ... and killed in the first save
     write_rank(tmp_path, 15, 0, 2, run="0001-0000cccc", suffix=1)
     assert [row.step for row in found(tmp_path) if row.state == "complete"] == [10]
-
-
-def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_completed(tmp_path):
-    save(tmp_path, 5, world=2)
-    save(tmp_path, 10, world=2)
-    shutil.rmtree(records_of(tmp_path, 10))
-    newest = found(tmp_path).checkpoints[0]
-    assert (newest.step, newest.origin, newest.run_id, newest.state) == (
-        10,
-        OURS,
-        RUN,
-        "incomplete",
-    )
-    assert newest.problem.reason == "the save never completed: no record of it was written"
-
-
-def test_recorded_files_are_not_separate_candidates(tmp_path):
-    for rank in (0, 1):
-        write_rank(tmp_path, 5, rank, 3)  # rank 2 never wrote
-    path = path_of(tmp_path, 5, 2)
-    path.parent.mkdir()
-    # and rank 2 wrote its file but no record
-    shutil.copy(path_of(tmp_path, 5, 0), path)
-    (row,) = found(tmp_path)
-    assert "2 of 3 ranks recorded" in row.problem.reason and row.problem.rank == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"torn"])
@@ -301,16 +220,6 @@ def test_meta_json_decides_which_mindformers_run_is_newer_after_a_fallback(tmp_p
         == json.loads((tmp_path / "rank_0" / "meta.json").read_text())["last_ckpt_file"]
         == "net_rank_0_1-2_5.safetensors"
     )
-
-
-@pytest.mark.parametrize("time, first", [(1.0, OURS), (4e9, MINDFORMERS)])
-def test_another_prefix_is_ordered_by_time(tmp_path, time, first):
-    save(tmp_path, 10, world=1)
-    write_foreign(tmp_path, 5, world=1)
-    other = path_of(tmp_path, 5, 0).with_name("other_rank_0-1_5.safetensors")
-    path_of(tmp_path, 5, 0).rename(other)
-    os.utime(other, (time, time))
-    assert order(tmp_path)[0][1] == first
 
 
 def test_an_old_prefix_stays_old_though_mindformers_saved_in_our_run_since(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from rank_folders import (
     RUN,
     STORAGE,
-    counters,
     dir_at,
     name_of,
     path_of,
@@ -30,11 +29,9 @@ from reshard.plans import (
     put,
     random_tensors,
     recorded,
-    shard_file,
 )
 from storages import Hooked, failing, os_error
 
-from mindresume import runtime
 from mindresume.coordination.lease import read_locks
 from mindresume.errors import (
     ConfigError,
@@ -88,16 +85,6 @@ def check(source, tensors=TENSORS):
 def cut_short(root, step):
     path = path_of(root, step, 2)
     os.truncate(path, path.stat().st_size - 1)
-
-
-def test_a_single_bad_checkpoint_is_an_error_with_its_reason(tmp_path):
-    save(tmp_path, 5, replicas=1)
-    cut_short(tmp_path, 5)
-    with pytest.raises(
-        CorruptFileError, match="net_rank_2-1_5.safetensors: step 5: the file of rank 2 has"
-    ) as found:
-        opened(tmp_path)
-    assert found.value.path == str(path_of(tmp_path, 5, 2))
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
@@ -160,18 +147,6 @@ def test_the_strategy_folder_beside_is_used(tmp_path, fmt, form):
         0, STEP, 0, fmt
     )
     assert opened(tmp_path / "checkpoint" / "rank_3").state == source.state
-
-
-def test_a_given_strategy_precedes_the_one_beside(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    strategy_in(tmp_path / "strategy", Plan.parse("tp2pp1", MODEL))
-    check(opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "given")))
-    with pytest.raises(
-        StrategyError, match=r"rank_2/.* is of rank 2, the strategy .*strategy is of 2 ranks"
-    ):
-        opened(tmp_path / "checkpoint")
-    assert len(os.listdir(tmp_path / "given")) == 4
-    check(opened(tmp_path / "checkpoint", strategy=str(tmp_path / "given") + "/"))
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -321,41 +296,7 @@ def test_the_files_that_are_read_first_are_read_side_by_side(tmp_path, after_the
     assert len(set(met)) == 2
 
 
-def test_ranks_of_different_steps(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    put(
-        path_of(tmp_path / "checkpoint", STEP, 2),
-        shard_file(PLAN, TENSORS, 2, extra=counters(STEP + 1)),
-    )
-    with pytest.raises(CorruptFileError, match="rank 2 holds step 16, rank 0 holds step 15"):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
-
-
-def test_a_tensor_that_one_rank_lacks(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS)
-    shard = shard_file(PLAN, TENSORS, 1)
-    del shard["layers.0.weight"]
-    put(path_of(tmp_path / "checkpoint", STEP, 1), shard)
-    with pytest.raises(
-        LoadError,
-        match=r"layers.0.weight .* is nowhere: it should be in the file of rank 1, which has no "
-        r"such",
-    ):
-        opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
-
-
 # ---- reported facts ------------------------------------------------------------------------------
-
-
-def test_weights_only(tmp_path):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
-    source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
-    check(source)
-    assert source.state is None and source.what.endswith("checkpoint, weights only, 4 ranks")
-    with pytest.raises(
-        MissingCheckpointError, match="has no step 15; there are: weights without a step"
-    ):
-        opened(tmp_path / "checkpoint", step=15)
 
 
 def test_identities(tmp_path):
@@ -450,22 +391,6 @@ def test_a_refused_checkpoint_is_not_locked(tmp_path):
         ]
 
 
-def test_the_scan_is_repeated_if_a_checkpoint_is_removed_before_the_lock(tmp_path, monkeypatch):
-    for step in (5, 10):
-        save(tmp_path, step, replicas=1)
-
-    def late(directory, attempt, commit_dir, **how):
-        monkeypatch.undo()
-        shutil.rmtree(commit_dir)
-        for rank in range(4):
-            path_of(tmp_path, 10, rank).unlink()
-        return source_module.acquire_read_lock(directory, attempt, commit_dir, **how)
-
-    monkeypatch.setattr(source_module, "acquire_read_lock", late)
-    with held(tmp_path) as source:
-        assert source.state.step == 5 and source.refused == ()
-
-
 def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_path, monkeypatch):
     save(tmp_path, 5, replicas=1)
     commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
@@ -496,14 +421,3 @@ def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypat
         held(tmp_path),
     ):
         pass
-
-
-def test_refused_steps_do_not_wait_one_after_the_other_for_a_foreign_announcement(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step, replicas=1)
-    for step in (10, 15):
-        os.truncate(path_of(tmp_path, step, 2), 100)
-    (tmp_path / FOLDER / "claim-0000-0000aaaa.json").write_text("of a later version")
-    waits = []
-    with runtime.answers({runtime.sleep: waits.append}), held(tmp_path) as source:
-        assert source.state.step == 5 and len(source.refused) == 2 and sum(waits) < 15

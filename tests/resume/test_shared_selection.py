@@ -32,7 +32,6 @@ WORLD = 4
 choose = partial(job_choices.choose, world=WORLD)
 takes = partial(job_choices.takes, world=WORLD)
 stops = partial(job_choices.stops, world=WORLD)
-CUT_SHORT = "the save never completed: 2 of 4 ranks recorded what they wrote, missing: rank "
 
 
 @pytest.fixture
@@ -47,13 +46,6 @@ def test_a_file_of_another_kind_is_a_config_error_on_all_ranks(tmp_path):
     (tmp_path / "notes.txt").write_text("text")
     for error in Ranks(2).run(lambda group: choose(tmp_path / "notes.txt", group=group)):
         assert type(error) is ConfigError and "notes.txt" in str(error)
-
-
-def test_the_newest_complete_one(saved):
-    choice = takes(saved, 15)
-    assert (choice.chosen.epoch, choice.chosen.run, choice.is_fresh_start) == (2, RUN, False)
-    assert choice.shards[2].details.random == {"python": "of rank 2"}
-    assert choice.shards[0].state.step == 15
 
 
 def take_the_place_of_another_run(path):
@@ -88,15 +80,6 @@ def test_a_damaged_file_is_named(tmp_path, fmt, kind):
     assert (refusal.rank, refusal.file) == (1, f"rank_1/net_rank_1-1_10.{fmt}")
 
 
-def test_a_deleted_rank_folder_is_refused_without_replicas(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step, replicas=4)
-    shutil.rmtree(tmp_path / "rank_1")
-    reason = "the file of rank 1 is missing, and 3 of its tensors are on no other rank"
-    error = stops(tmp_path, reason, "resume_training: False")
-    assert [refusal.step for refusal in error.refused] == [10, 5]
-
-
 def test_a_deleted_rank_folder_is_read_from_proven_replicas(saved):
     shutil.rmtree(saved / "rank_1")
     shard = takes(saved, 15).shards[1]
@@ -113,19 +96,6 @@ def test_a_damaged_replica_does_not_count(saved):
     path_of(saved, 15, 1).unlink()
     damage(saved, 15, 3, "layer.bias")
     assert takes(saved, 10, (15, "damaged")).refused[0].rank in (1, 3)
-
-
-@pytest.mark.parametrize("content", [b"", b"torn", None])
-def test_a_torn_or_altered_record(saved, content):
-    path = records_of(saved, 15) / "rank_00001.json"
-    path.write_bytes(path.read_bytes()[:-40] if content is None else content)
-    assert takes(saved, 10, (15, "")).refused[0].rank == 1
-
-
-def test_a_save_cut_short_is_refused_with_the_missing_ranks(saved):
-    for rank in (0, 3):
-        write_rank(saved, 20, rank, WORLD)
-    takes(saved, 15, (20, f"{CUT_SHORT}1, 2"))
 
 
 def test_a_file_whose_record_was_never_written(saved):
@@ -149,48 +119,7 @@ def test_a_leftover_of_a_larger_world_size(tmp_path):
     assert set(takes(tmp_path / "foreign", 25).chosen.files) == {0, 1, 2, 3}
 
 
-def test_two_runs_side_by_side_are_never_mixed(tmp_path):
-    save(tmp_path, 5)
-    for rank in range(WORLD):  # the first run is killed, and so is the second, the other way round
-        write_rank(tmp_path, 10, rank, WORLD, *((LATER_RUN, "safetensors", 1) if rank > 1 else ()))
-    takes(tmp_path, 5, (10, f"{CUT_SHORT}0, 1"), (10, f"{CUT_SHORT}2, 3"))
-
-
-def test_after_a_fall_back_the_new_run_is_newer(saved):
-    save(saved, 10, run=LATER_RUN, suffix=1)
-    assert takes(saved, 10).chosen.run == LATER_RUN
-
-
-# ---- fresh start or error ------------------------------------------------------------------------
-
-
-def test_an_empty_folder_is_a_fresh_start(tmp_path):
-    assert choose(tmp_path).is_fresh_start and choose(tmp_path / "missing").is_fresh_start
-
-
-def test_leftovers_of_a_first_save_are_a_fresh_start(tmp_path):
-    write_rank(tmp_path, 5, 0, WORLD)
-    (tmp_path / "rank_1").mkdir()
-    (tmp_path / "rank_1" / f".net_rank_1-1_5.safetensors.{RUN}.mindresume-tmp").write_bytes(b"half")
-    choice = choose(tmp_path)
-    assert choice.is_fresh_start and choice.chosen is None and choice.refused[0].step == 5
-
-
-def test_never_a_silent_fresh_start_when_something_was_complete(tmp_path):
-    save(tmp_path, 5)
-    flip_bit(path_of(tmp_path, 5, 0))
-    write_rank(tmp_path, 10, 0, WORLD)
-    assert [refusal.step for refusal in stops(tmp_path).refused] == [10, 5]
-
-
 # ---- named checkpoints ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["net_rank_0-1_10.safetensors", "net_rank_3-1_10", "net_rank_0-1_10"]
-)
-def test_a_named_checkpoint(saved, name):
-    takes(saved, 10, requested=name)
 
 
 def test_a_named_checkpoint_that_cannot_be_used_is_an_error_not_a_fall_back(saved):
@@ -226,16 +155,6 @@ def test_mindformers_folder_by_content_not_by_name(tmp_path):
     choice = choose(tmp_path)
     # rank 0 alone has -2_5 of the second attempt
     assert choice.chosen.step == 15 and "no file of rank" in choice.refused[0].reason
-
-
-@pytest.mark.parametrize(
-    "meta", ["", "{", '{"last_ckpt_file": "net_rank_0-7_7.safetensors"}', "[]"]
-)
-def test_a_bad_meta_json_is_only_a_note(tmp_path, meta):
-    for step in (5, 10):
-        write_foreign(tmp_path, step)
-    (tmp_path / "rank_0" / "meta.json").write_text(meta)
-    assert any("meta.json" in note for note in takes(tmp_path, 10).notes)
 
 
 def test_ranks_of_mindformers_at_different_steps(tmp_path):

@@ -21,13 +21,12 @@ from iteration_folders import (
     records_of,
     save,
     track,
-    unname,
     weights_of,
     write_all,
     write_rank,
 )
 from job_choices import choose, stops, takes
-from rank_folders import LATER_RUN, MANIFEST, RECORDS, RUN, Ranks, flip_bit
+from rank_folders import LATER_RUN, RECORDS, Ranks, flip_bit
 
 from mindresume.errors import MissingCheckpointError
 from mindresume.model.manifest import read_details
@@ -46,15 +45,6 @@ def saved(tmp_path):
 
 
 # ---- the tracker ---------------------------------------------------------------------------------
-
-
-def test_the_iteration_that_the_tracker_names_is_selected(saved):
-    choice = takes(saved, 15)
-    assert (choice.chosen.run, choice.chosen.iteration_dir) == (RUN, "iteration_00000015")
-    assert (choice.notes, choice.is_fresh_start) == ((), False)
-    assert [proof.details.random for proof in choice.shards] == [
-        {"python": f"of rank {rank}"} for rank in range(2)
-    ]
 
 
 LAST_RESORT = "which {tracker} names, so only used as a last resort: step 15"
@@ -95,14 +85,6 @@ def test_a_tracker_that_is_a_folder(saved):
     takes(saved, 15)
 
 
-def test_a_published_folder_whose_manifest_rotted_is_the_newest_still(saved):
-    """Else the tracker counts as set back, and a later save that all ranks have written as a last
-    resort."""
-    flip_bit(records_of(folder_of(saved, 15), 15) / MANIFEST)
-    write_all(saved, 20)
-    assert "last resort" not in notes(takes(saved, 20))
-
-
 @pytest.mark.parametrize("named, intended, step", [(10, 15, 15), (5, 10, 5)])
 def test_a_dead_jobs_unfinished_tracker_update_counts(saved, named, intended, step):
     """One of another step than the newest does not."""
@@ -113,18 +95,6 @@ def test_a_dead_jobs_unfinished_tracker_update_counts(saved, named, intended, st
 
 
 # ---- not committed -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("manifest", [True, False])
-def test_a_save_that_all_ranks_have_finished_is_the_newest(saved, manifest):
-    if manifest:
-        unname(saved, 15)
-    else:
-        shutil.rmtree(folder_of(saved, 15))
-        write_all(saved, 15)
-    track(saved, 10)
-    chosen = takes(saved, 15).chosen
-    assert chosen.committed is manifest and chosen.iteration_dir.startswith(RECORDS)
 
 
 def test_a_tracker_that_was_set_back_precedes_a_save_that_all_ranks_have_finished(saved):
@@ -153,13 +123,6 @@ def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(sav
     write_all(saved, 10, run=LATER_RUN)
     choice = takes(saved, 5)
     assert "newer than step 5" in notes(choice) and "step 10" in notes(choice)
-
-
-def test_a_complete_save_newer_than_a_folder_of_mindformers_that_the_tracker_names(tmp_path):
-    save(tmp_path, 5)
-    foreign(tmp_path, "mf190_20_single", (10, 15))
-    write_all(tmp_path, 20, run=LATER_RUN, at=3e9)
-    assert takes(tmp_path, 20).chosen.run == LATER_RUN
 
 
 def test_a_save_without_one_rank_is_not_selected(saved):
@@ -282,12 +245,6 @@ def test_resume_training_names_a_missing_step(saved, named):
 def test_a_damaged_named_checkpoint_is_an_error_without_a_fallback(saved):
     cut(weights_of(saved, 10))
     missing(saved, "requested", requested="10")
-
-
-@pytest.mark.parametrize("name", ["iteration_00000010", "iteration_10", "best", "epoch 3"])
-def test_a_folder_given_directly_may_have_any_name(saved, name):
-    os.rename(folder_of(saved, 10), saved / name)
-    assert takes(saved / name, 10).chosen.iteration_dir == name
 
 
 @pytest.mark.parametrize("name", ["iteration_00000010", "best"])
@@ -469,24 +426,12 @@ def test_damaged_mindformers_folders(tmp_path, kind):
     stops(tmp_path, reason)
 
 
-def test_unhealthy_mindformers_folders_are_refused(tmp_path):
-    foreign(tmp_path, "mf190_20_single")
-    common(ckpt_status=1)(folder_of(tmp_path, 15))
-    takes(tmp_path, 15)
-    takes(tmp_path, 10, (15, "unhealthy"), unhealthy=())
-
-
 def test_missing_files_without_a_tracker_are_a_killed_first_save(tmp_path):
     foreign(tmp_path, steps=(10,), tracked=False)
     without(COMMON)(folder_of(tmp_path, 10))
     choice = choose(tmp_path)
     assert choice.chosen is None and choice.is_fresh_start
     assert "common.json is missing" in choice.refused[0].reason
-
-
-def test_a_file_named_like_an_iteration_is_ignored(saved):
-    folder_of(saved, 20).write_text("")
-    takes(saved, 15)
 
 
 def test_a_tracker_alone_prevents_a_fresh_start(tmp_path):

@@ -8,10 +8,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import iteration_folders
 import pytest
 import rank_folders
-from lease_holders import ME, publish_lease
 from rank_folders import (
     EVERY_RUN,
     RUN,
@@ -24,10 +22,8 @@ from rank_folders import (
 )
 from storages import Hooked, failing, os_error
 
-from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
-from mindresume.coordination.lease import ReadLocks, acquire_read_lock
-from mindresume.events import CheckpointsRemoved, RemovalPostponed, ignore
+from mindresume.events import RemovalPostponed, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.rank_folders import META, meta_json
 from mindresume.formats.scan import scan
@@ -37,7 +33,6 @@ from mindresume.model.manifest import (
     TRASH,
     attempt_name,
     run_name,
-    strip_trash,
     trash_name,
 )
 from mindresume.resume.eligible import SelectionPolicy
@@ -48,14 +43,12 @@ from mindresume.saving.retention import (
     KEEP_ALL,
     NEWEST_HEALTHY,
     NEWEST_WHOLE,
-    NOTHING_WHOLE,
     KeepAny,
     KeepEverySteps,
     KeepLast,
     Plan,
     plan,
 )
-from mindresume.storage.posix import PosixStorage
 
 NEXT_RUN = run_name(2, "0000bbbb")
 
@@ -182,16 +175,6 @@ def test_the_newest_complete_checkpoint_is_never_removed_and_broken_newer_ones_d
     assert chosen.step == 10 or spoil is delete_file
 
 
-def test_no_checkpoint_is_removed_without_a_complete_one(saved):
-    for step in (5, 10, 15, 20):
-        cut_short(saved, step)
-    made = planned(saved, KeepLast(1), ended=EVERY_RUN)
-    assert (
-        steps(made.kept) == [20, 15, 10, 5] and made.to_delete == () and steps(made.orphans) == [25]
-    )
-    assert set(why(made).values()) == {NOTHING_WHOLE, "the save never completed"}
-
-
 def test_the_checkpoint_that_meta_json_names_is_kept(saved):
     """A job has committed a newer one and not pointed to it yet; meanwhile a user prunes the
     folder."""
@@ -264,17 +247,6 @@ def test_the_newest_healthy_checkpoint_is_kept(tmp_path, healths, unhealthy, kep
         assert why(made)[attempt_name(extra, RUN)] == NEWEST_HEALTHY
 
 
-def test_the_newest_complete_healthy_checkpoint_is_kept_and_unknown_counts_as_healthy(
-    tmp_path, healths
-):
-    healths.update({5: 0, 20: 1, 25: 1})
-    for step in (5, 10, 15, 20, 25):
-        save(tmp_path, step, world=2)
-    cut_short(tmp_path, 15)
-    made = planned(tmp_path, KeepLast(1))
-    assert steps(made.kept) == [25, 10] and why(made)[attempt_name(10, RUN)] == NEWEST_HEALTHY
-
-
 # ---- carrying out --------------------------------------------------------------------------------
 
 
@@ -294,32 +266,6 @@ class Counting(Hooked):
     def _count(self, *what):
         if len(self.asked) - 1 == self.limit:
             raise Died(what)
-
-
-def test_the_order_of_operations(saved):
-    storage = Counting()
-    removed = prune(saved, KeepLast(3), storage=storage)
-    assert steps(removed) == [5]
-    records, name = saved / FOLDER, attempt_name(5, RUN)
-    changes = [what for what in storage.asked if what[0] not in ("list", "status", "open")]
-    trash = Path(changes[1][1])
-    assert trash.parent == records and strip_trash(trash.name) == name
-    expected = [
-        ("sync", str(records / attempt_name(20, RUN))),
-        ("rename", str(trash)),
-        ("sync", str(records)),
-    ]
-    for rank in range(2):
-        path = path_of(saved, 5, rank)
-        expected += [
-            ("remove", str(path)),
-            ("remove", str(path.with_name(f".{path.name}.{RUN}.mindresume-tmp"))),
-            ("sync", str(path.parent)),
-        ]
-    expected += [
-        ("remove", str(trash / entry)) for entry in (MANIFEST, "rank_00000.json", "rank_00001.json")
-    ]
-    assert changes == [*expected, ("remove", str(trash))]
 
 
 def test_weights_of_an_interrupted_removal_are_synced_by_the_next(saved):
@@ -371,16 +317,6 @@ def test_checkpoints_that_vanished_before_their_removal_are_no_error(saved):
     assert committed(saved) == [20]
 
 
-def test_a_rank_that_never_wrote_has_no_folder(tmp_path):
-    save(tmp_path, 5, world=1)
-    write_rank(tmp_path, 10, 0, 3)
-    assert steps(prune(tmp_path, KEEP_ALL, ended=EVERY_RUN)) == [10]
-    assert (
-        os.listdir(tmp_path / FOLDER) == [attempt_name(5, RUN)]
-        and not path_of(tmp_path, 10, 0).exists()
-    )
-
-
 def test_a_later_file_of_the_same_name_is_kept(tmp_path):
     """The rank folders were deleted by hand and their hidden records were not: the next run uses
     the names again."""
@@ -405,20 +341,6 @@ def test_a_later_file_of_the_same_name_is_kept(tmp_path):
 HELD = {attempt_name(10, RUN): "loading by process 7 on host a"}
 
 
-def test_a_locked_checkpoint_is_not_removed(saved):
-    made = planned(
-        saved,
-        KeepLast(1),
-        held={**HELD, attempt_name(25, RUN): "x", attempt_name(20, RUN): "y"},
-        ended=EVERY_RUN,
-    )
-    assert steps(made.to_delete) == [15, 5] and made.orphans == ()
-    assert sorted(steps(made.read_locked)) == [10, 25]  # 20 is kept anyway
-    assert why(made)[attempt_name(10, RUN)] == "held: loading by process 7 on host a"
-    carry_out(dir_at(saved), made, lambda: HELD)
-    assert committed(saved) == [20, 10]
-
-
 def test_a_read_lock_taken_after_the_plan_is_respected(saved):
     before, events = (
         {p: p.stat().st_mtime_ns for p in (saved / FOLDER / attempt_name(10, RUN)).iterdir()},
@@ -434,20 +356,6 @@ def test_a_read_lock_taken_after_the_plan_is_respected(saved):
     ]
     # let go: the next one takes it
     assert steps(prune(saved, KeepLast(1))) == [10]
-
-
-def test_read_locks_are_checked_after_the_rename_is_durable(saved):
-    storage, asked = Counting(), []
-
-    def read_locks():
-        asked.append([what[0] for what in storage.asked])
-        return {}
-
-    prune(saved, KeepLast(2), storage=storage, locks=read_locks)
-    assert asked == [
-        ["sync", "rename", "sync"],
-        ["sync", "rename", "sync", "rename", "sync"],
-    ]
 
 
 def test_the_next_removal_restores_a_locked_checkpoint_if_the_first_is_killed(saved):
@@ -568,29 +476,6 @@ def test_a_failed_removal_is_emitted_once(saved):
     ]
 
 
-def test_trash_of_the_same_attempt_does_not_interfere(saved):
-    """A removal was interrupted, then the checkpoint was copied back by hand."""
-    name = attempt_name(5, RUN)
-    # without a nonce, as before
-    for old in (TRASH + name, trash_name(name)):
-        shutil.copytree(saved / FOLDER / name, saved / FOLDER / old)
-    assert steps(prune(saved, KeepLast(3))) == [5]
-    assert committed(saved) == [20, 15, 10] and not list((saved / FOLDER).glob(TRASH + "*"))
-    assert not path_of(saved, 5, 0).exists()
-
-
-def test_a_rename_that_reports_an_error_after_its_effect(saved):
-    class Late(PosixStorage):
-        def rename(self, old, new):
-            super().rename(old, new)
-            raise OSError(errno.EIO, "Input/output error", old)
-
-    events = []
-    assert prune(saved, KeepLast(3), storage=Late(), emit=events.append) == []
-    assert len(events) == 1 and committed(saved) == [20, 15, 10]
-    assert not path_of(saved, 5, 0).exists() and not list((saved / FOLDER).glob(TRASH + "*"))
-
-
 def test_unreadable_read_locks_keep_what_may_be_locked(saved):
     def read_locks():
         raise OSError(errno.EIO, "Input/output error")
@@ -607,32 +492,6 @@ def test_unreadable_read_locks_keep_what_may_be_locked(saved):
 # ---- the committer -------------------------------------------------------------------------------
 
 
-def test_the_committer_removes_respects_locks_and_emits(saved):
-    events, held = [], dict(HELD)
-    for rank in range(2):
-        write_rank(saved, 30, rank, 2, run=NEXT_RUN, suffix=1)
-    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(2), events.append)
-    committer.read_locks = lambda: held
-    committer.poll(30)
-    assert committed(saved) == [30, 20, 10] and events[-1] == CheckpointsRemoved(
-        (15, 5), str(saved), str(KeepLast(2))
-    )
-    # of a run with a smaller number: over, by default
-    assert not path_of(saved, 25, 0).exists()
-    held.clear()
-    assert committer.prune() == [10] and committer.prune() == []
-
-
-def test_the_committer_keeps_saves_that_may_still_be_written(saved):
-    publish_lease(saved, ME)
-    committer = Committer(rank_folders.target_of(saved, 0, 2, NEXT_RUN), KeepLast(9))
-    assert committer.prune() == [] and path_of(saved, 25, 0).exists()
-    assert (
-        json.loads((saved / "rank_0" / "meta.json").read_text())["last_ckpt_file"]
-        == path_of(saved, 20, 0).name
-    )
-
-
 def test_the_committer_never_considers_a_later_run_ended(saved):
     """The run started later: the listing of runs at the start says nothing about it."""
     write_rank(saved, 40, 0, 2, run=NEXT_RUN, suffix=1)
@@ -640,32 +499,6 @@ def test_the_committer_never_considers_a_later_run_ended(saved):
     assert (
         path_of(saved, 40, 0, 1).exists() and (saved / FOLDER / attempt_name(40, NEXT_RUN)).exists()
     )
-
-
-def test_a_checkpoint_locked_during_other_removals_is_not_moved(tmp_path):
-    """However long the others take: read locks are checked right before each rename."""
-    iteration_folders.save(tmp_path, 1, 2, 3)
-    moved, held = [], []
-    to_delete = [c for c in scan(dir_at(tmp_path)).candidates if c.step < 3]
-
-    class Slow(PosixStorage):
-        def rename(self, old, new):
-            if os.path.basename(old).startswith("iteration_"):
-                moved.append(os.path.basename(old))
-                if len(moved) == 1:
-                    other = next(c for c in to_delete if c.iteration_dir != moved[0])
-                    with runtime.answers({runtime.sleep: lambda seconds: None}):
-                        lock = acquire_read_lock(dir_at(tmp_path), other.name, other.commit_dir)
-                    held.append(lock)
-            super().rename(old, new)
-
-    carry_out(
-        CheckpointDir(Slow(), str(tmp_path)),
-        Plan(to_delete=tuple(to_delete)),
-        ReadLocks(dir_at(tmp_path)),
-    )
-    assert len(moved) == 1 and held[0] is not None
-    held[0].release()
 
 
 def test_a_pointer_that_may_not_be_read_stops_no_removal(tmp_path):

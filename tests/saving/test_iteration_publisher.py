@@ -24,7 +24,6 @@ from iteration_folders import (
     target_of,
     track,
     tracker,
-    unname,
     write_all,
     write_rank,
 )
@@ -167,12 +166,6 @@ def test_a_commit_leaves_only_the_files_that_mindformers_needs(tmp_path):
     ]
 
 
-def test_one_rank_needs_no_metadata_and_known_health_is_recorded(tmp_path):
-    save(tmp_path, 10, world=1, health=1)
-    assert METADATA not in os.listdir(folder_of(tmp_path, 10))
-    assert parse_common((folder_of(tmp_path, 10) / COMMON).read_bytes(), COMMON).ckpt_status == 1
-
-
 def test_a_layout_that_does_not_divide_the_ranks_is_no_commit(tmp_path):
     events = []
     for rank in range(2):
@@ -239,25 +232,6 @@ def test_a_file_that_is_not_as_recorded_is_not_adopted(tmp_path):
     ) and "net-opt-0000001" in delayed.reason
 
 
-def test_a_kill_at_every_operation_of_an_adoption_of_several(tmp_path):
-    """Between two of them the tracker is older than the published iterations, as if a user had set
-    it back."""
-
-    def act(storage, number):
-        root = tmp_path / str(number)
-        save(root, 5)
-        for step in (10, 15, 20):
-            write_all(root, step)
-        Committer(target_of(root, run=NEXT, storage=storage)).recover()
-
-    for number, operation in interrupted_at_each_operation(act):
-        root = tmp_path / str(number)
-        assert chosen(root) == (20, RUN), operation
-        adopting(root, THIRD)
-        assert chosen(root) == (20, RUN) and tracker(root) == "20", operation
-        assert committed(root) == [(20, RUN), (15, RUN), (10, RUN), (5, RUN)], operation
-
-
 def test_saves_before_one_that_cannot_be_adopted_are_not_skipped(tmp_path):
     save(tmp_path, 5)
     for step in (10, 15):
@@ -267,17 +241,6 @@ def test_saves_before_one_that_cannot_be_adopted_are_not_skipped(tmp_path):
     assert (
         adopting(tmp_path) == [10] and tracker(tmp_path) == "10" and chosen(tmp_path) == (10, RUN)
     )
-
-
-def test_the_tracker_names_the_selected_iteration_after_an_adoption(tmp_path):
-    """The tracker names step 20, which is not published; a later run from an older step saved step
-    15, and both were killed."""
-    save(tmp_path, 5, 20)
-    unname(tmp_path, 20)
-    write_all(tmp_path, 15, run=NEXT)
-    assert chosen(tmp_path) == (20, RUN)
-    adopting(tmp_path, THIRD)
-    assert tracker(tmp_path) == "20" and chosen(tmp_path) == (20, RUN)
 
 
 def test_a_save_is_adopted_although_a_newer_one_never_completed(tmp_path):
@@ -308,30 +271,6 @@ def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_k
 
 
 # ---- a step is saved once more -------------------------------------------------------------------
-
-
-def test_a_kill_at_every_operation_of_replacing_our_only_folder(tmp_path):
-    """The tracker never names a folder that is incomplete or missing."""
-
-    def act(storage, number):
-        root = tmp_path / str(number)
-        save(root, 20)
-        write_all(root, 20, run=NEXT)
-        Committer(target_of(root, run=NEXT, storage=storage)).poll(20)
-
-    trackers = set()
-    for number, operation in interrupted_at_each_operation(act):
-        root = tmp_path / str(number)
-        assert chosen(root) == (20, NEXT), operation
-        trackers.add(tracker(root))
-        assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), (
-            operation
-        )
-        adopting(root, THIRD)
-        Committer(target_of(root, run=THIRD)).prune()
-        assert chosen(root) == (20, NEXT) and tracker(root) == "20", operation
-        assert hidden(root) == [] and (20, RUN) not in committed(root), operation
-    assert trackers == {"20", None}
 
 
 def test_a_folder_of_mindformers_is_replaced_completely(tmp_path):
@@ -375,37 +314,6 @@ def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         Committer(target_of(tmp_path, run=NEXT, storage=Hooked(stop))).poll(20)
     assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
-
-
-@pytest.mark.parametrize("trouble", ["tracker-0000000010", VISIBLE, TRACKER])
-def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, trouble):
-    """The earlier one is named first; the tracker follows before anything else is done."""
-
-    def act(storage, number):
-        failed, rename = [], storage.rename
-
-        def once(old, new):
-            if new.endswith(trouble) and not failed:
-                failed.append(new)
-                raise OSError(5, "Input/output error", new)
-            rename(old, new)
-
-        storage.rename, root = once, tmp_path / str(number)
-        save(root, 5)
-        committer = Committer(target_of(root, storage=storage))
-        for step in (10, 20):
-            write_all(root, step)
-            committer.poll(step)
-        assert failed and tracker(root) == "20" and hidden(root) == []
-
-    for number, operation in interrupted_at_each_operation(act):
-        root = tmp_path / str(number)
-        newest = 20 if making(root, 20).exists() or folder_of(root, 20).exists() else 10
-        assert chosen(root) == (newest, RUN), operation
-        adopting(root)
-        assert (
-            chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == []
-        ), operation
 
 
 def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
@@ -562,18 +470,6 @@ def test_two_folders_of_one_attempt_are_removed_independently(tmp_path):
     assert listing(root) == ["iteration_00000040", TRACKER] and hidden(root) == []
 
 
-def test_the_next_run_is_not_confused_by_them(tmp_path):
-    root = tmp_path / "root"
-    save(root, 10, 20)
-    orphan(root, 20)
-    assert chosen(root) == (20, RUN) and adopting(root) == []
-    save(root, 30, run=NEXT, policy=KeepLast(2))
-    assert (
-        listing(root) == ["iteration_00000020", "iteration_00000030", TRACKER]
-        and hidden(root) == []
-    )
-
-
 def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tmp_path):
     root = tmp_path / "root"
     save(root, 10)
@@ -652,15 +548,6 @@ def test_an_earlier_run_cannot_save_after_a_later_one_ended(tmp_path):
     with pytest.raises(LeaseHeldError, match=NEXT):
         write_rank(tmp_path, 30, 0)
     assert hidden(tmp_path) == [f"ended-{NEXT}.json"] and chosen(tmp_path) == (20, NEXT)
-
-
-def test_an_earlier_run_cannot_commit_its_written_save(tmp_path):
-    write_all(tmp_path, 10)
-    acquire_lease(tmp_path, NEXT).release()
-    committer = Committer(target_of(tmp_path))
-    with pytest.raises(LeaseHeldError):
-        committer.poll(10)
-    assert listing(tmp_path) == []
 
 
 def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_path):

@@ -2,9 +2,7 @@
 earlier versions and of several trainings."""
 
 import io
-import json
 import shutil
-from pathlib import Path
 
 import iteration_folders
 import pytest
@@ -14,7 +12,6 @@ from saving.test_shard_writer import shard_of
 
 from mindresume.errors import RecordError
 from mindresume.events import Event, Notice
-from mindresume.formats import Candidate
 from mindresume.formats.records import scan_records
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import (
@@ -93,22 +90,6 @@ def test_a_fresh_start_keeps_the_checkpoints_of_the_previous_training(trainings,
     assert newest_lineage(trainings.found()) == RUNS[1]
 
 
-def test_a_return_to_the_first_training_makes_the_second_the_other_one(trainings):
-    """The user requested its checkpoint by name."""
-    trainings.run(100, 110)
-    trainings.run(10, 20)
-    trainings.run(120, 130, origin=110)
-    assert trainings.committed() == [(10, 2), (20, 2), (120, 3), (130, 3)]
-
-
-def test_resumes_are_one_training_despite_removals_in_between(trainings):
-    trainings.run(10, 20)
-    trainings.run(30, 40, origin=20)
-    trainings.run(50, 60, origin=40)  # nothing is left of run 1
-    trainings.run(70, origin=60, keep=1)
-    assert trainings.committed() == [(70, 4)]
-
-
 def test_a_resume_from_an_older_step_gives_up_the_newer_ones(trainings):
     """The user requested the older one by name. The newer ones belong to the same training and
     precede what the new run saves."""
@@ -135,17 +116,6 @@ def test_the_newest_of_this_training_is_kept_despite_newer_ones_of_another(train
     assert made.reasons[made.kept[0].commit_dir] == ANOTHER_TRAINING
     # all together
     assert [c.step for c in plan(dir_at(trainings.root), KeepLast(1)).to_delete] == [20, 10]
-
-
-def test_an_uncommitted_save_belongs_to_its_training(trainings):
-    trainings.run(100)
-    trainings.run(10)
-    candidate = next(c for c in trainings.found() if c.step == 100)
-    Path(candidate.records_dir, MANIFEST).unlink()
-    assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
-    Committer(trainings.target(RUNS[2], 0, RUNS[1]), KeepLast(1)).recover()
-    Committer(trainings.target(RUNS[2], 0, RUNS[1]), KeepLast(1)).prune()
-    assert next(c for c in trainings.found() if c.step == 100).lineage == RUN
 
 
 def test_the_run_decides_the_lineage_of_another_folder():
@@ -219,23 +189,6 @@ def test_a_copy_by_hand_is_never_removed(tmp_path):
 # ---- on disk -------------------------------------------------------------------------------------
 
 
-def test_records_and_manifests_store_the_lineage_and_earlier_versions_are_read(tmp_path):
-    trainings = Trainings(tmp_path, "1.0")
-    trainings.run(10)
-    trainings.run(20, recorded=False, keep=9)
-    for run, step, lineage in ((RUN, 10, RUN), (RUNS[1], 20, "")):
-        folder = tmp_path / FOLDER / attempt_name(step, run)
-        with open(folder / MANIFEST, "rb") as file:
-            manifest = Manifest.read(file)
-        with open(folder / "rank_00001.json", "rb") as file:
-            record = read_record(file)
-        assert (manifest.lineage, record.lineage) == (lineage, lineage)
-        assert ("lineage" in json.loads((folder / MANIFEST).read_text().splitlines()[1])) is bool(
-            lineage
-        )
-        assert Manifest.read(io.BytesIO(manifest.encode())) == manifest
-
-
 @pytest.mark.parametrize("value", ["", 5, "../0001-0000aaaa"])
 def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
     save(tmp_path, 5, world=1)
@@ -247,10 +200,3 @@ def test_a_lineage_is_the_name_of_a_run(tmp_path, value):
             head, _ = read_head(file, kind, 1 << 20)
         with pytest.raises(RecordError):
             read(io.BytesIO(encode_head({**head, "lineage": value})))
-
-
-def test_the_ranks_agree_on_it(trainings):
-    trainings.run(10)
-    (found,) = trainings.found()
-    sent = json.dumps(found, default=vars)
-    assert Candidate.from_json(json.loads(sent)).lineage == RUN
