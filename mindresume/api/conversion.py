@@ -167,7 +167,7 @@ def convert(
     Args:
         src: Path of a checkpoint, or a Checkpoint of a catalog.
         dst: The folder to create; it must not exist, or be empty.
-        to: The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many pieces as
+        to: The new layout: a plan such as "dp=2,tp=4,pp=2,opt=2" (``opt=all``: as many shards as
             replicas), the path of a strategy file or folder (mindformers with
             ``only_save_strategy: True`` writes one), or "same". A plan takes from ``src`` which
             dimension of each tensor tensor parallelism cuts, and distributes layers evenly over pp.

@@ -152,7 +152,7 @@ def convert(
             metavar="STRATEGY|PLAN",
             help="The new layout: a strategy file or folder "
             "(mindformers with only_save_strategy: True writes one), or a plan "
-            'such as "dp=2,tp=4,pp=2,opt=2" (opt=all: as many pieces as replicas).',
+            'such as "dp=2,tp=4,pp=2,opt=2" (opt=all: as many shards as replicas).',
         ),
     ] = "same",
     fmt: Annotated[
