@@ -14,6 +14,7 @@ scripts.make_docs``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -23,7 +24,14 @@ from typing import Any
 from mindresume.errors import ConfigError
 
 
-def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    limits: tuple[int, float] = (0, math.inf),
+) -> Any:
     """Returns a field of a dataclass of settings.
 
     Args:
@@ -32,8 +40,12 @@ def setting(default: Any, meaning: str, *, unit: str = "", choices: tuple[str, .
         meaning: what the setting does, for docs/settings.md, in Markdown.
         unit: the unit of a number, or another word for the values that are accepted.
         choices: the only values that are accepted; empty: any of the type.
+        limits: the least and the largest number that is accepted.
     """
-    return field(default=default, metadata={"meaning": meaning, "unit": unit, "choices": choices})
+    return field(
+        default=default,
+        metadata={"meaning": meaning, "unit": unit, "choices": choices, "limits": limits},
+    )
 
 
 def group(default: Any) -> Any:
@@ -63,6 +75,21 @@ class MemoryTierSettings:
         "1: a training that ends with an error first writes the newest of these saves to disk; 0: "
         "it does not",
         unit="0 or 1",
+    )
+    partner: bool = setting(
+        False,
+        "each node also keeps the newest saves of another node, its partner "
+        "([partner copies](memory_tier.md#partner-copies))",
+        unit="true or false",
+    )
+    partner_offset: int = setting(
+        1,
+        "the partner is so many nodes further, in the order of ranks",
+        unit="nodes",
+        limits=(1, math.inf),
+    )
+    partner_port: int = setting(
+        0, "the port on which a node receives copies; 0: a free one", unit="port", limits=(0, 65535)
     )
 
 
@@ -311,6 +338,11 @@ def _value(where: str, known: Field[Any], value: Any) -> Any:
                 f"{where} is {value!r}; expected a list of patterns such as ['lora_*']"
             )
         return tuple(rows)
+    if kind is bool:
+        found = {"1": True, "true": True, "0": False, "false": False}.get(str(value).lower())
+        if found is None:
+            raise ConfigError(f"{where} is {value!r}; expected true or false")
+        return found
     if kind is str:
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(f"{where} is {value!r}; expected a text that is not empty")
@@ -319,13 +351,14 @@ def _value(where: str, known: Field[Any], value: Any) -> Any:
         number = kind(value)
     except (TypeError, ValueError):
         number = -1
+    least, most = known.metadata.get("limits", (0, math.inf))
     if (
         isinstance(value, bool)
-        or not number >= 0
+        or not least <= number <= most
         or (kind is int and isinstance(value, float) and number != value)
     ):
         raise ConfigError(
             f"{where} is {value!r}; expected a {'whole ' if kind is int else ''}number of at least "
-            "0"
+            f"{least}" + ("" if most == math.inf else f", at most {most}")
         )
     return number

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mindresume import runtime
-from mindresume.coordination import host_memory, lease
+from mindresume.coordination import channel, host_memory, lease
 from mindresume.coordination.preemption import OTHER, OWN, SignalSenders
 from mindresume.fault_injection.faults import Killed
 from mindresume.saving import async_saver, crash_loop, staging
@@ -37,6 +37,7 @@ from mindresume.storage import posix
 from sim.cluster import Cluster, active_clusters, current_cluster, current_process
 from sim.disk import Disk, Folder, fail
 from sim.mount import Mount
+from sim.network import SimulatedDoor, connect
 from sim.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
 
 # ---- time, threads, signals ----------------------------------------------------------------------
@@ -379,6 +380,8 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     staging.staging_buffer: _Staging,
     async_saver.WRITERS["process"]: WriterProcess,
     slots.mapped_file: _mapped_file,
+    channel.listen: SimulatedDoor,
+    channel.connect: connect,
     directory.make_tier: _make_tier,
     directory.foreign_folder: _foreign_folder,
     directory.memory_identity: _memory_identity,

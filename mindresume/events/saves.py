@@ -183,6 +183,52 @@ class TierRefused(Event):
 
 
 @dataclass(frozen=True)
+class PartnerCopied(Event):
+    """The saves of all ranks of this node lie in memory of its partner, too, compared with their
+    checksums there. ``size_bytes``: sent."""
+
+    step: Count
+    size_bytes: Count
+    seconds: Measure
+
+
+@dataclass(frozen=True)
+class PartnerCopyFailed(Event):
+    """Memory of the partner does not have this step; or ``step`` is None and there are no partner
+    copies in this run. The training goes on, and a later step is sent. A reason is reported
+    once."""
+
+    step: Count | None
+    reason: str
+
+    log_level = WARNING
+
+    def line(self) -> str:
+        if self.step is None:
+            return f"no partner copies (memory_tier) in this run: {self.reason}"
+        return f"step {self.step} was not copied to memory of the partner node: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PartnerFetched(Event):
+    """At the start, the parts of ``ranks`` of a save were sent to the memory of their node, which
+    lacked them, by the node whose first rank is ``holder``."""
+
+    step: Count
+    ranks: tuple[Count, ...]
+    holder: Count
+    size_bytes: Count
+    seconds: Measure
+
+    def line(self) -> str:
+        return (
+            f"step {self.step}: the part of {numbers_text('rank', self.ranks)} was fetched from "
+            f"memory of the node of rank {self.holder}: {size_text(self.size_bytes)} in "
+            f"{self.seconds:.2f} s"
+        )
+
+
+@dataclass(frozen=True)
 class CheckpointsRemoved(Event):
     """Retention or a full disk caused a removal.
 

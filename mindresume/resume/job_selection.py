@@ -192,6 +192,7 @@ class CheckpointSelector:
             shared=shared_groups,
             remote=self.sources.remote if resume else None,
             memory=self.shared_groups if self.settings.memory_tier.every_steps and resume else None,
+            partner=self.settings.memory_tier.partner,
         )
         choice = select_checkpoint(
             self.storage, path, group, policy, sources, emit, ProgressReporter("checking", emit)

@@ -57,6 +57,7 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.resume.eligible import Choice, check_files, eligible
+from mindresume.resume.partner_source import NOTHING, fetch, offer, transfers
 from mindresume.resume.sources import Job, drop_cached_files, verify_on_all_ranks
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import failed_loads_by_key, key_of
@@ -102,11 +103,11 @@ class MemorySource:
     def newest(self) -> Choice | None:
         """Returns the newest save that all ranks have verified, unless a newer checkpoint lies
         elsewhere."""
-        rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
+        rows = self._rows()
+        if self.job.sources.partner:
+            rows = self._with_copies(rows)
         for text in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
             self.job.emit(Notice(f"saves {_IN_MEMORY} are not considered: {text}"))
-        notes = [DiskNote(**row["note"]) for row in rows if row["note"]]
-        self.note = max(notes, key=attrgetter("order"), default=None)
         seen = {name for row in rows for name in row["offers"]}
         if not seen:
             self.refused += [Refusal(**row) for row in rows[0]["refused"]]
@@ -169,26 +170,57 @@ class MemorySource:
 
     # ---- what there is ---------------------------------------------------------------------------
 
+    def _rows(self) -> list[Any]:
+        """Returns what all ranks find in their tiers, and keeps the newest note."""
+        rows = gather_results(self.job.group, self._look, Watchdog("looking at the tier in memory"))
+        notes = [DiskNote(**row["note"]) for row in rows if row["note"]]
+        self.note = max(notes, key=attrgetter("order"), default=None)
+        return rows
+
+    def _with_copies(self, rows: list[Any]) -> list[Any]:
+        """Returns ``rows`` after nodes have got from others what they lack of a save that is newer
+        than all that they have, and than what lies elsewhere."""
+        fetched: set[str] = set()
+        if not transfers([row["copies"] or NOTHING for row in rows]):
+            return rows
+        elsewhere = self._elsewhere()
+        least = tuple(elsewhere["order"] or (0, 0))
+        while not elsewhere["reason"] and (
+            plan := transfers([row["copies"] or NOTHING for row in rows], fetched, least)
+        ):
+            fetched.add(plan[0].name)
+            fetch(self.job, self.root, plan)
+            rows = self._rows()
+        return rows
+
     def _look(self) -> dict[str, Any]:
         """Returns the saves of this node that this rank can use, and why it refuses others."""
         refused: list[Refusal] = []
         storage = uncached(self.job.storage)
         note = None
+        copies = None
         node = ""
+        self.offers.clear()
         try:
-            self.tier, problem = find_tier(CheckpointDir(storage, self.root))
+            directory = CheckpointDir(storage, self.root)
+            self.tier, problem = find_tier(directory)
+            found = scan_records(CheckpointDir(storage, self.tier))[0] if self.tier else []
+            if self.job.sources.partner:
+                copies, note = offer(directory, found, self.job.group.size)
             if self.tier:
-                for candidate in scan_records(CheckpointDir(storage, self.tier))[0][:_MAX_OFFERS]:
+                for candidate in found[:_MAX_OFFERS]:
                     refusal = candidate.problem or self._why_not(candidate)
                     if refusal is None:
                         self.offers[candidate.name] = candidate
                     elif candidate.files or not candidate.problem:
                         refused.append(replace(refusal, reason=f"{_IN_MEMORY}: {refusal.reason}"))
-                note, node = DiskNote.read(storage, self.tier), memory_identity(self.tier)
+                notes = filter(None, (note, DiskNote.read(storage, self.tier)))
+                note = max(notes, key=attrgetter("order"), default=None)
+                node = memory_identity(self.tier)
         except OSError as error:
             # no error of the tier keeps a job from its checkpoints on disk
             self.offers.clear()
-            self.tier = ""
+            self.tier, copies = "", None
             problem = f"the tier in memory cannot be read: {error}"
             refused = []
         return {
@@ -197,6 +229,7 @@ class MemorySource:
             "refused": refused,
             "problem": problem,
             "note": asdict(note) if note is not None else None,
+            "copies": copies,
         }
 
     def _why_not(self, candidate: Candidate) -> Refusal | None:

@@ -67,6 +67,7 @@ class CheckpointSources:
         remote: the object store that may hold newer checkpoints.
         memory: gets the groups of ranks that share a tier in memory, by its path. None: memory is
             not considered.
+        partner: saves in memory may have copies on other nodes (``partner_source``).
         is_preview: one process looks for all ranks, and changes nothing.
     """
 
@@ -76,6 +77,7 @@ class CheckpointSources:
     saved_to: Collection[str] = ()
     remote: RemoteCheckpoints | None = None
     memory: dict[str, SharedGroups] | None = None
+    partner: bool = False
     is_preview: bool = False
 
 

@@ -57,6 +57,8 @@ def meaning(name: str, field: Field[Any], language: str) -> str:
 
 def _default(field: Field[Any]) -> str:
     value = field.default
+    if isinstance(value, bool):
+        return str(value).lower()
     return "[]" if value == () else f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 

@@ -44,6 +44,8 @@ from mindresume.typed import Count, Limits, Number
 MARK = "memory-tier"
 OWNER = "owner.json"
 SLOTS = "slots"
+# suffix of the folder of a tier: what this node keeps for another one
+PARTNER = ".partner"
 _VERSION = 2
 NOTE = "on-disk.json"
 _PRECISION = 2.0  # seconds: some file systems forget fractions of the time of a change
@@ -198,11 +200,11 @@ def this_process() -> list[int]:
     return [holder.pid, holder.started]
 
 
-def find_tier(directory: CheckpointDir) -> tuple[str, str]:
+def find_tier(directory: CheckpointDir, suffix: str = "") -> tuple[str, str]:
     """Returns (folder of the tier of ``root`` on this node, why it is not used). Both are empty if
-    there is none."""
+    there is none. ``suffix``: PARTNER for the tier of copies."""
     mark = read_mark(directory)
-    tier = tier_path(mark) if mark is not None else ""
+    tier = tier_path(mark) + suffix if mark is not None else ""
     if not tier or directory.storage.status(os.path.dirname(tier)) is None:
         return "", ""
     # before a look into it: another user's may be closed

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination.collectives import Group, gather_results, run_on_all
+from mindresume.coordination.channel import Door, listen
+from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.storage_topology import PATIENCE, SharedGroups
 from mindresume.errors import CollectiveError
-from mindresume.events import Emit, Notice, TierRefused, ignore
+from mindresume.events import Emit, Notice, PartnerCopyFailed, TierRefused, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import find_attempts, scan_records
 from mindresume.formats.scan import scan
@@ -29,6 +30,7 @@ from mindresume.saving.crash_loop import key_of
 from mindresume.saving.memory_tier.directory import (
     MARK,
     OWNER,
+    PARTNER,
     TierMark,
     TierOwner,
     find_tier,
@@ -41,6 +43,7 @@ from mindresume.saving.memory_tier.directory import (
     this_process,
     tier_path,
 )
+from mindresume.saving.memory_tier.partner import Keeper, Partner, Ring
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings, Settings
@@ -95,7 +98,9 @@ def open_tier(
         nodes = groups_of([row[0] for row in rows])
         ranks = nodes.ranks(group.rank)
         node.processes = [rows[rank][1:] for rank in ranks] if nodes.is_leader(group.rank) else []
-        run_on_all(group, node.publish_owner)
+        if settings.memory_tier.partner:
+            node.ring = Ring(nodes, settings.memory_tier.partner_offset)
+        endpoints = gather_results(group, node.publish_owner)
     except CollectiveError as error:
         emit(TierRefused(None, str(error)))
         return None
@@ -129,7 +134,14 @@ def open_tier(
     )
     target = replace(session.target, root=tier, local_ranks=ranks if nodes.is_split else ())
     return MemoryTier(
-        target, group, settings, emit, share, chosen if origin == tier else None, on_disk
+        target,
+        group,
+        settings,
+        emit,
+        share,
+        chosen if origin == tier else None,
+        on_disk,
+        node.partner(endpoints, emit),
     )
 
 
@@ -137,7 +149,8 @@ def open_tier(
 class _Node:
     """What one rank does for the tier of its node, between exchanges with the others. ``keep``: a
     node has a tier with the mark of the directory, so that mark stays. ``mark``: of all ranks.
-    ``processes``: of this node, if this rank is its first."""
+    ``processes``: of this node, if this rank is its first. ``ring``: of partner copies, if they are
+    wanted. ``door``: of this node, through which they come."""
 
     session: SaveSession
     group: Group
@@ -145,6 +158,8 @@ class _Node:
     keep: bool = False
     mark: TierMark | None = None
     processes: Sequence[list[int]] = ()
+    ring: Ring | None = None
+    door: Door | None = None
 
     def has_tier(self) -> bool:
         return bool(find_tier(self.session.target)[0])
@@ -185,17 +200,46 @@ class _Node:
         make_tier(tier)
         return [memory_identity(tier), *this_process()]
 
-    def publish_owner(self) -> None:
-        """Names the processes of this node in the owner file, on its first rank."""
-        target = self.session.target
-        if self.processes:
-            owner = owner_of(target, self.mark, target.run, self.processes)
-            publish_json(
-                target.storage,
-                os.path.join(tier_path(self.mark), OWNER),
-                asdict(owner),
-                target.run,
+    def publish_owner(self) -> Any:
+        """Names the processes of this node in the owner file, on its first rank. Returns where that
+        rank receives partner copies, or why it cannot."""
+        target, tier = self.session.target, tier_path(self.mark)
+        if not self.processes:
+            return None
+        owner = owner_of(target, self.mark, target.run, self.processes)
+        publish_json(target.storage, os.path.join(tier, OWNER), asdict(owner), target.run)
+        if self.ring is None or self.ring.is_alone:
+            return None
+        kept = CheckpointDir(target.storage, tier + PARTNER)
+        make_tier(kept.root)
+        publish_json(target.storage, kept.path(OWNER), asdict(owner), target.run)
+        try:
+            self.door = listen(Keeper(kept, keeps_last=True).serve, self.settings.partner_port)
+        except OSError as error:
+            return str(error)
+        return self.door.endpoint
+
+    def partner(self, endpoints: Sequence[Any], emit: Emit) -> Partner | None:
+        """Returns the partner copies of this rank; None: there are none. ``endpoints``: by rank, of
+        ``publish_owner``."""
+        problem = ""
+        if self.ring is None:
+            return None
+        if self.ring.is_alone:
+            problem = (
+                f"{counted(len(set(self.ring.nodes.leaders)), 'node')} and partner_offset "
+                f"{self.ring.offset}: each node would keep its own saves"
             )
+        for rank, row in enumerate(endpoints):
+            if isinstance(row, str):
+                problem = f"rank {rank} cannot listen: {row}"
+        if problem:
+            emit(PartnerCopyFailed(None, problem))
+            if self.door is not None:
+                self.door.close()
+            return None
+        kept = CheckpointDir(self.session.target.storage, tier_path(self.mark) + PARTNER)
+        return Partner(self.ring, self.group.rank, kept, endpoints, self.door)
 
 
 def groups_of(identities: list[str]) -> SharedGroups:

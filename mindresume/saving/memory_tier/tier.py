@@ -27,10 +27,11 @@ from mindresume.coordination import host_memory
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.lease import fence
 from mindresume.errors import SaveError
-from mindresume.events import Emit, TierRefused, TierSaved
+from mindresume.events import Emit, PartnerCopyFailed, TierRefused, TierSaved
 from mindresume.formats import Candidate
 from mindresume.model.training_state import crosses_multiple
 from mindresume.saving.memory_tier.directory import DiskNotes
+from mindresume.saving.memory_tier.partner import Partner
 from mindresume.saving.memory_tier.slots import (
     FormerSaves,
     Slot,
@@ -108,6 +109,7 @@ class MemoryTier:
             common to all ranks.
         on_disk: key of the checkpoint in the checkpoint directory that the training has loaded;
             empty: none.
+        partner: also keeps these saves. None: no other node does.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class MemoryTier:
         share: int = host_memory.UNKNOWN,
         loaded: Candidate | None = None,
         on_disk: str = "",
+        partner: Partner | None = None,
     ):
         self.group = group
         self.settings = settings
@@ -126,6 +129,7 @@ class MemoryTier:
         self.slots = TierSlots(target, settings.memory_tier, share)
         self.former = FormerSaves(target, loaded)
         self.notes = DiskNotes(target.storage, target.root, target.run, on_disk)
+        self.partner = partner
         self._last_step = 0
         self._saved_at_last_end = self._is_off = False
         self._failures = self._failed_in_a_row = 0
@@ -193,6 +197,8 @@ class MemoryTier:
         try:
             size = self.slots.record(slot)
             self._done.append(TierSaved(step, size, stall, runtime.monotonic() - started))
+            if self.partner is not None:
+                self.partner.offer(step)
             self.slots.plan_next(slot)
         except Exception as error:  # any error: it costs this save alone
             self._done.append(TierRefused(step, str(error)))
@@ -201,20 +207,31 @@ class MemoryTier:
         """Decides with all ranks whether there is memory for the slots, and reserves it in the
         background."""
         problem = ""
-        sizes = []
+        sizes: list[int] = []
+        room = 0
         count = slots_needed(self.settings.memory_tier.every_steps, jump)
         try:
             sizes = self.slots.sizes(_collected(request, save).shard)
-            problem = self.slots.why_not(count * sum(sizes), self.former.size())
+            former = self.former.size()
+            problem = self.slots.why_not(count * sum(sizes), former)
+            room = self.partner.room(self.slots.target, former) if self.partner else 0
         except (SaveError, OSError, ValueError, MemoryError) as error:
             problem = str(error)
-        rows = gather_results(self.group, lambda: problem)
-        refused = next(((rank, row) for rank, row in enumerate(rows) if row), None)
+        rows = gather_results(self.group, lambda: [problem, sum(sizes), room])
+        refused = next(((rank, row[0]) for rank, row in enumerate(rows) if row[0]), None)
         # all ranks or none: a save without one of them is worth nothing
         if refused is not None:
             self._is_off = True
             self.emit(TierRefused(None, f"rank {refused[0]}: {refused[1]}"))
+            self._end_partner()
             return
+        if self.partner is not None:
+            _, of_ranks, rooms = zip(*rows, strict=True)
+            if problem := self.partner.ring.why_not(count, of_ranks, rooms):
+                self.emit(PartnerCopyFailed(None, problem))
+                self._end_partner()
+            else:
+                self.partner.begin(self.slots, of_ranks, self.emit)
         self.slots.count, stale = count, ""
         if self._is_leader():
             stale = self.former.set_aside(self.emit)
@@ -231,6 +248,11 @@ class MemoryTier:
         except Exception as error:  # any error: it costs the tier alone
             self._done.append(TierRefused(None, f"its memory cannot be reserved: {error}"))
 
+    def _end_partner(self) -> None:
+        if self.partner is not None:
+            self.partner.stop()
+            self.partner = None
+
     def _is_leader(self) -> bool:
         """Returns whether this rank, the first of its node, removes what earlier runs left."""
         return self.slots.target.rank == self.slots.target.ranks[0]
@@ -242,6 +264,8 @@ class MemoryTier:
         self._join(self._reserving)
         self._join(self._work)
         self._background.close()
+        if self.partner is not None:
+            self.partner.stop()
         self._emit_done()
         self._is_off = True
 
@@ -262,6 +286,8 @@ class MemoryTier:
         with suppress(OSError):
             if self._is_leader():
                 remove_tree(self.slots.target.storage, self.slots.target.root)
+            if self.partner is not None:
+                self.partner.remove()
 
     # ---- the background --------------------------------------------------------------------------
 

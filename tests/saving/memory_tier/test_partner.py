@@ -1,0 +1,372 @@
+"""Copies in memory of a partner node: the protocol on real sockets, who keeps what, and what a
+training of two nodes does."""
+
+import os
+import shutil
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from coordination.test_storage_topology import save_part
+from manager_jobs import JOBS, Job
+from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, path_of
+
+from mindresume import runtime
+from mindresume.coordination import channel as channels
+from mindresume.coordination.channel import Endpoint, connect, listen
+from mindresume.coordination.storage_topology import SharedGroups
+from mindresume.errors import SaveError
+from mindresume.events import Notice, PartnerCopied, PartnerCopyFailed, PartnerFetched, ignore
+from mindresume.formats.records import scan_records
+from mindresume.resume import partner_source
+from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
+from mindresume.resume.sources import CheckpointSources
+from mindresume.saving.memory_tier import directory, partner
+from mindresume.saving.memory_tier.directory import NOTE, PARTNER, DiskNote
+from mindresume.saving.memory_tier.partner import Keeper, Ring, push
+from mindresume.settings import MemoryTierSettings, Settings
+from sim.cluster import current_process
+
+# ---- who keeps what ------------------------------------------------------------------------------
+
+
+def test_the_nodes_form_a_ring():
+    ring = Ring(SharedGroups((0, 0, 2, 2, 4, 4)), 1)
+    assert [ring.partner(rank) for rank in range(6)] == [2, 2, 4, 4, 0, 0]
+    assert [ring.partner(rank, -1) for rank in (0, 2, 4)] == [4, 0, 2]
+    assert [replace(ring, offset=2).partner(rank) for rank in (0, 2, 4)] == [4, 0, 2]
+    assert replace(ring, offset=3).is_alone and Ring(SharedGroups((0, 0)), 1).is_alone
+
+
+def test_memory_is_counted_for_the_own_saves_and_the_copies():
+    ring = Ring(SharedGroups((0, 0, 2, 2)), 1)
+    sizes = [10, 10, 1, 1]
+    assert [ring.kept(rank, sizes) for rank in (0, 2)] == [4, 40]
+    assert ring.why_not(2, sizes, [44, 0, 44, 0]) == ""
+    assert "the node of rank 2" in ring.why_not(2, sizes, [44, 0, 43, 0])
+
+
+# ---- the protocol --------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch):
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+
+
+@pytest.fixture
+def tier(tmp_path):
+    """Returns a tier with steps 5 and 10 of rank 2 and 3."""
+    for step in (5, 10):
+        save_part(tmp_path / "tier", step, commit=False)
+    return dir_at(tmp_path / "tier")
+
+
+@pytest.fixture
+def kept(tmp_path):
+    (tmp_path / "kept").mkdir()
+    return dir_at(tmp_path / "kept")
+
+
+@pytest.fixture
+def door(kept):
+    with_door = listen(Keeper(kept, keeps_last=True).serve)
+    yield with_door
+    with_door.close()
+
+
+def steps(tier):
+    """Returns {step: ranks} of the whole saves."""
+    return {row.step: sorted(row.files) for row in scan_records(tier)[0] if row.problem is None}
+
+
+def sent(door, tier, step, seconds=0.0):
+    """Sends a step; returns the bytes."""
+    (candidate,) = [row for row in scan_records(tier)[0] if row.step == step]
+    channel = connect(door.endpoint)
+    try:
+        return push(channel, tier, candidate, seconds)
+    finally:
+        channel.close()
+
+
+def names(folder):
+    return sorted(
+        str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()
+    )
+
+
+def test_a_copy_is_byte_for_byte_what_was_saved(tier, kept, door):
+    size = sent(door, tier, 10)
+    assert size == sum(path_of(tier.root, 10, rank).stat().st_size for rank in (2, 3))
+    assert steps(kept) == {10: [2, 3]}
+    for name in names(kept.root):
+        assert Path(kept.root, name).read_bytes() == Path(tier.root, name).read_bytes()
+
+
+def test_the_newest_whole_copy_stays_until_another_one_is_whole(tier, kept, door):
+    for step in (15, 20):
+        save_part(tier.root, step, commit=False)
+    sent(door, tier, 5)
+    sent(door, tier, 10)
+    assert steps(kept) == {5: [2, 3], 10: [2, 3]}
+    flip_bit(path_of(tier.root, 15, 3))
+    with pytest.raises(SaveError, match="overwritten"):
+        sent(door, tier, 15)
+    assert steps(kept) == {10: [2, 3]}
+    sent(door, tier, 20)
+    assert steps(kept) == {10: [2, 3], 20: [2, 3]}
+    # what was half received is gone
+    assert not any("15" in name for name in names(kept.root))
+
+
+def test_the_note_of_the_disk_goes_with_the_copy(tier, kept, door):
+    DiskNote("key", RUN, 4).write(STORAGE, tier.root)
+    sent(door, tier, 5)
+    assert DiskNote.read(STORAGE, kept.root) == DiskNote("key", RUN, 4)
+    os.remove(tier.path(NOTE))
+    sent(door, tier, 10)
+    assert DiskNote.read(STORAGE, kept.root) is None
+
+
+def test_a_save_comes_into_a_tier_beside_what_is_there(tier, kept):
+    save_part(kept.root, 5, commit=False)
+    DiskNote("newer", RUN, 8).write(STORAGE, kept.root)
+    DiskNote("key", RUN, 4).write(STORAGE, tier.root)
+    os.remove(path_of(kept.root, 5, 3))
+    door = listen(Keeper(kept, keeps_last=False).serve)
+    before = path_of(kept.root, 5, 2).stat()
+    sent(door, tier, 10)
+    sent(door, tier, 5)  # what is missing of it
+    door.close()
+    assert steps(kept) == {5: [2, 3], 10: [2, 3]} and path_of(kept.root, 5, 3).exists()
+    assert path_of(kept.root, 5, 2).stat().st_ino == before.st_ino
+    assert DiskNote.read(STORAGE, kept.root).key == "newer"
+
+
+def test_a_partner_whose_memory_is_full_says_so(tier, kept, door, monkeypatch):
+    monkeypatch.setattr(partner, "room", lambda tier, freed: 10)
+    with pytest.raises(SaveError, match="memory is full"):
+        sent(door, tier, 10)
+    assert names(kept.root) == []
+
+
+def test_the_memory_runs_full_while_a_copy_arrives(tier, tmp_path):
+    class Full(type(STORAGE)):
+        def write(self, path, pieces, size=0):
+            next(iter(pieces))
+            raise OSError(28, "No space left on device", path)
+
+    kept = dir_at(tmp_path / "kept")
+    door = listen(Keeper(replace(kept, storage=Full()), keeps_last=True).serve)
+    with pytest.raises(SaveError, match="No space left"):
+        sent(door, tier, 10)
+    door.close()
+    assert steps(kept) == {}
+
+
+def test_a_copy_takes_at_least_the_time_that_it_shall(tier, door):
+    clock, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock[0] += seconds
+
+    with runtime.answers({runtime.sleep: sleep, runtime.monotonic: lambda: clock[0]}):
+        sent(door, tier, 10, seconds=7.0)
+    assert sum(slept) == pytest.approx(7.0)
+
+
+# ---- who may connect -----------------------------------------------------------------------------
+
+
+class Dead:
+    """A handler that must not be called."""
+
+    def __init__(self):
+        self.called = 0
+
+    def __call__(self, channel):
+        self.called += 1
+
+
+def test_who_does_not_know_the_secret_is_refused_on_both_sides():
+    handler = Dead()
+    door = listen(handler)
+    host, port, _ = door.endpoint
+    with pytest.raises(OSError, match="closed|secret|reset"):
+        connect(Endpoint(host, port, "00" * 32))
+    door.close()
+    assert handler.called == 0
+
+
+def test_a_stranger_who_took_the_port_is_refused():
+    """It cannot prove that it knows the secret, whatever it answers."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        connection, _ = server.accept()
+        nonce = connection.recv(32, socket.MSG_WAITALL)
+        connection.sendall(nonce)
+        proof = connection.recv(32, socket.MSG_WAITALL)
+        connection.sendall(proof)  # reflected
+        connection.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(PermissionError, match="secret"):
+        connect(Endpoint("127.0.0.1", server.getsockname()[1], "ab" * 32))
+    thread.join()
+    server.close()
+
+
+def test_what_was_recorded_of_another_connection_is_no_proof():
+    handler = Dead()
+    door = listen(handler)
+    recorded = []
+    real = socket.socket.sendall
+
+    def sendall(self, data, *flags):
+        recorded.append(bytes(data))
+        return real(self, data, *flags)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            channels.SocketChannel, "send", lambda self, data: sendall(self._socket, data)
+        )
+        connect(door.endpoint).close()
+    nonce, proof = (
+        recorded[0],
+        next(row for row in recorded if len(row) == 32 and row != recorded[0]),
+    )
+    assert handler.called == 1
+    for first in (nonce, os.urandom(32)):
+        with socket.create_connection(door.endpoint[:2]) as stranger:
+            stranger.sendall(first + proof)
+            stranger.settimeout(20)
+            with pytest.raises(ConnectionError):
+                while stranger.recv(64):
+                    pass
+                raise ConnectionResetError
+    door.close()
+    assert handler.called == 1
+
+
+# ---- a training of two nodes ---------------------------------------------------------------------
+
+HOSTS = ["a", "a", "b", "b"]
+
+
+@pytest.fixture
+def two_nodes(memory, monkeypatch):
+    """Gives each host of a simulated cluster a folder of its own in memory. Returns it."""
+    real = directory.parent_of_tiers
+
+    def parent(folder):
+        own = os.path.join(folder, current_process().host.name)
+        os.makedirs(own, exist_ok=True)
+        return real(own)
+
+    monkeypatch.setattr(directory, "parent_of_tiers", parent)
+    monkeypatch.setattr(partner_source, "memory_identity", lambda _: current_process().host.name)
+    return Path(memory)
+
+
+def trained(root, memory, count=9, hosts=HOSTS, every=100, **tier):
+    """Trains ``count`` steps on nodes that save every second step. Returns the events by rank."""
+    settings = Settings(
+        heartbeat=0,
+        memory_tier=MemoryTierSettings(2, str(memory), partner=True, write_after_error=0, **tier),
+    )
+
+    def work(group):
+        job = Job(root, group=group, every=every, leases={}, settings=settings)
+        for _ in range(count):
+            job.steps(1)
+            group.gather(b"")  # a step
+            runtime.sleep(1.0)
+        job.manager._tier.stop()
+        JOBS.remove(job)
+        return job.events
+
+    found = Ranks(len(hosts), hosts).run(work)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def of(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def copies(memory, host):
+    (folder,) = memory.glob(f"{host}/*/*{PARTNER}")
+    return steps(dir_at(folder))
+
+
+def test_each_node_keeps_what_the_other_saved(tmp_path, two_nodes):
+    events = trained(tmp_path / "checkpoint", two_nodes)
+    assert copies(two_nodes, "a") == {8: [2, 3], 6: [2, 3]}
+    assert copies(two_nodes, "b") == {8: [0, 1], 6: [0, 1]}
+    for rank in (0, 2):
+        assert [row.step for row in of(events[rank], PartnerCopied)] == [2, 4, 6, 8]
+        assert "copies of the saves of rank" in " ".join(
+            row.text for row in of(events[rank], Notice)
+        )
+    assert not of(events[1], PartnerCopied)
+    assert not any(of(row, PartnerCopyFailed) for row in events)
+
+
+def chosen(root, memory, hosts=HOSTS, **tier):
+    """Returns (step, whether it lies in memory) that the next start takes, and its events on rank
+    0."""
+    settings = Settings(memory_tier=MemoryTierSettings(2, str(memory), partner=True, **tier))
+    events = []
+
+    def work(group):
+        emit = events.append if group.rank == 0 else ignore
+        sources = CheckpointSources(saved_to={os.path.realpath(root)})
+        selector = CheckpointSelector(STORAGE, group, settings, emit, sources)
+        found = selector.select(SelectionRequest(str(root), output_dir="/output"))
+        if found.read_lock is not None:
+            found.read_lock.release()
+        choice = found.choice
+        return choice and (choice.chosen.step, choice.in_memory)
+
+    found = Ranks(len(hosts), hosts).run(work)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    assert len(set(found)) == 1, found
+    return found[0], events
+
+
+def lose(memory, host):
+    shutil.rmtree(memory / host)
+
+
+@pytest.mark.parametrize("host, holder, ranks", [("a", 2, (0, 1)), ("b", 0, (2, 3))])
+def test_a_node_that_lost_its_memory_gets_it_from_its_partner(
+    tmp_path, two_nodes, host, holder, ranks
+):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, every=5)
+    lose(two_nodes, host)
+    found, events = chosen(root, two_nodes)
+    assert found == (8, True)
+    (event,) = of(events, PartnerFetched)
+    assert (event.step, event.ranks, event.holder) == (8, ranks, holder)
+    # nothing is fetched again
+    found, events = chosen(root, two_nodes)
+    assert found == (8, True) and not of(events, PartnerFetched)
+
+
+def test_both_nodes_lost_take_the_disk(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, every=5)
+    lose(two_nodes, "a")
+    lose(two_nodes, "b")
+    assert chosen(root, two_nodes)[0] == (5, False)
