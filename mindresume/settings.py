@@ -232,6 +232,12 @@ class Settings:
         "no other can be; 0: no checkpoint is suspected ([jobs](jobs.md#crash-loops))",
         unit="jobs",
     )
+    keep_graphs: int = setting(
+        0,
+        "1: the compiled graph is kept for the next start of the same configuration, release and "
+        "source ([supervisor](supervisor.md#graphs-that-are-kept)); 0: each start compiles",
+        unit="0 or 1",
+    )
     preemption_check_interval: float = setting(
         5.0,
         "approximate time between the checks of all ranks for SIGTERM or graceful exit; 0: no "

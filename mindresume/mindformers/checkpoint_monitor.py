@@ -269,6 +269,8 @@ class FirstStep(Callback):
             samples = progress.samples_at(progress.step, saves.monitor.global_batch_size)
             row = context.seen.row(progress.step, int(cb_params.cur_epoch_num), samples)
             context.proof.end_step(row)
+        if context.graph is not None:
+            context.graph.seal()
 
     @staticmethod
     def _begin(network: Any, callbacks: Iterable[object]) -> None:

@@ -41,6 +41,7 @@ from mindresume.mindformers import (
     job_start,
     training_context,
 )
+from mindresume.mindformers.kept_graphs import keep_graph
 from mindresume.mindformers.pynative import checkpoint_load
 from mindresume.mindformers.pynative.checkpoint_callback import make_callback_class
 from mindresume.mindformers.pynative.training_run import TrainingRun, configuration_of
@@ -142,6 +143,10 @@ def _check_config_rules(call: Call) -> Any:
         context.emit(Notice(note))
     if context.task == configuration.TRAIN:
         check_callbacks(trainer.config.get("callbacks") or ())
+        if context.settings.keep_graphs:
+            context.graph = keep_graph(
+                trainer.config, adapter.output_root(), context.group, context.emit
+            )
         context.progress.dataset_identity = job_start.fingerprint(trainer.config, context)
         with context.progress.timed_load():
             adapter.convert_health_keys(trainer)

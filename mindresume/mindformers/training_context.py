@@ -46,6 +46,7 @@ from mindresume.formatting import listed
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
 from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_roots, remote_of
+from mindresume.mindformers.kept_graphs import KeptGraph
 from mindresume.mindformers.network_state import LoadedWeights
 from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof
@@ -270,6 +271,7 @@ class TrainingContext:
         computation: what its losses depend on besides its state.
         seen: what the host sees of the current step.
         proof: on rank 0, the step ledger and the proof of the resume, while it can save.
+        graph: the folder of its compiled graph; None: none is kept.
     """
 
     settings: Settings = field(default_factory=Settings)
@@ -284,6 +286,7 @@ class TrainingContext:
     computation: Computation = Computation()
     seen: SeenValues = field(default_factory=SeenValues)
     proof: StepProof | None = None
+    graph: KeptGraph | None = None
 
     @property
     def group(self) -> Group:
