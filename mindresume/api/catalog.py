@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -68,7 +68,7 @@ from mindresume.resume.candidates import (
 from mindresume.resume.eligible import SelectionPolicy, describe_candidate, read_size
 from mindresume.resume.selection import preview_selection
 from mindresume.resume.sources import CheckpointSources
-from mindresume.saving.memory_tier.directory import find_tier
+from mindresume.saving.memory_tier.directory import PARTNER, find_tier
 from mindresume.settings import Settings
 from mindresume.storage.interface import Storage
 from mindresume.storage.posix import PosixStorage
@@ -192,13 +192,16 @@ class Catalog:
             DirectoryUser(holder, is_alive(holder))
             for holder in known_lease_holders(found.directory)
         )
-        tier = self._tier(found.directory)
         return Listing(
             found.root,
             steps,
             self._notes(found),
             users,
-            tuple(info_of(tier, row) for row in self._in_memory(tier)),
+            tuple(
+                info_of(tier, row)
+                for tier in self._tiers(found.directory)
+                for row in self._in_memory(tier)
+            ),
         )
 
     def steps(self) -> tuple[int, ...]:
@@ -361,13 +364,13 @@ class Catalog:
             verdicts = verify_checkpoints(
                 found.directory, wanted, partial(self._present, location, step), read.advance, part
             )
-        tier = self._tier(found.directory)
-        asked = (
-            [row for row in self._in_memory(tier) if step is None or row.candidate.step == step]
-            if part[0] == 1
-            else []
-        )
-        held = verify_checkpoints(tier, asked, partial(self._in_memory, tier), read.advance)
+        held: list[CheckpointVerification] = []
+        for tier in self._tiers(found.directory) if part[0] == 1 else ():
+            asked = [
+                row for row in self._in_memory(tier) if step is None or row.candidate.step == step
+            ]
+            checked = verify_checkpoints(tier, asked, partial(self._in_memory, tier), read.advance)
+            held += [_verification(tier.root, candidate, bad) for candidate, bad in checked]
         there = {candidate.step for candidate, _ in verdicts}
         removed = {step for row in wanted if (step := row.candidate.step) is not None} - there
         results = tuple(_verification(found.root, candidate, bad) for candidate, bad in verdicts)
@@ -385,7 +388,7 @@ class Catalog:
             read.done,
             round(runtime.monotonic() - started, 3),
             (*self._notes(found), *of_part),
-            tuple(_verification(tier.root, candidate, bad) for candidate, bad in held),
+            tuple(held),
             UNREADABLE in states,
         )
 
@@ -434,14 +437,15 @@ class Catalog:
     def _present(self, location: _Location, step: int | None) -> Iterator[CheckpointStatus]:
         return self._scan(location, step)[1]
 
-    def _tier(self, directory: CheckpointDir) -> CheckpointDir:
-        """Returns the tier in memory of ``directory`` on this node; an empty path if there is
-        none."""
-        return CheckpointDir(self._storage, find_tier(directory)[0])
+    def _tiers(self, directory: CheckpointDir) -> Sequence[CheckpointDir]:
+        """Returns what memory of this node has of ``directory``: its tier, and the copies that this
+        node keeps for another one."""
+        found = [find_tier(directory, folder)[0] for folder in ("", PARTNER)]
+        return [CheckpointDir(self._storage, tier) for tier in found if tier]
 
     def _in_memory(self, tier: CheckpointDir) -> tuple[CheckpointStatus, ...]:
         """Returns a row for each save in memory."""
-        found = Scan(tier, tuple(scan_records(tier)[0]) if tier.root else ())
+        found = Scan(tier, tuple(scan_records(tier)[0]))
         strategy_of = StrategyLookup(self._storage)
         return tuple(
             status_of_candidate(found, candidate, strategy_of) for candidate in found.candidates

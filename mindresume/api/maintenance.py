@@ -22,7 +22,7 @@ from mindresume.coordination.lease import ReadLocks, read_locks
 from mindresume.coordination.lease_acquisition import EndedRuns, check_no_live_job
 from mindresume.errors import ConfigError, LeaseHeldError, MissingCheckpointError
 from mindresume.events import SILENT, Event, Progress, RemovalPostponed
-from mindresume.formats import CheckpointDir, Refusal
+from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.iterations import parse_weight_file
 from mindresume.formats.rank_folders import folder_rank
 from mindresume.formats.records import scan_records
@@ -41,7 +41,7 @@ from mindresume.resume.eligible import read_size
 from mindresume.resume.memory_source import DiskCopy
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.garbage_collector import carry_out, holds_weights, weights_of
-from mindresume.saving.memory_tier.directory import TierOwner, find_tier, read_mark
+from mindresume.saving.memory_tier.directory import PARTNER, TierOwner, find_tier, read_mark
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import Policy, newest_lineage, plan
 from mindresume.storage.interface import Storage
@@ -409,8 +409,8 @@ class FlushResult(Result):
 def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT) -> FlushResult:
     """Writes the newest save in memory of this node, whose bytes are all verified, to disk, if the
     disk is older. Of a job of several nodes it writes older ones too, until one is complete: a node
-    can have died before the others. Watches the lease of a job on another node for some heartbeats,
-    to find out whether it is alive.
+    can have died before the others. What this node keeps of another one is written, too. Watches
+    the lease of a job on another node for some heartbeats, to find out whether it is alive.
 
     Args:
         path: The checkpoint folder, or one above it.
@@ -444,6 +444,8 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT) -> Flush
         default=(0, 0),
     )
     in_memory = CheckpointDir(storage, tier)
+    kept = CheckpointDir(storage, find_tier(directory, PARTNER)[0])
+    copies = {row.name: row for row in scan_records(kept)[0]} if kept.root else {}
     reasons = []
     written = None
     for candidate in scan_records(in_memory)[0]:
@@ -453,14 +455,7 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT) -> Flush
             return written or FlushResult(
                 root, up_to_date=True, reason="the disk has a checkpoint that is as new"
             )
-        refused = next(
-            (
-                found
-                for found in map(Verifier(in_memory, candidate).verify, candidate.files)
-                if isinstance(found, Refusal)
-            ),
-            None,
-        )
+        refused = _damage(in_memory, candidate)
         if refused is not None:
             reasons.append(str(refused))
             continue
@@ -468,13 +463,26 @@ def flush(path: str | os.PathLike[str], *, progress: Progress = SILENT) -> Flush
         progress.expect(size)
         copy = DiskCopy(directory, tier, candidate, progress=progress)
         copy.write()
-        result = FlushResult(root, candidate.step, size, copy.commit())
+        is_committed = copy.commit()
+        of_partner = copies.get(candidate.name)
+        if not is_committed and of_partner is not None and not _damage(kept, of_partner):
+            DiskCopy(directory, kept.root, of_partner, progress=progress).write()
+            is_committed = copy.commit()
+        result = FlushResult(root, candidate.step, size, is_committed)
         if result.committed or not candidate.local_ranks:
             return result
         written = written or result  # another node may have only an older one
     return written or FlushResult(
         root, reason="; ".join(reasons) or "no save in memory of this node is whole"
     )
+
+
+def _damage(tier: CheckpointDir, candidate: Candidate) -> Refusal | None:
+    """Returns why a save in memory is not written to disk, after reading all of its bytes."""
+    if candidate.problem is not None:
+        return candidate.problem
+    found = map(Verifier(tier, candidate).verify, candidate.files)
+    return next((row for row in found if isinstance(row, Refusal)), None)
 
 
 def _root_of(storage: Storage, path: str) -> str:

@@ -17,6 +17,7 @@ from mindresume.coordination.lease import LeaseHolder
 from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.formats.weight_files import existing
 from mindresume.resume.candidates import CheckpointStatus
+from mindresume.saving.memory_tier.directory import PARTNER
 from mindresume.typed import json_value
 
 VERIFIED = "verified"
@@ -117,6 +118,11 @@ class CheckpointInfo(Result):
     files: tuple[str, ...]
 
     @property
+    def is_partner_copy(self) -> bool:
+        """Whether it lies in memory of this node, which keeps it for another one."""
+        return bool(self.files) and f"{PARTNER}/" in self.files[0]
+
+    @property
     def usable(self) -> bool:
         """Whether a resume could take it, as far as is known without reading its contents."""
         return self.problem is None
@@ -180,8 +186,8 @@ class Listing(Result):
         checkpoints: In the order in which a resume tries them, newest first.
         notes: What was assumed or ignored, as sentences.
         in_use_by: The processes that save there, or read.
-        memory: Saves of this training in memory of this node, newest first. They are lost with the
-            node.
+        memory: Saves of this training in memory of this node, newest first, then the copies that
+            it keeps for another node. They are lost with the node.
     """
 
     root: str
@@ -243,8 +249,8 @@ class VerificationReport(Result):
         bytes_read: Number of bytes read.
         seconds: Duration.
         notes: What was assumed or ignored, as sentences.
-        memory: Saves of this training in memory of this node, newest first. ``damaged`` does not
-            refer to them.
+        memory: Saves of this training in memory of this node, newest first, then the copies that
+            it keeps for another node. ``damaged`` does not refer to them.
         unreadable: Whether a checkpoint that was complete once, without known damage, has files
             that could not be read now.
     """

@@ -52,10 +52,15 @@ def ls(folder: Folder, json: AsJson = False, world_size: WorldSize = None) -> No
         print_json(listing.to_json())
         return
     from mindresume.formats import MINDFORMERS
+    from mindresume.formatting import listed
 
     _say_rows(listing, listing.root, listing.checkpoints)
-    if listing.memory:
-        _say_rows(listing, "memory (this node): lost with the node", listing.memory)
+    copies = tuple(row for row in listing.memory if row.is_partner_copy)
+    if own := tuple(row for row in listing.memory if not row.is_partner_copy):
+        _say_rows(listing, "memory (this node): lost with the node", own)
+    if copies:
+        ranks = listed(sorted({rank for row in copies for rank in row.local_ranks}))
+        _say_rows(listing, f"partner copy (of rank {ranks}), in memory of this node", copies)
     if any(row.origin == MINDFORMERS for row in listing):
         say("run -: written by mindformers, without records")
     for note in listing.notes:

@@ -191,6 +191,14 @@ class MemorySource:
             fetched.add(plan[0].name)
             fetch(self.job, self.root, plan)
             rows = self._rows()
+        # A node that got all parts loads its own one, as the others do.
+        for name, candidate in self.offers.items():
+            if not all(
+                len(row["copies"]["parts"].get(name, {}).get("", ())) == candidate.world_size
+                for row in rows
+                if row["copies"]
+            ):
+                self.offers[name] = replace(candidate, local_ranks=tuple(candidate.files))
         return rows
 
     def _look(self) -> dict[str, Any]:

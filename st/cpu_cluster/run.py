@@ -13,6 +13,9 @@ working directory may be any. Why: the programs under test must stay as users ru
 ``CPU_CLUSTER_NODES=2``: of the ranks the first half works in the folder node_0 of the working
 directory, the others in node_1, as nodes do that share no disk.
 
+``CPU_CLUSTER_MEMORIES=2``: the same, but nodes share the disk, and each has memory of its own: what its ranks find
+in the folder MINDRESUME_MEMORY_TIER_DIR lies in {folder}-node_0 and {folder}-node_1 (needs root).
+
 msrun starts the same command line once more as the scheduler of the job. That process does not run
 the program: it joins the communication and waits. It ends soon after the last worker of the job, so
 a worker that fails before the cluster is complete does not leave msrun waiting until its time-out:
@@ -33,7 +36,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 SCHEDULER = (
     "import mindspore as ms; ms.set_device('CPU'); from mindspore.communication import init; init()"
 )
-_LIBC = ctypes.CDLL(None)
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
@@ -92,6 +95,20 @@ def join_as_scheduler(
         shutil.rmtree(cpu_cluster.exchange_folder(), ignore_errors=True)
 
 
+def use_own_memory(folder: str, node: int) -> None:
+    """Mounts the memory of a node over ``folder``, for this process alone, which has one thread
+    yet."""
+    own = f"{folder}-node_{node}"
+    os.makedirs(own, exist_ok=True)
+    for failed in (
+        _LIBC.unshare(0x20000),  # CLONE_NEWNS
+        _LIBC.mount(b"none", b"/", None, 0x4000 | 0x40000, None),  # MS_REC | MS_PRIVATE
+        _LIBC.mount(own.encode(), folder.encode(), None, 0x1000, None),  # MS_BIND
+    ):
+        if failed:
+            sys.exit(f"run.py: {folder}: {os.strerror(ctypes.get_errno())}")
+
+
 def on_cpu() -> bool:
     return os.environ.get("CPU_CLUSTER_DEVICE", "CPU") == "CPU"
 
@@ -143,10 +160,14 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.argv[1] != "-m" and not os.path.isfile(sys.argv[1]):
         sys.exit(f"run.py: no program {sys.argv[1]!r} in {os.getcwd()}")
-    nodes, ranks = (
+    nodes, memories, ranks = (
         int(os.environ.get("CPU_CLUSTER_NODES", "1")),
+        int(os.environ.get("CPU_CLUSTER_MEMORIES", "1")),
         int(os.environ.get("MS_WORKER_NUM", "1")),
     )
+    if memories > 1:
+        node_of_memory = int(os.environ["RANK_ID"]) * memories // ranks
+        use_own_memory(os.environ["MINDRESUME_MEMORY_TIER_DIR"], node_of_memory)
     if nodes > 1:
         node = f"node_{int(os.environ['RANK_ID']) * nodes // ranks}"
         os.makedirs(node, exist_ok=True)

@@ -1,6 +1,7 @@
 """Copies in memory of a partner node: the protocol on real sockets, who keeps what, and what a
 training of two nodes does."""
 
+import json
 import os
 import shutil
 import socket
@@ -13,18 +14,27 @@ from coordination.test_storage_topology import save_part
 from manager_jobs import JOBS, Job
 from rank_folders import RUN, STORAGE, Ranks, dir_at, flip_bit, path_of
 
+import mindresume
 from mindresume import runtime
+from mindresume.api.maintenance import flush
 from mindresume.coordination import channel as channels
 from mindresume.coordination.channel import Endpoint, connect, listen
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import SaveError
-from mindresume.events import Notice, PartnerCopied, PartnerCopyFailed, PartnerFetched, ignore
+from mindresume.events import (
+    Notice,
+    PartnerCopied,
+    PartnerCopyFailed,
+    PartnerFetched,
+    TierSaved,
+    ignore,
+)
 from mindresume.formats.records import scan_records
 from mindresume.resume import partner_source
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.memory_tier import directory, partner
-from mindresume.saving.memory_tier.directory import NOTE, PARTNER, DiskNote
+from mindresume.saving.memory_tier.directory import NOTE, OWNER, PARTNER, DiskNote
 from mindresume.saving.memory_tier.partner import Keeper, Ring, push
 from mindresume.settings import MemoryTierSettings, Settings
 from sim.cluster import current_process
@@ -325,6 +335,9 @@ def chosen(root, memory, hosts=HOSTS, **tier):
     0."""
     settings = Settings(memory_tier=MemoryTierSettings(2, str(memory), partner=True, **tier))
     events = []
+    for path in memory.glob(f"*/*/*/{OWNER}"):  # another cluster numbers its processes anew
+        owner = {**json.loads(path.read_text()), "processes": []}
+        path.write_text(json.dumps(owner))
 
     def work(group):
         emit = events.append if group.rank == 0 else ignore
@@ -370,3 +383,148 @@ def test_both_nodes_lost_take_the_disk(tmp_path, two_nodes):
     lose(two_nodes, "a")
     lose(two_nodes, "b")
     assert chosen(root, two_nodes)[0] == (5, False)
+
+
+def test_a_node_that_returns_with_an_older_save_gets_the_newer_one(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    (tier,) = [path for path in two_nodes.glob("b/*/*") if PARTNER not in path.name]
+    (newest,) = [row for row in scan_records(dir_at(tier))[0] if row.step == 8]
+    shutil.rmtree(newest.records_dir)
+    assert steps(dir_at(tier)) == {6: [2, 3]}
+    found, events = chosen(root, two_nodes)
+    assert found == (8, True) and len(of(events, PartnerFetched)) == 1
+
+
+def test_a_copy_of_another_step_than_the_owner_has_leads_to_the_step_that_all_have(
+    tmp_path, two_nodes
+):
+    """Megatron-LM#5281: the partner holds another step than the owner."""
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    kept = kept_by(two_nodes, "a")
+    (newest,) = [row for row in scan_records(dir_at(kept))[0] if row.step == 8]
+    shutil.rmtree(newest.records_dir)
+    lose(two_nodes, "b")
+    assert chosen(root, two_nodes)[0] == (6, True)
+
+
+def kept_by(memory, host):
+    (folder,) = memory.glob(f"{host}/*/*{PARTNER}")
+    return folder
+
+
+def test_a_damaged_copy_is_refused_and_the_one_before_is_taken(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    (newest,) = [row for row in scan_records(dir_at(kept_by(two_nodes, "a")))[0] if row.step == 8]
+    flip_bit(kept_by(two_nodes, "a") / newest.files[3][0].path)
+    lose(two_nodes, "b")
+    found, events = chosen(root, two_nodes)
+    assert found == (6, True)
+    assert "does not get its part" in " ".join(row.text for row in of(events, Notice))
+    assert [row.step for row in of(events, PartnerFetched)] == [6]
+
+
+def test_ranks_on_other_nodes_than_before_find_their_parts(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    # each node kept what is its own now: nothing crosses the network
+    found, events = chosen(root, two_nodes, hosts=["b", "b", "a", "a"])
+    assert found == (8, True)
+    assert [row.holder for row in of(events, PartnerFetched)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [["a", "a", "b", "c"], ["a", "a", "a", "a"], ["c", "c", "a", "a"], ["a", "b", "a", "b"]],
+)
+def test_nodes_that_were_added_or_removed_get_what_they_need(tmp_path, two_nodes, hosts):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    assert chosen(root, two_nodes, hosts=hosts)[0] == (8, True)
+
+
+def test_a_newer_checkpoint_on_disk_wins_and_nothing_is_fetched(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, every=9)
+    lose(two_nodes, "b")
+    found, events = chosen(root, two_nodes)
+    assert found == (9, False) and not of(events, PartnerFetched)
+
+
+def test_what_a_person_removed_to_go_back_is_not_brought_back_by_a_partner(tmp_path, two_nodes):
+    """Rank 0's node, which had the note of what was on disk, is lost, too."""
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, count=13, every=5)
+    lose(two_nodes, "a")
+    assert chosen(root, two_nodes)[0] == (12, True)
+    lose(two_nodes, "a")
+    for path in [*root.glob("rank_*/*-10_*"), *root.glob(".mindresume/step-0000000010-*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert chosen(root, two_nodes)[0] == (5, False)
+
+
+def test_memory_of_a_partner_that_runs_full_at_a_start_leads_to_the_disk(
+    tmp_path, two_nodes, monkeypatch
+):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, every=5)
+    lose(two_nodes, "b")
+    monkeypatch.setattr(partner, "room", lambda tier, freed: 10)
+    assert chosen(root, two_nodes)[0] == (5, False)
+
+
+def test_without_memory_for_copies_on_some_node_no_node_has_them(tmp_path, two_nodes, monkeypatch):
+    real = partner.room
+    monkeypatch.setattr(
+        partner,
+        "room",
+        lambda tier, freed: 10 if current_process().host.name == "b" else real(tier, freed),
+    )
+    events = trained(tmp_path / "checkpoint", two_nodes)
+    for row in events:
+        (failed,) = of(row, PartnerCopyFailed)
+        assert failed.step is None and "the node of rank 2 needs" in failed.reason
+        assert [event.step for event in of(row, TierSaved)] == [2, 4, 6, 8]
+    assert copies(two_nodes, "a") == {}
+
+
+@pytest.mark.parametrize("hosts, offset", [(["a", "a"], 1), (HOSTS, 2)])
+def test_a_node_that_would_be_its_own_partner_says_so(tmp_path, two_nodes, hosts, offset):
+    events = trained(tmp_path / "checkpoint", two_nodes, hosts=hosts, partner_offset=offset)
+    for row in events:
+        (failed,) = of(row, PartnerCopyFailed)
+        assert "each node would keep its own saves" in failed.reason
+
+
+def test_a_partner_that_is_gone_costs_the_copies_and_is_said_once(tmp_path, two_nodes, monkeypatch):
+    def refuse(endpoint):
+        raise ConnectionRefusedError("nobody listens there")
+
+    monkeypatch.setattr(partner, "connect", refuse)
+    events = trained(tmp_path / "checkpoint", two_nodes)
+    for rank in (0, 2):
+        (failed,) = of(events[rank], PartnerCopyFailed)
+        assert (failed.step, failed.reason) == (2, "nobody listens there")
+
+
+def test_ls_verify_and_flush_know_what_a_node_keeps(tmp_path, two_nodes, monkeypatch):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    # on the node a, after the node b was lost
+    host = two_nodes / "a"
+    monkeypatch.setattr(
+        directory, "parent_of_tiers", lambda folder: str(next(host.glob("mindresume-*")))
+    )
+    listing = mindresume.open(root).list()
+    assert [(row.step, row.local_ranks, row.is_partner_copy) for row in listing.memory] == [
+        (8, (0, 1), False),
+        (6, (0, 1), False),
+        (8, (2, 3), True),
+        (6, (2, 3), True),
+    ]
+    report = mindresume.open(root).verify()
+    assert [row.state for row in report.memory] == ["verified"] * 4
+    flushed = flush(root)
+    assert (flushed.step, flushed.committed) == (8, True)
