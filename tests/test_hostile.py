@@ -36,7 +36,6 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import read_locks
 from mindresume.errors import CorruptFileError, RecordError, UnusableCheckpointError
 from mindresume.formats import CheckpointDir
-from mindresume.formats.rank_folders import label
 from mindresume.formats.scan import scan
 from mindresume.model.layout import MAX_RANKS, TensorLayout
 from mindresume.model.manifest import (
@@ -310,26 +309,6 @@ def test_the_unaltered_files_are_good():
     assert Manifest.read(io.BytesIO(resealed(COMMIT))).files == FILES
 
 
-@pytest.mark.parametrize("read", [read_record, Manifest.read])
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b'{"kind":"record","kind":"record"}',
-        b"\xff\xfe",
-        b"\xef\xbb\xbf{}",
-        '{"kind":"record"}'.encode("utf-16"),
-        b"[" * 100_000,
-        b'{"\\ud800":1}',
-        b"NaN",
-    ],
-    ids=lambda line: str(line[:20]),
-)
-def test_a_sealed_line_that_is_no_record(read, line):
-    with within(3), pytest.raises(RecordError, match="record|manifest"):
-        read(io.BytesIO(sealed(line)))
-
-
 @pytest.mark.parametrize(
     "read, limit",
     [(read_record, HEAD_LIMIT), (read_details, HEAD_LIMIT), (Manifest.read, MANIFEST_LIMIT)],
@@ -502,21 +481,6 @@ def test_a_hostile_record(root, manifest):
 
 
 @pytest.mark.parametrize(
-    "details, says",
-    [
-        (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias is"),
-        (setting("more", value=DEEP), "JSON"),
-    ],
-)
-@pytest.mark.parametrize("lost", [False, True], ids=["file there", "file lost"])
-def test_hostile_details(root, details, says, lost):
-    alter(root, 1, None, details)
-    if lost:
-        path_of(root, NEW, 1).unlink()
-    assert_falls_back(root, "rank 1", re.escape(says))
-
-
-@pytest.mark.parametrize(
     "change",
     [
         setting("files", value=[]),
@@ -534,16 +498,6 @@ def test_a_hostile_manifest_is_ignored_and_the_records_decide(root, change):
     # without them it was never complete
     record_path(root, 1).unlink()
     assert_falls_back(root, "missing: rank 1")
-
-
-def test_a_manifest_without_ranks_is_not_a_checkpoint(root):
-    path = attempt(root) / MANIFEST
-    path.write_bytes(
-        resealed(path.read_bytes(), lambda head: head.update(world_size=0, files=[], records=[]))
-    )
-    for rank in range(WORLD):
-        record_path(root, rank).unlink()
-    assert_falls_back(root, "no rank recorded", world=None)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, record_name(1)])
@@ -915,11 +869,3 @@ def test_a_checkpoint_is_selected_after_any_alteration(good, change, also, part,
     finally:
         for path, content in kept.items():
             path.write_bytes(content)
-
-
-def test_the_label_has_the_form_that_the_cases_assume(root):
-    with open(path_of(root, NEW, 0), "rb") as file:
-        assert (
-            read_header(file, "x.safetensors").metadata["mindresume"]
-            == label(RUN, NEW)["mindresume"]
-        )

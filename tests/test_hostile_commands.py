@@ -256,23 +256,6 @@ def test_invalid_sizes_are_refused(tmp_path):
             )
 
 
-@pytest.mark.parametrize(
-    "command, option, value",
-    [
-        ("which", "--world-size", 10**8),
-        ("verify", "--world-size", "9" * 5000),
-        ("merge", "--workers", 10**8),
-        ("drill", "--jobs", 10**8),
-    ],
-)
-def test_counts_are_bounded(tmp_path, command, option, value):
-    write_foreign(tmp_path / "checkpoint", 5, 2)
-    paths = [tmp_path / "checkpoint", tmp_path / "new"]
-    places = paths[: {"drill": 0, "merge": 2}.get(command, 1)]
-    status, out, err = checked(command, *places, option, value)
-    assert (status, out) == (2, "") and option in err
-
-
 def test_configurations_without_a_model_are_refused(tmp_path):
     save(tmp_path / "checkpoint", 5, 1)
     config = tmp_path / "config.json"

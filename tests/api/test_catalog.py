@@ -1,6 +1,5 @@
 """A folder of checkpoints through the API: list, select, verify."""
 
-import os
 import shutil
 
 import iteration_folders
@@ -78,21 +77,6 @@ def test_a_file_of_another_kind_is_an_error(tmp_path):
             ask(mindresume.open(tmp_path / "notes.txt"))
 
 
-# ---- select --------------------------------------------------------------------------------------
-
-
-def test_files_that_are_refused_are_named_by_their_path(tmp_path):
-    """Also if the path is the folder of the run and no checkpoint is usable."""
-    save(tmp_path / "output" / "checkpoint", 5, world=2)
-    os.truncate(path_of(tmp_path / "output" / "checkpoint", 5, 1), 7)
-    found = mindresume.open(tmp_path).select()
-    assert (
-        found.error
-        and os.path.exists(found.refused[0].file)
-        and found.root == str(tmp_path / "output" / "checkpoint")
-    )
-
-
 # ---- verify --------------------------------------------------------------------------------------
 
 
@@ -114,17 +98,6 @@ def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
     report = mindresume.open(tmp_path).verify(progress=Remover())
     assert (report.damaged, report.removed_steps) == (False, (5,))
     assert [row.step for row in report.checkpoints] == [10]
-
-
-def test_progress_is_reported(tmp_path):
-    save(tmp_path, 5)
-    expected, done = [], []
-
-    class Progress:
-        expect, advance = staticmethod(expected.append), staticmethod(done.append)
-
-    mindresume.open(tmp_path).verify(progress=Progress())
-    assert sum(expected) == sum(done) > 0
 
 
 # ---- files that cannot be read now ---------------------------------------------------------------
@@ -149,14 +122,3 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path, iterations, name, at):
     assert found.state == "unreadable" and "Stale" in found.problems[0].reason
     report = mindresume.open(tmp_path).verify()
     assert (report.damaged, report.unreadable) == (False, False)
-
-
-@pytest.mark.parametrize(
-    "iterations, name", [(False, "rank_00001.json"), (True, "common.json"), (True, "metadata.json")]
-)
-def test_what_is_missing_is_damaged(tmp_path, iterations, name):
-    (iteration_folders.save if iterations else save)(tmp_path, 5)
-    next(tmp_path.glob(f"**/{name}")).unlink()
-    report = mindresume.open(tmp_path).verify()
-    assert report.checkpoints[0].state == "damaged"
-    assert (report.damaged, report.unreadable) == (True, False)

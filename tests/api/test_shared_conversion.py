@@ -13,7 +13,6 @@ from rank_folders import flip_bit, folder_contents
 from reshard.plans import MODEL, Plan, random_tensors, recorded
 from storages import DiesInAFile, Hooked
 
-import mindresume
 from mindresume.api import conversion
 from mindresume.errors import ConfigError, OutOfSpaceError, ProcessLostError, SaveError
 
@@ -81,16 +80,6 @@ def content(folder):
     }
 
 
-@pytest.mark.parametrize("work", [convert, iterations, merge])
-def test_the_same_bytes_as_with_one_process(source, tmp_path, work):
-    work(source, tmp_path / "one")
-    for _ in range(2):  # it exists already
-        assert launch(3, source, tmp_path / "many", work) == [0] * 3
-        assert content(tmp_path / "many") == content(tmp_path / "one")
-        assert sorted(os.listdir(tmp_path)) == ["many", "one"]
-    assert not mindresume.open(tmp_path / "many").verify().damaged
-
-
 @pytest.mark.parametrize("work, locks", [(convert, True), (iterations, False), (merge, True)])
 def test_one_part_after_the_other(source, tmp_path, monkeypatch, work, locks):
     """Nobody waits, and whoever writes the last part commits."""
@@ -118,28 +107,6 @@ def test_a_part_that_does_not_exist(source, tmp_path):
     for part in ((0, 2), (3, 2), (1, 0)):
         with pytest.raises(ConfigError, match=f"part is {part[0]} of {part[1]}"):
             convert(source, tmp_path / "new", part=part)
-
-
-def together(folder, count):
-    """Returns a storage that lets no process begin to write before all have looked for room."""
-
-    def before(operation, path):
-        if operation == "free_space":
-            (folder / str(os.getpid())).touch()
-            wait_until(lambda: len(os.listdir(folder)) >= count)
-
-    return Hooked(before)
-
-
-def test_damage_leaves_nothing_behind_and_ends_all(tmp_path, tmp_path_factory):
-    root, target = tmp_path / "source", tmp_path / "target"
-    candidate = recorded(root, Plan.parse("tp4"), random_tensors(MODEL))
-    flip_bit(root / candidate.files[2][0].path, -1)
-    storage = together(tmp_path_factory.mktemp("signs"), 3)
-    assert set(
-        statuses([fork(number, 3, root, target, storage=storage) for number in (1, 2, 3)])
-    ) <= {FAILED, LOST}
-    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_who_waits_for_parts_of_another_conversion_is_told(source, tmp_path, one):
@@ -216,37 +183,6 @@ def test_a_killed_process_is_an_error_and_the_same_command_goes_on(source, tmp_p
     assert launch(3, source, target) == [0] * 3
     assert [(target / file.relative_to(work)).stat().st_mtime_ns for file in files[:2]] == kept
     assert content(target) == one and sorted(os.listdir(tmp_path)) == ["many", "one"]
-
-
-def slow(folder):
-    """Returns a storage that says when its files are written, and waits before the mark of the
-    group."""
-
-    def before(operation, path):
-        if marks(operation, path):
-            (folder / "ready").touch()
-            wait_until((folder / "go").exists)
-
-    return Hooked(before)
-
-
-def wait_until(condition):
-    until = time.monotonic() + LONG
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.01)
-
-
-def test_a_second_try_of_a_part_that_dies_spoils_nothing(source, tmp_path, one):
-    """The first one was slow and taken for dead. Its mark vouched for the files that the second one
-    had begun."""
-    signs, target = tmp_path / "signs", tmp_path / "many"
-    signs.mkdir()
-    first = fork(2, 2, source, target, storage=slow(signs))
-    wait_until((signs / "ready").exists)
-    assert statuses([fork(2, 2, source, target, storage=DiesInAFile(FAILED))]) == [FAILED]
-    (signs / "go").touch()
-    assert statuses([fork(1, 2, source, target), first]) == [0, 0]
-    assert content(target) == one
 
 
 def test_a_damaged_part_of_a_process_that_works_alone_is_written_again_without_room_for_both(

@@ -3,19 +3,17 @@
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import iteration_folders
 import pytest
 from coordination.test_storage_topology import save_part
 from iteration_folders import folder_of
 from iteration_folders import save as save_iterations
 from memory_tiers import make_owned_tier
-from rank_folders import damage, flip_bit, path_of, save, write_foreign
+from rank_folders import flip_bit, path_of, save, write_foreign
 from saving.memory_tier.test_tier import Training
 
 import mindresume
@@ -43,30 +41,7 @@ def saved(tmp_path, origin):
     return root
 
 
-def test_a_copy_of_an_iteration_is_listed_as_one(tmp_path, read):
-    iteration_folders.save(tmp_path, 10, 20)
-    shutil.copytree(
-        iteration_folders.folder_of(tmp_path, 10), iteration_folders.folder_of(tmp_path, 11)
-    )
-    _, found = read("ls", tmp_path)
-    assert {row["iteration_dir"]: row["usable"] for row in found["checkpoints"]} == {
-        "iteration_00000020": True,
-        "iteration_00000010": True,
-        "iteration_00000011": False,
-    }
-    status, found = read("which", tmp_path)
-    assert status == 0 and found["chosen"]["step"] == 20 and found["refused"] == []
-
-
 # ---- which ---------------------------------------------------------------------------------------
-
-
-def test_which_accepts_a_name(saved, read):
-    for name in ("net_rank_0-1_10.safetensors", "net_rank_3-1_10"):
-        status, found = read("which", saved, "--name", name)
-        assert status == 0 and found["chosen"]["step"] == 10
-    os.truncate(path_of(saved, 10, 1), 9)
-    assert read("which", saved, "--name", "net_rank_0-1_10")[0] == 3
 
 
 def test_which_refuses_a_torn_file_outside_rank_folders(tmp_path, call):
@@ -229,11 +204,3 @@ print("LOADED", sorted(set(sys.modules) & {HEAVY}))
 @pytest.mark.parametrize("arguments", [("--remote", "s3://bucket/x"), ("--rate", "-1"), ()])
 def test_a_scrub_that_is_refused_or_finds_nothing(tmp_path, call, arguments):
     assert call("scrub", tmp_path, *arguments)[0] == (2 if arguments else 3)
-
-
-def test_quick_reads_no_contents(tmp_path, read):
-    save(tmp_path, 5)
-    damage(tmp_path, 5, 1, "layer.bias")
-    assert read("which", tmp_path)[0] == 3
-    quick = read("which", tmp_path, "--quick")[1]
-    assert quick["chosen"]["step"] == 5 and not quick["verified"]

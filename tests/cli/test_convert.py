@@ -12,10 +12,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from rank_folders import STORAGE, folder_contents, path_of
+from rank_folders import STORAGE, folder_contents
 from reshard.plans import (
     MODEL,
-    STEP,
     Plan,
     Spec,
     check_slices,
@@ -50,7 +49,6 @@ LITTLE = {
     "layers.0.weight": Spec((4, 8), 1, 0),
     "layers.1.weight": Spec((4, 8), 1, 1),
 }
-FEW = random_tensors(LITTLE)
 
 
 COMMAND = "convert"
@@ -93,19 +91,6 @@ def test_memory_and_workers(source, tmp_path, read, memory, workers):
 
 
 # ---- bad input: one clear line, and nothing is left ----------------------------------------------
-
-
-def test_an_error_of_several_lines(tmp_path, call):
-    """Half of the ranks wrote ckpt, the others safetensors: neither is a checkpoint, and each has a
-    line of its own."""
-    plan, root = Plan.parse("tp2", LITTLE), tmp_path / "checkpoint"
-    for rank, fmt in enumerate(("ckpt", "safetensors")):
-        put(path_of(root, STEP, rank, 0, fmt), shard_file(plan, FEW, rank))
-    plan.write(tmp_path / "strategy")
-    status, out, err = call(root, tmp_path / "new", "--to", "dp=2", "--engine", "direct")
-    assert (status, out) == (2, "") and err.startswith("mindresume: ") and "none can be used" in err
-    assert err.count("embedding.weight") == 2 and err.count("\n") == 3
-    assert os.listdir(tmp_path) == ["checkpoint", "strategy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,12 +4,11 @@ import errno
 import io
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from lease_holders import ELSEWHERE, ME, ManualClock, acquire_lease, dead_holder, publish_lease
-from rank_folders import STORAGE, by_clock, dir_at, save
+from rank_folders import by_clock, dir_at, save
 from storages import Hooked, failing, os_error
 
 from mindresume.coordination import lease as lease_module
@@ -235,31 +234,6 @@ def test_a_holder_on_another_host_that_sends_heartbeats_is_alive(tmp_path, is_su
     with pytest.raises(LeaseHeldError, match="node7"):
         acquire_lease(tmp_path, time=time)
     assert time.now < (5030 if is_suspended else 30)
-
-
-@pytest.mark.parametrize("other", [ME, ELSEWHERE])
-@pytest.mark.parametrize("token", ["00000000", "ffffffff"])
-@pytest.mark.parametrize("at", range(1, 19))
-def test_one_of_two_concurrent_jobs_acquires_the_folder_and_keeps_it(tmp_path, token, other, at):
-    """The later of the two threw out one that had acquired the folder already. It begins right
-    before operation number ``at`` of the first."""
-    acquired = []
-
-    def begin(holder, storage):
-        time = ManualClock(lambda now: [lease.beat() for lease in acquired])
-        with suppress(LeaseHeldError):
-            acquired.append(acquire_lease(tmp_path, holder, time=time, storage=storage))
-        for lease in acquired:
-            fence(dir_at(tmp_path), lease.run)
-
-    def rival(operation, path):
-        if len(storage.asked) == at:
-            begin(replace(other, run=run_name(1, token)), STORAGE)
-
-    storage = Hooked(rival)
-    begin(MINE, storage)
-    (lease,) = acquired
-    fence(dir_at(tmp_path), lease.run)
 
 
 def rival_of(root, token, holder=ELSEWHERE):

@@ -43,9 +43,7 @@ from mindresume.model.manifest import (
     record_name,
     run_name,
 )
-from mindresume.resume.candidates import NODE_LOCAL, list_checkpoints
 from mindresume.resume.eligible import check_files
-from mindresume.resume.replicas import unknown_strategy
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.retention import KeepLast, plan
@@ -265,20 +263,6 @@ def save_part(
     return committer
 
 
-def test_a_node_commits_the_ranks_that_it_has(tmp_path):
-    save_part(tmp_path, 5)
-    found = candidate_at(tmp_path)
-    assert (found.step, found.local_ranks, found.world_size) == (5, (2, 3), 4)
-    assert (sorted(found.files), found.committed, found.problem) == ([2, 3], True, None)
-    assert newest_committed(dir_at(tmp_path)) == [attempt_name(5, RUN)]
-    refusal = check_files(dir_at(tmp_path), found, 4)
-    assert (
-        "only the files of rank 2, 3 of 4 are here: nodes that share no disk saved it"
-        in refusal.reason
-    )
-    assert (tmp_path / "rank_2" / "meta.json").exists() and not (tmp_path / "rank_0").exists()
-
-
 def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
     """A user copies the folders into one: the manifest of the last node remains."""
     save_part(tmp_path, 5, (0, 1))
@@ -288,23 +272,6 @@ def test_the_merged_parts_of_all_nodes_are_complete(tmp_path):
     assert check_files(dir_at(tmp_path), found, 4) is None
     assert Committer(target_of(tmp_path, 0, 4, LATER)).recover() == [5]
     assert scan(dir_at(tmp_path)).candidates[0].committed
-
-
-def test_the_records_of_a_node_are_its_commit(tmp_path):
-    """The job was killed before its manifest; the next run writes that."""
-    save_part(tmp_path, 5, commit=False)
-    found = candidate_at(tmp_path)
-    assert (found.local_ranks, found.problem) == ((2, 3), None)
-    assert found.maybe_completed and not found.committed
-    (row,) = list_checkpoints(STORAGE, str(tmp_path), unknown_strategy)[1]
-    assert row.state == NODE_LOCAL
-    made = plan(dir_at(tmp_path), KeepLast(1), active=LATER, ended=EVERY_RUN)
-    assert made.orphans == made.to_delete == ()
-    assert Committer(target_of(tmp_path, 2, 4, LATER, (2, 3))).recover() == [5]
-    again = candidate_at(tmp_path)
-    assert again.committed and replace(again, committed=False) == found
-    assert newest_committed(dir_at(tmp_path)) == names(5)
-    assert (tmp_path / "rank_2" / "meta.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from iteration_folders import (
     intend,
     save,
     track,
-    unname,
     write_all,
 )
 from rank_folders import RUN, STORAGE, dir_at
@@ -348,23 +347,6 @@ def test_the_later_run_comes_first_without_a_tracker(tmp_path):
     save(tmp_path, 20, run=NEXT)
     os.remove(tmp_path / TRACKER)
     assert found(tmp_path) == [(20, NEXT), (30, RUN), (10, RUN)]
-
-
-@pytest.mark.parametrize(
-    "finish", [write_all, lambda root, step: (save(root, step), unname(root, step))]
-)
-def test_a_late_tracker_is_not_a_tracker_that_was_set_back(tmp_path, finish):
-    """Step 20 was committed and published, but the tracker could not be written; then all ranks
-    were killed before step 30 was published."""
-    save(tmp_path, 10, 20)
-    finish(tmp_path, 30)
-    track(tmp_path, 10)
-    intend(tmp_path, 20)
-    assert found(tmp_path) == [(30, RUN), (20, RUN), (10, RUN)]
-    assert any(
-        "names step 10: the job that saved step 20 died" in note
-        for note in scan(dir_at(tmp_path)).notes
-    )
 
 
 def test_a_tracker_that_was_set_back_counts_despite_an_old_intent(tmp_path):

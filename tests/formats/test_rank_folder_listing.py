@@ -129,14 +129,6 @@ def test_mindformers_files_are_ordered_by_samples_when_global_batch_sizes_differ
 # ---- our files, records and labels ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["x", "../../x", "1-0000aaaa"])
-def test_a_label_that_names_no_run_does_not_stop_a_scan_without_records(tmp_path, run):
-    put(path_of(tmp_path, 10, 0), tensors_of(0, 10), {"mindresume": f"{run} 10"})
-    (tmp_path / RECORDS).symlink_to(RECORDS)  # a link to itself cannot be listed
-    hidden, row = found(tmp_path)
-    assert hidden.problem and (row.step, row.origin, row.problem) == (10, MINDFORMERS, None)
-
-
 def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     save(tmp_path, 10, world=2)
     # cp -r rank_* here, resumed ...

@@ -2,7 +2,6 @@
 problems."""
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,27 +89,6 @@ def test_late_records_of_an_unpublished_iteration_are_found_by_name(tmp_path):
     )
 
 
-def test_candidates_have_paths_from_the_root_and_a_committed_flag(tmp_path):
-    save(tmp_path, 10)
-    write_all(tmp_path, 20)
-    found, known, notes = scan_records(dir_at(tmp_path))
-    assert [(c.step, c.committed, c.maybe_completed, c.problem, c.format) for c in found] == [
-        (20, False, True, None, "safetensors"),
-        (10, True, True, None, "safetensors"),
-    ]
-    assert notes == [] and len(known) == 8 and all((tmp_path / path).exists() for path in known)
-    assert [file.path for file in found[1].metadata_files] == [
-        "iteration_00000010/common.json",
-        "iteration_00000010/metadata.json",
-    ]
-    assert found[1].commit_dir == str(folder_of(tmp_path, 10)) and found[1].name == attempt_name(
-        10, RUN
-    )
-    assert [file.path for file in found[1].files[1]] == [
-        f"iteration_00000010/net-{kind}-0000001-0000002.safetensors" for kind in ("model", "opt")
-    ]
-
-
 def test_the_later_run_counts_if_an_iteration_has_two_folders_of_records(tmp_path):
     save(tmp_path, 10)
     (folder_of(tmp_path, 10) / FOLDER / attempt_name(10, NEXT)).mkdir()
@@ -149,37 +127,6 @@ def test_records_that_name_files_of_the_other_format_are_refused(tmp_path, itera
         )
     (candidate,) = candidates(tmp_path)
     assert "which does not belong to it" in candidate.problem.reason
-
-
-def test_a_manifest_of_another_step_is_not_used(tmp_path):
-    save(tmp_path, 10, 15)
-    shutil.copy(
-        records_of(folder_of(tmp_path, 10), 10) / MANIFEST,
-        records_of(folder_of(tmp_path, 15), 15) / MANIFEST,
-    )
-    found, _, notes = scan_records(dir_at(tmp_path))
-    assert [(c.step, c.committed, c.problem) for c in found] == [
-        (15, False, None),
-        (10, True, None),
-    ]
-    assert (
-        "it is of run" in notes[0]
-        and "using the records" in notes[0]
-        and notes[0].startswith("iteration_00000015/")
-    )
-
-
-def test_an_unreadable_manifest_loses_nothing(tmp_path):
-    save(tmp_path, 10)
-
-    class FailingStorage(PosixStorage):
-        def open(self, path):
-            if path.endswith(MANIFEST):
-                raise OSError(5, "Input/output error", path)
-            return super().open(path)
-
-    found, _, notes = scan_records(CheckpointDir(FailingStorage(), str(tmp_path)))
-    assert found[0].problem is None and not found[0].committed and "Input/output error" in notes[0]
 
 
 def test_brief_reads_one_record_of_an_incomplete_save(tmp_path):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import iteration_folders
-import numpy as np
 import pytest
 from lease_holders import ManualClock
 from rank_folders import (
@@ -21,11 +20,9 @@ from rank_folders import (
     folder_contents,
     path_of,
     save,
-    state_of,
     target_of,
-    tensors_of,
 )
-from storages import Hooked, failing
+from storages import failing
 
 from mindresume import runtime
 from mindresume.coordination import lease as leases
@@ -38,8 +35,6 @@ from mindresume.coordination.lease import (
 )
 from mindresume.errors import RemoteError
 from mindresume.formats import CheckpointDir
-from mindresume.formats.rank_folders import FileName
-from mindresume.formats.weight_files import known_damage
 from mindresume.maintenance.scrub import (
     DAMAGED,
     INTACT,
@@ -51,15 +46,14 @@ from mindresume.maintenance.scrub import (
     ScrubOptions,
 )
 from mindresume.model.manifest import FOLDER, SCRUB_RESULT, attempt_name, record_name
-from mindresume.resume.candidates import COMPLETE, UNUSABLE, list_checkpoints
+from mindresume.resume.candidates import COMPLETE, list_checkpoints
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import preview_selection
-from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import KeepLast, plan
-from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
+from mindresume.saving.shard_writer import clean_own_folder
 from mindresume.storage.operations import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
@@ -163,27 +157,6 @@ def test_records_that_a_removal_moves_for_a_moment_are_not_damaged(tmp_path):
     assert states(tmp_path) == {5: INTACT} and chosen(tmp_path, full=False) == 5
 
 
-def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
-    iteration_folders.save(tmp_path, 5)
-    damaged, intact = (
-        str(iteration_folders.weights_of(tmp_path, 5, 1, kind)) for kind in ("model", "opt")
-    )
-    flip_bit(Path(damaged))
-    opened = []
-
-    class Failing(PosixStorage):
-        def open(self, name):
-            opened.append(name)
-            if name == intact and opened.count(damaged) == 2 and opened.count(intact) == 2:
-                raise OSError(5, "Input/output error", name)
-            return super().open(name)
-
-    (found,) = scrubbed(tmp_path, Failing()).values()
-    assert opened.count(intact) > 2 and [row.file for row in found.damaged] == [
-        os.path.relpath(damaged, tmp_path)
-    ]
-
-
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     """Whatever is known of it before stays known, and the next scrub and start read it again."""
@@ -202,65 +175,7 @@ def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     assert scrubbed(tmp_path, storage)[10].state == UNREADABLE and chosen(tmp_path, full=False) == 5
 
 
-# ---- what follows --------------------------------------------------------------------------------
-
-
-def test_damage_is_refused_without_a_new_reading(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step)
-    flip_bit(path_of(tmp_path, 10, 3))
-    assert chosen(tmp_path, full=False) == 10  # a quick check does not find it
-    assert states(tmp_path) == {5: INTACT, 10: DAMAGED}
-    assert [(row.candidate.step, row.state) for row in rows_of(tmp_path)] == [
-        (10, UNUSABLE),
-        (5, COMPLETE),
-    ]
-    assert chosen(tmp_path, full=False) == chosen(tmp_path) == 5
-    disk = Hooked()
-    assert rows_of(tmp_path, disk)[0].problem.rank == 3
-    opened = [path for what, path in disk.asked if what == "open"]
-    assert opened and not any(path.endswith("1_10.safetensors") for path in opened)
-
-
-def test_it_begins_with_the_oldest_scrub_and_leaves_out_recent_ones(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step)
-    now = [1e9]
-
-    def run(rows=None, **options):
-        scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(**options))
-        with runtime.answers({runtime.time: lambda: now[0]}):
-            return [
-                (found.candidate.step, found.state)
-                for found in scrubber.scrub(rows or rows_of(tmp_path))
-            ]
-
-    run([row for row in rows_of(tmp_path) if row.candidate.step == 10])
-    now[0] += 3600
-    assert run(older_than=7200) == [(15, INTACT), (5, INTACT), (10, SKIPPED)]
-    now[0] += 5400
-    assert [step for step, state in run(older_than=7200) if state == INTACT] == [10]
-    now[0] -= 1e6  # the clock was set back
-    assert [step for step, state in run(older_than=7200) if state == INTACT] == [15, 10, 5]
-
-
 # ---- repair --------------------------------------------------------------------------------------
-
-
-def test_a_large_tensor_in_several_pieces(tmp_path):
-    array = np.arange(3 << 20, dtype=np.float32)
-    for rank in range(2):
-        tensors = {**tensors_of(0, 5), "big": array}
-        name = FileName("net", rank, 0, state_of(5).epoch, state_of(5).step_in_epoch, "ckpt")
-        write_shard(
-            target_of(tmp_path, rank, 2), rank_shard(name, state_of(5), tensors, metadata={})
-        )
-    Committer(target_of(tmp_path, 0, 2)).poll(5)
-    path = path_of(tmp_path, 5, 1, fmt="ckpt")
-    before = path.read_bytes()
-    flip_bit(path, len(before) // 2)
-    found = scrubbed(tmp_path, repairs=True)[5]
-    assert found.repaired[0].tensors == ("big",) and path.read_bytes() == before
 
 
 class Bucket:
@@ -314,62 +229,6 @@ def test_an_iteration_is_repaired_from_the_bucket(tmp_path):
     )
 
 
-class DiedError(BaseException):
-    """The process died."""
-
-
-class Dying(Hooked):
-    """Performs so many changes, and the last of them half; then the process is dead."""
-
-    def __init__(self, changes):
-        super().__init__(self._change)
-        self.left = changes
-
-    def _change(self, operation, path):
-        if operation in ("write", "rename", "sync", "remove", "make_folder"):
-            if self.left == 0:
-                if operation == "write":
-                    Path(path).write_bytes(b"7 bytes")  # nothing removes it
-                raise DiedError
-            self.left -= 1
-
-
-def test_a_death_at_any_operation_leaves_the_old_file_or_the_repaired_one(tmp_path):
-    whole = tmp_path / "whole"
-    save(whole, 5)
-    good = path_of(whole, 5, 1).read_bytes()
-    for changes in range(100):
-        root = shutil.copytree(whole, tmp_path / str(changes))
-        path = path_of(root, 5, 1)
-        flip_bit(path)
-        bad = path.read_bytes()
-        try:
-            finished = scrubbed(root, Dying(changes), repairs=True)[5].state == REPAIRED
-        except DiedError:
-            finished = False
-        assert path.read_bytes() in (good, bad)
-        others = {
-            name.relative_to(root): content
-            for name, content in without_results(root).items()
-            if "claim-" not in name.name and not name.name.endswith("-tmp") and name != path
-        }
-        assert others == {
-            name.relative_to(whole): content
-            for name, content in folder_contents(whole).items()
-            if name != path_of(whole, 5, 1)
-        }
-        # of this process, which is alive after all
-        for holder in lease_holders(dir_at(root)):
-            leases.Lease(dir_at(root), replace(holder, pid=2**22 + 1)).publish()
-        assert states(root, repairs=True)[5] in (REPAIRED, INTACT) and path.read_bytes() == good
-        assert lease_holders(dir_at(root)) == []
-        clean_own_folder(replace(target_of(root, 1, 4), run="0009-0000aaaa"))  # the next job
-        assert [name for name in (root / "rank_1").iterdir() if name.name.endswith("-tmp")] == []
-        if finished:
-            break
-    assert finished and changes > 5
-
-
 # ---- meanwhile -----------------------------------------------------------------------------------
 
 
@@ -392,21 +251,6 @@ def test_retention_removes_nothing_that_is_being_read(tmp_path):
     # and no result is left over
     assert [row.candidate.step for row in rows_of(tmp_path)] == [10]
     assert scrubbed(tmp_path, rows=[old])[5].state == REMOVED
-
-
-def test_a_removal_by_hand_is_no_damage(tmp_path):
-    save(tmp_path, 5)
-    rows = rows_of(tmp_path)
-
-    def remove(count):
-        for name in ("rank_0", "rank_1", "rank_2", "rank_3"):
-            shutil.rmtree(tmp_path / name, ignore_errors=True)
-        shutil.rmtree(tmp_path / FOLDER / attempt_name(5, RUN), ignore_errors=True)
-
-    assert (
-        scrubbed(tmp_path, progress=remove, rows=rows)[5].state == REMOVED
-        and rows_of(tmp_path) == ()
-    )
 
 
 def test_what_is_removed_by_hand_is_not_brought_back_from_the_bucket(tmp_path):
@@ -522,33 +366,6 @@ def test_a_new_checkpoint_is_left_out_until_it_is_old(tmp_path):
         with runtime.answers({runtime.time: lambda now=now: now}):
             scrubber = Scrubber(dir_at(tmp_path), ScrubOptions(older_than=3600))
             assert [found.state for found in scrubber.scrub(rows_of(tmp_path))] == [state]
-
-
-def test_a_file_that_is_replaced_while_others_are_read_is_not_refused(tmp_path):
-    """A scrub of a large checkpoint takes hours; the backup that a person brings back meanwhile is
-    not what it found damaged."""
-    save(tmp_path, 5)
-    first, last = path_of(tmp_path, 5, 0), path_of(tmp_path, 5, 3)
-    shutil.copy2(first, tmp_path / "backup")
-    for path in (first, last):
-        flip_bit(path)
-    opened = []
-
-    class Replacing(PosixStorage):
-        def open(self, name):
-            opened.append(name)
-            if (
-                name == str(last)
-                and str(first) in opened[opened.index(name) :]
-                and (tmp_path / "backup").exists()
-            ):
-                os.replace(tmp_path / "backup", first)
-            return super().open(name)
-
-    rows = scrubbed(tmp_path, Replacing())[5].damaged
-    assert not (tmp_path / "backup").exists() and {row.rank for row in rows} == {0, 3}
-    refusal = known_damage(dir_at(tmp_path), rows_of(tmp_path)[0].candidate)
-    assert refusal.rank == 3
 
 
 def test_a_replaced_file_is_read_soon(tmp_path):

@@ -62,8 +62,7 @@ from mindresume.mindformers import (  # noqa: E402
 from mindresume.mindformers.network_state import deferred  # noqa: E402
 from mindresume.mindformers.upstream import Kind  # noqa: E402
 from mindresume.model.layout import TensorLayout  # noqa: E402
-from mindresume.resume import job_selection, selection  # noqa: E402
-from mindresume.resume import progress as resume_progress  # noqa: E402
+from mindresume.resume import job_selection  # noqa: E402
 from mindresume.resume.eligible import (
     Choice,  # noqa: E402
 )
@@ -558,20 +557,6 @@ def load_shard(net, current, storage=STORAGE):
     loading.load(graph_load.GraphNetwork(current, config_of(), net), current)
 
 
-@pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16])
-def test_every_value_is_restored_and_global_step_is_scaled(tmp_path, current, dtype):
-    net, expected = network(0.0, dtype), network(1.7, dtype)
-    saved_network(tmp_path, expected)
-    job_start.select_checkpoint(config_of(tmp_path), current)
-    current.progress.origin = replace(resume_progress.START, global_step=3)
-    load_shard(net, current)
-    found, wanted = ({p.name: p.asnumpy() for p in one.get_parameters()} for one in (net, expected))
-    assert found.pop("global_step").tolist() == [3] and wanted.pop("global_step") is not None
-    assert {name: array.tobytes() for name, array in found.items()} == {
-        name: array.tobytes() for name, array in wanted.items()
-    }
-
-
 @pytest.mark.parametrize("beside", [True, False])
 def test_load_ckpt_async_reads_while_the_graph_is_compiled(tmp_path, current, monkeypatch, beside):
     saved_network(tmp_path, network(1.7))
@@ -712,31 +697,6 @@ def test_verified_files_are_loaded_from_memory(tmp_path, current):
         current.settings = settings
         job_start.select_checkpoint(config_of(tmp_path), current)
         assert getattr(current.resources.storage, "size", 0) == 0
-
-
-def test_files_replaced_by_a_download_are_read_again(tmp_path, current, monkeypatch):
-    """Without shared storage, the damaged bytes of the first verification stayed in the cache, and
-    the replacement from the object store was refused too."""
-    save(tmp_path, 15, world=1)
-    path = path_of(tmp_path, 15, 0)
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-    def restore(self, chosen, refused):
-        if chosen is not None:
-            return False
-        assert [refusal.step for refusal in refused] == [15]
-        (tmp_path / "new").write_bytes(content)
-        (tmp_path / "new").replace(path)
-        return True
-
-    monkeypatch.setattr(selection.BucketSource, "fetch_newer", restore)
-    monkeypatch.setattr(selection, "job_directory", lambda path, saved_to: path)
-    together = SimpleNamespace(is_split=True, is_leader=lambda rank: True)
-    monkeypatch.setattr(job_selection, "shared_groups_of", lambda *arguments: together)
-    current.resources.remote = object()
-    job_start.select_checkpoint(config_of(tmp_path), current)
-    assert current.plan.choice.chosen.step == 15
 
 
 def test_the_tracker_that_the_selection_waited_for_counts(tmp_path, current, monkeypatch):

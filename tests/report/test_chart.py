@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rank_folders import STORAGE
 from training_logs import RUNS, Log, Training, history, two_attempts
 
-from mindresume.events import FAILED, PHASES, TrainingEnded
+from mindresume.events import PHASES
 from mindresume.report import page
 from mindresume.report.accounting import REDONE, Seconds, accounts_of
 from mindresume.report.builder import Report, build_report
@@ -46,20 +46,6 @@ def test_the_curves_are_the_losses_of_each_attempt(tmp_path):
     assert found["areas"] == [[5, 8]] and found["losses"] == {"shown": 13, "total": 13}
 
 
-def test_the_marks_stand_where_things_happened(tmp_path):
-    marks = chart_data(written(tmp_path, two_attempts()))["marks"]
-    assert [
-        (row["kind"], row["attempt"], row["step"], row["at"], row["loss"]) for row in marks
-    ] == [
-        ("committed", 1, 5, 16.5, None),
-        ("committed", 2, 10, 54.5, None),
-        ("failed", 1, 8, 19.5, 5.92),
-        ("resumed", 2, 5, None, 5.95),
-    ]
-    assert marks[2]["text"][0] == "tip.failed"
-    assert marks[3]["text"][1]["source"] == ["source.disk", {}]
-
-
 def test_the_timeline_has_each_span_and_each_phase(tmp_path):
     found = chart_data(written(tmp_path, two_attempts()))
     spans = found["spans"]
@@ -69,15 +55,6 @@ def test_the_timeline_has_each_span_and_each_phase(tmp_path):
     assert [span[2] for span in spans] == [0, *(span[3] for span in spans[:-1])]
     assert spans[-1][3] == found["length"] == 55
     assert sum(row[3] - row[2] for row in found["phases"]) == pytest.approx(30, abs=1.5)
-
-
-def test_a_failure_before_the_first_step_is_on_the_timeline_alone(tmp_path):
-    log = two_attempts().start(60).event(61, TrainingEnded(FAILED, "out of memory"))
-    log.start(80).resume(81, 10, RUNS[1]).run(82, RUNS[2]).steps(90, 11, 12)
-    _, mark = of_kind(chart_data(written(tmp_path, log))["marks"], "failed")
-    assert (mark["step"], mark["loss"], mark["attempt"], mark["at"]) == (None, None, 3, 61)
-    name, arguments = mark["text"]
-    assert (name, arguments["reason"]) == ("tip.failed_early", "rank 0: out of memory")
 
 
 def test_saves_to_memory_are_marks(tmp_path):

@@ -117,15 +117,6 @@ def test_tensors_of_several_stages_are_taken_from_the_first(tmp_path):
 # ---- counters, and tensors without a layout ------------------------------------------------------
 
 
-def test_counters_are_taken_from_rank_0(tmp_path):
-    plan = plan_of("tp2pp2")
-    weights = weights_of(tmp_path, foreign(tmp_path, plan, TENSORS), plan.strategy())
-    for name, array in COUNTERS.items():
-        tensor = weights.tensors[name]
-        assert (tensor.layout, tensor.first, tensor.shape) == (None, 0, array.shape)
-        assert weights.locate(name, tensor.cuts(whole(tensor.shape))[0]).rank == 0
-
-
 @pytest.mark.parametrize("layouts", [False, True])
 def test_counters_and_copies_without_layout_when_the_file_of_rank_0_is_lost(tmp_path, layouts):
     plan = plan_of("dp2")
@@ -198,15 +189,6 @@ def test_a_strategy_that_contradicts_the_records(tmp_path, wanted):
     ) as found:
         weights_of(tmp_path, candidate, plan_of(wanted).strategy())
     assert str(found.value).partition(":")[0] in TENSORS
-
-
-def test_an_equivalent_strategy_is_accepted(tmp_path):
-    candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
-    other = {
-        name: TensorLayout((2, 2), tuple((1, 0) if axis == 0 else -1 for axis in layout.tensor_map))
-        for name, layout in plan_of("tp4").stages[0].items()
-    }
-    check_all(weights_of(tmp_path, candidate, Strategy((other,))))
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])

@@ -22,7 +22,7 @@ from reshard.plans import (
 
 import mindresume
 from mindresume import runtime
-from mindresume.errors import ConfigError, OutOfSpaceError, SaveError
+from mindresume.errors import ConfigError, SaveError
 from mindresume.events import ignore
 from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, RankStorage, Scheduler
 from mindresume.formats.consolidated import MINDSPORE
@@ -379,45 +379,6 @@ def test_leftovers_in_the_scratch_folder_are_ignored(tmp_path, root, monkeypatch
 
 
 # ---- room and locks ------------------------------------------------------------------------------
-
-
-class Room(Disk):
-    bytes = 0
-
-    def free_space(self, folder):
-        return self.bytes
-
-
-def test_too_little_room_is_seen_before_the_first_byte(tmp_path, root):
-    job = ranks_job(root)
-    small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
-    small.bytes = job.size(range(len(job.groups))) + module._SPARE - 1
-    (tmp_path / "out").mkdir()
-    with pytest.raises(
-        OutOfSpaceError,
-        match=r"new needs 1\.0 MiB, there is room for 1\.0 MiB. Nothing was written",
-    ):
-        carry_out(conversion(job, tmp_path / "out" / "new", small))
-    assert (
-        not small.count("create") and not small.count("write") and contents(tmp_path / "out") == {}
-    )
-    small.bytes += 1
-    carry_out(conversion(job, tmp_path / "out" / "new", small))
-    assert job.size(range(len(job.groups))) == sum(
-        path.stat().st_size for path in (tmp_path / "out" / "new").glob("rank_*/*.safetensors")
-    )
-
-
-def test_finished_files_need_no_space(tmp_path, root):
-    job, first = ranks_job(root), conversion(ranks_job(root), tmp_path / "new")
-    first.prepare()
-    write(first, 0)
-    first._release()
-    small = Room(FaultInjector(STORAGE, Scheduler(1, random.Random(0))), 0)
-    small.bytes = (
-        module._SPARE + (Path(first.work) / "rank_0" / "net_rank_0-2_5.safetensors").stat().st_size
-    )
-    carry_out(conversion(job, tmp_path / "new", small))
 
 
 def test_two_different_conversions_at_once(tmp_path, root):

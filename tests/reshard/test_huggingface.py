@@ -29,7 +29,6 @@ from mindresume.events import ignore
 from mindresume.formats.consolidated import MINDSPORE
 from mindresume.formats.huggingface import CONTIGUOUS, HEAD, inverse_rules, rules
 from mindresume.model.layout import TensorLayout, held, whole
-from mindresume.reshard import region_load
 from mindresume.reshard.conversion_plan import to_consolidated
 from mindresume.reshard.converter import Conversion
 from mindresume.reshard.direct_engine import Engine, check_source
@@ -46,7 +45,7 @@ from mindresume.reshard.huggingface import (
 )
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import Traffic, cast, view
-from mindresume.reshard.region_load import LoadTarget, plan_reads, read_regions, wanted_regions
+from mindresume.reshard.region_load import LoadTarget, read_regions, wanted_regions
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 
@@ -181,34 +180,6 @@ def test_each_rank_reads_its_slices(tmp_path, model, layout):
         vectors = sum(array.nbytes for array in whole_.values() if array.ndim == 1)
         matrices = sum(array.nbytes for array in whole_.values() if array.ndim == 2)
         assert read == matrices * layout.copies + vectors * layout.stage_size
-
-
-def test_regions_that_other_ranks_read_are_left_out(tmp_path):
-    """A balanced load: together the ranks read every byte of the folder once."""
-    tensors, layout = random(GROUPED), TensorLayout((2, 2), (0, -1))
-    folder, arguments, read, pieces = (
-        folder_of(tmp_path / "hf", GROUPED, tensors),
-        network_of(GROUPED, layout),
-        0,
-        [],
-    )
-    sizes = {name: 4 for name in rules(GROUPED)}
-    for rank in range(4):
-        wanted, layouts, _ = arguments(rank, "float32")
-        layouts = {
-            name: layouts.get(name, (TensorLayout((2, 2), (-1,)), shape))
-            for name, (shape, _) in wanted.items()
-        }
-        traffic = Traffic()
-
-        def share(regions, layouts=layouts, rank=rank):
-            return plan_reads(regions, layouts, sizes, rank)[0]
-
-        found = read_network(STORAGE, folder, wanted, layouts, rank, traffic=traffic, share=share)
-        read += traffic.read
-        pieces += [(name, held(*layouts[name][:1], rank, layouts[name][1])) for name in found]
-    assert len(pieces) == len(set(pieces))
-    assert read == sum(array.nbytes for array in assemble(rules(GROUPED), tensors).values())
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -568,24 +539,6 @@ def test_exports_of_latent_models(tmp_path):
     )
     with pytest.raises(LoadError, match=r"missing: mtp.layers.0.enorm.weight"):
         to_huggingface(source, LATENT, "keep", 1 << 30)
-
-
-def test_large_experts_are_read_in_pieces(tmp_path, monkeypatch):
-    """Of whole rows of the stored tensor, each byte once."""
-
-    monkeypatch.setattr(region_load, "TILE", 300)
-    model = replace(MOE, hidden=12, expert_inner=9)
-    tensors, traffic = random(model), Traffic()
-    found = read_network(
-        STORAGE,
-        folder_of(tmp_path / "hf", model, tensors),
-        wanted_of(model),
-        {},
-        0,
-        traffic=traffic,
-    )
-    same(found, assemble(rules(model), tensors))
-    assert traffic.read == sum(array.nbytes for array in tensors.values())
 
 
 # ---- round trips ---------------------------------------------------------------------------------

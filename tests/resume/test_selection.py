@@ -1,18 +1,14 @@
 """The one function by which job and command line select a checkpoint, and its preview by a single
 process."""
 
-import os
-
 import pytest
 from coordination.test_storage_topology import save_part
 from job_choices import ALONE
 from rank_folders import STORAGE, Ranks, flip_bit, path_of, save
 
-from mindresume.coordination.storage_topology import SharedGroups
-from mindresume.errors import CollectiveError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import CollectiveError, MissingCheckpointError
 from mindresume.formats import MERGED, Candidate
 from mindresume.model.manifest import FileRecord
-from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import preview_selection, select_checkpoint
 from mindresume.resume.sources import CheckpointSources
@@ -101,17 +97,6 @@ def test_job_and_preview_select_the_same(tmp_path):
     assert preview(tmp_path, full=False).choice.chosen.step == 10
 
 
-def test_a_preview_reports_why_none_can_be_used(tmp_path):
-    save(tmp_path, 5, world=2)
-    flip_bit(path_of(tmp_path, 5, 1))
-    for path in (tmp_path, path_of(tmp_path, 5, 0)):
-        found = preview(path)
-        choice = found.choice
-        assert (choice.chosen, choice.is_fresh_start, found.node_local) == (None, False, None)
-        assert (choice.root, choice.refused[0].rank) == (str(tmp_path), 1)
-        assert (str(tmp_path) if path == tmp_path else "requested") in found.error
-
-
 # ---- node-local storage --------------------------------------------------------------------------
 
 
@@ -125,29 +110,3 @@ def test_a_preview_names_the_newest_step_with_complete_files_on_this_node(tmp_pa
     assert (candidate.step, candidate.local_ranks) == (5, (0, 1))
     assert preview(tmp_path, full=False).node_local.candidate.step == 10
     assert preview(tmp_path, requested="net_rank_0-1_10.safetensors").node_local is None
-
-
-# ---- an object store -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_an_object_store_is_asked_by_the_policy_of_the_selection(tmp_path, monkeypatch, split):
-    asked = []
-
-    def fetch_newer(self, *rest):
-        asked.append(
-            (self.job.policy.world_size, self.job.policy.max_failed_loads, self.job.is_split)
-        )
-        raise NoUsableCheckpointError("nothing")
-
-    monkeypatch.setattr(BucketSource, "fetch_newer", fetch_newer)
-    shared = SharedGroups((0, 1) if split else (0, 0))
-    sources = CheckpointSources(
-        remote=object(), shared=shared, saved_to={os.path.realpath(tmp_path)}
-    )
-
-    found = Ranks(2).run(
-        lambda group: select(tmp_path, SelectionPolicy(max_failed_loads=3), sources, group)
-    )
-    assert all(isinstance(error, NoUsableCheckpointError) for error in found)
-    assert asked == [(2, 0, True) if split else (None, 3, False)] * 2

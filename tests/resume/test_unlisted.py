@@ -15,8 +15,7 @@ from reshard.plans import foreign as foreign_of_plan
 from storages import Hooked, os_error
 
 from mindresume.api.results import info_of
-from mindresume.coordination.lease import ReadLocks, holder_of_this_process, known_lease_holders
-from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.lease import ReadLocks, known_lease_holders
 from mindresume.coordination.storage_topology import newest_committed
 from mindresume.errors import CollectiveError, NoUsableCheckpointError
 from mindresume.formats import MINDFORMERS, OURS, CheckpointDir
@@ -167,14 +166,6 @@ def test_a_folder_that_is_shown_late_is_searched_below(tmp_path):
     assert choose(ShownLate(), tmp_path).chosen is not None
 
 
-def test_an_iteration_folder_with_the_name_of_a_rank_folder(tmp_path):
-    iteration_folders.save(tmp_path, 5)
-    (tmp_path / "iteration_00000005").rename(tmp_path / "rank_0")
-    (tmp_path / iteration_folders.TRACKER).unlink(missing_ok=True)
-    choice = choose(STORAGE, tmp_path / "rank_0")
-    assert choice.chosen.step == 5 and choice.chosen.iteration_dir
-
-
 @pytest.mark.parametrize("tracked", [True, False])
 def test_the_newest_iteration_is_a_link_to_itself(tmp_path, tracked):
     iteration_folders.save(tmp_path, 5, 10)
@@ -255,21 +246,6 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
 LATER = run_name(2, "0000bbbb")
 
 
-def test_retention_keeps_unlistable_saves_and_removes_the_rest(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step, 2)
-    committer = save(tmp_path, 20, 2, run=LATER, suffix=1)
-    closed = tmp_path / FOLDER / attempt_name(10, RUN)
-    committer = Committer(committer.target, KeepLast(1))
-    object.__setattr__(committer.target, "storage", Closed(closed, only_list=True))
-    assert sorted(committer.prune()) == [5, 15]
-    assert (
-        path_of(tmp_path, 10, 0).exists()
-        and closed.exists()
-        and not path_of(tmp_path, 5, 0).exists()
-    )
-
-
 def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)
@@ -317,14 +293,6 @@ def test_an_intent_is_kept_while_its_iteration_cannot_be_listed(tmp_path):
         not (tmp_path / FOLDER / intent_name(10)).exists()
         and iteration_folders.tracker(tmp_path) == "10"
     )
-
-
-def test_a_job_starts_beside_an_unlistable_iteration(tmp_path):
-    iteration_folders.save(tmp_path, 5, 10)
-    storage = Closed(iteration_folders.folder_of(tmp_path, 5))
-    lease = acquire(seen_by(storage, tmp_path), holder_of_this_process("saving"))
-    assert lease.run > RUN
-    lease.release()
 
 
 def test_an_unlistable_attempt_is_not_offered_to_other_nodes(tmp_path):

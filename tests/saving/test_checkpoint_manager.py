@@ -15,20 +15,15 @@ from rank_folders import MANIFEST, records_of
 from senders import from_outside
 
 import mindresume
-from mindresume import runtime
 from mindresume.errors import LeaseHeldError, SaveError
 from mindresume.events import (
     ERROR,
     FAILED,
-    FirstStepDone,
     Notice,
     PreemptionRequested,
-    RunOpened,
-    SaveBegun,
     SaveCommitted,
     SaveFailed,
     SaveSkipped,
-    SaveStaged,
     SaveWritten,
     TrainingEnded,
 )
@@ -72,42 +67,6 @@ def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
     assert json.loads((tmp_path / "iteration_00000005" / COMMON).read_bytes()).get(
         "consumed_samples"
     ) == (70 if known else None)
-
-
-@pytest.mark.parametrize("iterations", [False, True])
-def test_the_events_of_a_run_describe_each_step(tmp_path, iterations):
-    job = Job(tmp_path, iterations=iterations).steps(5)
-    opened, first, begun, committed, written = job.events
-    assert first == FirstStepDone(1)
-    assert opened == RunOpened(
-        job.manager.target.run, str(tmp_path), "net" if iterations else "net_rank_0", 1, 5
-    )
-    assert begun == SaveBegun(5)
-    assert (committed.step, committed.ranks, committed.run_id) == (5, 1, None) and isinstance(
-        committed, SaveCommitted
-    )
-    assert (written.step, written.size_bytes) == (
-        5,
-        committed.size_bytes,
-    ) and 0 < written.write_seconds < written.stall_seconds
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_a_save_in_the_background_is_staged_before_it_is_written(tmp_path, kind):
-    job = Job(tmp_path, async_save=kind).steps(5).end()
-    assert [event.kind for event in job.events][:4] == [
-        "run_opened",
-        "first_step_done",
-        "save_begun",
-        "save_staged",
-    ]
-    # both by the writer
-    assert {event.kind for event in job.events[4:]} == {"save_written", "save_committed"}
-    (staged,), (written,) = job.emitted(SaveStaged), job.emitted(SaveWritten)
-    assert (staged.step, staged.name) == (
-        5,
-        "net_rank_0-1_5.safetensors",
-    ) and staged.stall_seconds == written.stall_seconds
 
 
 def test_a_skipped_step_is_counted(tmp_path):
@@ -236,19 +195,6 @@ def test_on_save_error_warn_continues_until_the_limit_of_failures(tmp_path):
         (10, 2),
         (15, 3),
     ]
-
-
-@pytest.mark.parametrize("kind", [False, "thread"])
-def test_a_training_that_ends_with_an_error_commits_its_started_saves(tmp_path, monkeypatch, kind):
-    unregistered = []
-    monkeypatch.setattr(runtime, "at_exit", lambda function, *arguments: None)
-    monkeypatch.setattr(runtime, "not_at_exit", unregistered.append)
-    job = Job(tmp_path, async_save=kind).steps(5)
-    job.manager.finish_after_error()
-    assert committed(tmp_path) == [5]
-    # at the exit of the interpreter: nothing is left to do
-    job.manager.finish_after_error()
-    assert unregistered == [job.manager.finish_after_error] * 2
 
 
 def test_an_error_of_the_last_save_does_not_hide_that_of_the_training(tmp_path):

@@ -20,7 +20,7 @@ from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats import OURS
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import MANIFEST, attempt_name, record_name, run_name
-from mindresume.saving.committer import Committer, missing_ranks
+from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import clean_own_folder, rank_shard, write_shard
 from mindresume.storage.posix import PosixStorage
@@ -30,35 +30,6 @@ NEXT_RUN = run_name(2, "0000bbbb")
 
 def steps(root):
     return [c.step for c in scan(dir_at(root)).candidates if c.committed]
-
-
-def test_committed_once_the_last_rank_has_recorded(tmp_path):
-    committer = Committer(target_of(tmp_path, 0, 3))
-    for rank in (0, 2):
-        write_rank(tmp_path, 5, rank, 3)
-    committer.poll(5)
-    assert committer.pending == [5] and steps(tmp_path) == []
-    assert missing_ranks(committer.target, 5) == [1]
-    write_rank(tmp_path, 5, 1, 3)
-    assert committer.poll() == [] and steps(tmp_path) == [5]
-    meta = (tmp_path / "rank_0" / "meta.json").read_text()
-    assert meta == '{"last_epoch":1,"last_step":5,"last_ckpt_file":"net_rank_0-1_5.safetensors"}'
-    # one is enough for mindformers, which takes the oldest
-    assert not (tmp_path / "rank_1" / "meta.json").exists()
-
-
-def test_a_manifest_is_written_only_when_the_names_of_all_records_are_durable(tmp_path):
-    """A rank may be between the rename of its record and the flush: the record is visible, and a
-    power loss may remove it. A manifest without that record would remain forever."""
-    disk = Hooked()
-    for rank in range(2):
-        write_rank(tmp_path, 5, rank, 2)
-    target = replace(target_of(tmp_path, 0, 2), storage=disk)
-    assert Committer(target).poll(5) == []
-    attempt = target.attempt(5)
-    published = disk.asked.index(("rename", os.path.join(attempt, MANIFEST)))
-    listed = disk.asked.index(("list", attempt))
-    assert ("sync", attempt) in disk.asked[listed:published]
 
 
 def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path, clock):
@@ -75,15 +46,6 @@ def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path, 
     assert [(type(event), event.step, event.missing_ranks) for event in events] == [
         (SaveAbandoned, 5, (1, 3))
     ]
-
-
-def test_the_end_commits_what_arrives_late(tmp_path, clock):
-    write_rank(tmp_path, 5, 0, 2)
-
-    clock.also = lambda now: write_rank(tmp_path, 5, 1, 2)
-    committer = Committer(target_of(tmp_path, 0, 2))
-    committer.poll(5)
-    assert committer.finish(timeout=1.0) == {} and steps(tmp_path) == [5]
 
 
 class FullDisk(PosixStorage):
@@ -249,16 +211,6 @@ def test_a_step_whose_records_are_listed_late_is_committed_before_a_later_one(tm
     assert (committer.committed, committer.pending) == ([5, 10], [])
     assert not any(isinstance(event, SaveAbandoned) for event in events)
     assert [c.step for c in scan(dir_at(tmp_path)).candidates if c.committed] == [10, 5]
-
-
-def test_at_the_end_a_record_that_is_listed_late_is_looked_for(tmp_path):
-    committer = Committer(written(tmp_path, 5))
-    committer.poll(5)
-    assert (
-        committer.pending == [5]
-        and committer.finish(timeout=0.0) == {}
-        and committer.committed == [5]
-    )
 
 
 def test_steps_that_cannot_be_committed_are_each_tried_once_a_poll(tmp_path):

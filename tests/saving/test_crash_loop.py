@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from rank_folders import STORAGE, Ranks, dir_at, save
+from rank_folders import STORAGE, dir_at, save
 from storages import failing
 
 from mindresume import runtime
@@ -15,7 +15,7 @@ from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import LoadError
 from mindresume.formats import CheckpointDir
-from mindresume.model.manifest import FOLDER, attempt_name, run_name
+from mindresume.model.manifest import FOLDER, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import LoadAttempt, explanation, key_of, load_attempts
@@ -274,33 +274,6 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     assert job.step == 10 and len(load_attempts(dir_at(root))[key_of(job.choice.chosen)]) == 1
 
 
-def test_a_load_attempt_creates_no_folder(tmp_path, root):
-    job = Job(root, compiled=False)
-    load_attempt = LoadAttempt(dir_at(tmp_path / "elsewhere"), job.choice.chosen, "/output")
-    load_attempt.run = run_name(1, "0000aaaa")
-    load_attempt.begin()
-    load_attempt.failed(NAN)
-    load_attempt.passed()
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_all_ranks_at_once(root):
-    """Rank 0 owns the load attempt; a rank that fails while rank 0 clears it records nothing."""
-    chosen = choose(root).chosen
-
-    def work(group):
-        load_attempt = LoadAttempt(dir_at(root), chosen, "/output", group.rank)
-        load_attempt.run, load_attempt.hosts = run_name(1, "0000aaaa"), 1
-        load_attempt.begin()
-        group.gather(b"")
-        load_attempt.passed()
-        group.gather(b"")
-        load_attempt.failed(NAN)
-
-    Ranks(4).run(work)
-    assert left(root) == []
-
-
 # ---- damage --------------------------------------------------------------------------------------
 
 
@@ -346,24 +319,6 @@ def test_a_failing_disk_ends_only_the_load_attempt(root, operation):
 
 
 # ---- retention -----------------------------------------------------------------------------------
-
-
-def test_a_suspected_checkpoint_is_never_removed(root):
-    """The newest checkpoint was passed over, an older one trained on, and the newer removed."""
-    for _ in range(2):
-        Job(root).fails()
-    Job(root).passes()  # of step 10
-    later = run_name(2, "0000bbbb")
-    for step in (15, 20, 25):
-        save(root, step, world=1, run=later, suffix=1)
-    made, first = plan(dir_at(root), KeepLast(1)), run_name(1, "0000aaaa")
-    assert [(c.step, c.run) for c in made.kept] == [(25, later), (15, first)]
-    assert (
-        made.reasons[str(root / FOLDER / attempt_name(15, first))]
-        == "a job died right after it had loaded it"
-    )
-    Job(root, named="net_rank_0-2_5").passes()
-    assert kept(root) == [25]
 
 
 def test_an_unsuspected_checkpoint_is_removed_when_the_training_continues_from_another(root):

@@ -425,17 +425,6 @@ def test_a_removal_moves_nothing_under_a_reader_that_starts_at_any_operation(tmp
         held[0].release()
 
 
-def test_the_trash_of_an_iteration_behind_a_link_is_not_followed(tmp_path):
-    save(tmp_path / "other", 10)
-    (tmp_path / "root" / FOLDER).mkdir(parents=True)
-    os.symlink(
-        folder_of(tmp_path / "other", 10),
-        tmp_path / "root" / FOLDER / f"{TRASH}{attempt_name(10, RUN)}",
-    )
-    empty_trash(dir_at(tmp_path / "root"), ReadLocks(dir_at(tmp_path / "root")))
-    assert hidden(tmp_path / "root") == [] and chosen(tmp_path / "other") == (10, RUN)
-
-
 # ---- folders are identified by content, not by the name of their records -------------------------
 
 

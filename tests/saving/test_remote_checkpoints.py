@@ -4,12 +4,10 @@ downloads."""
 import errno
 import json
 import os
-import random
 import shutil
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import iteration_folders
 import pytest
@@ -21,35 +19,29 @@ from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
-from mindresume.coordination.lease_acquisition import acquire, next_run
+from mindresume.coordination.lease_acquisition import acquire
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, RemoteError
 from mindresume.events import (
     WARNING,
     CandidateRefused,
-    CheckpointFetched,
     CheckpointsRemoved,
     Notice,
     UploadFailed,
     UploadsSkipped,
 )
-from mindresume.fault_injection.faults import Fault, FaultInjector, Killed, Scheduler
-from mindresume.formats.scan import scan
 from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name, run_name
 from mindresume.resume import sources
-from mindresume.resume.bucket_source import BucketSource
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
-from mindresume.saving import garbage_collector, upload
+from mindresume.saving import upload
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import (
     RemoteCheckpoints,
     RunStatus,
-    number_runs,
     record_path,
 )
-from mindresume.saving.replication import save_of
 from mindresume.saving.retention import KEEP_ALL, KeepLast
 from mindresume.saving.upload import AGAIN, Uploader, Uploads
 from sim.cluster import current_cluster
@@ -57,10 +49,6 @@ from sim.cluster import current_cluster
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 FORMATS = {"1.0": rank_folders, "2.0": iteration_folders}
-
-
-class Died(BaseException):
-    """Kills the process."""
 
 
 class World(ManualClock):
@@ -234,21 +222,6 @@ def downloads(monkeypatch):
     return found
 
 
-def strike(monkeypatch, at):
-    """Kills right after the operation with this number, or in the middle of a download. Returns the
-    operations."""
-    done = []
-
-    def watch(moment, operation, url):
-        if moment != "before":
-            done.append((moment, operation, url))
-            if len(done) == at:
-                raise Died(operation)
-
-    monkeypatch.setattr(moxing.file, "watch", watch)
-    return done
-
-
 # ---- round trips ---------------------------------------------------------------------------------
 
 
@@ -276,18 +249,6 @@ def test_a_lost_disk_is_restored_bit_for_bit(world):
             for path, data in before.items()
             if path in mine or f"{FOLDER}/{name}/" in path
         }
-
-
-@BOTH
-def test_an_uploaded_attempt_is_a_checkpoint_directory(world, tmp_path):
-    """A copy by any tool is a checkpoint: in 1.0 a root, in 2.0 an iteration folder."""
-    world.upload(10)
-    copied = tmp_path / "copied"
-    moxing.file.copy_parallel(f"{URL}/{attempt_name(10, RUN)}", str(copied))
-    choice = select_checkpoint(
-        STORAGE, str(copied), SingleProcess(), SelectionPolicy(2, every_rank=True)
-    )
-    assert choice.chosen.step == 10 and choice.chosen.run == RUN
 
 
 @BOTH
@@ -367,15 +328,6 @@ def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(world, rec
     unfinished_afresh(world, [1])
     if not recorded:
         next(world.disk.rglob("rank_00001.json")).unlink()
-    restored_without_it(world)
-
-
-def test_an_interrupted_removal_of_an_unfinished_save_is_continued(world, monkeypatch):
-    unfinished_afresh(world, [1])
-    with monkeypatch.context() as dying:
-        dying.setattr(garbage_collector, "empty_trash", lambda *args: 1 / 0)
-        with pytest.raises(CollectiveError, match="division by zero"):
-            world.restore_all()
     restored_without_it(world)
 
 
@@ -531,29 +483,6 @@ def test_another_number_of_ranks(world):
         world.empty_disk()
 
 
-def test_a_refusal_by_the_selection_leads_to_the_next_checkpoint(worlds, monkeypatch):
-    world = worlds("2.0")
-    world.upload(5)
-    world.saved(10, save=lambda *_: iteration_folders.save(world.disk, 10, health=1))
-    world.first.work()
-    world.empty_disk()
-    fetched = BucketSource.fetch_newer  # by a policy that ignores health
-    monkeypatch.setattr(
-        BucketSource,
-        "fetch_newer",
-        lambda self, *rest: (
-            setattr(self, "job", replace(self.job, policy=SelectionPolicy())),
-            fetched(self, *rest),
-        )[1],
-    )
-    policy = SelectionPolicy(every_rank=True, unhealthy=())
-    choice = select_checkpoint(
-        STORAGE, str(world.disk), SingleProcess(), policy, world.sources(), world.events.append
-    )
-    assert choice.chosen.step == 5 and iteration_folders.tracker(world.disk) == "5"
-    assert [event.step for event in kinds(world, CheckpointFetched)] == [10, 5]
-
-
 def test_an_unreadable_manifest_is_refused_with_its_reason_and_the_others_are_used(
     world, monkeypatch
 ):
@@ -649,29 +578,6 @@ def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_us
     assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(10, RUN)}
 
 
-# ---- numbers of runs -----------------------------------------------------------------------------
-
-
-def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
-    world.upload(5, run=run_name(7, "00000007"))
-    world.empty_disk()
-    for _ in range(2):
-        number_runs(dir_at(world.disk), world.remote)
-    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
-    lease = acquire(dir_at(world.disk), holder_of_this_process("saving"), 0)
-    assert lease.run.startswith("0008-") and not any(
-        "0007-00000007" in name for name in os.listdir(world.disk / FOLDER)
-    )
-
-
-def test_the_later_of_two_runs_is_selected_whatever_its_step(world):
-    world.upload(20)
-    world.upload(15, run=LATER)
-    world.empty_disk()
-    choice = world.restore_all()
-    assert (choice.chosen.step, choice.chosen.run) == (15, LATER)
-
-
 # ---- retention -----------------------------------------------------------------------------------
 
 
@@ -682,14 +588,6 @@ def test_the_local_policy_applies_to_the_store_and_counts_earlier_runs(world):
     assert set(world.remote.scan().objects) == {attempt_name(15, LATER), attempt_name(20, LATER)}
     assert world.remote.scan().run_statuses == (LATER,)
     assert (5,) in [event.steps for event in kinds(world, CheckpointsRemoved)]
-
-
-def test_remote_removal_deletes_the_manifest_first(world, monkeypatch):
-    world.upload(5)
-    removed = strike(monkeypatch, 0)
-    world.upload(10, policy=KeepLast(1))
-    gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
-    assert gone[0].endswith(MANIFEST) and len(gone) > 3
 
 
 def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(world, monkeypatch):
@@ -818,23 +716,6 @@ def test_a_rank_that_never_uploads_is_named(world):
     )
 
 
-@BOTH
-def test_a_checkpoint_in_upload_is_not_removed_locally(world):
-    """Retention of the job runs while the other rank is slow."""
-    world.uploaders()
-    world.saved(5)
-
-    def meanwhile(now):
-        world.also = lambda now: world.work()
-        world.save(10, policy=KeepLast(1))
-
-    world.also = meanwhile
-    world.first.work()
-    assert world.committed() == [5]
-    world.save(15, policy=KeepLast(1))
-    assert {c.step for c in scan(dir_at(world.disk)).candidates} == {15}
-
-
 def test_an_unreadable_disk_does_not_end_the_worker(world, monkeypatch):
     world.uploaders()
     world.saved(5)
@@ -905,28 +786,6 @@ def test_the_end_names_what_is_missing(world):
 # ---- a later run at the same url -----------------------------------------------------------------
 
 
-def test_a_superseded_rank_0_notifies_the_others_and_they_stop_at_once(world):
-    uploaders = world.upload(5)
-    world.saved(10)
-    world.remote.publish_status(LATER, RunStatus(None, False))
-    for one in uploaders:
-        assert f"taken over by run {LATER}" in str(one.queue.finish(600)[0])
-    assert world.now < 10 and world.committed() == [5]
-
-
-def test_the_end_names_the_newest_missing_step_whenever_the_uploads_stopped(world):
-    uploaders = world.upload(5)
-    world.remote.publish_status(LATER, RunStatus(None, False))
-    world.saved(10)
-    for one in uploaders * 2:
-        one.run_once()
-    world.saved(15)
-    for rank, one in enumerate(uploaders):
-        one.queue.poll()
-        error = str(one.queue.finish(600)[-1])
-        assert all(fact in error for fact in ("step 15 is not", URL, f"rank {rank} "))
-
-
 def test_a_run_may_be_superseded_before_its_first_status(world):
     uploaders = world.uploaders()
     world.remote.publish_status(LATER, RunStatus(None, False))
@@ -972,26 +831,6 @@ def test_a_run_status_of_an_older_version_has_no_reason(world):
         world.remote.store.put(f"{URL}/run-{RUN}.json", damaged)
         with pytest.raises(RemoteError, match=f"{URL}/run-{RUN}.json is "):
             world.remote.read_status(RUN)
-
-
-def test_two_pods_with_one_url_at_the_same_moment(world):
-    """Both found the bucket empty, so both are run 1. An upload of one is not an orphan for the
-    other."""
-    twin = run_name(1, "0000cccc")
-    first = world.uploaders()
-    world.saved(5)
-    url = f"{URL}/{attempt_name(5, RUN)}"
-    save_of(first[0].uploads.remote, first[0].uploads.target, 5).upload()
-    before = world.remote.store.list(url)
-    rank_folders.save(world.disk, 10, world.size, twin, suffix=1)
-    world.uploaders(run=twin)
-    world.saved(10, save=lambda *_: None)
-    world.first.work()
-    assert world.committed() == [10] and world.remote.store.list(url) == before != []
-    first[0].work()
-    assert f"taken over by run {twin}" in str(first[0].queue.poll()[0]) and world.committed() == [
-        10
-    ]
 
 
 # ---- errors that are no undo ---------------------------------------------------------------------
@@ -1043,24 +882,6 @@ def test_a_later_run_removes_objects_while_the_manifest_is_written(world, monkey
     assert world.committed() == [5] and "objects were removed" in str(world.first.queue.poll()[0])
 
 
-def test_a_manifest_that_appears_during_the_removal_of_its_orphans_is_removed_too(
-    world, monkeypatch
-):
-    world.upload(5)
-    name = attempt_name(10, RUN)
-    world.remote.store.put(f"{URL}/{name}/rank_0/torn.safetensors", b"of a rank that died")
-
-    def watch(moment, operation, url):
-        if (moment, operation) == ("before", "remove") and url.endswith("torn.safetensors"):
-            world.remote.store.put(
-                f"{URL}/{name}/{record_path(name, MANIFEST)}", b"of a run that was only slow"
-            )
-
-    monkeypatch.setattr(moxing.file, "watch", watch)
-    world.upload(15, run=LATER)
-    assert world.committed() == [15, 5] and name not in world.remote.scan().objects
-
-
 def test_one_failed_remote_removal_does_not_stop_the_others(world, monkeypatch):
     world.upload(5, 10)
     remove = moxing.file.remove
@@ -1084,57 +905,6 @@ def alone(world):
     return select_checkpoint(
         STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(every_rank=True)
     )
-
-
-@BOTH
-def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(world, monkeypatch):
-    world.upload(5, 10)
-    at, over = 0, False
-    while not over:
-        at += 1
-        world.empty_disk()
-        strike(monkeypatch, at)
-        try:
-            world.restore(SingleProcess(), converts=True)
-            over = True
-        except Died:
-            pass
-        monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
-        found = alone(world)
-        assert found.chosen is None and found.is_fresh_start or found.chosen.step == 10
-        assert world.restore_all().chosen.step == 10
-    assert at > 10
-
-
-@BOTH
-def test_a_disk_error_during_a_download_leaves_nothing_selectable(world):
-    """Every operation on the disk fails once, with a kill: no partial download is ever selected."""
-    at, seen = 0, SimpleNamespace(fresh=0, taken=0)
-    world.upload(10)
-    while True:
-        at += 1
-        world.empty_disk()
-        machine = FaultInjector(
-            STORAGE, Scheduler(1, random.Random(0)), Fault(at, "kill all"), random.Random(0)
-        )
-        view = machine.storage_of(0)
-        try:
-            select_checkpoint(
-                view,
-                str(world.disk),
-                SingleProcess(),
-                SelectionPolicy(every_rank=True),
-                world.sources(),
-            )
-            break
-        except Killed:
-            pass
-        found = alone(world)
-        seen.fresh += found.chosen is None
-        seen.taken += found.chosen is not None
-        assert found.is_fresh_start if found.chosen is None else found.chosen.step == 10
-        assert world.restore_all().chosen.step == 10
-    assert seen.fresh > 20 and seen.taken > 3
 
 
 # ---- what is not uploaded, and what is -----------------------------------------------------------

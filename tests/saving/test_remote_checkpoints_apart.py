@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 from coordination.test_storage_topology import RUN, save_part
-from fakes import moxing
 from rank_folders import STORAGE, Ranks, flip_bit, path_of
 from resume.test_node_local_selection import NODES, PARTS
 from storages import moxing_store
@@ -294,21 +293,6 @@ def test_the_newest_common_step_is_uploaded_at_the_end(tmp_path, clock):
     assert any(
         "step 10 is not complete in obs://bucket/job/checkpoint: rank 0" in text for text in errors
     )
-
-
-def test_a_failed_upload_may_be_announced_again_or_a_newer_one(tmp_path, clock, monkeypatch):
-    job = Training(tmp_path, clock, 1)
-    job.save()
-    job.peer_state()
-    with monkeypatch.context() as broken:
-        broken.setattr(moxing.file, "copy", lambda *what: 1 / 0)
-        job.turns(0)
-    assert in_bucket() == [] and len(job.errors()) == 1 and job.uploaders[0].queue.ready()
-    job.time.now += upload.AGAIN
-    job.peer_state()
-    job.stop()
-    job.turns(0)
-    assert in_bucket() == [5]
 
 
 def test_a_disk_without_read_locks_is_reported(tmp_path, clock, monkeypatch):

@@ -9,11 +9,10 @@ import iteration_folders
 import pytest
 import rank_folders
 from iteration_folders import hidden, listing
-from rank_folders import RUN, STORAGE, dir_at, path_of, save
+from rank_folders import RUN, STORAGE, path_of, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import OutOfSpaceError, SaveError
-from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
@@ -139,51 +138,6 @@ class OnRecord(PosixStorage):
 # ---- an error is not an undo ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["rename", "sync"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_committed_save_is_kept_whatever_error_the_writer_gets(place, tmp_path, operation, code):
-    """Rank 0 has committed step 10 and removed step 5 before rank 1 gets an error."""
-    place.save_all(5)
-    place.write(0)
-    storage = OnRecord(
-        operation, code, act=lambda: Committer(place.target(0), KeepLast(1)).poll(10)
-    )
-    written = place.write(1, storage)
-    assert not storage.armed and written.durability_error is None
-    assert chosen(tmp_path) == 10 and [
-        c.step for c in scan(dir_at(tmp_path)).candidates if c.committed
-    ] == [10]
-
-
-@pytest.mark.parametrize("operation, effect", [("rename", True), ("sync", True), ("sync", False)])
-def test_an_existing_record_counts_for_the_other_ranks_and_the_error_is_reported(
-    place, operation, effect
-):
-    place.write(0)
-    target = place.target(1, OnRecord(operation, errno.EIO, effect))
-    saver = SyncSaver(target)
-    saver.save(Save(shard_of(target, 10)))
-    (outcome,) = saver.poll()
-    assert not outcome.saved and outcome.size > 0
-    assert "loss of power" in str(outcome.error) and "Input/output" in str(outcome.error)
-    assert place.commits()
-
-
-def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(place, tmp_path):
-    storage = OnRecord("rename", errno.EIO, effect=False)
-    with pytest.raises(
-        SaveError,
-        match="step 10 may not be saved on rank 1: Input/output error.*Nothing was removed",
-    ):
-        place.write(1, storage)
-    left = files(tmp_path)
-    assert any(name.endswith(".safetensors") for name in left)
-    assert place.write(1, storage).durability_error is None
-    assert set(left) < set(files(tmp_path))
-    place.write(0)
-    assert place.commits()
-
-
 def test_a_second_try_finds_what_the_first_one_saved(place, tmp_path):
     first = place.write(1)
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in files(tmp_path)}
@@ -227,17 +181,6 @@ def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(place, tmp_pa
     with pytest.raises(SaveError, match="was not saved"):
         place.write(1, storage)
     assert not storage.armed and files(tmp_path) == before
-
-
-def test_files_are_removed_if_the_record_is_not_published(place, tmp_path):
-    """A disk that the weights just filled has its room back."""
-    with pytest.raises(OutOfSpaceError, match="step 10 was not saved on rank 1: No space left"):
-        place.write(1, OnRecord("write", errno.ENOSPC, effect=False))
-    assert files(tmp_path) == []
-    assert [c.maybe_completed for c in scan(dir_at(tmp_path)).candidates] == [False]
-    place.write(1)
-    place.write(0)
-    assert place.commits()
 
 
 def test_no_space_for_the_record_is_an_error(place):

@@ -45,25 +45,6 @@ def extra(folder, step, keep=0, kind="network"):
     )
 
 
-def test_written_and_committed_when_it_returns(tmp_path):
-    saver = SyncSaver(target_of(tmp_path, 0, 1), KEEP_ALL)
-    saver.save(save_of(5))
-    assert not saver.busy() and saver.committer.committed == [5]
-    (outcome,) = saver.poll()
-    assert (outcome.step, outcome.saved, outcome.error) == (5, True, None) and outcome.size > 0
-    assert saver.poll() == [] and saver.finish(1) == []
-
-
-def test_poll_commits_what_others_complete_later(tmp_path):
-    saver = SyncSaver(target_of(tmp_path, 0, 2), KEEP_ALL)
-    saver.save(save_of(5))
-    saver.poll()
-    assert saver.committer.pending == [5]
-    write_shard(target_of(tmp_path, 1, 2), shard(5, rank=1))
-    saver.poll()
-    assert saver.committer.committed == [5]
-
-
 def test_an_error_is_an_outcome_and_a_lost_folder_an_exception(tmp_path):
     saver = SyncSaver(target_of(tmp_path, 0, 1))
     saver.save(save_of(5))
@@ -153,40 +134,6 @@ def test_a_save_whose_rank_died_while_it_wrote_the_ledger_is_complete(tmp_path):
     # the rest goes with its folder
     saver.save(Save(shard(10, suffix=1)))
     assert list(tmp_path.rglob(LAST_STEPS)) == []
-
-
-class UnflushedRecord(PosixStorage):
-    """Fails the first flush of a folder in which a record appeared."""
-
-    armed = True
-
-    def sync(self, folder):
-        if self.armed and record_name(0) in self.list(folder):
-            self.armed = False
-            raise OSError(errno.EIO, "Input/output error", folder)
-        super().sync(folder)
-
-
-@pytest.mark.parametrize(
-    "beside", [(), (5,)], ids=["nothing beside it", "a file beside it fails too"]
-)
-def test_rank_0_does_not_commit_a_save_that_it_could_not_flush(tmp_path, beside):
-    (tmp_path / "network").write_text("a file in the way")
-    target = replace(target_of(tmp_path / "checkpoint", 0, 1), storage=UnflushedRecord())
-    saver = SyncSaver(target, KEEP_ALL)
-    saver.save(save_of(5, tuple(extra(tmp_path / "network", step) for step in beside)))
-    (outcome,) = saver.poll()
-    assert (
-        not target.storage.armed
-        and not outcome.saved
-        and "may not stay saved" in str(outcome.error)
-    )
-    assert saver.committer.committed == []
-    # at the end of the training: its record is there, and flushed now
-    saver.save(save_of(5))
-    assert [outcome.saved for outcome in saver.poll()] == [True] and saver.committer.committed == [
-        5
-    ]
 
 
 def test_extra_files_appear_complete_and_the_oldest_are_removed(tmp_path):
