@@ -1,11 +1,9 @@
 """A folder of checkpoints through the API: list, select, verify."""
 
-import shutil
-
 import iteration_folders
 import numpy as np
 import pytest
-from rank_folders import RUN, path_of, records_of, save, write_foreign, write_rank
+from rank_folders import RUN, save, write_foreign, write_rank
 from reshard.plans import put
 from storages import failing
 
@@ -75,29 +73,6 @@ def test_a_file_of_another_kind_is_an_error(tmp_path):
     for ask in (Catalog.list, Catalog.steps, Catalog.select):
         with pytest.raises(ConfigError, match="notes.txt is no checkpoint"):
             ask(mindresume.open(tmp_path / "notes.txt"))
-
-
-# ---- verify --------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_removed_while_it_is_read_is_not_damaged(tmp_path):
-    for step in (5, 10):
-        save(tmp_path, step, world=2)
-
-    class Remover:
-        """Removes a step as soon as it is known which ones are read."""
-
-        def expect(self, count):
-            for rank in range(2):
-                path_of(tmp_path, 5, rank).unlink()
-            shutil.rmtree(records_of(tmp_path, 5))
-
-        def advance(self, count):
-            pass
-
-    report = mindresume.open(tmp_path).verify(progress=Remover())
-    assert (report.damaged, report.removed_steps) == (False, (5,))
-    assert [row.step for row in report.checkpoints] == [10]
 
 
 # ---- files that cannot be read now ---------------------------------------------------------------

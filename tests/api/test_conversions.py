@@ -3,10 +3,8 @@ which it does not."""
 
 import errno
 import fcntl
-import json
 import os
 
-import numpy as np
 import pytest
 from rank_folders import (
     folder_contents,
@@ -309,31 +307,6 @@ def test_numbers_and_empty_tensors(tmp_path, convert, given, wanted, source_form
     check_slices(tmp_path / "b", Plan.parse(wanted, SMALL), tensors)
 
 
-def test_names_and_formats_of_foreign_sources(tmp_path, convert):
-    """mindformers' names with a suffix of the run: the same name, without it."""
-    plan = Plan.parse("tp2", TINY)
-    for rank in range(2):
-        put(
-            tmp_path / "a" / f"rank_{rank}" / f"llama_rank_{rank}_1-12_2.ckpt",
-            shard_file(
-                plan, TENSORS, rank, extra={**COUNTERS, "step_num": np.array(112, np.int64)}
-            ),
-        )
-    convert(tmp_path / "a", tmp_path / "b", "dp2", "ckpt", strategy=plan.write(tmp_path / "of a"))
-    assert sorted(path.name for path in (tmp_path / "b").glob("rank_*/*.ckpt")) == [
-        "llama_rank_0-12_2.ckpt",
-        "llama_rank_1-12_2.ckpt",
-    ]
-    state = mindresume.open(tmp_path / "b").latest().state
-    assert (state.step, state.steps_per_epoch, state.epoch, state.step_in_epoch) == (112, 10, 12, 2)
-    assert (
-        json.loads((tmp_path / "b" / "rank_0" / "meta.json").read_text())["last_ckpt_file"]
-        == "llama_rank_0-12_2.ckpt"
-    )
-    convert(tmp_path / "b", tmp_path / "c", "tp2", "safetensors")
-    assert (tmp_path / "c" / "rank_0" / "llama_rank_0-12_2.safetensors").exists()
-
-
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_other_names(tmp_path, fmt, convert):
     """Files of MindSpore's transform are called ``checkpoint_<rank>``; with counters they get the
@@ -353,24 +326,6 @@ def test_other_names(tmp_path, fmt, convert):
         ]
         assert made.startswith(name) and made.endswith(fmt)
         check_slices(folder / "b", Plan.parse("dp2", TINY), TENSORS, extra)
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_weights_without_step_num_are_converted_and_have_no_records(tmp_path, fmt, convert):
-    foreign(tmp_path / "run" / "checkpoint", Plan.parse("tp2pp2"), ALL, fmt, extra={})
-    Plan.parse("tp2pp2").write(tmp_path / "run" / "strategy")
-    convert(tmp_path / "run" / "checkpoint", tmp_path / "b", "dp2tp2", fmt, model=MODEL)
-    check_slices(tmp_path / "b", Plan.parse("dp2tp2"), ALL, {})
-    assert sorted(os.listdir(tmp_path / "b")) == [
-        "conversion.json",
-        "rank_0",
-        "rank_1",
-        "rank_2",
-        "rank_3",
-    ]
-    assert not list(tmp_path.glob("b/*/meta.json"))
-    (row,) = mindresume.open(tmp_path / "b").list()
-    assert row.step is None and "weights only" in row.problem.reason
 
 
 # ---- consolidated weights ------------------------------------------------------------------------

@@ -106,26 +106,6 @@ def test_load_checkpoint_may_name_the_folder_of_a_rank(tmp_path):
 # ---- Checkpoint 2.0 ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "late",
-    [
-        [iteration_name(10)],
-        [iteration_name(5), iteration_name(10), TRACKER],
-        [f"{iteration_name(10)}/{FOLDER}"],
-        [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}"],
-        [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/manifest.json"],
-        [f"{iteration_name(10)}/{FOLDER}/{attempt(10)}/rank_00001.json"],
-        [TRACKER],
-    ],
-)
-def test_an_iteration_that_only_other_ranks_list_is_waited_for(tmp_path, late):
-    """The wait looked in the parent folder: nothing was ever waited for, and a first save ended in
-    a fresh start."""
-    save_iteration(tmp_path, 5, 10)
-    assert waits_for_nothing(tmp_path, ranks=2)
-    assert waits(tmp_path, *late, ranks=2)
-
-
 def test_an_unpublished_iteration_that_other_ranks_list_is_waited_for(tmp_path):
     save_iteration(tmp_path, 5)
     write_all(tmp_path, 10)

@@ -157,6 +157,27 @@ def test_records_that_a_removal_moves_for_a_moment_are_not_damaged(tmp_path):
     assert states(tmp_path) == {5: INTACT} and chosen(tmp_path, full=False) == 5
 
 
+def test_an_error_in_the_second_reading_of_another_file_is_no_damage(tmp_path):
+    iteration_folders.save(tmp_path, 5)
+    damaged, intact = (
+        str(iteration_folders.weights_of(tmp_path, 5, 1, kind)) for kind in ("model", "opt")
+    )
+    flip_bit(Path(damaged))
+    opened = []
+
+    class Failing(PosixStorage):
+        def open(self, name):
+            opened.append(name)
+            if name == intact and opened.count(damaged) == 2 and opened.count(intact) == 2:
+                raise OSError(5, "Input/output error", name)
+            return super().open(name)
+
+    (found,) = scrubbed(tmp_path, Failing()).values()
+    assert opened.count(intact) > 2 and [row.file for row in found.damaged] == [
+        os.path.relpath(damaged, tmp_path)
+    ]
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, error):
     """Whatever is known of it before stays known, and the next scrub and start read it again."""

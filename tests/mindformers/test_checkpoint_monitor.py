@@ -4,8 +4,6 @@ emergencies, what others see."""
 # ruff: noqa: F811  fixtures are imported
 import inspect
 import json
-import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +25,6 @@ from monitor_jobs import (
     emergency,
     files,
     own_context,  # noqa: F401
-    resume,
 )
 
 import mindresume.plugin  # noqa: E402, F401  registers ours
@@ -38,7 +35,6 @@ from mindresume.formats.scan import scan
 from mindresume.mindformers import checkpoint_monitor as module
 from mindresume.mindformers import step_proof, training_context, training_saves  # noqa: E402  # noqa: E402
 from mindresume.mindformers.checkpoint_monitor import CheckpointMonitor  # noqa: E402
-from mindresume.resume.eligible import Choice  # noqa: E402
 from mindresume.resume.step_ledger import Ledger, LedgerRun, StepRow  # noqa: E402
 from mindresume.saving import checkpoint_manager  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
@@ -72,29 +68,6 @@ def test_build_callback_with_the_arguments_of_the_trainer(tmp_path):
         8,
         "safetensors",
     )
-
-
-# ---- due steps and names -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["transformed", "elsewhere"])
-def test_a_resume_from_another_folder_belongs_to_that_training(tmp_path, where):
-    Job(build(tmp_path, keep_checkpoint_max=2)).steps(10).end()
-    other = tmp_path / where
-    shutil.copytree(tmp_path / "checkpoint", other)
-    resume(other, 10)
-    # of the chosen one, to another layout: now that is loaded
-    if where == "transformed":
-        current = training_context.current()
-        selected = Choice(
-            current.plan.choice.chosen, (), (), False, (), str(tmp_path / "checkpoint")
-        )
-        converted = replace(
-            current.plan.choice, chosen=replace(selected.chosen, lineage="", run="0001-ffffffff")
-        )
-        current.plan = training_context.ResumePlan(choice=converted, selected=selected)
-    Job(build(tmp_path, done=10, keep_checkpoint_max=2), 10).steps(10).end()
-    assert committed(tmp_path) == [15, 20]
 
 
 # ---- asynchronous saves --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mindresume.coordination.storage_topology import SharedGroups  # noqa: E402
 from mindresume.errors import ConfigError  # noqa: E402
 from mindresume.formats.iterations import TRACKER  # noqa: E402
 from mindresume.formats.scan import scan  # noqa: E402
-from mindresume.model.manifest import FOLDER, read_details  # noqa: E402
+from mindresume.model.manifest import FOLDER  # noqa: E402
 from mindresume.saving import save_session  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
 from mindresume.tensor_files import read_header  # noqa: E402
@@ -39,19 +39,6 @@ def folders(root):
 def tensors(path):
     with open(path, "rb") as file:
         return set(read_header(file, str(path)).tensors)
-
-
-def test_weights_and_other_state_are_in_separate_files(tmp_path):
-    job = Job(build(tmp_path)).steps(5)
-    model, rest = (tensors(tmp_path / "iteration_00000005" / name) for name in FILES[1:])
-    assert model == {"weight", "bias"} == set(job.train.network.parameters_dict())
-    assert {"moment1.weight", "moment2.bias", "global_step"} <= rest and not model & rest
-    (path,) = (tmp_path / "iteration_00000005" / FOLDER).glob("*/rank_00000.json")
-    with open(path, "rb") as file:
-        record, details = read_details(file)
-    assert [row.path for row in record.files] == FILES[1:] and not record.deduplicated
-    assert {name for name, row in details.tensors.items() if row.file == 0} == model
-    assert set(details.tensors) == model | rest and details.random
 
 
 def test_without_the_optimizer(tmp_path):

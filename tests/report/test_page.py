@@ -206,17 +206,6 @@ def test_the_template_has_no_text_of_its_own():
     assert not re.search("[A-Za-z]", words), words
 
 
-def test_a_page_without_logs_names_the_searched_folders(tmp_path):
-    save(tmp_path / "checkpoint", 5)
-    more = ["/elsewhere"]
-    text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint"), more))
-    assert [row[0] for row in Checker(text).rows[1:]] == ["5"]
-    assert ">Run attempts<" not in text and data_of(text)["chart"] is None
-    for folder in (tmp_path, "/elsewhere"):
-        for pattern in ("mindresume_events/*.jsonl", "log*/rank_*/info.log*", "msrun_log*/worker"):
-            assert f"{folder}/{pattern}" in text
-
-
 def test_without_anything(tmp_path):
     text = page.html(build_report(STORAGE, str(tmp_path), str(tmp_path / "checkpoint")))
     Checker(text)

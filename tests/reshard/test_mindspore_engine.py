@@ -22,7 +22,7 @@ from mindresume.errors import EngineError, StrategyError
 from mindresume.formats.consolidated import read_consolidated
 from mindresume.formats.strategy import Strategy, decode_strategy
 from mindresume.mindformers import transform_worker
-from mindresume.model.layout import TensorLayout, whole
+from mindresume.model.layout import TensorLayout, held, whole
 from mindresume.reshard.checkpoint_view import view_of_consolidated
 from mindresume.reshard.mindspore_engine import prepare, rewrite, run
 from mindresume.reshard.step_view import view_of_rank_folders
@@ -79,6 +79,12 @@ for path in sys.argv[1:]:
 {more}
 """)
     return [sys.executable, str(script)]
+
+
+def array_of(weights, name, rank):
+    path = weights.places[name][0] if weights.is_consolidated else weights.files[rank][0]
+    with open(path, "rb") as file:
+        return read_tensor(file, read_header(file, path).tensors[name])
 
 
 # ---- preparation ---------------------------------------------------------------------------------
@@ -329,6 +335,24 @@ def test_nan_of_bfloat16(tmp_path, work, fmt, bits, fine):
 
 def attempt(small, work, command, **options):
     return rewrite(small.weights, small.target.strategy(), str(work), command=command, **options)
+
+
+def test_a_complete_result_is_accepted(tmp_path, work, small):
+    said = []
+    found = attempt(small, work, fake(tmp_path, small.ready), emit=said.append)
+    assert len(said) == 1 and found.world_size == 4
+    for rank in range(4):
+        for name, layout in small.target.layouts(rank).items():
+            tensor = found.tensors[name]
+            assert (tensor.layout, tensor.first) == (layout, rank // 2 * 2)
+            (cut,) = tensor.cuts(held(layout, rank % 2, tensor.shape))
+            assert found.locate(name, cut).path == found.path_of(rank // 2 * 2, name)
+            assert (
+                array_of(found, name, rank).tobytes()
+                == part_of(TENSORS[name], layout, rank % 2).tobytes()
+            )
+    assert found.path_of(4, "embedding.weight") is None
+    assert all(found.tensors[name].layout is None for name in COUNTERS)
 
 
 def test_counters_need_not_be_on_all_ranks(tmp_path, work, small):

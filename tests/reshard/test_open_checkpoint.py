@@ -6,17 +6,14 @@ import os
 import shutil
 import threading
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import pytest
 from rank_folders import (
     RUN,
     STORAGE,
     dir_at,
-    name_of,
     path_of,
     save,
-    state_of,
     write_rank,
 )
 from reshard.plans import (
@@ -24,7 +21,6 @@ from reshard.plans import (
     STEP,
     Plan,
     Spec,
-    complete,
     foreign,
     put,
     random_tensors,
@@ -43,7 +39,6 @@ from mindresume.errors import (
     UnreadableFileError,
 )
 from mindresume.formats.rank_folders import FileName
-from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.reshard import open_checkpoint as source_module
 from mindresume.reshard.conversion_plan import whole_tensors
 from mindresume.reshard.open_checkpoint import ReadHold, identity_of, open_checkpoint
@@ -114,39 +109,7 @@ def test_the_newest_usable_save_of_a_step_is_opened(tmp_path, spoil):
     assert [refusal.step for refusal in found.value.refused] == [10, 10]
 
 
-# ---- consolidated weights ------------------------------------------------------------------------
-
-
-def test_consolidated_weights(tmp_path):
-    source = opened(complete(tmp_path / "a", TENSORS, part_bytes=100))
-    check(source, {**TENSORS, **COUNTERS})
-    assert source.state.step == STEP and source.name is None and source.candidate is None
-    assert source.what == f"{tmp_path}/a, consolidated weights of step 15"
-    assert opened(tmp_path / "a", step=STEP).state == source.state
-    with pytest.raises(MissingCheckpointError, match=r"a holds step 15, not step 7"):
-        opened(tmp_path / "a", step=7)
-    with pytest.raises(
-        ConfigError,
-        match=r"a holds consolidated weights, which have no layout; remove the strategy .*strategy",
-    ):
-        opened(tmp_path / "a", strategy=strategy_in(tmp_path / "strategy"))
-
-
 # ---- strategies ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-@pytest.mark.parametrize("form", ["ckpt", "json"])
-def test_the_strategy_folder_beside_is_used(tmp_path, fmt, form):
-    foreign(tmp_path / "checkpoint", PLAN, TENSORS, fmt)
-    strategy_in(tmp_path / "strategy", fmt=form)
-    source = opened(tmp_path / "checkpoint")
-    check(source, {**TENSORS, **COUNTERS})
-    assert source.state == replace(state_of(STEP), dataset_size=None)
-    assert source.what == f"{tmp_path}/checkpoint, step 15, 4 ranks" and source.name == name_of(
-        0, STEP, 0, fmt
-    )
-    assert opened(tmp_path / "checkpoint" / "rank_3").state == source.state
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -389,26 +352,6 @@ def test_a_refused_checkpoint_is_not_locked(tmp_path):
         assert source.state.step == 5 and list(read_locks(dir_at(tmp_path))) == [
             source.candidate.name
         ]
-
-
-def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_path, monkeypatch):
-    save(tmp_path, 5, replicas=1)
-    commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
-    open_one, scan = source_module.open_candidate, source_module.find_candidates
-
-    def moved(*values):
-        monkeypatch.setattr(source_module, "open_candidate", open_one)
-        commit_dir.rename(aside)
-        return open_one(*values)
-
-    def looked(*values):
-        if aside.exists():
-            aside.rename(commit_dir)
-        return scan(*values)
-
-    monkeypatch.setattr(source_module, "open_candidate", moved)
-    monkeypatch.setattr(source_module, "find_candidates", looked)
-    assert opened(tmp_path).state.step == 5
 
 
 def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypatch):

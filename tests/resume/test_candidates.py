@@ -8,7 +8,6 @@ import pytest
 from job_choices import choose
 from rank_folders import STORAGE, dir_at, path_of, records_of, save, target_of, write_rank
 from reshard.plans import MODEL, Plan, foreign, random_tensors
-from storages import Hooked
 
 from mindresume.api.results import info_of
 from mindresume.formats import weight_files
@@ -24,8 +23,6 @@ from mindresume.resume.candidates import (
 from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
-from mindresume.saving.garbage_collector import carry_out
-from mindresume.saving.retention import KeepLast, plan
 from tests.strategy_files import write_strategy
 
 TENSORS = random_tensors(MODEL)
@@ -84,23 +81,6 @@ def test_size_is_of_the_files_that_are_there(root):
     assert info_of(dir_at(root), row).size_bytes == sum(file.stat().st_size for file in files[1:])
 
 
-def test_a_job_that_replaces_all_that_was_listed_hides_no_checkpoint(tmp_path):
-    """It keeps one, and has saved another one since the folder was listed."""
-    iteration_folders.save(tmp_path, 5)
-
-    listed = iteration_folders.folder_of(tmp_path, 5)
-
-    def beside(operation, path):
-        if operation == "list" and path.startswith(str(listed)) and listed.exists():
-            iteration_folders.save(tmp_path, 10)
-            shutil.rmtree(listed)
-
-    found, rows = list_checkpoints(Hooked(beside), str(tmp_path), StrategyLookup(STORAGE))
-    assert [(row.candidate.step, row.state) for row in rows] == [
-        (10, COMPLETE)
-    ] and not found.fresh_start_refusal
-
-
 # ---- every byte compared with what was written, also while a job saves and removes ---------------
 
 
@@ -115,14 +95,6 @@ def verdicts(root, rows, again=None):
             dir_at(root), rows, again or (lambda: looked(root))
         )
     ]
-
-
-def test_a_checkpoint_removed_meanwhile_is_not_damaged(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step)
-    rows = looked(tmp_path)
-    carry_out(dir_at(tmp_path), plan(dir_at(tmp_path), KeepLast(2)))
-    assert verdicts(tmp_path, rows) == [(15, False), (10, False)]
 
 
 def test_a_removal_hidden_by_an_old_listing_is_not_damage(tmp_path):

@@ -13,7 +13,6 @@ from rank_folders import (
     Ranks,
     damage,
     flip_bit,
-    name_of,
     path_of,
     records_of,
     save,
@@ -25,7 +24,7 @@ from rank_folders import (
 from reshard.plans import put
 from storages import Hooked
 
-from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
+from mindresume.errors import ConfigError, NoUsableCheckpointError
 
 WORLD = 4
 # in one process that verifies all ranks, as `mindresume which` does
@@ -108,38 +107,6 @@ def test_a_file_whose_record_was_never_written(saved):
 def test_another_world_size(saved):
     stops(saved, "saved by 4 ranks, this job has 2; ", "auto_trans_ckpt: True", world=2)
     takes(saved, 15, world=None)
-
-
-def test_a_leftover_of_a_larger_world_size(tmp_path):
-    save(tmp_path, 20, world=8, run=RUN)
-    save(tmp_path, 5, world=4, run=LATER_RUN, suffix=1)
-    takes(tmp_path, 5)  # the later run, though of an earlier step
-    write_foreign(tmp_path / "foreign", 20, world=8, meta=False, time=100)
-    write_foreign(tmp_path / "foreign", 25, world=4, time=200)
-    assert set(takes(tmp_path / "foreign", 25).chosen.files) == {0, 1, 2, 3}
-
-
-# ---- named checkpoints ---------------------------------------------------------------------------
-
-
-def test_a_named_checkpoint_that_cannot_be_used_is_an_error_not_a_fall_back(saved):
-    fails = partial(stops, saved, error=MissingCheckpointError)
-    path_of(saved, 10, 2).unlink()
-    path_of(saved, 10, 0).unlink()
-    fails("rank_0/net_rank_0-1_10.safetensors", requested=str(name_of(0, 10)))
-    fails("net_rank_0-1_10.safetensors, net_rank_0-1_5.safetensors", requested="net_rank_0-9_9")
-    flip_bit(path_of(saved, 15, 0))
-    fails("not what was written", requested=str(name_of(0, 15)))
-
-
-# ---- files and rank folders ----------------------------------------------------------------------
-
-
-def test_a_file_in_a_rank_folder_and_outside(saved, tmp_path):
-    assert len(takes(path_of(saved, 10, 0), 10).shards) == WORLD
-    shutil.copy(path_of(saved, 10, 0), tmp_path / "single.safetensors")
-    choice = takes(tmp_path / "single.safetensors", 10, world=1)
-    assert choice.shards[0].scalars["global_batch_size"] == 8
 
 
 # ---- folders of mindformers ----------------------------------------------------------------------

@@ -85,15 +85,6 @@ def test_a_tracker_that_is_a_folder(saved):
     takes(saved, 15)
 
 
-@pytest.mark.parametrize("named, intended, step", [(10, 15, 15), (5, 10, 5)])
-def test_a_dead_jobs_unfinished_tracker_update_counts(saved, named, intended, step):
-    """One of another step than the newest does not."""
-    track(saved, named)
-    intend(saved, intended)
-    said = f"{TRACKER} names step 10: the job that saved step 15 died before it could change it"
-    assert (notes(takes(saved, step)) == said) is (step == 15)
-
-
 # ---- not committed -------------------------------------------------------------------------------
 
 

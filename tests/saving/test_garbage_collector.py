@@ -29,7 +29,6 @@ from mindresume.formats.rank_folders import META, meta_json
 from mindresume.formats.scan import scan
 from mindresume.model.manifest import (
     FOLDER,
-    MANIFEST,
     TRASH,
     attempt_name,
     run_name,
@@ -131,19 +130,6 @@ def test_an_incomplete_save_of_the_active_run_is_removed_after_its_newest_commit
     assert planned(saved, KEEP_ALL, active=NEXT_RUN).orphans == ()
 
 
-def test_ended_runs_are_determined_after_the_folder_was_listed(saved):
-    """A job starts in between: its save is in the folder, so its lease must be seen."""
-    disk, seen = Hooked(), []
-
-    class Asked:
-        def __contains__(self, run):
-            return not seen.append([what for what, _ in disk.asked].count("list"))
-
-    plan(CheckpointDir(disk, str(saved)), KEEP_ALL, ended=Asked())
-    # the folder of records and those of five attempts
-    assert seen and min(seen) >= 6
-
-
 def cut_short(root, step):
     os.truncate(path_of(root, step, 1), 10)
 
@@ -191,29 +177,6 @@ def test_the_checkpoint_that_meta_json_names_is_kept(saved):
 def test_nothing_is_removed_while_the_target_of_meta_json_is_unknown(saved):
     with pytest.raises(OSError, match="Stale"):
         plan(CheckpointDir(failing(META, "open"), str(saved)), KeepLast(1))
-
-
-def test_a_complete_uncommitted_save_is_kept(tmp_path):
-    save(tmp_path, 5, world=2)
-    save(tmp_path, 10, world=2)
-    (tmp_path / FOLDER / attempt_name(10, RUN) / MANIFEST).unlink()
-    for ended in (EVERY_RUN, ()):
-        made = planned(tmp_path, KeepLast(1), ended=ended)
-        assert steps(made.kept) == [10, 5] and made.to_delete == ()
-        assert why(made)[attempt_name(10, RUN)] == "complete, not committed yet"
-
-
-def test_saves_that_can_no_longer_be_committed_displace_no_good_checkpoint(tmp_path):
-    for step in (5, 10, 15):
-        save(tmp_path, step, world=2)
-    attempt = tmp_path / FOLDER / attempt_name(5, RUN)
-    (attempt / MANIFEST).unlink()
-    rank_folders.flip_bit(attempt / "rank_00001.json", 5)
-    assert steps(planned(tmp_path, KeepLast(3), ended=EVERY_RUN).to_delete) == []
-    made = planned(tmp_path, KeepLast(2), ended=EVERY_RUN)
-    assert steps(made.to_delete) == [5] and steps(made.kept) == [15, 10]
-    # its run may still commit it
-    assert planned(tmp_path, KeepLast(2)).to_delete == ()
 
 
 @pytest.fixture

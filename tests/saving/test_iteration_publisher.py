@@ -34,7 +34,6 @@ from mindresume import runtime
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks, acquire_read_lock, holder_of_this_process
 from mindresume.coordination.lease_acquisition import acquire
-from mindresume.errors import LeaseHeldError
 from mindresume.events import CommitDelayed, ignore
 from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import COMMON, METADATA, TRACKER, parse_common
@@ -300,22 +299,6 @@ def test_a_kill_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path
         )
 
 
-def test_the_tracker_names_the_previous_iteration_during_a_replacement(tmp_path):
-    """... not to a later one, which would be taken by mindformers instead of the step that is being
-    saved again."""
-    save(tmp_path, 5, 10, 20, 30)
-    track(tmp_path, 20)
-    write_all(tmp_path, 20, run=NEXT)
-
-    def stop(operation, path):
-        if operation == "rename" and TRASH in path:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Committer(target_of(tmp_path, run=NEXT, storage=Hooked(stop))).poll(20)
-    assert tracker(tmp_path) == "10" and chosen(tmp_path) == (20, NEXT)
-
-
 def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
     """A tracker that a user sets back would otherwise count as late once the newer ones are
     removed."""
@@ -367,16 +350,6 @@ def test_the_newest_complete_iteration_is_kept_when_a_newer_one_lost_a_metadata_
     os.remove(folder_of(tmp_path, 15) / COMMON)
     made = plan(dir_at(tmp_path), KeepLast(1))
     assert [c.step for c in made.kept] == [15, 10] and [c.step for c in made.to_delete] == [5]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_folders_of_a_writer_killed_while_it_created_them_are_removed(tmp_path, depth):
-    parts = [FOLDER, attempt_name(10, RUN), FOLDER, attempt_name(10, RUN)]
-    os.makedirs(tmp_path.joinpath(*parts[: depth + 1]))
-    assert chosen(tmp_path) is None and adopting(tmp_path) == []
-    assert plan(dir_at(tmp_path), KeepLast(2)).orphans == ()  # its run may still go on
-    save(tmp_path, 20, run=NEXT)
-    assert hidden(tmp_path) == [] and listing(tmp_path) == ["iteration_00000020", TRACKER]
 
 
 def test_the_tracker_never_names_a_stale_folder_while_a_step_is_replaced(tmp_path):
@@ -490,18 +463,6 @@ def candidate_of(root, step):
     return next(c for c in scan(dir_at(root)).candidates if c.step == step)
 
 
-def test_an_iteration_uncommitted_under_a_reader_is_restored(tmp_path):
-    """The process that renamed it was killed before it checked the read locks."""
-    save(tmp_path, 10, 20)
-    found = candidate_of(tmp_path, 10)
-    lease = acquire_read_lock(dir_at(tmp_path), found.name, found.commit_dir)
-    os.rename(found.commit_dir, tmp_path / FOLDER / f"{TRASH}{found.name}")
-    empty_trash(dir_at(tmp_path), ReadLocks(dir_at(tmp_path)))
-    lease.release()
-    assert folder_of(tmp_path, 10).is_dir() and hidden(tmp_path) == []
-    assert {c.step for c in scan(dir_at(tmp_path)).candidates if not c.problem} == {10, 20}
-
-
 def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
     save(tmp_path, 10)
     found = candidate_of(tmp_path, 10)
@@ -524,19 +485,6 @@ def test_a_restored_iteration_does_not_replace_one_of_the_same_name(tmp_path):
 def acquire_lease(root, run=""):
     holder = holder_of_this_process("saving", 2)
     return acquire(dir_at(root), replace(holder, run=run), 0.0, keep_run_marker=True)
-
-
-def test_an_earlier_run_cannot_save_after_a_later_one_ended(tmp_path):
-    """A commit moves the folders away: without the marker nothing would tell that run 2 ever
-    was."""
-    save(tmp_path, 10)
-    lease = acquire_lease(tmp_path, NEXT)
-    save(tmp_path, 20, run=NEXT)
-    lease.release()
-    assert hidden(tmp_path) == [f"ended-{NEXT}.json"]
-    with pytest.raises(LeaseHeldError, match=NEXT):
-        write_rank(tmp_path, 30, 0)
-    assert hidden(tmp_path) == [f"ended-{NEXT}.json"] and chosen(tmp_path) == (20, NEXT)
 
 
 def test_a_run_is_later_than_iterations_that_were_copied_without_their_root(tmp_path):

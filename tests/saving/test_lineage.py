@@ -90,16 +90,6 @@ def test_a_fresh_start_keeps_the_checkpoints_of_the_previous_training(trainings,
     assert newest_lineage(trainings.found()) == RUNS[1]
 
 
-def test_a_resume_from_an_older_step_gives_up_the_newer_ones(trainings):
-    """The user requested the older one by name. The newer ones belong to the same training and
-    precede what the new run saves."""
-    trainings.run(10, 20, 30, keep=9)
-    trainings.run(15, origin=10, keep=3)
-    assert trainings.committed() == [(15, 2), (20, 1), (30, 1)]
-    trainings.run(20, origin=15, keep=2)
-    assert trainings.committed() == [(15, 2), (20, 3)]
-
-
 def test_a_folder_of_an_earlier_version_is_one_training(trainings):
     trainings.run(10, 20, recorded=False)
     trainings.run(30, recorded=False, keep=9)

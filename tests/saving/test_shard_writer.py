@@ -135,6 +135,21 @@ class OnRecord(PosixStorage):
         return self._strike("sync", folder, lambda: super(OnRecord, self).sync(folder))
 
 
+def test_a_rename_that_did_not_happen_removes_nothing_and_can_be_tried_again(place, tmp_path):
+    storage = OnRecord("rename", errno.EIO, effect=False)
+    with pytest.raises(
+        SaveError,
+        match="step 10 may not be saved on rank 1: Input/output error.*Nothing was removed",
+    ):
+        place.write(1, storage)
+    left = files(tmp_path)
+    assert any(name.endswith(".safetensors") for name in left)
+    assert place.write(1, storage).durability_error is None
+    assert set(left) < set(files(tmp_path))
+    place.write(0)
+    assert place.commits()
+
+
 # ---- an error is not an undo ---------------------------------------------------------------------
 
 
