@@ -20,12 +20,11 @@ import numpy as np
 import pytest
 
 from mindresume.formats.iterations import TRACKER, iteration_name
-from mindresume.model.manifest import FOLDER, attempt_name, run_sequence
+from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.model.training_state import is_transient
 from st.builtin_versions import VERSIONS, expect_readable
 from st.checkpoint_files import (
     OF_TRAIN_STEP,
-    candidate,
     common_json,
     copy_iterations,
     flip_bit,
@@ -327,16 +326,6 @@ def test_load_path_and_resume_training_resume(others, whole_single):
     assert notices(run, "step 35", "step 40") and 40 not in refused_steps(run)
 
 
-def test_new_saves_replace_those_newer_than_the_tracker(others, broken):
-    root = others.returned.checkpoints
-    assert iteration_steps(root) == [5 * n for n in range(6, 9)] and tracker(root) == 40
-    own = candidate(root, 40).run
-    assert [candidate(root, step).run == own for step in (30, 35, 40)] == [False, True, True]
-    for step in (35, 40):
-        assert not_equal(saved_tensors(root, step), saved_tensors(broken.root, step)) == []
-    assert others.returned.mindresume("verify", str(root)).returncode == 0
-
-
 def test_no_load_optim_false_resumes_without_resume_training(others, whole_single):
     assert_resumed(others.saves, whole_single, 35)
 
@@ -387,13 +376,6 @@ def test_no_load_optim_loads_weights_only(others, broken, whole_single):
     assert int(loaded["global_step"][0]) == 0
     assert_event(run, "checkpoint_selected", step=40, weights_only=True)
     assert common_json(run.checkpoints, 10)["global_step"] == 10
-
-
-def test_a_run_is_later_than_those_of_the_iterations_that_it_finds(others, alone):
-    """Copied or moved without the folder of records of their root; else their older steps would
-    count as the newer ones."""
-    for root, copied in ((others.returned.checkpoints, 30), (alone.back.checkpoints, 10)):
-        assert run_sequence(candidate(root, 40).run) > run_sequence(candidate(root, copied).run)
 
 
 # ---- another batch size, another data set --------------------------------------------------------

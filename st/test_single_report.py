@@ -70,31 +70,3 @@ def test_each_attempt_writes_one_event_file(training):
         training.after["sources"]["read"]
     )
     assert training.after["notes"] == []
-
-
-def test_lost_steps_are_those_that_were_repeated(training):
-    twice = {row["step"] for row in training.run.steps(0)} & {
-        row["step"] for row in training.run.steps(1)
-    }
-    first, second = training.after["attempts"]
-    assert (
-        len(twice)
-        <= first["steps_lost"]
-        == first["last_step"] - training.expected
-        <= len(twice) + 1
-    )
-    assert (second["steps_lost"], training.after["steps"]["reached"]) == (0, 40)
-    assert training.after["steps"]["done"] == 40 + first["steps_lost"]
-
-
-def test_saves_are_every_fifth_step_and_the_newest_are_on_disk(training):
-    first, second = (
-        [save["step"] for save in attempt["saves"] if save["is_committed"]]
-        for attempt in training.after["attempts"]
-    )
-    assert first == list(range(5, training.expected + 1, 5)) and second == list(
-        range(training.expected + 5, 41, 5)
-    )
-    assert [(row["step"], row["state"]) for row in training.after["checkpoints"]] == [
-        (step, "complete") for step in (40, 35, 30)
-    ]

@@ -68,23 +68,6 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code(tmp_path, end, s
     assert j.codes() == [-9, code, -9]
 
 
-def test_a_command_that_cannot_start_leaves_nothing(tmp_path, monkeypatch):
-    exchange, started = tmp_path / "exchange", []
-    exchange.mkdir()
-    start = Job._start
-
-    def recording_start(self, *args):
-        started.append(start(self, *args))
-        return started[-1]
-
-    monkeypatch.setattr(Job, "_start", recording_start)
-    monkeypatch.setattr(launch.tempfile, "mkdtemp", lambda **_: str(exchange))
-    with pytest.raises(FileNotFoundError, match="no-such-program-here"):
-        Job(2, ["no-such-program-here"], cwd=str(tmp_path), scheduler=IDLE)
-    assert [p.returncode for p in started] == [-9]  # the scheduler
-    assert not exchange.exists()
-
-
 def test_the_workers_end_with_a_launcher_that_is_killed(tmp_path):
     command = python(f"import os; print(os.getpid(), flush=True); {SLEEP}")
     launcher = subprocess.Popen([sys.executable, LAUNCH, "2", "--", *command], cwd=tmp_path)
@@ -147,15 +130,3 @@ def test_the_scheduler_does_not_outlive_the_last_worker(scheduler_environment, m
         monkeypatch.setattr(runner, "workers_alive", look)
         assert runner.join_as_scheduler(first_worker=300, after_last=0.1, poll=0.02) == 0
     assert not scheduler_environment.exists()
-
-
-def test_the_scheduler_waits_for_a_first_worker_for_a_limited_time(
-    scheduler_environment, monkeypatch
-):
-    monkeypatch.setattr(runner, "SCHEDULER", SLEEP)
-    assert runner.join_as_scheduler(first_worker=0.1, after_last=300, poll=0.02) == 0
-
-
-def test_a_scheduler_that_ends_by_itself_gives_its_exit_code(scheduler_environment, monkeypatch):
-    monkeypatch.setattr(runner, "SCHEDULER", "import os; os.kill(os.getpid(), 15)")
-    assert runner.join_as_scheduler(first_worker=300, poll=0.02) == 143

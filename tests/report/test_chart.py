@@ -46,6 +46,20 @@ def test_the_curves_are_the_losses_of_each_attempt(tmp_path):
     assert found["areas"] == [[5, 8]] and found["losses"] == {"shown": 13, "total": 13}
 
 
+def test_the_marks_stand_where_things_happened(tmp_path):
+    marks = chart_data(written(tmp_path, two_attempts()))["marks"]
+    assert [
+        (row["kind"], row["attempt"], row["step"], row["at"], row["loss"]) for row in marks
+    ] == [
+        ("committed", 1, 5, 16.5, None),
+        ("committed", 2, 10, 54.5, None),
+        ("failed", 1, 8, 19.5, 5.92),
+        ("resumed", 2, 5, None, 5.95),
+    ]
+    assert marks[2]["text"][0] == "tip.failed"
+    assert marks[3]["text"][1]["source"] == ["source.disk", {}]
+
+
 def test_the_timeline_has_each_span_and_each_phase(tmp_path):
     found = chart_data(written(tmp_path, two_attempts()))
     spans = found["spans"]

@@ -259,6 +259,17 @@ def test_the_files_that_are_read_first_are_read_side_by_side(tmp_path, after_the
     assert len(set(met)) == 2
 
 
+def test_weights_only(tmp_path):
+    foreign(tmp_path / "checkpoint", PLAN, TENSORS, extra={})
+    source = opened(tmp_path / "checkpoint", strategy=strategy_in(tmp_path / "strategy"))
+    check(source)
+    assert source.state is None and source.what.endswith("checkpoint, weights only, 4 ranks")
+    with pytest.raises(
+        MissingCheckpointError, match="has no step 15; there are: weights without a step"
+    ):
+        opened(tmp_path / "checkpoint", step=15)
+
+
 # ---- reported facts ------------------------------------------------------------------------------
 
 

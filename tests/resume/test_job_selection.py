@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from job_choices import ALONE
+from mindresume.coordination.visibility import Visibility
 from rank_folders import (
     RUN,
     STORAGE,
@@ -24,6 +25,7 @@ from mindresume.events import (
     CheckpointSelected,
     FreshStart,
     VerifiedBytesKept,
+    VisibilityWaited,
     ignore,
 )
 from mindresume.model.manifest import FOLDER
@@ -219,6 +221,19 @@ def test_verified_bytes_are_cached_for_the_load_up_to_half_of_the_memory_share(
     small = caching_storage(STORAGE, Settings(staging_gib=2**-28), ALONE)
     choose(tmp_path, storage=small, emit=events.append)
     assert events[-1] == VerifiedBytesKept(0, size, 4)
+
+
+@pytest.mark.parametrize(
+    "settled", [Visibility(12), Visibility(65, ("rank 1 sees x",)), Visibility()]
+)
+def test_waiting_for_a_late_listing_emits_an_event(tmp_path, monkeypatch, events, settled):
+    save(tmp_path, 5, world=1)
+    monkeypatch.setattr(job_selection, "wait_until_visible", lambda *_: settled)
+    choose(tmp_path, emit=events.append)
+    waited = [event for event in events if isinstance(event, VisibilityWaited)]
+    assert waited == (
+        [VisibilityWaited(settled.wait_seconds, settled.missing)] if settled != Visibility() else []
+    )
 
 
 # ---- the source of the checkpoint ----------------------------------------------------------------

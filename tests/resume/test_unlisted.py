@@ -246,6 +246,21 @@ def test_a_strategy_that_cannot_be_listed(tmp_path):
 LATER = run_name(2, "0000bbbb")
 
 
+def test_retention_keeps_unlistable_saves_and_removes_the_rest(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step, 2)
+    committer = save(tmp_path, 20, 2, run=LATER, suffix=1)
+    closed = tmp_path / FOLDER / attempt_name(10, RUN)
+    committer = Committer(committer.target, KeepLast(1))
+    object.__setattr__(committer.target, "storage", Closed(closed, only_list=True))
+    assert sorted(committer.prune()) == [5, 15]
+    assert (
+        path_of(tmp_path, 10, 0).exists()
+        and closed.exists()
+        and not path_of(tmp_path, 5, 0).exists()
+    )
+
+
 def test_a_plan_gives_reasons(tmp_path):
     for step in (5, 10):
         save(tmp_path, step, 2)

@@ -274,6 +274,16 @@ def test_a_save_of_the_same_step_by_a_later_run_is_another_checkpoint(root):
     assert job.step == 10 and len(load_attempts(dir_at(root))[key_of(job.choice.chosen)]) == 1
 
 
+def test_a_load_attempt_creates_no_folder(tmp_path, root):
+    job = Job(root, compiled=False)
+    load_attempt = LoadAttempt(dir_at(tmp_path / "elsewhere"), job.choice.chosen, "/output")
+    load_attempt.run = run_name(1, "0000aaaa")
+    load_attempt.begin()
+    load_attempt.failed(NAN)
+    load_attempt.passed()
+    assert not (tmp_path / "elsewhere").exists()
+
+
 # ---- damage --------------------------------------------------------------------------------------
 
 
