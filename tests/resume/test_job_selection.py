@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 from job_choices import ALONE
-from mindresume.coordination.visibility import Visibility
 from rank_folders import (
     RUN,
     STORAGE,
@@ -18,6 +17,7 @@ from rank_folders import (
 )
 
 from mindresume.coordination.lease import lease_holders
+from mindresume.coordination.storage_topology import Visibility
 from mindresume.errors import CollectiveError, LoadError, MissingCheckpointError
 from mindresume.events import (
     WARNING,
