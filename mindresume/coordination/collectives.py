@@ -206,7 +206,8 @@ def _wait_for_all(group: Group, done: runtime.Event, watchdog: Watchdog) -> None
     before = None
     since = 0.0
     while True:
-        (idle if done.is_set() else done).wait(pause)
+        # the first exchange is due when the slowest rank is done, or after the pause
+        (idle if before is not None and done.is_set() else done).wait(pause)
         own = [
             done.is_set(),
             watchdog.progress.done if watchdog.progress else 0,

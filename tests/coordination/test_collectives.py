@@ -145,13 +145,19 @@ def test_work_that_is_broken_off_is_an_error_of_all():
 
 
 def test_a_rank_without_a_new_thread_works_in_its_own(monkeypatch):
-    """An error of this rank alone would leave the others waiting."""
+    """An error of this rank alone would leave the others waiting. The work is done before the first
+    exchange, for which nobody pauses."""
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
+    def work(group):
+        return gather_results(
+            group, lambda: group.rank, Watchdog()
+        ), current_cluster().scheduler.now
+
     monkeypatch.setattr(threads.Thread, "start", refuse)
-    assert gathered(2, lambda rank: rank, Watchdog()) == [[0, 1]] * 2
+    assert Ranks(2).run(work) == [([0, 1], 0.0)] * 2
 
 
 def test_work_that_is_followed_is_finished_even_if_another_rank_is_lost():
