@@ -46,7 +46,7 @@ from st.training_run import Run  # noqa: E402
 
 RANKS, KILL_AFTER = 4, 8  # step; the newest save on disk is that of step 5
 RESUME = "--load_checkpoint ./output/checkpoint --resume_training True"
-WAYS = ("by hand", "supervisor")
+WAYS = ("by hand", "supervisor", "standby")
 # seconds: msrun's scheduler is not ended by st/cpu_cluster before it ends itself
 OWN_END = {"CPU_CLUSTER_AFTER_LAST": "600"}
 # seconds from the kill until the last process has ended
@@ -90,13 +90,14 @@ class Bench:
                 self.recover(way, self.folder / f"{number}-{way.replace(' ', '-')}")
 
     def recover(self, way: str, folder: Path) -> None:
-        kind = Run if way == "supervisor" else PlainRun
+        kind = PlainRun if way == "by hand" else Run
         run = kind(
             folder, "quickstart_qwen3_dp2tp2.yaml", self.data, RANKS, graphs=self.folder / "graphs"
         )
-        if way == "supervisor":
+        if way != "by hand":
             supervised(
                 run,
+                *(["--standby"] if way == "standby" else []),
                 extra=RESUME,
                 MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",
                 MINDRESUME_MEMORY_TIER_DIR=str(self.memory),
@@ -108,7 +109,7 @@ class Bench:
             time.sleep(0.01)
         process, killed = run.worker(self.chance.randrange(RANKS)), time.time()
         os.kill(process, signal.SIGKILL)
-        if way == "supervisor":
+        if way != "by hand":
             while number_of_starts(run) < 2:
                 assert run.process.poll() is None, run.launcher_log()[-3000:]
                 time.sleep(0.01)

@@ -45,6 +45,8 @@ environment:
                                kept in LOG_DIR/earlier
   MSRUN_RENDEZVOUS=DIR         with MSRUN_RESTARTS on several hosts: the folder through which their supervisors start and end
                                together, the same on every host, on a disk that all hosts see, of this job alone
+  MSRUN_STANDBY=1              with MSRUN_RESTARTS: fork the ranks of later starts from a process that has imported everything
+                               (mindresume run --standby)
   MSRUN_STUCK=S                seconds that a process may take to end after SIGKILL before it is named and left behind (60)
   MF_LOG_SUFFIX=TEXT           appended to the names of the log folders
   PLOG_REDIRECT_TO_OUTPUT=True put the logs of the device under output/plog
@@ -118,6 +120,7 @@ if [[ -n ${PYTHON:-} ]]; then
 else
   PYTHON=$(command -v python || command -v python3) || refuse "no python on PATH; set PYTHON"
 fi
+[[ -z ${MINDRESUME_STANDBY_BIN:-} ]] || export PATH=$MINDRESUME_STANDBY_BIN:$PATH      # mindresume run --standby
 
 if [[ -n ${MSRUN_RESTARTS:-} ]]; then
   [[ $MSRUN_RESTARTS =~ ^[0-9]+$ ]] || refuse "MSRUN_RESTARTS must be a number, got '$MSRUN_RESTARTS'"
@@ -129,6 +132,7 @@ if [[ -n ${MSRUN_RESTARTS:-} ]]; then
       "of $LOCAL_WORKER. Start mindresume run --nodes N --node-rank K --rendezvous DIR -- bash $0 ... on each host instead"
     supervisor+=(--nodes $((WORKER_NUM / LOCAL_WORKER)) --node-rank "$NODE_RANK" --rendezvous "$MSRUN_RENDEZVOUS")
   fi
+  [[ ${MSRUN_STANDBY:-0} != 1 ]] || supervisor+=(--standby)
   unset MSRUN_RESTARTS             # the command below is this script without it
   here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
   export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH}

@@ -196,6 +196,14 @@ def run(
             "msrun, which each start overwrites. 0: none.",
         ),
     ] = 5,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Keep a process that has imported mindspore and mindformers: the next start forks "
+            "its ranks. It needs the memory of one more rank that has not begun.",
+        ),
+    ] = False,
     json: Annotated[
         bool,
         typer.Option(
@@ -262,7 +270,9 @@ def run(
         _seconds(leave, 60.0, "MSRUN_LEAVE", "MSRUN_GRACE"),
         _seconds(stuck, 60.0, "MSRUN_STUCK"),
     )
-    settings = SupervisorSettings(max_restarts, job, events, json, local_workers, keep_logs)
+    settings = SupervisorSettings(
+        max_restarts, job, events, json, local_workers, keep_logs, standby
+    )
     meeting = None
     if nodes > 1:
         if rendezvous is None:

@@ -204,6 +204,11 @@ class Members:
         # files to which ranks and the scheduler print, also those that have ended
         self.logs: set[str] = set()
 
+    def ignore(self, pid: int) -> None:
+        """Leaves a process out from now on."""
+        self.ignored |= {pid}
+        self._forget(pid)
+
     # ---- which -----------------------------------------------------------------------------------
 
     def alive(self, *roles: str) -> list[Member]:

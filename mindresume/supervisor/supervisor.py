@@ -55,6 +55,7 @@ from mindresume.supervisor.restart_policy import (
     decide,
     failure_page,
 )
+from mindresume.supervisor.standby import Standby
 
 # seconds for which the end waits until memory is written to disk, which can hang
 _FLUSHING = 1800.0
@@ -74,6 +75,7 @@ class SupervisorSettings:
         to_stderr: the command prints to standard error alone.
         local_workers: ranks of one node, for the placeholder {workers}.
         keep_logs: starts whose logs are kept; 0: the next start overwrites them.
+        standby: keep a process that has imported the framework.
     """
 
     max_restarts: int = 5
@@ -82,6 +84,7 @@ class SupervisorSettings:
     to_stderr: bool = False
     local_workers: int = 8
     keep_logs: int = 5
+    standby: bool = False
 
 
 Flush = Callable[[str, Hurry], Event | None]
@@ -122,6 +125,7 @@ class Supervisor:
         self._recorder = EventRecorder(emit, nodes.node if nodes else 0)
         self._signals = _Signals()
         self._folder = ""
+        self._standby: Standby | None = None
         self._logs: set[str] = set()  # of the last start
         self._left: set[int] = set()  # processes that did not end after SIGKILL
         self._peer_end: JobEnd | None = None  # why another node ends the running start
@@ -143,6 +147,8 @@ class Supervisor:
         try:
             return self._run()
         finally:
+            if self._standby is not None:
+                self._standby.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self.emit.close()
             for number, handler in before.items():
@@ -169,6 +175,8 @@ class Supervisor:
             )
         self._end_orphans()
         self._folder = job_end.make_folder()
+        if self.settings.standby:
+            self._standby = Standby(self._folder, self.emit)
         decision = self.supervise()
         if decision.status and self._output and self.flush is not None:
             done = call_within(
@@ -284,7 +292,8 @@ class Supervisor:
             if self.starts and self.starts[-1].end.kind in (DIED, HUNG, PEER)
             else {}
         )
-        environment = {**os.environ, **job_end.marks(self.command), **ended_by_us}
+        standby = self._standby.variables() if self._standby else {}
+        environment = {**os.environ, **standby, **job_end.marks(self.command), **ended_by_us}
         return Job(
             Command(command, environment, self.settings.to_stderr),
             number,
@@ -316,6 +325,8 @@ class Supervisor:
         """Returns why a job is to end that runs. Called often."""
         if job.heartbeats.output:
             self._recorder.open(job.heartbeats.output)
+        if self._standby is not None:
+            self._standby.make_if_due(job)
         if (
             self._silent_after is not None
             and runtime.monotonic() > self._silent_after

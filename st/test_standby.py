@@ -1,0 +1,88 @@
+"""``mindresume run --standby``: after a death the ranks are forked from a process that has imported
+everything, and the training cannot tell.
+
+Each death strikes while the ranks wait after a step (st/programs/held.py), so that it does not
+depend on how long the imports take.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+from st.run_attempts import LIMIT, PROGRAMS, assert_no_process_left, run_beside, wrong_steps
+from st.supervised_run import Start, number_of_starts, supervised, supervisor_events
+from st.training_run import FORMAT_2, Run
+
+pytestmark = pytest.mark.timeout(1500)
+LAST = 40
+
+
+def standby_processes(run: Run) -> list[int]:
+    """Returns those that were ready."""
+    said = [event["text"] for event in supervisor_events(run, "notice")]
+    return [int(text.split()[2]) for text in said if text.startswith("standby process ")]
+
+
+def is_held(run: Run, number: int, step: int) -> bool:
+    """Returns whether all ranks of start ``number`` wait after ``step``, and the standby process is
+    ready: one after the first start, another after the one that had none."""
+    return (
+        number_of_starts(run) == number
+        and any(row["step"] == step for row in run.steps())
+        # that of the step itself is said in the next one
+        and step - 1 in Start(run, number).in_memory()
+        and len(standby_processes(run)) == (2 if number == 4 else 1)
+    )
+
+
+@pytest.mark.parametrize(
+    "extra", ["", pytest.param(FORMAT_2, marks=pytest.mark.soak)], ids=["1.0", "2.0"]
+)
+def test_starts_after_deaths_are_forked_and_equal_the_uninterrupted_run(
+    whole_several, tmp_path, memory, extra
+):
+    run = run_beside(whole_several, tmp_path / "run", copied=False)
+    run.program = PROGRAMS / "held.py"
+    holds = [run.folder / f"hold_{step}" for step in (6, 12, 18, 24)]
+    run.folder.mkdir()
+    for hold in holds:
+        hold.touch()
+    supervised(
+        run,
+        "--standby",
+        extra=f"--load_checkpoint ./output/checkpoint --resume_training True {extra}",
+        MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",
+        MINDRESUME_MEMORY_TIER_DIR=memory,
+        OMP_NUM_THREADS="1",  # as st/cpu_cluster/run.py has it
+    )
+
+    for number, hold in enumerate(holds, 1):
+        while not is_held(run, number, int(hold.name.partition("_")[2])):
+            assert run.process.poll() is None, run.launcher_log()[-3000:]
+            time.sleep(0.02)
+        if number == 3:
+            os.kill(standby_processes(run)[0], signal.SIGKILL)
+            while "there is no standby process any more" not in run.launcher_log():
+                time.sleep(0.02)
+        os.kill(run.worker(number % run.workers), signal.SIGKILL)
+        hold.unlink()
+        while number_of_starts(run) == number:
+            time.sleep(0.02)
+    run.wait_for_success(LIMIT)
+    assert_no_process_left(run)
+
+    assert wrong_steps(run, whole_several) == []
+    assert {row["step"] for row in run.steps()} == set(range(1, LAST + 1))
+    starts = [Start(run, number) for number in range(1, 6)]
+    for start, step in zip(starts, (0, 6, 12, 18, 24), strict=True):
+        assert start.resumed() in (step, step - 1)
+    assert [start.source() for start in starts[1:]] == ["memory"] * 4
+    assert [event["status"] for event in supervisor_events(run, "job_ended")] == [137] * 4 + [0]
+    # the second and the third, and the last one from another process
+    assert run.launcher_log().count("the standby process forks this start") == 3
+    # each rank has its own log of mindformers, as always
+    for rank in range(run.workers):
+        for folder in run.folder.glob(f"output/log/rank_{rank}"):
+            assert (folder / "info.log").read_text(encoding="utf-8").count("build") >= 5
