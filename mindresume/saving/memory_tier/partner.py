@@ -382,6 +382,7 @@ class Copies:
         self.slots, self.partner, self.emit = slots, partner, emit
         self._steps: runtime.SimpleQueue[Any] = runtime.SimpleQueue()
         self._reasons: set[str] = set()
+        self._is_closed = False
         runtime.Thread(target=self._run, name="mindresume-partner", daemon=True).start()
 
     def offer(self, step: int) -> None:
@@ -389,7 +390,9 @@ class Copies:
         self._steps.put((step, runtime.monotonic()))
 
     def close(self) -> None:
-        """Ends the thread after the step that it is sending."""
+        """Ends the thread after the step that it is sending. It says nothing any more: the
+        training ends."""
+        self._is_closed = True
         self._steps.put(None)
 
     def _run(self) -> None:
@@ -426,7 +429,7 @@ class Copies:
             channel.close()
 
     def _failed(self, step: int, reason: str) -> None:
-        if reason not in self._reasons:
+        if reason not in self._reasons and not self._is_closed:
             self._reasons.add(reason)
             self.emit(PartnerCopyFailed(step, reason))
 
@@ -477,13 +480,17 @@ class Partner:
             self.copies.offer(step)
 
     def stop(self) -> None:
-        """Sends and receives nothing more."""
+        """Sends nothing more."""
         if self.copies is not None:
             self.copies.close()
+
+    def close(self) -> None:
+        """Receives nothing more. All nodes have stopped to send, or do not begin."""
         if self.door is not None:
             self.door.close()
 
     def remove(self) -> None:
-        """Removes the copies that this node keeps. Raises OSError."""
+        """Receives nothing more, and removes the copies that this node keeps. Raises OSError."""
+        self.close()
         if self.door is not None:
             remove_tree(self.kept.storage, self.kept.root)

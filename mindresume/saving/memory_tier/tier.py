@@ -250,7 +250,7 @@ class MemoryTier:
 
     def _end_partner(self) -> None:
         if self.partner is not None:
-            self.partner.stop()
+            self.partner.close()
             self.partner = None
 
     def _is_leader(self) -> bool:
