@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 
 from mindresume.errors import ConfigError
-from mindresume.settings import Settings, _section
+from mindresume.settings import MemoryTierSettings, Settings, _section
 
 
 def test_defaults_section_and_environment():
@@ -119,6 +119,25 @@ def test_a_section_within_the_section():
         read({"inner": 5}, {})
     with pytest.raises(ConfigError, match=r"mindresume.inner.every_steps is -1"):
         read({"inner": {"every_steps": -1}}, {})
+
+
+def test_a_setting_that_is_true_or_false():
+    read = partial(_section, MemoryTierSettings, "mindresume.memory_tier")
+    for value in (True, "true", "True", 1, "1"):
+        assert read({"partner": value}, {}).partner is True
+    assert read({"partner": True}, {"MINDRESUME_MEMORY_TIER_PARTNER": "false"}).partner is False
+    for wrong in ("yes", 2, None, [True]):
+        with pytest.raises(ConfigError, match="partner is .*; expected true or false"):
+            read({"partner": wrong}, {})
+
+
+def test_a_number_within_limits():
+    read = partial(_section, MemoryTierSettings, "mindresume.memory_tier")
+    assert read({"partner_offset": 4, "partner_port": 65535}, {}).partner_offset == 4
+    with pytest.raises(ConfigError, match="partner_offset is 0; expected .* at least 1$"):
+        read({"partner_offset": 0}, {})
+    with pytest.raises(ConfigError, match="partner_port is 65536; expected .* at most 65535$"):
+        read({"partner_port": 65536}, {})
 
 
 def test_a_list_or_text_of_patterns():

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import threading
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from mindresume.events import (
     ignore,
 )
 from mindresume.formats.records import scan_records
+from mindresume.model.manifest import attempt_name, record_name
 from mindresume.resume import partner_source
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
@@ -262,6 +264,151 @@ def test_what_was_recorded_of_another_connection_is_no_proof():
                 raise ConnectionResetError
     door.close()
     assert handler.called == 1
+
+
+# ---- a peer that is not what it should be --------------------------------------------------------
+
+
+SAVE = attempt_name(10, RUN)
+
+
+class Peer:
+    """Talks to a keeper as no sender of mindresume does."""
+
+    def __init__(self, door, name=SAVE):
+        self.channel = connect(door.endpoint)
+        self.name = name
+
+    def ask(self, **fields):
+        """Sends a message; returns the error in the answer."""
+        channels.send_message(self.channel, json.dumps(fields).encode())
+        return json.loads(channels.receive_message(self.channel, 1 << 16))["error"]
+
+    def begin(self, **fields):
+        return self.ask(kind="begin", name=self.name, size=10, **fields)
+
+
+@pytest.fixture
+def peer(door):
+    with_peer = Peer(door)
+    yield with_peer
+    with_peer.channel.close()
+
+
+@pytest.mark.parametrize(
+    "path, format",
+    [
+        ("../../evil.safetensors", "safetensors"),
+        ("/etc/evil.safetensors", "safetensors"),
+        ("rank_2/../../x.ckpt", "ckpt"),
+        ("owner.json", "json"),
+        ("owner.json", "safetensors"),
+        ("", "ckpt"),
+    ],
+)
+def test_a_path_that_leads_elsewhere_is_refused(peer, kept, path, format):
+    assert peer.begin() == ""
+    file = [path, format, 3, "0" * 32]
+    assert "refuses it" in peer.ask(kind="file", name=peer.name, file=file)
+    assert names(kept.root) == []
+
+
+def test_a_record_is_refused_unless_its_files_came_before_and_it_is_the_one_announced(
+    tier, kept, door
+):
+    data = Path(tier.root, ".mindresume", attempt_name(10, RUN), record_name(2)).read_bytes()
+    for rank, content, reason in (
+        (2, data, "was not sent before its record"),
+        (3, data, "the record is of rank 2"),
+        (2, data[:-9], "refuses it"),
+        (2, b"{}", "refuses it"),
+    ):
+        peer = Peer(door)
+        peer.begin()
+        message = {"kind": "record", "name": peer.name, "rank": rank, "size": len(content)}
+        channels.send_message(peer.channel, json.dumps(message).encode())
+        peer.channel.send(content)
+        answer = json.loads(channels.receive_message(peer.channel, 1 << 16))
+        assert reason in answer["error"]
+        peer.channel.close()
+    assert names(kept.root) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["step-0000000010", "../x", "owner.json", "", attempt_name(10, RUN) + "/.."]
+)
+def test_a_name_that_is_not_that_of_a_save_is_refused(door, kept, name):
+    peer = Peer(door, name)
+    with pytest.raises(OSError) if not name else nullcontext():
+        assert "is not the name of a save" in peer.begin()
+    assert names(kept.root) == []
+
+
+@pytest.mark.parametrize(
+    "message", [b"{}", b"[" * 5000, b"\xff", b'{"kind": "begin", "size": -1}', b'{"kind": "x"}']
+)
+def test_a_message_that_is_none_ends_the_connection(peer, kept, message):
+    channels.send_message(peer.channel, message)
+    with pytest.raises(ConnectionError):
+        peer.channel.receive(1)
+    assert names(kept.root) == []
+
+
+def test_a_length_beyond_all_bounds_ends_the_connection(peer):
+    peer.channel.send(b"\xff\xff\xff\xff")
+    with pytest.raises(ConnectionError):
+        peer.channel.receive(1)
+
+
+def test_bytes_that_changed_on_the_way_are_refused(peer, kept):
+    peer.begin()
+    file = ["rank_2/x.ckpt", "ckpt", 3, "0" * 32]
+    assert peer.ask(kind="file", name=peer.name, file=file) == ""
+    peer.channel.send(b"abc")
+    assert "overwritten" in json.loads(channels.receive_message(peer.channel, 1 << 16))["error"]
+    assert names(kept.root) == []
+
+
+def test_a_sender_that_dies_leaves_nothing_that_counts_and_the_next_one_is_served(tier, kept, door):
+    sent(door, tier, 5)
+    peer = Peer(door)
+    peer.begin()
+    peer.ask(kind="file", name=peer.name, file=["rank_2/x.ckpt", "ckpt", 300, "0" * 32])
+    peer.channel.send(b"abc")
+    peer.channel.close()
+    sent(door, tier, 10)
+    assert steps(kept) == {5: [2, 3], 10: [2, 3]} and not any(
+        "x.ckpt" in n for n in names(kept.root)
+    )
+
+
+def test_silent_strangers_keep_others_out_for_some_seconds_only(tier, kept, door, monkeypatch):
+    strangers = [socket.create_connection(door.endpoint[:2]) for _ in range(2)]
+    for stranger in strangers:
+        stranger.recv(1)  # it is being served
+    with pytest.raises(OSError):
+        connect(door.endpoint)
+    for stranger in strangers:
+        stranger.close()
+    while True:
+        with suppress(OSError):
+            sent(door, tier, 10)
+            break
+    assert steps(kept) == {10: [2, 3]}
+
+
+def test_a_silent_client_is_given_up_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(channels, "_GREETING", 0.05)
+    door = listen(Dead())
+    with socket.create_connection(door.endpoint[:2]) as stranger:
+        assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        assert stranger.recv(1) == b""
+    door.close()
+
+
+def test_the_address_is_the_one_that_leads_to_the_scheduler():
+    assert channels.own_address({"MS_SCHED_HOST": "127.0.0.1"}) == ("127.0.0.1", socket.AF_INET)
+    assert channels.own_address({"MS_SCHED_HOST": "127.0.0.3"})[0].startswith("127.")
 
 
 # ---- a training of two nodes ---------------------------------------------------------------------
