@@ -66,4 +66,3 @@ def test_a_lost_node_gets_its_memory_back_from_its_partner(
         2 - 2 * node,
     )
     assert_resumed(run, whole_four, selected["step"])
-    print(*events(run, "partner_copy_failed"), *events(run, "partner_copied"), sep="\n")
