@@ -583,24 +583,6 @@ def test_a_counter_of_gigabytes_is_not_read(tmp_path):
             read_scalar(file, header, "step_num")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["0001-0000aaaa ²", "0001-0000aaaa " + "9" * 5000, "../x 5", ""],
-)
-def test_an_invalid_label_does_not_stop_the_selection(root, text):
-    for rank in range(WORLD):
-        path_of(root, 20, rank, 1).write_bytes(
-            b"".join(
-                bytes(piece)
-                for _, piece in encode("safetensors", counters(20), {"mindresume": text})
-            )
-        )
-    with within(5):
-        found = scan(dir_at(root)).candidates
-    assert {candidate.step for candidate in found} == {OLD, NEW, 20}
-    assert choose(root).chosen.step in (NEW, 20)
-
-
 # ---- consistent by itself, but not with the rest -------------------------------------------------
 
 
@@ -652,13 +634,6 @@ def test_all_ranks_of_a_job_come_to_the_same_result(root):
 
 
 # ---- files beside them ---------------------------------------------------------------------------
-
-
-def test_a_strategy_file_of_an_absurd_rank(root):
-    (root.parent / "strategy").mkdir()
-    (root.parent / "strategy" / "ckpt_strategy_rank_999999999999.ckpt").write_bytes(b"")
-    write_foreign(root, 20, WORLD, suffix=1)
-    assert choose(root, world=None).chosen.step in (NEW, 20)
 
 
 def sparse(path, size=64 << 30):

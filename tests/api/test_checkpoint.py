@@ -26,7 +26,7 @@ from storages import failing
 import mindresume
 from mindresume.api.catalog import Catalog
 from mindresume.api.checkpoint import is_strategy, opened
-from mindresume.errors import ConfigError, MissingCheckpointError, StrategyError
+from mindresume.errors import ConfigError, MissingCheckpointError
 
 MODEL = {
     "embedding.weight": Spec((16, 8), 0, "first", "bfloat16"),
@@ -92,15 +92,6 @@ def test_weights_alone_have_no_state(tmp_path):
     checkpoint = mindresume.open(tmp_path / "one.ckpt").latest()
     assert checkpoint.step is checkpoint.state is None
     assert checkpoint.read("w").dtype == np.float16
-
-
-def test_layouts_come_from_a_strategy(tmp_path):
-    root = tmp_path / "other" / "checkpoint"
-    foreign(root, PLAN, TENSORS)
-    with pytest.raises(StrategyError):
-        mindresume.open(root)[STEP].read("norm.weight")
-    found = mindresume.open(root, strategy=PLAN.write(tmp_path / "given"))[STEP]
-    assert found.tensors["layers.0.weight"].layout == PLAN.stages[0]["layers.0.weight"]
 
 
 # ---- the hold ------------------------------------------------------------------------------------

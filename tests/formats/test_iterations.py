@@ -12,10 +12,7 @@ from iteration_folders import (
     FOREIGN,
     folder_of,
     foreign,
-    intend,
     save,
-    track,
-    write_all,
 )
 from rank_folders import RUN, STORAGE, dir_at
 
@@ -347,16 +344,6 @@ def test_the_later_run_comes_first_without_a_tracker(tmp_path):
     save(tmp_path, 20, run=NEXT)
     os.remove(tmp_path / TRACKER)
     assert found(tmp_path) == [(20, NEXT), (30, RUN), (10, RUN)]
-
-
-def test_a_tracker_that_was_set_back_counts_despite_an_old_intent(tmp_path):
-    save(tmp_path, 10, 20, 30)
-    # its removal had failed; step 30 came to the tracker
-    intend(tmp_path, 20)
-    track(tmp_path, 10)
-    assert found(tmp_path) == [(10, RUN), (30, RUN), (20, RUN)]
-    write_all(tmp_path, 40)
-    assert found(tmp_path) == [(10, RUN), (40, RUN), (30, RUN), (20, RUN)]
 
 
 @pytest.mark.parametrize("time", [1.0, 4e9])

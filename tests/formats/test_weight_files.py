@@ -117,17 +117,6 @@ def test_a_damaged_file_is_known_until_it_is_replaced(root):
     assert damage_of(root) is None
 
 
-def test_a_copy_with_the_old_times_is_another_file(root):
-    """As ``cp -p`` and ``rsync -t`` restore it: size and mtime are those of the damaged file."""
-    mark(root)
-    path = path_of(root, STEP, RANK)
-    before = path.stat()
-    path.with_name("new").write_bytes(path.read_bytes())
-    os.utime(path.with_name("new"), ns=(before.st_atime_ns, before.st_mtime_ns))
-    os.replace(path.with_name("new"), path)
-    assert path.stat().st_mtime_ns == before.st_mtime_ns and damage_of(root) is None
-
-
 def test_a_missing_file_is_no_damage(root):
     mark(root)
     path_of(root, STEP, RANK).unlink()
@@ -139,17 +128,6 @@ def test_an_intact_checkpoint_has_a_time_only(root):
     publish_damage(root, [])
     assert damage_of(root) is None and read_result(STORAGE, candidate_of(root)).read_at == 1e9
     assert read_result(STORAGE, candidate) is None  # the candidate was scanned before
-
-
-def test_a_result_of_other_records_says_nothing(root, tmp_path_factory):
-    content = mark(root).read_bytes()
-    other = tmp_path_factory.mktemp("other")
-    save(other, STEP, replicas=4)
-    (other / FOLDER / attempt_name(STEP, RUN) / SCRUB_RESULT).write_bytes(content)
-    os.utime(path_of(other, STEP, RANK), ns=(0, path_of(root, STEP, RANK).stat().st_mtime_ns))
-    assert (
-        candidate_of(other).has_scrub_result and read_result(STORAGE, candidate_of(other)) is None
-    )
 
 
 def test_a_torn_or_altered_result_says_nothing(root):

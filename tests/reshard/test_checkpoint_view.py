@@ -12,11 +12,9 @@ from reshard.plans import (
     COUNTERS,
     STEP,
     Plan,
-    Spec,
     foreign,
     lose,
     newest,
-    part_of,
     put,
     random_tensors,
     recorded,
@@ -27,7 +25,7 @@ from reshard.plans import (
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import TensorLayout, held, shape_of, whole, within
+from mindresume.model.layout import shape_of, whole, within
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import view
 from mindresume.reshard.step_view import view_of_rank_folders
@@ -68,50 +66,6 @@ def check_all(weights, tensors=TENSORS, counters=COUNTERS):
         tensor = weights.tensors[name]
         assert (tensor.dtype, tensor.shape) == (array.dtype.name, array.shape)
         assert content(weights, name).tobytes() == array.tobytes(), name
-
-
-# ---- accepted checkpoints ------------------------------------------------------------------------
-
-
-def test_a_vector_cut_by_two_axes_looks_like_a_matrix_in_a_strategy_file(tmp_path):
-    """Only the tensor shows the number of dimensions."""
-    model = {"bias": Spec((8,), 0, 0), "weight": Spec((8, 4), 0, 0)}
-    tensors, plan = random_tensors(model), Plan.parse("dp2tp2axes10", model)
-    nested = TensorLayout((2, 2), ((1, 0),))
-    for rank in range(4):
-        arrays = {
-            "bias": part_of(tensors["bias"], nested, rank),
-            **COUNTERS,
-            "weight": part_of(tensors["weight"], plan.layouts(rank)["weight"], rank),
-        }
-        put(path_of(tmp_path, STEP, rank), arrays, {"format": "ms"})
-    strategy = Strategy(
-        ({"bias": TensorLayout((2, 2), (1, 0)), "weight": plan.layouts(0)["weight"]},)
-    )
-    weights = weights_of(tmp_path, newest(tmp_path), strategy)
-    assert weights.tensors["bias"].shape == (8,) and weights.tensors["bias"].layout == nested
-    for rank in range(4):
-        assert held(nested, rank, (8,)) == ((2 * rank, 2 * rank + 2),)
-        (cut,) = weights.tensors["bias"].cuts(((2 * rank, 2 * rank + 2),))
-        assert weights.locate("bias", cut).rank == rank
-
-
-def test_tensors_of_several_stages_are_taken_from_the_first(tmp_path):
-    """Shared embeddings are in the first and in the last stage."""
-    plan = plan_of("tp2pp2")
-    shared = plan.stages[0]["embedding.weight"]
-    stages = (plan.stages[0], {**plan.stages[1], "embedding.weight": shared})
-    for rank in range(4):
-        arrays = {
-            **shard_file(plan, TENSORS, rank),
-            "embedding.weight": part_of(TENSORS["embedding.weight"], shared, rank % 2),
-        }
-        put(path_of(tmp_path, STEP, rank), arrays, {"format": "ms"})
-    weights = weights_of(tmp_path, newest(tmp_path), Strategy(stages, "shared"))
-    check_all(weights)
-    assert (
-        weights.tensors["embedding.weight"].first == 0 and weights.tensors["head.weight"].first == 2
-    )
 
 
 # ---- counters, and tensors without a layout ------------------------------------------------------

@@ -2,7 +2,6 @@
 complete, the source is unchanged, and the same conversion started again completes it. The result is
 a checkpoint."""
 
-import errno
 import os
 import random
 import tempfile
@@ -451,26 +450,6 @@ def test_no_conversion_starts_between_the_end_of_the_lock_and_the_rename(
         carry_out(first)
     second._release()
     assert not started and contents(tmp_path / "new") == expected["ranks"][0]
-
-
-def test_two_at_once_without_locks(tmp_path, root, expected, monkeypatch):
-    """Neither finds the work of the other, so neither removes it; the second one gets an error."""
-
-    def no_locks(handle, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(module.fcntl, "flock", no_locks)
-    first, second = (conversion(ranks_job(root), tmp_path / "new") for _ in range(2))
-    first.prepare()
-    second.prepare()
-    assert first.work != second.work
-    for made in (first, second):
-        made.write(Engine())
-    first.commit()
-    with pytest.raises(OSError):
-        second.commit()
-    second.abandon()
-    assert contents(tmp_path / "new") == expected["ranks"][0] and os.listdir(tmp_path) == ["new"]
 
 
 def test_removal_does_not_follow_links(tmp_path):

@@ -349,20 +349,6 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
     assert found.value.path == path
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("header_read", [False, True])
-def test_a_source_that_disappears(tmp_path, workers, header_read):
-    weights, targets, _ = small(tmp_path, wanted="tp2")
-    (path,) = weights.files[2]
-    weights.headers.pop(path, None)
-    if header_read:
-        weights.header(path)
-    os.remove(path)
-    says = path if header_read else "should be in the file of rank 2"
-    with failing(tmp_path, (LoadError, OSError), says):
-        transform(weights, STORAGE, targets, workers, 512)
-
-
 # ---- targets that cannot be written --------------------------------------------------------------
 
 

@@ -146,15 +146,11 @@ def network_of(model, layout):
 @pytest.mark.parametrize(
     "model, layout",
     [
-        (GROUPED, TensorLayout((2,), (0, -1))),
         (GROUPED, TensorLayout((4,), (0, -1))),
         (GROUPED, TensorLayout((2, 2), (0, -1), 2)),
-        (GROUPED, TensorLayout((2,), (-1, -1), -1)),
         (GROUPED, TensorLayout((2,), (-1, 0))),
         (MOE, TensorLayout((4,), (0, -1))),
-        (MOE, TensorLayout((4,), (-1, -1), 2)),
         (MOE, TensorLayout((2,), (-1, 0))),
-        (LATENT, TensorLayout((2,), (0, -1))),
         (LATENT, TensorLayout((2, 2), (0, -1), 2)),
         (LATENT, TensorLayout((2,), (-1, 0))),
     ],

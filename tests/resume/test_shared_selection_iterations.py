@@ -16,7 +16,6 @@ from iteration_folders import (
     TRACKER,
     folder_of,
     foreign,
-    intend,
     making,
     records_of,
     save,
@@ -92,18 +91,6 @@ def test_a_tracker_that_was_set_back_precedes_a_save_that_all_ranks_have_finishe
     write_all(saved, 20)
     track(saved, 5)
     assert "only used as a last resort: step 20, 15, 10" in notes(takes(saved, 5))
-
-
-def test_a_run_from_a_tracker_set_back_is_selected_if_killed_before_the_rename(saved):
-    """Steps 5, 10 and 15 of the previous run are published; the new run has committed 10 and
-    recorded the intent of its tracker."""
-    track(saved, 5)
-    save(saved / "elsewhere", 10, run=LATER_RUN)
-    os.rename(folder_of(saved / "elsewhere", 10), making(saved, 10, LATER_RUN))
-    intend(saved, 10)
-    choice = takes(saved, 10)
-    assert choice.chosen.run == LATER_RUN
-    assert "names step 5: the job that saved step 10 died" in notes(choice)
 
 
 def test_a_save_newer_than_a_tracker_set_back_needs_an_intent_to_be_selected(saved):
@@ -429,14 +416,6 @@ def test_a_tracker_alone_prevents_a_fresh_start(tmp_path):
     """A user removed the folders, or they are not visible yet."""
     track(tmp_path, 15)
     missing(tmp_path, "names step 15")
-
-
-def test_our_saves_after_folders_of_mindformers_are_newer(tmp_path):
-    foreign(tmp_path, "mf190_20_single")
-    save(tmp_path, 20, run=LATER_RUN, at=3e9)
-    assert takes(tmp_path, 20).chosen.run == LATER_RUN
-    cut(weights_of(tmp_path, 20))
-    assert takes(tmp_path, 15, (20, "")).chosen.run is None
 
 
 def test_files_of_two_saves_of_ours_without_records(tmp_path):

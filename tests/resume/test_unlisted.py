@@ -94,7 +94,7 @@ def both(root):
     save_iteration_folders(root)
 
 
-@pytest.fixture(params=[save_rank_folders, save_iteration_folders, both])
+@pytest.fixture(params=[save_rank_folders, both])
 def root(tmp_path, request):
     root = tmp_path / "checkpoint"
     root.mkdir()

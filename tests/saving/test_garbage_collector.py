@@ -42,7 +42,6 @@ from mindresume.saving.retention import (
     KEEP_ALL,
     NEWEST_HEALTHY,
     NEWEST_WHOLE,
-    KeepAny,
     KeepEverySteps,
     KeepLast,
     Plan,
@@ -68,10 +67,6 @@ def committed(root):
     return steps(c for c in scan(dir_at(root)).candidates if c.committed)
 
 
-def tree(root):
-    return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*"))
-
-
 def why(made):
     """{name of the attempt: reason}; there are no two of one name."""
     rows = [*made.kept, *made.to_delete, *made.orphans, *made.unfinished, *made.read_locked]
@@ -90,25 +85,6 @@ def saved(tmp_path):
 
 
 # ---- deciding ------------------------------------------------------------------------------------
-
-
-def test_a_plan_changes_nothing_and_gives_reasons(saved):
-    before = tree(saved)
-    made = planned(saved, KeepAny((KeepLast(1), KeepEverySteps(10))), ended=EVERY_RUN)
-    assert (steps(made.kept), steps(made.to_delete), steps(made.orphans), made.read_locked) == (
-        [20, 10],
-        [15, 5],
-        [25],
-        (),
-    )
-    assert why(made) == {
-        attempt_name(20, RUN): f"{NEWEST_WHOLE}, the last one, one every 10 steps",
-        attempt_name(10, RUN): "one every 10 steps",
-        attempt_name(15, RUN): "none of: the last one, one every 10 steps",
-        attempt_name(5, RUN): "none of: the last one, one every 10 steps",
-        attempt_name(25, RUN): "the save never completed",
-    }
-    assert tree(saved) == before
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from iteration_folders import (
     write_all,
     write_rank,
 )
-from rank_folders import EVERY_RUN, RUN, STORAGE, dir_at
+from rank_folders import RUN, STORAGE, dir_at
 from storages import Hooked, os_error
 
 from mindresume import runtime
@@ -315,23 +315,6 @@ def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):
 # ---- retention -----------------------------------------------------------------------------------
 
 
-def test_iterations_and_rank_folders_of_several_runs_in_one_root(tmp_path):
-    """The job changed to Checkpoint 2.0: our saves of both formats count."""
-    rank_folders.save(tmp_path, 5, world=2)
-    rank_folders.save(tmp_path, 10, world=2)
-    committer = save(tmp_path, 15, 20, run=NEXT, policy=KeepLast(3))
-    assert committed(tmp_path) == [(20, NEXT), (15, NEXT), (10, RUN)]
-    committer.policy = KeepLast(1)
-    assert committer.prune() == [15, 10]
-    assert (
-        listing(tmp_path) == ["iteration_00000020", TRACKER, "rank_0", "rank_1"]
-        and hidden(tmp_path) == []
-    )
-    assert {name for rank in range(2) for name in os.listdir(tmp_path / f"rank_{rank}")} == {
-        "meta.json"
-    }
-
-
 def test_an_iteration_that_the_tracker_names_by_hand_is_never_removed(tmp_path):
     save(tmp_path, 5, 10, 15)
     track(tmp_path, 5)
@@ -408,28 +391,6 @@ def orphan(root, step, run=RUN):
     write_rank(other, step, 1, run=run)
     shutil.move(making(other, step, run), making(root, step, run))
     return making(root, step, run)
-
-
-def test_two_folders_of_one_attempt_are_removed_independently(tmp_path):
-    root = tmp_path / "root"
-    save(root, 10, 20)
-    left = orphan(root, 20)
-    made = plan(dir_at(root), KeepLast(1), ended=EVERY_RUN)
-    assert [c.commit_dir for c in made.orphans] == [str(left)] and [
-        c.step for c in made.to_delete
-    ] == [10]
-    assert [c.commit_dir for c in made.kept] == [str(folder_of(root, 20))] and len(
-        made.reasons
-    ) == 3
-    carry_out(dir_at(root), made)
-    assert listing(root) == ["iteration_00000020", TRACKER] and hidden(root) == []
-
-    orphan(root, 20)
-    # both go, and nothing is in the way of anything later
-    save(root, 30, policy=KeepLast(1))
-    assert listing(root) == ["iteration_00000030", TRACKER] and hidden(root) == []
-    save(root, 40, policy=KeepLast(1))
-    assert listing(root) == ["iteration_00000040", TRACKER] and hidden(root) == []
 
 
 def test_a_copy_by_hand_is_neither_counted_nor_removed_and_does_not_interfere(tmp_path):

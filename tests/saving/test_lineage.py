@@ -2,7 +2,6 @@
 earlier versions and of several trainings."""
 
 import io
-import shutil
 
 import iteration_folders
 import pytest
@@ -157,23 +156,6 @@ def test_a_complete_folder_of_mindformers_is_never_removed(tmp_path, whole):
         "iteration_00000010",
         "iteration_00000015",
     ]
-
-
-def test_a_file_in_the_way_is_kept(tmp_path):
-    folder_of(tmp_path, 10).write_text("notes of a user")
-    Trainings(tmp_path, "2.0").run(10, keep=1)
-    (kept,) = [name for name in listing(tmp_path) if ".kept-" in name]
-    assert (tmp_path / kept).read_text() == "notes of a user" and tracker(tmp_path) == "10"
-
-
-def test_a_copy_by_hand_is_never_removed(tmp_path):
-    trainings = Trainings(tmp_path, "2.0")
-    trainings.run(10)
-    shutil.copytree(folder_of(tmp_path, 10), folder_of(tmp_path, 20))
-    trainings.run(20, origin=10, keep=1)
-    assert len(
-        [name for name in listing(tmp_path) if ".kept-" in name]
-    ) == 1 and trainings.committed() == [(20, 2)]
 
 
 # ---- on disk -------------------------------------------------------------------------------------

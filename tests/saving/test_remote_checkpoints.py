@@ -601,21 +601,6 @@ def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(worl
     )
 
 
-def test_remote_retention_keeps_another_training(world, monkeypatch):
-    """A fresh start uses the url of another training."""
-    plain = rank_folders.target_of
-    monkeypatch.setattr(
-        rank_folders,
-        "target_of",
-        lambda root, rank, size, run=RUN, *more: replace(
-            plain(root, rank, size, run, *more), lineage=run
-        ),
-    )
-    world.upload(5, 10)
-    world.upload(15, 20, 25, run=LATER, policy=KeepLast(2))
-    assert world.committed() == [25, 20, 10, 5]
-
-
 def test_remote_retention_keeps_the_newest_healthy_checkpoint(world, monkeypatch):
     plain = rank_folders.state_of
     monkeypatch.setattr(
