@@ -30,6 +30,15 @@ def test_the_next_start_reads_the_graph_and_trains_the_same(whole_single, tmp_pa
     assert not_identical(whole_single, run.steps()) == []
 
 
+def test_four_ranks_read_their_graphs(whole_four, tmp_path):
+    run = whole_four.like(tmp_path / "run", graphs=None)
+    run.start(MINDRESUME_KEEP_GRAPHS="1").wait_for_step(7)
+    run.kill()
+    run.start(MINDRESUME_KEEP_GRAPHS="1").wait_for_success(LIMIT)
+    assert all(READ in run.log(rank) for rank in range(4))
+    assert differences(whole_four.steps(), run.steps(-1)) == []
+
+
 def test_a_graph_with_dropout_is_not_kept(whole_single, tmp_path):
     run = whole_single.like(tmp_path / "run", graphs=None)
     command = "--model.model_config.hidden_dropout 0.1"
