@@ -1,19 +1,24 @@
 """From the death of a rank to the next step: ``mindresume run`` with the tier in memory, beside
 msrun and a start by hand.
 
-    python benchmarks/recovery.py [--rounds 3] [--folder FOLDER] [--json FILE]
+    python benchmarks/recovery.py [--rounds 3] [--ways "by hand,supervisor,joining,standby"]
+                                  [--folder FOLDER] [--json FILE]
 
 by hand       msrun as it is; the same command is started again in the moment in which msrun has
               ended
-supervisor    mindresume run around scripts/msrun_launcher.sh, memory_tier: {every_steps: 1}
+supervisor    mindresume run around scripts/msrun_launcher.sh, memory_tier: {every_steps: 1}, with
+              MindSpore's own MS_RETRY_INTERVAL_LOWER and _UPPER (3 and 5)
+joining       the same with the intervals that the supervisor sets
+standby       the same with --standby
 
-Both train the quickstart's model on four processes (data parallel 2 x model parallel 2) with
+All train the quickstart's model on four processes (data parallel 2 x model parallel 2) with
 mindformers' real Trainer, with mindresume, and with compiled graphs kept
 (MS_COMPILER_CACHE_ENABLE), and save to disk every 5 steps. One rank gets SIGKILL between two saves.
 msrun's scheduler ends by itself, which the test bed otherwise hastens. The phases are those of
 ``mindresume report``; "notice" and "end" need no report here: they are the time from the kill until
-no process was left. "redone" are steps that the dead job had done already. Changing order within a
-round; the first round compiles the graphs and does not count.
+no process was left. "joined" lasts from the last import of a rank until the last one begins to
+train. "redone" are steps that the dead job had done already. Changing order within a round; the
+first round compiles the graphs and does not count.
 """
 
 from __future__ import annotations
@@ -40,13 +45,14 @@ from mindresume.events import PHASES  # noqa: E402
 from mindresume.report.accounting import Recovery  # noqa: E402
 from mindresume.report.builder import build_report  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
-from st.run_attempts import LIMIT, assert_no_process_left, committed_steps  # noqa: E402
+from st.run_attempts import LIMIT, assert_no_process_left, committed_steps, events  # noqa: E402
 from st.supervised_run import number_of_starts, supervised, supervisor_events  # noqa: E402
 from st.training_run import Run  # noqa: E402
 
 RANKS, KILL_AFTER = 4, 8  # step; the newest save on disk is that of step 5
 RESUME = "--load_checkpoint ./output/checkpoint --resume_training True"
-WAYS = ("by hand", "supervisor", "standby")
+WAYS = ("by hand", "supervisor", "joining", "standby")
+INTERVALS = {"MS_RETRY_INTERVAL_LOWER": "3", "MS_RETRY_INTERVAL_UPPER": "5"}
 # seconds: msrun's scheduler is not ended by st/cpu_cluster before it ends itself
 OWN_END = {"CPU_CLUSTER_AFTER_LAST": "600"}
 # seconds from the kill until the last process has ended
@@ -72,8 +78,9 @@ class PlainRun(Run):
 
 
 class Bench:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ways: list[str]):
         self.folder = folder
+        self.ways = ways
         self.rounds = measure.Rounds()
         self.chance = random.Random(0)
         self.memory = Path(tempfile.mkdtemp(prefix="bench-recovery-", dir="/dev/shm"))
@@ -86,7 +93,7 @@ class Bench:
 
     def run(self, rounds: int) -> None:
         for number in self.rounds.numbers(rounds):
-            for way in measure.shuffled(list(WAYS), number):
+            for way in measure.shuffled(list(self.ways), number):
                 self.recover(way, self.folder / f"{number}-{way.replace(' ', '-')}")
 
     def recover(self, way: str, folder: Path) -> None:
@@ -101,6 +108,7 @@ class Bench:
                 extra=RESUME,
                 MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",
                 MINDRESUME_MEMORY_TIER_DIR=str(self.memory),
+                **(INTERVALS if way == "supervisor" else {}),
             )
         else:
             run.start(RESUME, **OWN_END)
@@ -138,6 +146,7 @@ class Bench:
         self.rounds.add(f"{way}: kill to no process left", gone - killed)
         for name, seconds in parts(recovery, gone).items():
             self.rounds.add(f"{way}: {name}", seconds)
+        self.rounds.add(f"{way}: joined", joined(run))
         self.rounds.add(f"{way}: steps redone", sum(len(found) > 1 for found in times.values()))
         self.rounds.add(f"{way}: kill to first step", first - killed)
         self.rounds.add(f"{way}: kill to a new step", times[last + 1][-1] - killed)
@@ -155,21 +164,30 @@ class Bench:
                 for key in self.rounds.values
                 if key.partition(": ")[2] in AFTER_END
             ),
+            "joined",
             "kill to first step",
             "steps redone",
             "kill to a new step",
         ):
-            plain, ours = (self.median(way, name) for way in WAYS)
-            rows.append(
-                [name, f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}" if plain else ""]
+            first, *others = (self.median(way, name) for way in self.ways)
+            ratios = (f"{other:.1f} ({other / first:.2f})" if first else "" for other in others)
+            rows.append([name, f"{first:.1f}", *ratios])
+        note = ""
+        if "supervisor" in self.ways:
+            ended = self.median("supervisor", "kill to no process left")
+            note = (
+                f"Notice and end with the supervisor: {ended:.2f} s (noticed after "
+                f"{self.median('supervisor', 'notice'):.2f} s); "
+                f"target {TARGET_END:.0f} s: {'met' if ended <= TARGET_END else 'missed'}.\n"
             )
-        ended = self.median("supervisor", "kill to no process left")
-        note = (
-            f"Notice and end with the supervisor: {ended:.2f} s (noticed after "
-            f"{self.median('supervisor', 'notice'):.2f} s); "
-            f"target {TARGET_END:.0f} s: {'met' if ended <= TARGET_END else 'missed'}.\n"
-        )
-        return measure.table(["seconds, medians", *WAYS, "ratio"], rows) + "\n" + note
+        return measure.table(["seconds, medians (ratio)", *self.ways], rows) + "\n" + note
+
+
+def joined(run: Run) -> float:
+    """Returns the seconds from the moment in which the last rank of the last start had imported
+    everything to the beginning of its training on all ranks."""
+    began = [events(run, "training_started", rank)[-1] for rank in range(RANKS)]
+    return max(row["time"] for row in began) - max(row["imported"] for row in began)
 
 
 def parts(recovery: Recovery, gone: float) -> dict[str, float]:
@@ -189,13 +207,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--folder", default=None)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     # msrun starts "python"
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     folder = Path(tempfile.mkdtemp(prefix="bench-recovery-", dir=options.folder))
-    bench = Bench(folder)
+    bench = Bench(folder, options.ways.split(","))
     try:
         bench.run(options.rounds)
         measure.finish(
