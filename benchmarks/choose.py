@@ -44,7 +44,7 @@ from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import Job, SharedDisk
 from mindresume.saving.committer import Committer
 from mindresume.saving.shard_writer import SaveTarget, rank_shard, write_shard
-from mindresume.storage.operations import parallel
+from mindresume.storage import parallel
 from mindresume.storage.posix import PosixStorage
 
 RUN = run_name(1, "00000000")

@@ -47,7 +47,7 @@ from mindresume.saving.shard_writer import (
     rank_shard,
     write_shard,
 )
-from mindresume.storage.interface import UNKNOWN_SPACE, Status
+from mindresume.storage import UNKNOWN_SPACE, Status
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import encode
 

@@ -4,7 +4,7 @@ values into dataclasses.
     # RecordError: "scrub: size is -1, expected ..."
     record = decode(DamagedFile, parse_json(data), "scrub")
 
-The caller limits the number of bytes (``mindresume.storage.operations.read_bytes``). ``parse_json``
+The caller limits the number of bytes (``mindresume.storage.read_bytes``). ``parse_json``
 limits the number of values and of keys, since two bytes of text can become a hundred bytes of
 memory, and the nesting depth, since printing or comparing a nested value recurses. ``decode``
 checks each value against the annotation of its field.

@@ -4,7 +4,7 @@
     disk.create("/c/.a.tmp", b"bytes"); disk.rename("/c/.a.tmp", "/c/a"); disk.sync("/c")
     disk.lose_power(lambda: False)              # undoes every change of a name that was not flushed
 
-What survives follows the contract of ``mindresume.storage.interface.Storage``, which is that of
+What survives follows the contract of ``mindresume.storage.Storage``, which is that of
 POSIX and NFS: the bytes of a file once its flush returned, a name once its folder was flushed after
 the change. Until then each change of a name survives or not, independently of the others; but
 changes of one file or one name keep their order, as journals and servers guarantee. A rename

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
 
-from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
+from mindresume.storage import UNKNOWN_SPACE, NewFile, Status
 from sim.cluster import Cluster, Process
 from sim.disk import UNLIMITED, Disk, File, Folder, fail
 

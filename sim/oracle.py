@@ -43,7 +43,7 @@ from mindresume.resume.replicas import unknown_strategy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.crash_loop import load_attempts, suspicion
 from mindresume.saving.memory_tier.directory import MARK
-from mindresume.storage.operations import read_json
+from mindresume.storage import read_json
 from sim.bit_rot import rotted_files, rotted_saves, unreadable_saves
 from sim.cluster import Cluster
 from sim.disk import Disk

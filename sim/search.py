@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from mindresume.fault_injection.faults import Fault
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from sim.catalogue import SCENARIOS
 from sim.cluster import lose_power
 from sim.disk import Disk

@@ -25,7 +25,7 @@ from mindresume.model.manifest import (
     record_rank,
     strip_trash,
 )
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 
 # kind -> system calls; "?" before a name: not on every machine
 KINDS: dict[str, tuple[str, ...]] = {

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindresume.model.manifest import FOLDER, MANIFEST, attempts
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from st.checkpoint_files import flip_bit
 from st.run_attempts import (
     ALL_RANKS_END,

@@ -34,7 +34,7 @@ from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KeepLast
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import file_checksum, read_header, read_tensor
 from st.save_loop import KEPT, PER_EPOCH, PREFIX, tensors_of

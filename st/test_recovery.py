@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from st.run_attempts import (
     LIMIT,
     assert_no_process_left,

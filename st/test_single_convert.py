@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import mindresume
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from st.run_attempts import FIXTURES, finished_attempt, known_steps, notices, run_from_fixture
 from st.training_run import Run
 

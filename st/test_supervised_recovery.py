@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from st.run_attempts import LIMIT, assert_no_process_left, wrong_steps
 from st.supervised_run import Start, number_of_starts, supervised, supervisor_events
 from st.training_run import FORMAT_2, Run

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mindresume.events.event_file import FOLDER  # noqa: E402
-from mindresume.storage.operations import TEMPORARY  # noqa: E402
+from mindresume.storage import TEMPORARY  # noqa: E402
 from st.cpu_cluster.launch import free_port  # noqa: E402
 
 CRASHED = 128 + signal.SIGSEGV  # exit status, as of a shell

@@ -15,7 +15,7 @@ from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import KEEP_ALL, Policy
 from mindresume.saving.shard_writer import SaveTarget, iteration_shard, write_shard
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 COMMON, METADATA, TRACKER = "common.json", "metadata.json", "latest_checkpointed_iteration.txt"
 FIXTURES = Path(__file__).resolve().parents[1] / "st" / "fixtures"

@@ -22,7 +22,7 @@ from mindresume.saving.memory_tier.directory import (
     tier_path,
 )
 from mindresume.saving.shard_writer import Save, iteration_shard, rank_shard
-from mindresume.storage.operations import publish_json
+from mindresume.storage import publish_json
 
 MEMORY = "/dev/shm"
 

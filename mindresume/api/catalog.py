@@ -70,7 +70,7 @@ from mindresume.resume.selection import preview_selection
 from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.memory_tier.directory import PARTNER, find_tier
 from mindresume.settings import Settings
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage
 
 

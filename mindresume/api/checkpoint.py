@@ -38,8 +38,7 @@ from mindresume.reshard.open_checkpoint import (
 )
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.verifier import Verifier
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage import Storage, parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.header import DTYPES
 from mindresume.typed import json_value

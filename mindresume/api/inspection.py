@@ -32,7 +32,7 @@ from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.formatting import ranks_count
 from mindresume.reshard.checkpoint_view import CheckpointView
 from mindresume.reshard.open_checkpoint import OpenCheckpoint
-from mindresume.storage.operations import parallel
+from mindresume.storage import parallel
 from mindresume.storage.posix import PosixStorage
 
 CHECKPOINT = "checkpoint"

@@ -44,9 +44,8 @@ from mindresume.saving.garbage_collector import carry_out, holds_weights, weight
 from mindresume.saving.memory_tier.directory import PARTNER, TierOwner, find_tier, read_mark
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import Policy, newest_lineage, plan
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage, parallel
 from mindresume.storage.object_store import FsspecStore, RetryingStore
-from mindresume.storage.operations import parallel
 from mindresume.storage.posix import PosixStorage
 
 

@@ -102,7 +102,7 @@ def run_app(commands: typer.Typer, program: str) -> None:
 
     from mindresume.cli.common import Stopped, say
     from mindresume.errors import MindResumeError
-    from mindresume.storage.operations import error_text
+    from mindresume.storage import error_text
 
     try:
         commands()

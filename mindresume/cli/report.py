@@ -15,7 +15,7 @@ import typer
 from mindresume.cli import app
 from mindresume.cli.common import NOTHING, AsJson, print_json, print_table, say, time_text
 from mindresume.errors import ConfigError
-from mindresume.storage.operations import publish
+from mindresume.storage import publish
 from mindresume.storage.posix import PosixStorage
 
 Output = Annotated[

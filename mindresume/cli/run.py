@@ -16,7 +16,7 @@ from mindresume.cli import app
 from mindresume.cli.common import say
 from mindresume.errors import ConfigError, MindResumeError
 from mindresume.events import PREFIX, Emitter, Event, Handler, Notice, Progress, warning
-from mindresume.storage.operations import Hurry
+from mindresume.storage import Hurry
 
 _HANG = "When is it a hang"
 _END = "How a job is ended"

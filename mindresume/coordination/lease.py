@@ -54,8 +54,7 @@ from mindresume.model.manifest import (
     run_sequence,
     strip_trash,
 )
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, publish
+from mindresume.storage import Storage, parallel, publish
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import uncached
 from mindresume.typed import Count, Limits, Time, decode

@@ -41,7 +41,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.records import iteration_record_names
 from mindresume.formatting import ranks_count
 from mindresume.model.manifest import FOLDER, attempts, is_run, run_name, run_sequence, strip_trash
-from mindresume.storage.operations import TEMPORARY, publish, remove_stale
+from mindresume.storage import TEMPORARY, publish, remove_stale
 
 # heartbeats for which a holder on another machine is watched before it counts as dead
 PATIENCE = 3

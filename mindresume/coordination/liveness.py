@@ -50,7 +50,7 @@ import xxhash
 
 from mindresume import runtime
 from mindresume.model.manifest import encode_head, read_head
-from mindresume.storage.operations import publish
+from mindresume.storage import publish
 from mindresume.storage.posix import PosixStorage
 
 _STOPPED = "Tt"  # by a signal, by a debugger

@@ -66,8 +66,7 @@ from mindresume.model.manifest import (
     run_name,
     run_sequence,
 )
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, publish, read_bytes, remove_stale
+from mindresume.storage import Storage, parallel, publish, read_bytes, remove_stale
 from mindresume.storage.posix import is_local
 
 # checks, one a second: Linux caches the listing of a folder for at most 60 s (nfs(5), acdirmax)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mindresume import runtime
-from mindresume.storage.interface import Status, Storage
+from mindresume.storage import Status, Storage
 
 # seconds for which an NFS client caches a listing (acdirmin is 30, acdirmax 60)
 LAG = 30.0

@@ -43,7 +43,7 @@ from mindresume.fault_injection.journal import Saved
 from mindresume.fault_injection.oracle import Verdict, check_resume
 from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, SCENARIOS, Sandbox, Scenario
 from mindresume.model.manifest import TRASH, strip_trash
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage
 
 QUICK = 3000  # cells of a sampled drill

@@ -26,8 +26,7 @@ from mindresume.saving.shard_writer import (
     clean_own_folder,
     write_shard,
 )
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import temporary_name
+from mindresume.storage import Storage, temporary_name
 from mindresume.storage.posix import PosixStorage
 
 LAYOUTS = (*FORMATS, ITERATION)

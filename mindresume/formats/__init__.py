@@ -15,7 +15,7 @@ from mindresume.errors import UnreadableFileError
 from mindresume.formatting import listed
 from mindresume.model.manifest import FileRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 OURS = "mindresume"
 MINDFORMERS = "mindformers"

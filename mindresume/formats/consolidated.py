@@ -41,8 +41,7 @@ from mindresume.formats.weight_files import SCALARS, header_of, scalars_of
 from mindresume.formatting import listed
 from mindresume.model.layout import MAX_AXES
 from mindresume.model.manifest import FORMATS, FileRecord, read_head
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage import Storage, parallel
 from mindresume.tensor_files.header import MAX_HEADER, Header, parse_object
 from mindresume.typed import Checksum, Count, Limits, RelativePath, decode
 

@@ -42,7 +42,7 @@ from mindresume.formats.weight_files import existing, state_from_scalars
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FileRecord, attempts
 from mindresume.model.training_state import GlobalStep, Positive, TrainingState
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.tensor_files.header import parse_object
 from mindresume.typed import Count, Number, decode, is_count
 

@@ -45,7 +45,7 @@ from mindresume.model.layout import (
     ordinals,
 )
 from mindresume.model.manifest import MAX_NAME, Details, TensorRecord
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.tensor_files.header import DTYPES, parse_object
 from mindresume.typed import is_count
 

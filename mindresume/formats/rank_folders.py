@@ -44,7 +44,7 @@ from mindresume.model.manifest import (
     run_sequence,
     strip_trash,
 )
-from mindresume.storage.operations import parallel, read_json
+from mindresume.storage import parallel, read_json
 from mindresume.tensor_files.header import Header
 from mindresume.typed import is_count
 

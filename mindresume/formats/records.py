@@ -45,8 +45,7 @@ from mindresume.model.manifest import (
     record_rank,
     run_sequence,
 )
-from mindresume.storage.interface import Status, Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage import Status, Storage, parallel
 
 _MOST_RANKS = 1 << 17  # of all manifests that are remembered: some 80 MB
 

@@ -45,8 +45,7 @@ from mindresume.formats.records import attempts_within, find_attempts, scan_reco
 from mindresume.formats.weight_files import header_of, no_step, scalars_of
 from mindresume.formatting import listed
 from mindresume.model.manifest import FOLDER, FORMATS, LOAD_ATTEMPTS, MANIFEST, FileRecord, is_probe
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage import Storage, parallel
 from mindresume.tensor_files import format_of
 from mindresume.typed import is_count
 

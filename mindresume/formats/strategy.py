@@ -23,8 +23,7 @@ from typing import Any
 from mindresume.errors import StrategyError
 from mindresume.formatting import listed
 from mindresume.model.layout import MAX_AXES, MAX_RANKS, TensorLayout
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, read_bytes
+from mindresume.storage import Storage, parallel, read_bytes
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files.ckpt import decode_varint, encode_varint, signed
 from mindresume.typed import is_count, parse_json, unique

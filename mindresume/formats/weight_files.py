@@ -36,8 +36,7 @@ from mindresume.formats import Candidate, CheckpointDir, Refusal
 from mindresume.model import manifest as codec
 from mindresume.model.manifest import SCRUB_RESULT, FileRecord
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.interface import Status, Storage
-from mindresume.storage.operations import parallel, publish
+from mindresume.storage import Status, Storage, parallel, publish
 from mindresume.tensor_files import file_checksum, read_header, read_scalar
 from mindresume.tensor_files.header import Header, file_name
 from mindresume.typed import Checksum, Count, Number, RelativePath, Time, decode

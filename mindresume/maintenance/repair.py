@@ -42,8 +42,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.resume.replicas import copies_elsewhere
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import error_text, publish, temporary_name
+from mindresume.storage import Storage, error_text, publish, temporary_name
 from mindresume.tensor_files import (
     CHUNK,
     TensorEntry,

@@ -48,8 +48,7 @@ from mindresume.maintenance.repair import Repair
 from mindresume.resume.candidates import CheckpointStatus, damaged_metadata_files
 from mindresume.resume.verifier import Verifier, ignore_bytes
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.interface import Status, Storage
-from mindresume.storage.operations import leads_through_a_link
+from mindresume.storage import Status, Storage, leads_through_a_link
 from mindresume.storage.read_cache import WrappedFile
 
 INTACT = "intact"

@@ -55,7 +55,7 @@ from mindresume.reshard.range_reader import Traffic
 from mindresume.reshard.strategy_store import has_layouts, identity_of, set_aside, strategy_for
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.read_cache import uncached
 
 # below output_dir

@@ -22,7 +22,7 @@ from mindresume.resume.progress import (
     resume_warnings,
     summary_rows,
 )
-from mindresume.storage.operations import MAX_SMALL_FILE, read_json
+from mindresume.storage import MAX_SMALL_FILE, read_json
 from mindresume.storage.posix import PosixStorage
 
 

@@ -45,7 +45,7 @@ from mindresume.resume.job_selection import (
     shared_groups_of,
 )
 from mindresume.resume.sources import CheckpointSources
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage
 
 

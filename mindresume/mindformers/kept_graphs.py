@@ -34,7 +34,7 @@ from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, warning
 from mindresume.mindformers import upstream
-from mindresume.storage.operations import error_text
+from mindresume.storage import error_text
 
 FOLDER = "mindresume_graphs"  # in the output folder
 ENABLE, PATH = "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH"

@@ -61,7 +61,7 @@ from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.settings import Settings
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.storage.read_cache import ReadCache, uncached
 

@@ -41,7 +41,7 @@ from mindresume.report.proofs import Proof, proofs_in
 from mindresume.report.runs import NORMAL, RunAttempt, attempts_of, with_losses, with_outcome
 from mindresume.reshard.strategy_store import StrategyLookup
 from mindresume.resume.candidates import COMPLETE, list_checkpoints
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage
 from mindresume.typed import json_value
 

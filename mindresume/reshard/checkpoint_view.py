@@ -54,8 +54,7 @@ from mindresume.model.layout import (
 )
 from mindresume.model.manifest import Details, Record, TensorRecord
 from mindresume.model.training_state import may_be_absent
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage import Storage, parallel
 from mindresume.storage.read_cache import ReadCache
 from mindresume.tensor_files import Header, TensorEntry, read_header, tensor_checksum
 from mindresume.tensor_files.header import DTYPES

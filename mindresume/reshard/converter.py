@@ -56,8 +56,7 @@ from mindresume.saving.committer import publish_manifest, publish_meta
 from mindresume.saving.iteration_publisher import publish_iteration
 from mindresume.saving.retention import continued
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import TEMPORARY, parallel, publish, publish_json, remove_tree
+from mindresume.storage import TEMPORARY, Storage, parallel, publish, publish_json, remove_tree
 from mindresume.tensor_files import Checksums, file_checksum
 
 LOCK = ".lock"  # suffix of the name of the work folder

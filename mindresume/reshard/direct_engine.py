@@ -51,7 +51,7 @@ from mindresume.reshard.range_reader import (
 )
 from mindresume.reshard.region_load import check_tensors
 from mindresume.reshard.translated_view import TranslatedView
-from mindresume.storage.interface import NewFile, Storage
+from mindresume.storage import NewFile, Storage
 from mindresume.tensor_files import Checksums, FilePlan
 from mindresume.tensor_files.header import DTYPES
 

@@ -61,8 +61,7 @@ from mindresume.reshard.translated_view import (
     translated,
     with_scales,
 )
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_bytes
+from mindresume.storage import Storage, read_bytes
 from mindresume.tensor_files.header import parse_object
 
 # in a Hugging Face folder: the head of tied weights; a computed table

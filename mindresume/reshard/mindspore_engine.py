@@ -36,7 +36,7 @@ from mindresume.reshard.checkpoint_view import CheckpointView, Tensor
 from mindresume.reshard.conversion_plan import METADATA, TargetFile, fitted, holdings, whole_tensors
 from mindresume.reshard.direct_engine import transform
 from mindresume.reshard.strategy_store import strategy_of
-from mindresume.storage.operations import parallel
+from mindresume.storage import parallel
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import Header, format_of, read_header, read_tensor
 

@@ -63,8 +63,7 @@ from mindresume.reshard.strategy_store import file_identity, identity_of, strate
 from mindresume.resume.candidates import CheckpointStatus
 from mindresume.resume.eligible import Choice, SelectionPolicy, eligible
 from mindresume.resume.verifier import OnBytesRead, Verifier
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel
+from mindresume.storage import Storage, parallel
 from mindresume.tensor_files import damaged_tensors, file_checksum, read_header
 from mindresume.typed import is_count, is_number
 

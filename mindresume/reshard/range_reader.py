@@ -24,7 +24,7 @@ from mindresume import runtime
 from mindresume.errors import CorruptFileError, LoadError
 from mindresume.model.layout import Region, elements, offset, runs, shape_of, within
 from mindresume.reshard.checkpoint_view import CheckpointView, SliceLocation
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.tensor_files import TensorEntry, read_into
 from mindresume.tensor_files.header import DTYPES
 

@@ -31,7 +31,7 @@ from mindresume.formatting import counted, listed, ranks_count
 from mindresume.model.layout import TensorLayout, held, is_scalar
 from mindresume.model.training_state import is_transient, may_be_absent
 from mindresume.reshard.checkpoint_view import CheckpointView, Tensor, missing_parameters
-from mindresume.storage.operations import parallel
+from mindresume.storage import parallel
 from mindresume.tensor_files.header import DTYPES
 
 

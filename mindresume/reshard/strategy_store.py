@@ -22,8 +22,7 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy, read_strategy
 from mindresume.model.layout import TensorLayout
 from mindresume.reshard.checkpoint_view import CheckpointView
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import publish_json, read_json
+from mindresume.storage import Storage, publish_json, read_json
 from mindresume.tensor_files import CHUNK
 
 # in a folder that was set aside: identities of the checkpoints that need it

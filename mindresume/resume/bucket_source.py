@@ -51,7 +51,7 @@ from mindresume.saving.crash_loop import failed_loads_by_key, suspicion
 from mindresume.saving.garbage_collector import free_names
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.operations import parallel, publish, read_bytes, temporary_name
+from mindresume.storage import parallel, publish, read_bytes, temporary_name
 from mindresume.storage.read_cache import uncached
 
 _SPARE = 64 << 20  # bytes that stay free on the disk

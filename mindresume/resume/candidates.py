@@ -33,7 +33,7 @@ from mindresume.model.manifest import MANIFEST
 from mindresume.resume.eligible import SelectionPolicy, check_files, eligible
 from mindresume.resume.replicas import StrategyOf, complete_missing_ranks
 from mindresume.resume.verifier import OnBytesRead, Verifier, ignore_bytes
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 
 def world_size_notes(found: Scan, world_size: int | None) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from mindresume.formatting import counted
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 # Folders that loaders write (mindformers dataset/, Hugging Face datasets).
 _WRITTEN = {

@@ -22,8 +22,7 @@ from mindresume.formatting import listed, ranks_count
 from mindresume.resume.replicas import replica_files
 from mindresume.resume.verifier import VerifiedShard, stored_slices, wrong_size
 from mindresume.saving.crash_loop import FailedLoad, suspicion
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import publish_json, read_bytes
+from mindresume.storage import Storage, publish_json, read_bytes
 from mindresume.typed import parse_json
 
 # the message of mindformers

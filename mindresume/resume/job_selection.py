@@ -61,7 +61,7 @@ from mindresume.resume.sources import CheckpointSources, drop_cached_files
 from mindresume.resume.verifier import VerifiedShard
 from mindresume.saving.crash_loop import LoadAttempt
 from mindresume.settings import Settings
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.read_cache import ReadCache, uncached
 
 

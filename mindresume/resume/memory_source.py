@@ -66,8 +66,7 @@ from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.memory_tier.slots import path_on_disk
 from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget, is_committed
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import publish
+from mindresume.storage import Storage, publish
 from mindresume.storage.read_cache import ReadCache, uncached
 from mindresume.tensor_files.header import CHUNK
 

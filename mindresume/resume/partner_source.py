@@ -42,7 +42,7 @@ from mindresume.saving.memory_tier.directory import (
 )
 from mindresume.saving.memory_tier.opening import groups_of
 from mindresume.saving.memory_tier.partner import Keeper, push
-from mindresume.storage.operations import TEMPORARY, publish_json
+from mindresume.storage import TEMPORARY, publish_json
 from mindresume.storage.read_cache import uncached
 
 # the offer of a node that has no memory for this training

@@ -24,7 +24,7 @@ from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
 from mindresume.model.layout import holders, ordinals
 from mindresume.model.manifest import Details, FileRecord, TensorRecord
-from mindresume.storage.operations import error_text
+from mindresume.storage import error_text
 from mindresume.tensor_files.header import TensorEntry
 
 # (root, candidate) -> strategy of the job that saved; None: unknown

@@ -33,7 +33,7 @@ from mindresume.resume.sources import (
 )
 from mindresume.resume.verifier import Verifier
 from mindresume.saving.memory_tier.directory import MARK
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 
 @dataclass(frozen=True)

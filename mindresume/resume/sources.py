@@ -40,7 +40,7 @@ from mindresume.resume.replicas import StrategyOf, complete_missing_ranks, unkno
 from mindresume.resume.verifier import VerifiedShard, Verifier
 from mindresume.saving.crash_loop import FailedLoad, failed_loads_by_key, key_of, warning
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.read_cache import ReadCache
 
 _MAX_OFFERS = 64  # names of checkpoints that one rank sends to the others

@@ -60,7 +60,7 @@ from mindresume.formats import CheckpointDir
 from mindresume.formats.iterations import parse_iteration
 from mindresume.formats.records import find_attempts
 from mindresume.model.manifest import FOLDER, LAST_STEPS, attempts, is_run, run_sequence
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.typed import Count, decode, parse_json
 
 CAPACITY = 16_384  # rows; a file has 1 MiB

@@ -85,8 +85,7 @@ from mindresume.saving.shard_writer import (
 from mindresume.saving.staging import StagingLimits
 from mindresume.saving.upload import Uploader, UploadQueue, Uploads
 from mindresume.settings import Settings
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import call_within
+from mindresume.storage import Storage, call_within
 
 _LAST_WORDS = 5.0  # seconds to record an end, on a disk that may hang
 _OWN_SIGNAL = (

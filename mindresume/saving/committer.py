@@ -71,8 +71,7 @@ from mindresume.saving.shard_writer import (
     write_ledger,
     write_shard,
 )
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, publish, publish_json, read_json
+from mindresume.storage import Storage, parallel, publish, publish_json, read_json
 
 
 def is_in_meta(directory: CheckpointDir, candidate: Candidate) -> bool:

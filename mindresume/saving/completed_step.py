@@ -26,7 +26,7 @@ from mindresume.saving.retention import KEEP_ALL
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.save_session import Resumed, open_save_session
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 
 def publish_completed(

@@ -37,7 +37,7 @@ from mindresume.coordination.rank_heartbeat import ENDED_BY_US
 from mindresume.errors import MindResumeError, RecordError
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.model.manifest import FOLDER, LOAD_ATTEMPTS, Run, record_name
-from mindresume.storage.operations import publish_json, read_document
+from mindresume.storage import publish_json, read_document
 from mindresume.typed import MAX_COUNT, Count, Limits, decode, parse_json
 
 _FAILURE, _SIGNALS = "death-", "signals"

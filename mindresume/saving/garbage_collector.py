@@ -53,8 +53,7 @@ from mindresume.model.manifest import (
     trash_name,
 )
 from mindresume.saving.retention import KEEP_ALL, Plan, plan
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import TEMPORARY, parallel, remove_tree, temporary_name
+from mindresume.storage import TEMPORARY, Storage, parallel, remove_tree, temporary_name
 
 
 def carry_out(

@@ -50,7 +50,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.model.training_state import TrainingState
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.operations import publish
+from mindresume.storage import publish
 
 
 def write_metadata_files(

@@ -46,7 +46,7 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.saving.retention import Policy, surplus
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 from mindresume.storage.object_store import ObjectStore
 from mindresume.tensor_files import file_checksum
 from mindresume.typed import Count, decode, parse_json

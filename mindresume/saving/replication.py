@@ -32,8 +32,7 @@ from mindresume.model.manifest import (
 )
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, record_path
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import parallel, read_bytes
+from mindresume.storage import Storage, parallel, read_bytes
 
 _LOST = "lost-"  # prefix of the object that says that a record will never come
 

@@ -38,7 +38,7 @@ from mindresume.formats.records import ReadManifests, scan_records
 from mindresume.formats.weight_files import known_damage, sizes_match
 from mindresume.saving.crash_loop import load_attempts
 from mindresume.settings import RetentionSettings
-from mindresume.storage.operations import read_json
+from mindresume.storage import read_json
 
 
 class Saved(Protocol):

@@ -39,8 +39,7 @@ from mindresume.saving.remote_checkpoints import RemoteCheckpoints, number_runs
 from mindresume.saving.retention import continued, others
 from mindresume.saving.save_policy import SaveOptions
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import read_bytes, remove_stale
+from mindresume.storage import Storage, read_bytes, remove_stale
 
 # {directory: lease} of this process, which runs one training at a time
 _LEASES: dict[str, Lease] = {}

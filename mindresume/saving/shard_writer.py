@@ -49,8 +49,7 @@ from mindresume.model.manifest import (
     run_sequence,
 )
 from mindresume.model.training_state import TrainingState
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import UnknownOutcomeError, publish
+from mindresume.storage import Storage, UnknownOutcomeError, publish
 from mindresume.tensor_files import (
     Checksums,
     checksummed,

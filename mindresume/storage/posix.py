@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import BinaryIO, NamedTuple
 
 from mindresume import runtime
-from mindresume.storage.interface import UNKNOWN_SPACE, NewFile, Status
+from mindresume.storage import UNKNOWN_SPACE, NewFile, Status
 
 
 class PosixStorage:

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from mindresume import runtime
-from mindresume.storage.interface import Storage
+from mindresume.storage import Storage
 
 
 class ReadCache:

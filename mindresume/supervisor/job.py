@@ -37,7 +37,7 @@ from mindresume.events import (
     end_text,
     warning,
 )
-from mindresume.storage.operations import call_within
+from mindresume.storage import call_within
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, excerpt, tail
 from mindresume.supervisor.hang import (
     Heartbeats,

@@ -45,7 +45,7 @@ from typing import Protocol
 from mindresume import runtime
 from mindresume.coordination.liveness import is_running, namespace, start_ticks
 from mindresume.coordination.rank_heartbeat import ENDING, NONE, SAVING, Heartbeat
-from mindresume.storage.operations import Hurry
+from mindresume.storage import Hurry
 from mindresume.supervisor.hang import JobSettings
 from mindresume.supervisor.members import (
     OTHER,

@@ -41,8 +41,7 @@ from mindresume import runtime
 from mindresume.coordination.liveness import AwakeClock, Sighting, Watch
 from mindresume.errors import ConfigError, RecordError
 from mindresume.model.manifest import encode_head, read_head
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import publish
+from mindresume.storage import Storage, publish
 from mindresume.supervisor.restart_policy import PEER, STOPPED, JobEnd
 from mindresume.typed import Count, Limits, decode
 

@@ -32,7 +32,7 @@ from mindresume.events import (
     SupervisorStarted,
     warning,
 )
-from mindresume.storage.operations import Hurry, call_within
+from mindresume.storage import Hurry, call_within
 from mindresume.supervisor import job_end
 from mindresume.supervisor.evidence import PATIENCE, EventRecorder, keep_logs
 from mindresume.supervisor.hang import JobSettings

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from mindresume import storage as storage_room
 from mindresume.coordination import lease, lease_acquisition
 from mindresume.coordination.lease import ReadLocks
 from mindresume.errors import LeaseHeldError, SaveError
@@ -41,8 +42,7 @@ from mindresume.saving import (
 from mindresume.saving.async_saver import AsyncSaver
 from mindresume.saving.committer import Committer, SyncSaver
 from mindresume.saving.shard_writer import Outcome
-from mindresume.storage import operations
-from mindresume.storage.operations import temporary_name
+from mindresume.storage import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 
@@ -87,7 +87,7 @@ def found(*case: str, format: str = "", **more: int) -> Callable[..., Callable[[
 def patch_all(patch: Patch, name: str, value: object) -> None:
     """Patches ``name`` in every module that has imported it."""
     for module in (
-        operations,
+        storage_room,
         shard_writer,
         committer,
         iteration_publisher,
@@ -134,7 +134,7 @@ def publish_without_sync(patch: Patch) -> None:
 
 @found("save", "reorder", LOST_WORK, "meta.json")
 def weights_published_without_sync(patch: Patch) -> None:
-    right = operations.publish
+    right = storage_room.publish
 
     def publish(disk, path, pieces, tag, size=0):
         return right(disk if FOLDER in path else NoSync(disk), path, pieces, tag, size)
@@ -155,7 +155,7 @@ def publish_without_rename(patch: Patch) -> None:
 
 @found("pointers", "torn", HARD_FAIL)
 def pointers_written_in_place(patch: Patch) -> None:
-    right = operations.publish
+    right = storage_room.publish
 
     def publish(disk, path, pieces, tag, size=0):
         return (
@@ -169,7 +169,7 @@ def pointers_written_in_place(patch: Patch) -> None:
 
 @found("first save", "kill all", HARD_FAIL, "rank_0")
 def record_before_weights(patch: Patch) -> None:
-    right, waiting = operations.publish, threading.local()
+    right, waiting = storage_room.publish, threading.local()
 
     def publish(disk, path, pieces, tag, size=0):
         if os.path.basename(path).startswith("drill_rank"):
@@ -187,7 +187,7 @@ def record_before_weights(patch: Patch) -> None:
 @found("first save", "EIO", HARD_FAIL)
 @found("save", "ENOSPC", LOST_WORK)
 def errors_of_writing_swallowed(patch: Patch) -> None:
-    right = operations.publish
+    right = storage_room.publish
 
     def publish(disk, path, pieces, tag, size=0):
         pieces = list(pieces)
@@ -225,7 +225,7 @@ def pointer_before_the_file(patch: Patch) -> None:
         folder = os.path.join(target.root, folder_name(target.rank))
         target.storage.make_folder(folder)
         name = parse_name(os.path.basename(part.files[0].path))
-        operations.publish_json(
+        storage_room.publish_json(
             target.storage, os.path.join(folder, META), meta_json(name), target.run
         )
         return right(target, part, **how)
@@ -371,7 +371,7 @@ def skip_verification(patch: Patch) -> None:
 @found("first save", "torn", SILENT_DIVERGENCE)
 def verification_skipped_and_files_written_in_place(patch: Patch) -> None:
     record_before_weights(patch)
-    publish = operations.publish
+    publish = storage_room.publish
     patch_all(
         patch,
         "publish",
@@ -548,7 +548,7 @@ def replaced_folder_removed_first(patch: Patch) -> None:
     def write_shard(target, part, **how):
         iteration_dir = os.path.join(target.root, iteration_name(part.state.step))
         if target.rank == 0 and target.storage.status(iteration_dir) is not None:
-            operations.remove_tree(target.storage, iteration_dir)
+            storage_room.remove_tree(target.storage, iteration_dir)
         return right(target, part, **how)
 
     patch_all(patch, "write_shard", write_shard)
@@ -578,7 +578,7 @@ def replaced_folder_written_into(patch: Patch) -> None:
             target.attempt(step),
             os.path.join(iteration_dir, FOLDER, os.path.basename(target.attempt(step))),
         )
-        operations.remove_tree(disk, target.data_dir(step))
+        storage_room.remove_tree(disk, target.data_dir(step))
         return iteration_publisher.set_tracker(CheckpointDir(disk, target.root), step, target.run)
 
     patch.setattr(iteration_publisher, "publish_iteration", publish_iteration)
@@ -639,7 +639,7 @@ def iteration_removed_without_rename(patch: Patch) -> None:
         disk = directory.storage
         to_delete = [*made.to_delete, *made.orphans]
         for candidate in to_delete:
-            operations.remove_tree(disk, candidate.commit_dir)
+            storage_room.remove_tree(disk, candidate.commit_dir)
         garbage_collector.empty_trash(directory, read_locks or ReadLocks(directory))
         return to_delete
 

@@ -20,7 +20,7 @@ from mindresume.model.manifest import (
     record_name,
     run_name,
 )
-from mindresume.storage.operations import publish
+from mindresume.storage import publish
 from mindresume.storage.posix import PosixStorage
 
 NEXT = run_name(2, "0000bbbb")

@@ -54,7 +54,7 @@ from mindresume.saving.garbage_collector import carry_out
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
 from mindresume.saving.retention import KeepLast, plan
 from mindresume.saving.shard_writer import clean_own_folder
-from mindresume.storage.operations import temporary_name
+from mindresume.storage import temporary_name
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header
 

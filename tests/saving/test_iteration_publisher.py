@@ -54,7 +54,7 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import carry_out, empty_trash
 from mindresume.saving.iteration_publisher import finish_tracker
 from mindresume.saving.retention import KeepLast, plan
-from mindresume.storage.operations import temporary_name
+from mindresume.storage import temporary_name
 from mindresume.storage.posix import PosixStorage
 
 NEXT, THIRD = run_name(2, "0000bbbb"), run_name(3, "0000cccc")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from storages import Hooked
 
+from mindresume import storage as storage_room
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import ReadLocks
 from mindresume.events import WARNING, ignore
@@ -30,7 +31,6 @@ from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash
 from mindresume.saving.retention import KeepLast
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage import operations
 from mindresume.tensor_files import encode
 
 RUN, RANKS = run_name(1, "0000aaaa"), 256
@@ -187,7 +187,7 @@ def test_the_clean_up_of_a_save_without_records_reads_the_headers_of_its_own_fil
 def counted_together(monkeypatch, *modules):
     """Returns a list that will have, of each call of ``parallel`` in ``modules``, its operations of
     the disk."""
-    plain, together = operations.parallel, []
+    plain, together = storage_room.parallel, []
 
     def parallel(disk, function, items):
         before = len(disk.asked)

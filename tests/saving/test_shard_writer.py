@@ -26,7 +26,7 @@ from mindresume.saving.shard_writer import (
     rank_shard,
     write_shard,
 )
-from mindresume.storage.operations import UnknownOutcomeError, publish
+from mindresume.storage import UnknownOutcomeError, publish
 from mindresume.storage.posix import PosixStorage
 
 WORLD = 2

@@ -28,6 +28,7 @@ import pytest
 from simulation import wrong
 
 from mindresume import formats
+from mindresume import storage as storage_room
 from mindresume.coordination import (
     lease,
     lease_acquisition,
@@ -53,7 +54,6 @@ from mindresume.saving import (
     staging,
 )
 from mindresume.saving.memory_tier import directory, opening, tier
-from mindresume.storage import operations
 from mindresume.supervisor import evidence, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
 from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Schedule, random_schedule
@@ -96,7 +96,7 @@ def _put_in_place(self: repair.Repair, file: Any, pieces: Any) -> bool:
 
 def _put_unflushed(self: repair.Repair, file: Any, pieces: Any) -> bool:
     storage, path = self.directory.storage, self.directory.path(file.path)
-    temporary = operations.temporary_name(path, self.tag)
+    temporary = storage_room.temporary_name(path, self.tag)
     storage.make_folder(os.path.dirname(path))
     made = storage.create(temporary, file.size)
     made.write_at(0, memoryview(b"".join(pieces)))
@@ -486,7 +486,7 @@ MUTANTS = [
         "files are published without a flush of their folder",
         [
             Instead(
-                operations,
+                storage_room,
                 "publish",
                 lambda right: (
                     lambda storage, *more, **how: right(wrong.NoSync(storage), *more, **how)

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindresume.storage import posix
-from mindresume.storage.interface import UNKNOWN_SPACE
-from mindresume.storage.operations import read_bytes
+from mindresume.storage import UNKNOWN_SPACE, posix, read_bytes
 from mindresume.storage.posix import PosixStorage
 
 STORAGE = PosixStorage()

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from mindresume.storage.operations import TEMPORARY, error_text, publish, publish_json, read_bytes
+from mindresume.storage import TEMPORARY, error_text, publish, publish_json, read_bytes
 from mindresume.storage.posix import PosixStorage
 
 STORAGE = PosixStorage()

@@ -6,7 +6,7 @@ import pytest
 from rank_folders import STORAGE
 from storages import Hooked, failing
 
-from mindresume.storage.operations import STALE_SECONDS, remove_stale
+from mindresume.storage import STALE_SECONDS, remove_stale
 
 NOW = 2_000_000_000.0  # no clock of this host
 

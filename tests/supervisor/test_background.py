@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from mindresume import runtime
 from mindresume.events import Emitter, Notice
-from mindresume.storage.operations import call_within
+from mindresume.storage import call_within
 from mindresume.supervisor.evidence import KEPT, BackgroundHandler
 
 

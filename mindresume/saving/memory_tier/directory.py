@@ -36,8 +36,7 @@ from mindresume.coordination.lease import LeaseHolder, holder_of_this_process, i
 from mindresume.coordination.liveness import boot_id, namespace
 from mindresume.formats import CheckpointDir
 from mindresume.model.manifest import FOLDER, Run, attempt_name, run_sequence
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import publish_json, read_document
+from mindresume.storage import Storage, publish_json, read_document
 from mindresume.storage.posix import filesystem_type
 from mindresume.typed import Count, Limits, Number
 

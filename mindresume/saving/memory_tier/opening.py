@@ -47,8 +47,7 @@ from mindresume.saving.memory_tier.partner import Keeper, Partner, Ring
 from mindresume.saving.memory_tier.tier import MemoryTier
 from mindresume.saving.save_session import Resumed, SaveSession
 from mindresume.settings import MemoryTierSettings, Settings
-from mindresume.storage.interface import Storage
-from mindresume.storage.operations import call_within, publish_json, remove_tree, temporary_name
+from mindresume.storage import Storage, call_within, publish_json, remove_tree, temporary_name
 
 _PATIENCE = 20.0  # seconds for the removal of left-over tiers
 _REMOVED = "removed-"  # prefix of the name of a tier that is being removed

@@ -64,7 +64,7 @@ from mindresume.saving.memory_tier.directory import SLOTS
 from mindresume.saving.shard_writer import SaveTarget, Shard, ShardFile, publish_record
 from mindresume.saving.staging import map_memory
 from mindresume.settings import MemoryTierSettings
-from mindresume.storage.operations import TEMPORARY
+from mindresume.storage import TEMPORARY
 from mindresume.tensor_files import (
     Checksums,
     FilePlan,

@@ -43,7 +43,7 @@ from mindresume.saving.memory_tier.slots import (
 )
 from mindresume.saving.shard_writer import Save, SaveTarget, Shard, StepState
 from mindresume.settings import Settings
-from mindresume.storage.operations import remove_tree
+from mindresume.storage import remove_tree
 
 _FAILURES = 3  # consecutive failures after which this rank saves nothing more here
 # seconds: between two looks at the records of other ranks, and for all of them

@@ -36,7 +36,7 @@ from mindresume.saving.memory_tier.directory import (
 from mindresume.saving.memory_tier.opening import groups_of, newest_run, remove_leftovers
 from mindresume.saving.remote_checkpoints import number_runs
 from mindresume.settings import MemoryTierSettings, Settings
-from mindresume.storage.operations import publish_json
+from mindresume.storage import publish_json
 from mindresume.storage.posix import PosixStorage
 
 RUN2 = run_name(2, "0000bbbb")

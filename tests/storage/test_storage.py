@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from mindresume.storage.operations import call_within, parallel
+from mindresume.storage import call_within, parallel
 from mindresume.storage.posix import PosixStorage
 
 
