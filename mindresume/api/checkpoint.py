@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindresume.api.results import CheckpointInfo, Problem, Result, info_of, problem_of
@@ -196,12 +195,7 @@ class Checkpoint:
         self.hold()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     # ---- for the other modules of this package ---------------------------------------------------

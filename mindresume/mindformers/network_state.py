@@ -81,6 +81,11 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
     return _host_array(value, "bfloat16" in str(value.dtype).lower())
 
 
+def as_numpy(value: Any) -> np.ndarray:
+    """Returns the array of a tensor, a number or an array."""
+    return np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
+
+
 def _host_array(value: Any, is_bfloat16: bool) -> np.ndarray:
     """Returns the array of a tensor that is initialised."""
     array = value.asnumpy()

@@ -24,7 +24,7 @@ from mindresume.events import ResumeDiffers, ResumeProved, warning
 from mindresume.events.event_file import FOLDER
 from mindresume.formats import CheckpointDir
 from mindresume.mindformers import adapter
-from mindresume.mindformers.network_state import OFF
+from mindresume.mindformers.network_state import OFF, as_numpy
 from mindresume.resume.eligible import Choice
 from mindresume.resume.progress import ResumeProgress
 from mindresume.resume.step_ledger import (
@@ -64,7 +64,7 @@ class SeenValues:
             self._batch = xxhash.xxh3_64()
         try:
             for tensor in tensors:
-                array = tensor.asnumpy() if hasattr(tensor, "asnumpy") else np.asarray(tensor)
+                array = as_numpy(tensor)
                 if array.nbytes > 2 * _EDGE:
                     array = array.reshape(-1)
                     count = _EDGE // array.itemsize
@@ -77,7 +77,7 @@ class SeenValues:
 
     def monitor(self, **values: Any) -> None:
         """Takes numbers, or arrays of one element, that the loss monitor has on the host."""
-        self.values = {name: _number(value) for name, value in values.items()}
+        self.values = {name: mean_of(value) for name, value in values.items()}
 
     def row(self, step: int, epoch: int | None, samples: int | None) -> StepRow:
         """Returns the row of a finished step."""
@@ -91,11 +91,11 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
-def _number(value: Any) -> float | None:
+def mean_of(value: Any) -> float | None:
     """Returns the mean as mindformers prints it; None if it is no number."""
     if value is None or isinstance(value, (bool, str)):
         return None
-    array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
+    array = as_numpy(value)
     if array.dtype.kind in "OSUbc" or not array.size:
         return None
     # numpy has no mean of bfloat16

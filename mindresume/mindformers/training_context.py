@@ -20,8 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 import mindresume
 from mindresume import runtime
 from mindresume.coordination import preemption
@@ -47,7 +45,7 @@ from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
 from mindresume.mindformers.configuration import TRAIN, LoadRequest, checkpoint_roots, remote_of
 from mindresume.mindformers.kept_graphs import KeptGraph
-from mindresume.mindformers.network_state import LoadedWeights
+from mindresume.mindformers.network_state import LoadedWeights, as_numpy
 from mindresume.mindformers.process_group import check_launch, group_of_job
 from mindresume.mindformers.step_proof import Computation, SeenValues, StepProof
 from mindresume.model.training_state import DataPosition, TrainingState
@@ -498,7 +496,7 @@ def report_metric(name: str, value: Any) -> None:
     """
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"report_metric: the name is {name!r}; expected a non-empty text")
-    array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value)
+    array = as_numpy(value)
     if array.size != 1 or array.dtype.kind in "OSUb":
         raise ConfigError(f"report_metric: {name} is {value!r}; expected one number")
     number, metrics = float(array.reshape(-1)[0]), current().progress.metrics

@@ -16,10 +16,9 @@ of the trainer.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from mindresume import runtime
 from mindresume.coordination.rank_heartbeat import ENDING
@@ -29,7 +28,7 @@ from mindresume.formatting import ranks_count
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers import network_state as live
 from mindresume.mindformers.process_group import group_of_job
-from mindresume.mindformers.step_proof import StepProof
+from mindresume.mindformers.step_proof import StepProof, mean_of
 from mindresume.mindformers.training_context import TrainingContext
 from mindresume.model.layout import Layouts, Shape
 from mindresume.model.training_state import TrainingState
@@ -356,15 +355,12 @@ def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
 
 def number(value: Any, kind: type) -> Any:
     """Returns a Python number for a number, or for a tensor or parameter of one element."""
-    return kind(np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value).reshape(-1)[0])
+    return kind(live.as_numpy(value).reshape(-1)[0])
 
 
 def loss_metric(outputs: Any) -> dict[str, float]:
     """Returns {"loss": value} from the outputs of the network, as mindformers' loss monitor finds
     it; empty if there is none, or it is not finite."""
     loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-    values = np.asarray(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)
-    if values.dtype.kind in "OSUb" or not values.size:
-        return {}
-    mean = float(np.mean(values.astype(np.float64)))  # numpy has no mean of bfloat16
-    return {"loss": mean} if np.isfinite(mean) else {}
+    mean = mean_of(loss)
+    return {"loss": mean} if mean is not None and math.isfinite(mean) else {}

@@ -38,9 +38,6 @@ from typing import Any
 from mindresume.errors import ConfigError
 
 TRAINER = "mindformers.trainer.trainer"
-BASE_TRAINER = "mindformers.trainer.base_trainer"
-TRAINER_UTILS = "mindformers.trainer.utils"
-CAUSAL_TRAINER = "mindformers.trainer.causal_language_modeling.causal_language_modeling"
 PYNATIVE_TRAINER = "mindformers.pynative.trainer.trainer"
 
 _TABLE: Mapping[str, Any] = json.loads(

@@ -401,6 +401,11 @@ def holders(layout: TensorLayout, shape: Shape) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
+def holders_with(layout: TensorLayout, shape: Shape, local: int) -> tuple[int, ...]:
+    """Returns the local ranks that hold the same slice as ``local``, which is one of them."""
+    return holders(layout, shape)[ordinals(layout, shape)[local]]
+
+
 def row_major(indices: Iterable[Any], counts: Iterable[int]) -> Any:
     """Returns the position of ``indices`` among all, the last one varying fastest."""
     found = 0

@@ -35,8 +35,7 @@ from mindresume.model.layout import (
     TensorLayout,
     elements,
     held,
-    holders,
-    ordinals,
+    holders_with,
     same_shape,
     shape_of,
     shares,
@@ -373,7 +372,7 @@ def plan_reads(
     mine = {name: region for name, region in regions.items() if name not in held}
     for name in sorted(held):
         layout, full, _ = held[name]
-        local = holders(layout, full)[ordinals(layout, full)[rank - first]]
+        local = holders_with(layout, full, rank - first)
         owner = first + next(holder for holder in local if name in table[holder])
         groups.setdefault((tuple(first + holder for holder in local), owner), []).append(name)
         if owner == rank:

@@ -22,7 +22,7 @@ from mindresume.formats.records import RecordFolder
 from mindresume.formats.strategy import Strategy
 from mindresume.formats.weight_files import header_of
 from mindresume.formatting import listed
-from mindresume.model.layout import holders, ordinals
+from mindresume.model.layout import holders_with
 from mindresume.model.manifest import Details, FileRecord, TensorRecord
 from mindresume.storage import error_text
 from mindresume.tensor_files.header import TensorEntry
@@ -152,7 +152,7 @@ def replica_sources(
         for name, row in records.details(mate).tensors.items():
             if name in found:
                 continue
-            holder = holder_of(rank, first, name, row, mates, records)
+            holder = holder_of(rank, name, row, mates, records)
             if holder is None:
                 return f"a part of {name} was held by it alone"
             found[name] = holder, records.details(holder).tensors[name]
@@ -160,18 +160,27 @@ def replica_sources(
 
 
 def holder_of(
-    rank: int, first: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
+    rank: int, name: str, row: TensorRecord, mates: list[int], records: HasDetails
 ) -> int | None:
     """Returns the first of ``mates`` that holds the same slice as ``rank``; None if none does."""
-    if row.layout is None or row.global_shape is None:
-        likely: Iterable[int] = mates
-    else:
-        number = ordinals(row.layout, row.global_shape)[rank - first]
-        likely = (first + local for local in holders(row.layout, row.global_shape)[number])
     return next(
-        (other for other in likely if other in mates and name in records.details(other).tensors),
+        (
+            other
+            for other in ranks_alike(rank, row) or mates
+            if other in mates and name in records.details(other).tensors
+        ),
         None,
     )
+
+
+def ranks_alike(rank: int, row: TensorRecord) -> list[int]:
+    """Returns the ranks of its stage that hold the same slice of a tensor as ``rank``, by its
+    layout; none if it has no layout."""
+    layout, shape = row.layout, row.global_shape
+    if layout is None or shape is None:
+        return []
+    first = rank - rank % layout.stage_size
+    return [first + local for local in holders_with(layout, shape, rank - first)]
 
 
 def replica_files(
@@ -265,12 +274,6 @@ def _likely_holders(
     thousands of ranks."""
     others = [other for other in candidate.files if other != rank]
     for row in tensors.values():
-        if row.layout is not None and row.global_shape is not None:
-            first = rank - rank % row.layout.stage_size
-            number = ordinals(row.layout, row.global_shape)[rank - first]
-            likely = {first + local for local in holders(row.layout, row.global_shape)[number]}
-            return [
-                *(other for other in others if other in likely),
-                *(other for other in others if other not in likely),
-            ]
+        if likely := {*ranks_alike(rank, row)}:
+            return sorted(others, key=lambda other: other not in likely)
     return others

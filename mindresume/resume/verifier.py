@@ -484,7 +484,7 @@ class Verifier:
             if first <= other < first + strategy.stage_size
         ]
         for name, row in records.details(rank).tensors.items():
-            other = holder_of(rank, first, name, row, mates, records)
+            other = holder_of(rank, name, row, mates, records)
             if other not in (None, rank) and (
                 self._tensor_checksum(*records.entries[other][name])
                 != self._tensor_checksum(*records.entries[rank][name])

@@ -22,7 +22,6 @@ import resource
 import sys
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from mindresume import runtime
@@ -170,12 +169,7 @@ class WrappedFile:
     def __enter__(self) -> WrappedFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -418,7 +418,7 @@ def test_processes_of_msrun_that_do_not_communicate_do_not_train(monkeypatch):
 
 
 def test_files_are_not_hf_checkpoints(tmp_path):
-    is_hf = place(upstream.TRAINER_UTILS, "is_hf_checkpoint")
+    is_hf = place("mindformers.trainer.utils", "is_hf_checkpoint")
     (tmp_path / "a.ckpt").write_bytes(b"")
     assert is_hf(str(tmp_path / "a.ckpt")) is False and is_hf(str(tmp_path / "missing")) is False
 

@@ -59,8 +59,7 @@ from mindresume.saving.memory_tier.directory import NOTE, DiskNote
 from mindresume.saving.memory_tier.slots import FormerSaves, TierSlots
 from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage import Storage
-from mindresume.storage import MAX_SMALL_FILE, publish, read_bytes, remove_tree
+from mindresume.storage import MAX_SMALL_FILE, Storage, publish, read_bytes, remove_tree
 from mindresume.typed import Count, Limits, RelativePath, decode, parse_json
 
 COPIES = 2  # that a node keeps: the newest whole one, and the one that is received
