@@ -10,7 +10,7 @@ from rank_folders import RUN, STORAGE, Ranks, dir_at, target_of
 from storages import Hooked, failing, os_error
 
 from mindresume.coordination.storage_topology import (
-    COMMON,
+    NEWEST_COMMON,
     PeerState,
     SharedGroups,
     protected_by_peers,
@@ -29,7 +29,7 @@ from mindresume.storage.posix import PosixStorage
 def test_an_old_common_record_that_cannot_be_removed_is_kept_without_an_error(tmp_path):
     (tmp_path / ".mindresume").mkdir()
     record_common(CheckpointDir(STORAGE, str(tmp_path)), "", RUN)
-    for storage, there in ((failing(COMMON, "remove"), [COMMON]), (STORAGE, [])):
+    for storage, there in ((failing(NEWEST_COMMON, "remove"), [NEWEST_COMMON]), (STORAGE, [])):
         peer_state = PeerState(CheckpointDir(storage, str(tmp_path)), RUN, single_group(2), 0)
         home = SaveSession(
             replace(target_of(tmp_path, 0, 2), storage=storage),
