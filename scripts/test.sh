@@ -2,8 +2,8 @@
 # Makes .venv if it is missing, then runs ruff, the import contract, mypy and typos, the unit tests (tests/) and the system tests (st/:
 # the real Trainer in real processes), and the short form of the release matrix, for which it makes the environments of other releases.
 #
-#   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak also to that of tests/: all system tests, more than
-#                                          an hour longer, and more schedules of the simulation, some minutes
+#   bash scripts/test.sh [ARGUMENT...]     arguments go to pytest of st/; --soak also to that of tests/: all system tests, the release
+#                                          matrix whole, some hours longer, and more schedules of the simulation, some minutes
 #   FAST=1 bash scripts/test.sh            without st/
 #   RELEASES=1.9.0 bash scripts/test.sh    these releases of mindformers only (default: all, 0.6 GB each)
 #
@@ -36,10 +36,7 @@ if [ "${FAST:-0}" != 1 ]; then
         echo "Or skip that test: test.sh --ignore st/test_syscalls.py" >&2
     need_system "st/test_report_page.py opens the report page in a browser" chromium-driver chromedriver command -v chromedriver ||
         echo "Without it these tests are skipped." >&2
-    echo "== system tests"
-    "$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadfile --hypothesis-seed=0 st "$@" \
-        --ignore st/test_releases.py --ignore-glob 'st/test_pynative*.py'
-    echo "== release matrix, short form"
+    echo "== system tests, the short form of the release matrix among them"
     # shellcheck disable=SC2086  # a list of words
-    bash scripts/test_versions.sh --short ${RELEASES:-}
+    bash scripts/test_versions.sh --short --st ${RELEASES:-} -- "$@"
 fi

@@ -3,8 +3,9 @@
 # (st/test_releases.py, st/test_pynative*.py); the long form rewrites the tables in docs/releases.md.
 #
 #   scripts/test_versions.sh [RELEASE...] [-- ARGUMENT...]      arguments go to pytest; default: all releases
-#   scripts/test_versions.sh --short [...]                      what test.sh runs: without --soak, and without the tests of the
-#                                                               calls to the file system
+#   scripts/test_versions.sh --short [...]                      without --soak, and without the tests of the calls to the file system
+#   scripts/test_versions.sh --short --st [...]                 what test.sh runs: that, and all other system tests, in one call of
+#                                                               pytest, so that no core waits for the end of the other (st/conftest.py)
 #
 # With releases given, only tests that need no other one run; 1.9.0 is always there.
 set -euo pipefail
@@ -16,6 +17,7 @@ LONG=(st/test_pynative_operations.py)
 while [ $# -gt 0 ]; do
     case "$1" in
         --short) FORM=() LONG=() ;;
+        --st) FILES=(st --ignore st/test_pynative_operations.py) ;;
         --) shift; break ;;
         *) RELEASES+=("$1") ;;
     esac
@@ -32,8 +34,9 @@ cd "$ROOT"
 export ST_RELEASES="1.9.0 ${RELEASES[*]}"
 export RELEASE_RESULTS="${RELEASE_RESULTS:-$(mktemp)}"
 begun=$SECONDS status=0
-"$PYTHON" -m pytest -q --durations=10 -n 2 --dist worksteal --hypothesis-seed=0 "${FORM[@]}" "${FILES[@]}" "${LONG[@]}" "$@" || status=$?
-echo "== the release matrix took $((SECONDS - begun)) s; its results: $RELEASE_RESULTS"
+"$PYTHON" -m pytest -q --durations=20 -n 2 --dist loadgroup --no-loadscope-reorder --hypothesis-seed=0 \
+    "${FORM[@]}" "${FILES[@]}" "${LONG[@]}" "$@" || status=$?
+echo "== the system tests took $((SECONDS - begun)) s; its results: $RELEASE_RESULTS"
 if [ ${#FORM[@]} -gt 0 ]; then
     "$PYTHON" -m st.release_table "$RELEASE_RESULTS"
 fi

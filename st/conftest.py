@@ -29,8 +29,33 @@ def pytest_addoption(parser):
     )
 
 
+# With ``--dist loadgroup --no-loadscope-reorder``: a file is a group, for the trainings that its
+# tests share; what takes longest comes first, and single tests come last, so that all processes end
+# at about the same time.
+LONGEST = (
+    *("test_iterations", "test_judge", "test_cluster", "test_supervised_recovery"),
+    *("test_deaths_in_each_epoch_and_in_a_save", "test_four_killed_processes_resume_bit_by_bit"),
+    *("test_single_iterations", "test_cookbook", "test_cluster_foreign", "test_supervisor"),
+    *("test_huggingface_training", "test_node_local_storage", "test_single_data"),
+)
+SINGLE = {
+    "test_releases",
+    *(f"test_pynative{part}" for part in ("", "_job", "_memory", "_operations")),
+}
+
+
+def place_of(item) -> int:
+    names = (item.path.stem, item.originalname)
+    places = [LONGEST.index(name) for name in names if name in LONGEST]
+    return places[0] if places else len(LONGEST) + (names[0] in SINGLE)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k removes any
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=place_of)
+    for item in items:
+        if item.path.stem not in SINGLE:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     record_cells(
         (cell.args, "not run", "", item.nodeid, 0.0)
         for item in items
