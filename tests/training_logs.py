@@ -10,13 +10,14 @@ from pathlib import Path
 from mindresume import events as ev
 from mindresume.events import Event
 from mindresume.events.event_file import EventFile
-from mindresume.report.event_log import (
+from mindresume.report.log_reader import (
+    LogLine,
     RecordedEvent,
     SupervisedStart,
     find_event_logs,
+    parse,
     read_events,
 )
-from mindresume.report.log_parser import LogLine, parse
 from mindresume.report.runs import RunAttempt, attempts_of
 
 ZERO = time.mktime((2026, 11, 21, 20, 0, 0, 0, 0, -1))  # when all of them begin

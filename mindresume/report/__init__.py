@@ -1,7 +1,7 @@
 """Reports on a training over all its starts, from event files, logs and checkpoints: as one page,
 or as one JSON document.
 
-    event_log.py, log_parser.py   records of mindresume and of mindformers
+    log_reader.py                 event files of mindresume, logs of mindformers
     runs.py                       run attempts
     accounting.py                 steps, seconds, goodput, recoveries
     builder.py                    the report, and its JSON document

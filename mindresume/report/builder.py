@@ -14,7 +14,6 @@ from mindresume.api.results import CheckpointInfo, info_of
 from mindresume.coordination.lease import SAVING, is_alive, known_lease_holders
 from mindresume.events import FAILED
 from mindresume.formats.scan import locate
-from mindresume.report import event_log, log_parser
 from mindresume.report.accounting import (
     AttemptAccount,
     Recovery,
@@ -24,18 +23,21 @@ from mindresume.report.accounting import (
     total_of,
     totals_of,
 )
-from mindresume.report.event_log import (
+from mindresume.report.log_reader import (
+    LOOKED_FOR,
     EventLog,
+    LogFile,
     failures_in,
     find_event_logs,
+    find_logs,
     find_supervisor_logs,
     foreign_utc_offsets,
     is_thinned,
     last_steps,
+    merged,
     read_events,
     supervised_starts,
 )
-from mindresume.report.log_parser import LogFile, find_logs, merged
 from mindresume.report.phrases import Phrase, phrase
 from mindresume.report.proofs import Proof, proofs_in
 from mindresume.report.runs import NORMAL, RunAttempt, attempts_of, with_losses, with_outcome
@@ -311,11 +313,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def looked_for(report: Report) -> list[str]:
     """Returns the patterns of the files that are looked for."""
-    return [
-        os.path.join(folder, pattern)
-        for folder in report.folders
-        for pattern in (*log_parser.LOOKED_FOR, event_log.LOOKED_FOR)
-    ]
+    return [os.path.join(folder, pattern) for folder in report.folders for pattern in LOOKED_FOR]
 
 
 def _attempt(row: AttemptAccount) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mindresume.events import (
     RunOpened,
     TrainingEnded,
 )
-from mindresume.report.event_log import find_event_logs, read_events
+from mindresume.report.log_reader import find_event_logs, read_events
 
 # also in the texts of the page
 PROVED, WEIGHTS_ONLY, DIFFERS, NOT_PROVED = "proved", "weights", "differs", "unproved"

@@ -25,9 +25,16 @@ import numpy as np
 
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, NOTHING_TO_TRAIN, PREEMPTED, Moments
-from mindresume.report import log_parser
-from mindresume.report.event_log import Failure, RecordedEvent, SupervisedStart
-from mindresume.report.log_parser import LogLine
+from mindresume.report.log_reader import (
+    LAST_CARD,
+    LOSS,
+    OVER,
+    START,
+    Failure,
+    LogLine,
+    RecordedEvent,
+    SupervisedStart,
+)
 from mindresume.report.phrases import phrase
 
 RUNNING, UNKNOWN = "running", "unknown"  # the other outcomes are those of TrainingEnded
@@ -240,7 +247,7 @@ def with_losses(attempts: Sequence[RunAttempt], lines: Iterable[LogLine]) -> tup
     curves, starts = [array("d") for _ in attempts], [attempt.started for attempt in attempts]
     for line in lines:
         index = bisect_right(starts, line.time) - 1
-        if line.kind == log_parser.LOSS and index >= 0:
+        if line.kind == LOSS and index >= 0:
             curves[index].extend(_numbers(line))
     return tuple(
         attempt
@@ -279,17 +286,15 @@ def _with_lines(recorded: list[_Attempt], lines: Iterable[LogLine]) -> list[_Att
     attempts: list[_Attempt] = []
     for item in heapq.merge(sorted(recorded, key=_time_of), lines, key=_time_of):
         if isinstance(item, LogLine):
-            if not attempts or item.kind == log_parser.START and not attempts[-1].can_take_start():
-                attempts.append(
-                    _Attempt(item.time, has_events=False, is_cut=item.kind != log_parser.START)
-                )
+            if not attempts or item.kind == START and not attempts[-1].can_take_start():
+                attempts.append(_Attempt(item.time, has_events=False, is_cut=item.kind != START))
             attempts[-1].take_line(item)
             continue
         if (
             attempts and attempts[-1].is_only_start
         ):  # mindformers logs its start shortly before the first event
             item.started = min(attempts.pop().started, item.started)
-            item.logged.add(log_parser.START)
+            item.logged.add(START)
         attempts.append(item)
     return attempts
 
@@ -341,23 +346,19 @@ class _Attempt:
     @property
     def is_only_start(self) -> bool:
         """Whether only mindformers' start line is known."""
-        return not (
-            self.has_events or self.is_cut or log_parser.OVER in self.logged or self.numbers
-        )
+        return not (self.has_events or self.is_cut or OVER in self.logged or self.numbers)
 
     def can_take_start(self) -> bool:
         """Returns whether mindformers' start line can belong to this attempt, whose first event
         came before it."""
         return self.has_events and not (
-            self.logged & {log_parser.START, log_parser.OVER}
-            or self.numbers
-            or ev.TrainingEnded in self.newest
+            self.logged & {START, OVER} or self.numbers or ev.TrainingEnded in self.newest
         )
 
     def take_line(self, line: LogLine) -> None:
         """Takes a line of mindformers' log."""
         self.ended = max(self.ended, line.time)
-        if line.kind == log_parser.LOSS:
+        if line.kind == LOSS:
             self.numbers.extend(_numbers(line))
         else:
             self.logged.add(line.kind)
@@ -419,7 +420,7 @@ class _Attempt:
         """Takes what a supervisor noticed. A killed or hanging rank records nothing, and others
         fail later, because of it."""
         end = self.newest.get(ev.TrainingEnded)
-        ended_well = end.outcome != FAILED if end else log_parser.OVER in self.logged
+        ended_well = end.outcome != FAILED if end else OVER in self.logged
         if noticed is not None and (
             not ended_well if self.failure is None else noticed.time < self.failure.time
         ):
@@ -429,7 +430,7 @@ class _Attempt:
 
     def build(self, number: int, next_start: float | None) -> RunAttempt:
         """Returns the attempt. ``next_start``: of the next attempt."""
-        losses = _losses_of(self.numbers, are_true=log_parser.LAST_CARD not in self.logged)
+        losses = _losses_of(self.numbers, are_true=LAST_CARD not in self.logged)
         origin, opened = self._origin(losses), self.newest.get(ev.RunOpened)
         begun = opened or self.newest.get(ev.TrainingStarted)
         last = max(int(losses.steps[-1]) if len(losses) else 0, self.recorded, *self.saves)
@@ -464,7 +465,7 @@ class _Attempt:
             return FAILED, self.failure.reason
         if end is not None:
             return end.outcome, end.reason
-        if log_parser.OVER in self.logged:
+        if OVER in self.logged:
             return PREEMPTED if ev.PreemptionRequested in self.newest else FINISHED, ""
         return (UNKNOWN, "") if is_last else (FAILED, KILLED if self.has_events else "")
 

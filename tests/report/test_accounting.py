@@ -12,7 +12,7 @@ from training_logs import RUNS, ZERO, Training, check, history, two_attempts
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, PREEMPTED, Moments
 from mindresume.report.accounting import Seconds, accounts_of, recoveries_of, total_of, totals_of
-from mindresume.report.event_log import RecordedEvent
+from mindresume.report.log_reader import RecordedEvent
 from mindresume.report.runs import UNKNOWN, Losses, Origin, RunAttempt, Save, Saves, attempts_of
 
 

@@ -15,7 +15,7 @@ from mindresume import events as ev
 from mindresume.events import FAILED
 from mindresume.events.event_file import FOLDER
 from mindresume.report.builder import build_report, defect_of, to_json
-from mindresume.report.event_log import RecordedEvent
+from mindresume.report.log_reader import RecordedEvent
 from mindresume.resume.step_ledger import LedgerRun, StepLedger, StepRow
 
 
@@ -181,10 +181,10 @@ def test_the_document_is_json_without_odd_numbers(tmp_path):
 
 def test_a_note_names_event_files_that_record_a_part_of_the_saves(tmp_path, monkeypatch):
     two_attempts().write_all(tmp_path)
-    monkeypatch.setattr("mindresume.report.event_log.LIMIT", 900)
+    monkeypatch.setattr("mindresume.report.log_reader.LIMIT", 900)
     first, second = sorted((tmp_path / "mindresume_events").iterdir())
     assert first.stat().st_size > 450 and second.stat().st_size > 450
     (note,) = made(tmp_path).notes
     assert note.endswith("larger than is counted.") and f"({first.name}, {second.name})" in note
-    monkeypatch.setattr("mindresume.report.event_log.LIMIT", 1 << 24)
+    monkeypatch.setattr("mindresume.report.log_reader.LIMIT", 1 << 24)
     assert made(tmp_path).notes == ()

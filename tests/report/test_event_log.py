@@ -12,8 +12,8 @@ from training_logs import RUNS, ZERO, fail, record, two_attempts
 
 from mindresume import events as ev
 from mindresume.events.event_file import FOLDER, EventFile
-from mindresume.report import event_log
-from mindresume.report.event_log import (
+from mindresume.report import log_reader
+from mindresume.report.log_reader import (
     EventLog,
     Failure,
     RecordedEvent,
@@ -99,7 +99,7 @@ def test_a_torn_last_line_is_skipped_and_a_complete_one_after_a_torn_one_counts(
 
 
 @pytest.mark.parametrize(
-    "size", [3, event_log.LINE_LIMIT - 1, event_log.LINE_LIMIT, 3 * event_log.LINE_LIMIT + 5]
+    "size", [3, log_reader.EVENT_LIMIT - 1, log_reader.EVENT_LIMIT, 3 * log_reader.EVENT_LIMIT + 5]
 )
 @pytest.mark.parametrize("filling", [b"\0", b"x"])
 def test_holes_and_lines_that_are_too_long(tmp_path, size, filling):
@@ -114,10 +114,10 @@ def test_memory_and_time_are_bounded(tmp_path, monkeypatch):
         file.write(line())
         file.truncate(1 << 40)  # a hole of a terabyte
     assert list(read_events(EventLog(str(path), 0))) == [BEGUN]
-    monkeypatch.setattr(event_log, "FILE_LIMIT", 10 * len(line()))
+    monkeypatch.setattr(log_reader, "FILE_LIMIT", 10 * len(line()))
     log = written(path, line() * 1000)
     assert len(list(read_events(log))) == 10
-    monkeypatch.setattr(event_log, "FILE_LIMIT", 1 << 40)
+    monkeypatch.setattr(log_reader, "FILE_LIMIT", 1 << 40)
     written(path, b"x" * (32 << 20), b"\n", line())
     tracemalloc.start()
     assert list(read_events(log)) == [BEGUN]

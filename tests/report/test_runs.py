@@ -8,9 +8,8 @@ from training_logs import RUNS, ZERO, Log, Training, check, history, two_attempt
 
 from mindresume import events as ev
 from mindresume.events import FAILED, FINISHED, PREEMPTED
-from mindresume.report import log_parser
-from mindresume.report.event_log import Failure, RecordedEvent
-from mindresume.report.log_parser import LogLine
+from mindresume.report import log_reader
+from mindresume.report.log_reader import Failure, LogLine, RecordedEvent
 from mindresume.report.runs import (
     RUNNING,
     UNKNOWN,
@@ -204,7 +203,7 @@ def test_with_pipeline_stages_the_loss_of_another_rank_is_put_where_it_belongs()
     for at, first in ((0, 1), (50, 3)):
         log.start(at).pipeline(at).loss(at + 5, first, 0.0)
     other = [
-        LogLine(ZERO + at, log_parser.LOSS, step, value, 1.0)
+        LogLine(ZERO + at, log_reader.LOSS, step, value, 1.0)
         for at, step, value in ((5, 1, 6.0), (55, 3, 5.0))
     ]
     for lines, values in ((other, [[6.0], [5.0]]), (other[1:], [[0.0], [5.0]])):

@@ -9,7 +9,7 @@ from mindresume import events as ev
 from mindresume.events.event_file import SupervisorEventFile
 from mindresume.report.accounting import accounts_of
 from mindresume.report.builder import build_report
-from mindresume.report.event_log import RecordedEvent, find_supervisor_logs, supervised_starts
+from mindresume.report.log_reader import RecordedEvent, find_supervisor_logs, supervised_starts
 from mindresume.report.runs import attempts_of
 
 # Attempt 1 trains from 0 to 20, attempt 2 ends before its first step, attempt 3 trains from 60 on.

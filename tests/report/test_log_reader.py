@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_logs import ZERO, Log, two_attempts
 
-from mindresume.report import log_parser
-from mindresume.report.log_parser import (
+from mindresume.report import log_reader
+from mindresume.report.log_reader import (
     LogFile,
     LogLine,
     find_logs,
@@ -30,7 +30,7 @@ def one(log):
 @pytest.mark.parametrize("sink", [False, True])
 def test_a_loss_line(printed, sink):
     assert one(Log(printed).loss(61.25, 23, 4.25, 0.5, size=10, sink=sink)) == LogLine(
-        ZERO + 61.25, log_parser.LOSS, 23, 4.25, 0.5
+        ZERO + 61.25, log_reader.LOSS, 23, 4.25, 0.5
     )
 
 
@@ -49,7 +49,7 @@ def test_a_loss_line_of_the_pynative_trainer(counts):
         f"{{ step:[   23/   45], {counts}loss:  -0.500000, per_step_time:    500ms, lr: 9.987e-04, "
         f"grad_norm:   0.590214, throughput:   0.00T }}",
     )
-    assert one(log) == LogLine(ZERO + 1, log_parser.LOSS, 23, -0.5, 0.5)
+    assert one(log) == LogLine(ZERO + 1, log_reader.LOSS, 23, -0.5, 0.5)
     torn = log.lines[-1][: log.lines[-1].index("per_step")]
     assert parse(torn) == [] and len(parse(torn + log.lines[-1])) == 1
 
@@ -57,9 +57,9 @@ def test_a_loss_line_of_the_pynative_trainer(counts):
 @pytest.mark.parametrize(
     "log, kind",
     [
-        (Log().start(3), log_parser.START),
-        (Log().over(3), log_parser.OVER),
-        (Log().pipeline(3), log_parser.LAST_CARD),
+        (Log().start(3), log_reader.START),
+        (Log().over(3), log_reader.OVER),
+        (Log().pipeline(3), log_reader.LAST_CARD),
     ],
 )
 def test_the_other_lines_of_mindformers(log, kind):
@@ -82,8 +82,8 @@ def test_other_lines_are_ignored():
 def test_the_log_of_another_time_zone(offset):
     at = time.strptime("2026-07-01 12:30", "%Y-%m-%d %H:%M")
     line = "[INFO] 2026-07-01 12:30:15,250 [x] work: .Init Config."
-    assert parse(line, offset) == [LogLine(1782909015.25 - offset, log_parser.START)]
-    assert parse(line) == [LogLine(time.mktime(at) + 15.25, log_parser.START)]
+    assert parse(line, offset) == [LogLine(1782909015.25 - offset, log_reader.START)]
+    assert parse(line) == [LogLine(time.mktime(at) + 15.25, log_reader.START)]
 
 
 @pytest.mark.parametrize("torn", [Log().loss(5, 3), Log().over(5), Log(True).loss(5, 3)])
@@ -118,7 +118,7 @@ def test_no_content_is_an_error(content):
 
 
 def test_a_hole_in_the_log(tmp_path):
-    path, hole = tmp_path / "info.log", b"\0" * (3 * log_parser.LINE_LIMIT)
+    path, hole = tmp_path / "info.log", b"\0" * (3 * log_reader.LINE_LIMIT)
     path.write_bytes(Log().start(6).text.encode() + hole + Log().over(7).text.encode())
     assert [found.time for found in lines_of(LogFile(0, (str(path),)))] == [ZERO + 6, ZERO + 7]
 
@@ -127,7 +127,7 @@ def test_rotated_files_are_read_in_order_and_one_may_vanish(tmp_path):
     first = Log().start(1).write(tmp_path / "info.log.1")
     second = Log().over(9).write(tmp_path / "info.log")
     found = lines_of(LogFile(0, (str(first), str(tmp_path / "gone"), str(second))))
-    assert [line.kind for line in found] == [log_parser.START, log_parser.OVER]
+    assert [line.kind for line in found] == [log_reader.START, log_reader.OVER]
 
 
 LIMIT = 1 << 14  # as long as what Python buffers, or longer
