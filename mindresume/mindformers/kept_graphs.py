@@ -34,6 +34,7 @@ from mindresume.coordination.collectives import Group, gather_results
 from mindresume.errors import CollectiveError
 from mindresume.events import Emit, Notice, warning
 from mindresume.mindformers import upstream
+from mindresume.mindformers.heartbeat import process_started
 from mindresume.storage import error_text
 
 FOLDER = "mindresume_graphs"  # in the output folder
@@ -44,6 +45,8 @@ _DIGESTS = 2  # graphs that are kept
 _SETTINGS = re.compile(
     "(MS|ASCEND|HCCL)_(?!SCHED_|ROLE$|NODE_ID$|NODE_TIMEOUT$|TOPO_|RETRY_|COMPILER_CACHE_)"
 )
+# when the process began that has imported this; a forked rank has what its standby process imported
+_BEGAN = process_started() or 0.0
 _RANDOM = re.compile(rb"seed|random|dropout|generator|bernoulli|multinomial", re.IGNORECASE)
 
 
@@ -125,12 +128,15 @@ def keep_graph(
 
 
 def digest(config: Mapping[str, Any], group: Group) -> str:
-    """Returns a digest of all that the graph of this rank is made of."""
+    """Returns a digest of all that the graph of this rank is made of. Raises ValueError if a source
+    has changed since it was, perhaps, imported."""
     settings = {name: value for name, value in os.environ.items() if _SETTINGS.match(name)}
     release = {**upstream.installed_versions(), "mindresume": mindresume.__version__}
     facts = [config, group.rank, group.size, settings, release, sys.version]
     found = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=_plain).encode())
     for path in sorted(set(_sources())):
+        if os.stat(path).st_ctime > _BEGAN:
+            raise ValueError(f"{path} has changed since its process has begun")
         found.update(f"\0{path}\0".encode())
         found.update(Path(path).read_bytes())
     return found.hexdigest()

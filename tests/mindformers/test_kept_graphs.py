@@ -56,6 +56,7 @@ def test_settings_of_mindspore_count_and_the_place_in_the_cluster_does_not(
 
 
 def test_a_changed_source_of_the_user_compiles(start, monkeypatch, tmp_path):
+    monkeypatch.setattr(kept_graphs, "_BEGAN", 1e12)
     module = ModuleType("network_of_the_user")
     module.__file__ = str(tmp_path / "network.py")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -64,6 +65,20 @@ def test_a_changed_source_of_the_user_compiles(start, monkeypatch, tmp_path):
     assert start()
     (tmp_path / "network.py").write_text("a = 2")
     assert not start()
+
+
+def test_a_source_that_changed_since_the_process_began_keeps_nothing(monkeypatch, tmp_path):
+    """A rank that was forked runs what its standby process has imported."""
+    for name in (ENABLE, PATH):
+        monkeypatch.delenv(name, raising=False)
+    module = ModuleType("network_of_the_user")
+    module.__file__ = str(tmp_path / "network.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (tmp_path / "network.py").write_text("a = 1")
+    monkeypatch.setattr(kept_graphs, "_BEGAN", os.stat(module.__file__).st_ctime - 1)
+    said = []
+    assert keep_graph(CONFIG, str(tmp_path), SingleProcess(), said.append) is None
+    assert "network.py has changed" in said[0].line() and ENABLE not in os.environ
 
 
 def test_another_release_compiles(start, monkeypatch):
