@@ -22,7 +22,6 @@ from mindresume import runtime
 from mindresume.coordination.channel import Door, Endpoint, connect, listen
 from mindresume.coordination.collectives import Watchdog, gather_results
 from mindresume.coordination.storage_topology import order_of
-from mindresume.errors import MindResumeError
 from mindresume.events import Notice, PartnerFetched
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.records import scan_records
@@ -193,7 +192,7 @@ class _Node:
         try:
             keeper = Keeper(self._tier(), keeps_last=False)
             self.door = listen(keeper.serve)
-        except (OSError, MindResumeError) as error:
+        except Exception as error:  # any error: the disk is taken
             return str(error)
         return self.door.endpoint
 
@@ -233,7 +232,7 @@ class _Node:
                 size = push(channel, source, candidate)
             finally:
                 channel.close()
-        except (OSError, MindResumeError) as error:
+        except Exception as error:  # any error: the disk is taken
             return (
                 f"step {step}: the node of rank {row.receiver} does not get its part from the node "
                 f"of rank {row.holder}: {error}",

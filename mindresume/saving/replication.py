@@ -37,10 +37,9 @@ from mindresume.storage import Storage, parallel, read_bytes
 _LOST = "lost-"  # prefix of the object that says that a record will never come
 
 
-class Place(Protocol):
-    """A place that keeps copies of saves. An attempt is all that one run saved at one step
-    (``attempt_name``). The record of a rank is put after all files that it names, so whoever finds
-    a record finds them."""
+class FilePlace(Protocol):
+    """A place to which the files of saves are copied. An attempt is all that one run saved at one
+    step (``attempt_name``)."""
 
     def has_file(self, attempt: str, file: FileRecord) -> bool:
         """Returns whether the place has this file. Raises SaveError if another one has its name and
@@ -51,12 +50,17 @@ class Place(Protocol):
         of ``file``: a copy would replace a good checkpoint by a damaged one. Raises OSError if it
         cannot be read (any more)."""
 
+
+class Place(FilePlace, Protocol):
+    """A place that keeps copies of saves. The record of a rank is put after all files that it
+    names, so whoever finds a record finds them."""
+
     def put_record(self, attempt: str, rank: int, record: bytes) -> None:
         """Publishes the record of one rank."""
 
 
 def copy_files(
-    place: Place, attempt: str, storage: Storage, files: Iterable[tuple[str, FileRecord]]
+    place: FilePlace, attempt: str, storage: Storage, files: Iterable[tuple[str, FileRecord]]
 ) -> int:
     """Copies the files that ``place`` lacks; the record follows. Returns their bytes. It may be
     called again after a death. Raises what ``Place`` does.

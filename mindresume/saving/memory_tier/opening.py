@@ -99,6 +99,7 @@ def open_tier(
         node.processes = [rows[rank][1:] for rank in ranks] if nodes.is_leader(group.rank) else []
         if settings.memory_tier.partner:
             node.ring = Ring(nodes, settings.memory_tier.partner_offset)
+            node.keeper = Keeper(CheckpointDir(storage, tier + PARTNER), keeps_last=True)
         endpoints = gather_results(group, node.publish_owner)
     except CollectiveError as error:
         emit(TierRefused(None, str(error)))
@@ -149,7 +150,7 @@ class _Node:
     """What one rank does for the tier of its node, between exchanges with the others. ``keep``: a
     node has a tier with the mark of the directory, so that mark stays. ``mark``: of all ranks.
     ``processes``: of this node, if this rank is its first. ``ring``: of partner copies, if they are
-    wanted. ``door``: of this node, through which they come."""
+    wanted. ``keeper``, ``door``: of this node, for those that come."""
 
     session: SaveSession
     group: Group
@@ -158,6 +159,7 @@ class _Node:
     mark: TierMark | None = None
     processes: Sequence[list[int]] = ()
     ring: Ring | None = None
+    keeper: Keeper | None = None
     door: Door | None = None
 
     def has_tier(self) -> bool:
@@ -209,12 +211,12 @@ class _Node:
         publish_json(target.storage, os.path.join(tier, OWNER), asdict(owner), target.run)
         if self.ring is None or self.ring.is_alone:
             return None
-        kept = CheckpointDir(target.storage, tier + PARTNER)
-        make_tier(kept.root)
-        publish_json(target.storage, kept.path(OWNER), asdict(owner), target.run)
         try:
-            self.door = listen(Keeper(kept, keeps_last=True).serve, self.settings.partner_port)
-        except OSError as error:
+            kept = self.keeper.tier
+            make_tier(kept.root)
+            publish_json(target.storage, kept.path(OWNER), asdict(owner), target.run)
+            self.door = listen(self.keeper.serve, self.settings.partner_port)
+        except (OSError, RuntimeError) as error:
             return str(error)
         return self.door.endpoint
 
@@ -237,8 +239,7 @@ class _Node:
             if self.door is not None:
                 self.door.close()
             return None
-        kept = CheckpointDir(self.session.target.storage, tier_path(self.mark) + PARTNER)
-        return Partner(self.ring, self.group.rank, kept, endpoints, self.door)
+        return Partner(self.ring, self.group.rank, self.keeper, endpoints, self.door)
 
 
 def groups_of(identities: list[str]) -> SharedGroups:

@@ -22,9 +22,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from xxhash import xxh3_128
 
@@ -47,11 +47,11 @@ from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import is_as_recorded
 from mindresume.formatting import listed, size_text
 from mindresume.model.manifest import (
-    FORMATS,
     MAX_NAME,
     FileRecord,
     attempt_name,
     parse_attempt,
+    read_details,
     read_record,
     record_name,
 )
@@ -60,11 +60,11 @@ from mindresume.saving.memory_tier.slots import FormerSaves, TierSlots
 from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage import MAX_SMALL_FILE, Storage, publish, read_bytes, remove_tree
-from mindresume.typed import Count, Limits, RelativePath, decode, parse_json
+from mindresume.typed import Count, Limits, decode, parse_json
 
 COPIES = 2  # that a node keeps: the newest whole one, and the one that is received
 _CHUNK = 1 << 20  # bytes: a part that stays in the cache while it is hashed and written
-_HEAD = 1 << 16  # bytes of a message
+_HEAD = 1 << 20  # bytes of a message
 _SHARE = 0.5  # of the time between two saves, that a copy takes
 # seconds: between two looks at the records of other ranks, and for all of them
 _PAUSE, _SETTLE = 0.05, 60.0
@@ -119,42 +119,41 @@ def room(directory: CheckpointDir, freed: int) -> int:
     return min(free - free // host_memory.RESERVE, host_memory.left() + freed)
 
 
-# ---- the way ------------------------------------------------------------------------------------
+# ---- one save, over a connection -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Message:
-    """A request to a ``Keeper``.
+class _Offer:
+    """The first message. Records follow, then, one after the other, the files that the answer
+    names.
 
     Attributes:
-        kind: ``begin`` a save of ``size`` bytes in all; a ``file``, whose bytes follow if the
-            answer is that it is not there; a ``record`` of ``size`` bytes, which follow.
         name: of the attempt.
-        note: with ``begin``: the ``DiskNote`` of the sender.
+        iterations: it has the format of iteration folders.
+        records: bytes of each record.
+        note: of the tier of the sender.
     """
 
-    kind: Literal["begin", "file", "record"]
-    name: Annotated[str, Limits(1, MAX_NAME)] = "-"
-    size: Count = 0
-    rank: Count = 0
-    iterations: bool = False
-    file: FileRecord | None = None
+    name: Annotated[str, Limits(1, MAX_NAME)]
+    iterations: bool
+    records: Annotated[tuple[Count, ...], Limits(1, _HEAD // 8)]
     note: DiskNote | None = None
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """``error``: why it was not done; empty: done. ``has``: the file is there."""
+    """The answer to the records, to each file, and to the end. ``error``: why it was not done;
+    empty: done. ``lacks``: paths of the files that are wanted."""
 
     error: str = ""
-    has: bool = False
+    lacks: tuple[str, ...] = ()
 
 
-def _sent(channel: Channel, message: _Message | _Answer) -> None:
+def _send(channel: Channel, message: _Offer | _Answer) -> None:
     send_message(channel, json.dumps(asdict(message)).encode())
 
 
-def _received(channel: Channel, kind: type[Any]) -> Any:
+def _receive(channel: Channel, kind: type[Any]) -> Any:
     """Returns the next message. Raises OSError, also if it is none."""
     try:
         return decode(kind, parse_json(receive_message(channel, _HEAD)), "message")
@@ -162,29 +161,27 @@ def _received(channel: Channel, kind: type[Any]) -> Any:
         raise ConnectionError(str(error)) from error
 
 
+def _answer(channel: Channel) -> _Answer:
+    answer: _Answer = _receive(channel, _Answer)
+    if answer.error:
+        raise SaveError(answer.error)
+    return answer
+
+
 @dataclass
-class _Partner:
-    """A ``Keeper`` at the other end as a ``Place``. ``seconds``: that all ``size`` bytes shall take
-    at least."""
+class _Receiver:
+    """A ``Keeper`` at the other end, for ``copy_files``. ``seconds``: that all ``size`` bytes shall
+    take at least."""
 
     channel: Channel
-    size: int = 0
-    seconds: float = 0.0
+    lacks: Collection[str]
+    size: int
+    seconds: float
     sent: int = 0
     began: float = field(default_factory=runtime.monotonic)
 
-    def ask(self, message: _Message) -> bool:
-        _sent(self.channel, message)
-        return self.answer()
-
-    def answer(self) -> bool:
-        answer = _received(self.channel, _Answer)
-        if answer.error:
-            raise SaveError(answer.error)
-        return bool(answer.has)
-
     def has_file(self, attempt: str, file: FileRecord) -> bool:
-        return self.ask(_Message("file", attempt, file=file))
+        return file.path not in self.lacks
 
     def put_file(self, attempt: str, file: FileRecord, storage: Storage, path: str) -> None:
         left = file.size or 0
@@ -196,16 +193,11 @@ class _Partner:
                 self.channel.send(piece)
                 left -= len(piece)
                 self.sent += len(piece)
-                ahead = self.seconds * self.sent / self.size if self.size else 0.0
+                ahead = self.seconds * self.sent / self.size
                 ahead -= runtime.monotonic() - self.began
                 if ahead > 0:
                     runtime.sleep(ahead)
-        self.answer()
-
-    def put_record(self, attempt: str, rank: int, record: bytes) -> None:
-        _sent(self.channel, _Message("record", attempt, len(record), rank))
-        self.channel.send(record)
-        self.answer()
+        _answer(self.channel)
 
 
 def push(
@@ -213,22 +205,21 @@ def push(
 ) -> int:
     """Sends what a tier has of one save to the ``Keeper`` at the other end. Returns the bytes of
     its files. ``seconds``: that it shall take at least. Raises OSError, RecordError, SaveError."""
-    storage = source.storage
-    rows = {}
-    for rank in sorted(candidate.files):
-        data = read_bytes(storage, candidate.in_records(record_name(rank)))
-        rows[rank] = data, read_record(io.BytesIO(data)).files
-    size = sum(file.size or 0 for _, files in rows.values() for file in files)
-    place = _Partner(channel, size, seconds)
+    storage, records = source.storage, []
+    files: list[tuple[str, FileRecord]] = []
+    for rank, here in sorted(candidate.files.items()):
+        records.append(read_bytes(storage, candidate.in_records(record_name(rank))))
+        named = read_record(io.BytesIO(records[-1])).files
+        files += zip((source.path(file.path) for file in here), named, strict=True)
+    size = sum(file.size or 0 for _, file in files)
     note = DiskNote.read(storage, source.root)
-    place.ask(
-        _Message("begin", candidate.name, size, iterations=bool(candidate.iteration_dir), note=note)
-    )
-    for rank, (_, files) in rows.items():
-        paths = [source.path(file.path) for file in candidate.files[rank]]
-        copy_files(place, candidate.name, storage, zip(paths, files, strict=True))
-    for rank, (data, _) in rows.items():
-        place.put_record(candidate.name, rank, data)
+    lengths = tuple(map(len, records))
+    _send(channel, _Offer(candidate.name, bool(candidate.iteration_dir), lengths, note))
+    for record in records:
+        channel.send(record)
+    receiver = _Receiver(channel, _answer(channel).lacks, size, seconds)
+    copy_files(receiver, candidate.name, storage, files)
+    _answer(channel)
     return size
 
 
@@ -237,7 +228,7 @@ class Keeper:
 
     Args:
         keeps_last: it is a tier of copies, which keeps the newest whole one only when another one
-            begins. Else nothing is removed.
+            comes. Else nothing is removed.
     """
 
     def __init__(self, tier: CheckpointDir, keeps_last: bool):
@@ -246,115 +237,93 @@ class Keeper:
 
     def serve(self, channel: Channel) -> None:
         """Receives one save. Raises OSError if the connection fails."""
+        offer = _receive(channel, _Offer)
         if not self._lock.acquire(timeout=DEADLINE / 2):  # the connection before may still end
-            _received(channel, _Message)
-            _sent(channel, _Answer("the partner receives another copy just now"))
+            _send(channel, _Answer("the partner receives another copy just now"))
             return
         try:
-            self._serve(channel)
+            self._keep(channel, offer)
+            answer = _Answer()
+        except ConnectionError:
+            raise
+        except (OSError, MindResumeError, ValueError) as error:
+            answer = _Answer(f"the partner refuses it: {error}"[: _HEAD // 8])
         finally:
             self._lock.release()
+        _send(channel, answer)
 
-    def _serve(self, channel: Channel) -> None:
-        incoming = None
-        while True:
-            message = _received(channel, _Message)
-            try:
-                if incoming is None or message.kind == "begin":
-                    incoming = self._begin(message)
-                    answer = _Answer()
-                else:
-                    answer = incoming.receive(channel, message)
-            except ConnectionError:
-                raise
-            except (OSError, MindResumeError, ValueError) as error:
-                _sent(channel, _Answer(f"the partner refuses it: {error}"[: _HEAD // 8]))
-                return
-            _sent(channel, answer)
+    def keep_only(self, name: str) -> None:
+        """Removes all copies but that of a save. Raises OSError."""
+        with self._lock:
+            kept = [row for row in scan_records(self.tier)[0] if row.name == name]
+            self._remove(kept)
+            if not kept:
+                self._take_over(None)
 
-    def _begin(self, message: _Message) -> _Incoming:
-        parsed = parse_attempt(message.name)
-        if message.kind != "begin" or parsed is None:
-            raise RecordError(f"{message.name!r} is not the name of a save")
+    def former(self, but: Candidate | None = None) -> FormerSaves:
+        """Returns what is in the tier, except ``but``."""
+        return FormerSaves(SaveTarget(self.tier.storage, self.tier.root, "", 0, 1), but)
+
+    def _remove(self, but: Sequence[Candidate]) -> None:
+        """Removes what is in the tier, except the first of ``but``, if there is one."""
+        storage = self.tier.storage
+        for path in self.former(but[0] if but else None).paths():
+            status = storage.status(path)
+            if status is not None and status.is_folder:
+                remove_tree(storage, path)
+            else:
+                storage.remove(path)
+
+    def _keep(self, channel: Channel, offer: _Offer) -> None:
+        """Raises MindResumeError if what comes is not what it should be; OSError."""
+        parsed, storage, root = parse_attempt(offer.name), self.tier.storage, self.tier.root
+        if parsed is None or sum(offer.records) > MAX_SMALL_FILE:
+            raise RecordError(f"{offer.name!r} is not the name of a save, or its records are long")
         step, run = parsed
-        tier, note = self.tier, message.note
-        target = SaveTarget(tier.storage, tier.root, run, 0, 1, message.iterations)
-        before = DiskNote.read(tier.storage, tier.root)
+        target = SaveTarget(storage, root, run, 0, 1, offer.iterations)
+        records = [b"".join(map(bytes, _pieces(channel, size))) for size in offer.records]
+        heads = [read_details(io.BytesIO(record))[0] for record in records]
+        for head in heads:
+            if attempt_name(head.state.step, head.run) != offer.name:
+                raise RecordError(f"a record of step {head.state.step} within {offer.name}")
         if self.keeps_last:
-            whole = [row for row in scan_records(tier)[0] if row.problem is None]
-            for path in FormerSaves(target, whole[0] if whole else None).paths():
-                status = tier.storage.status(path)
-                if status is not None and status.is_folder:
-                    remove_tree(tier.storage, path)
-                else:
-                    tier.storage.remove(path)
-            if note is None:
-                tier.storage.remove(tier.path(NOTE))
-        left = room(tier, 0)
-        if message.size > left:
+            self._remove([row for row in scan_records(self.tier)[0] if row.problem is None])
+        lacks = {}
+        for file in (file for head in heads for file in head.files):
+            path = os.path.join(target.data_dir(step), file.path)
+            if storage.status(path) is None or not is_as_recorded(storage, path, file):
+                lacks[path] = file
+        needed, left = sum(file.size or 0 for file in lacks.values()), room(self.tier, 0)
+        if needed > left:
             raise SaveError(
-                f"its memory is full: a copy needs {size_text(message.size)}, {tier.root} has "
+                f"its memory is full: a copy needs {size_text(needed)}, {root} has "
                 f"{size_text(left)}"
             )
-        if note is not None and (self.keeps_last or before is None or before.order < note.order):
-            note.write(tier.storage, tier.root)
-        return _Incoming(target, step, message.name)
-
-
-@dataclass
-class _Incoming:
-    """A save that is being received. ``there``: its files that are whole."""
-
-    target: SaveTarget
-    step: int
-    name: str
-    there: set[FileRecord] = field(default_factory=set)
-
-    def receive(self, channel: Channel, message: _Message) -> _Answer:
-        """Receives a file or a record. Raises MindResumeError if it is not what it should be, and
-        OSError."""
-        if message.name != self.name:
-            raise RecordError(f"a part of {message.name} within {self.name}")
-        if message.kind == "record":
-            self._record(channel, message)
-            return _Answer()
-        file = message.file
-        if file is None or file.size is None or file.checksum is None or file.format not in FORMATS:
-            raise RecordError("a file without format, size and checksum")
-        decode(RelativePath, file.path, "path")  # type: ignore[arg-type]
-        if not file.path.endswith(f".{file.format}"):
-            raise RecordError(f"{file.path} is no file of format {file.format}")
-        storage, path = (
-            self.target.storage,
-            os.path.join(self.target.data_dir(self.step), file.path),
-        )
-        has = storage.status(path) is not None and is_as_recorded(storage, path, file)
-        if not has:
-            _sent(channel, _Answer())
+        self._take_over(offer.note)
+        _send(channel, _Answer("", tuple(file.path for file in lacks.values())))
+        for path, file in lacks.items():
             storage.make_folder(os.path.dirname(path))
-            pieces = _pieces(channel, file.size, file.checksum)
+            pieces = _pieces(channel, file.size or 0, file.checksum)
             try:
-                publish(storage, path, pieces, self.target.run)
+                publish(storage, path, pieces, run)
             except OSError:
                 for _ in pieces:  # so that the sender learns why
                     pass
                 raise
-        self.there.add(file)
-        return _Answer(has=has)
+            _send(channel, _Answer())
+        storage.make_folder(target.attempt(step))
+        for head, record in zip(heads, records, strict=True):
+            path = os.path.join(target.attempt(step), record_name(head.rank))
+            publish(storage, path, [record], run)
 
-    def _record(self, channel: Channel, message: _Message) -> None:
-        target = self.target
-        if message.size > MAX_SMALL_FILE:
-            raise RecordError(f"a record of {message.size} bytes")
-        data = b"".join(map(bytes, _pieces(channel, message.size)))
-        record = read_record(io.BytesIO(data))
-        if attempt_name(record.state.step, record.run) != self.name or record.rank != message.rank:
-            raise RecordError(f"the record is of rank {record.rank}, step {record.state.step}")
-        if missing := set(record.files) - self.there:
-            raise RecordError(f"{missing.pop().path} was not sent before its record")
-        target.storage.make_folder(target.attempt(self.step))
-        path = os.path.join(target.attempt(self.step), record_name(record.rank))
-        publish(target.storage, path, [data], target.run)
+    def _take_over(self, note: DiskNote | None) -> None:
+        """Writes the note of the sender, unless this tier has a newer one of its own."""
+        storage, root = self.tier.storage, self.tier.root
+        own = None if self.keeps_last else DiskNote.read(storage, root)
+        if note is not None and (own is None or own.order < note.order):
+            note.write(storage, root)
+        elif note is None and self.keeps_last:
+            storage.remove(os.path.join(root, NOTE))
 
 
 def _pieces(channel: Channel, size: int, checksum: str | None = None) -> Iterator[memoryview]:
@@ -375,7 +344,8 @@ def _pieces(channel: Channel, size: int, checksum: str | None = None) -> Iterato
 
 
 class Copies:
-    """Sends the saves of this node to its partner, in a thread of the first process of the node."""
+    """Sends the saves of this node to its partner, in a thread of the first process of the node.
+    Raises RuntimeError if there can be none."""
 
     def __init__(self, slots: TierSlots, partner: Endpoint, emit: Emit):
         self.slots, self.partner, self.emit = slots, partner, emit
@@ -428,8 +398,9 @@ class Copies:
             channel.close()
 
     def _failed(self, step: int, reason: str) -> None:
-        if reason not in self._reasons and not self._is_closed:
-            self._reasons.add(reason)
+        kind = "".join(filter(str.isalpha, reason))  # without numbers
+        if kind not in self._reasons and not self._is_closed:
+            self._reasons.add(kind)
             self.emit(PartnerCopyFailed(step, reason))
 
 
@@ -438,14 +409,14 @@ class Partner:
     """The partner copies of a training, as one rank has them.
 
     Args:
-        kept: the tier of copies on this node.
+        keeper: of the copies on this node.
         endpoints: of the first rank of each node, by rank.
         door: of this process, if it is the first of its node.
     """
 
     ring: Ring
     rank: int
-    kept: CheckpointDir
+    keeper: Keeper
     endpoints: Sequence[Any]
     door: Door | None
     copies: Copies | None = None
@@ -455,8 +426,7 @@ class Partner:
         ``freed``: bytes of earlier runs in ``tier``. Raises OSError."""
         if self.door is None:
             return 0
-        kept = SaveTarget(self.kept.storage, self.kept.root, "", 0, 1)
-        return room(tier, freed + FormerSaves(kept).size())
+        return room(tier, freed + self.keeper.former().size())
 
     def begin(self, slots: TierSlots, sizes: Sequence[int], emit: Emit) -> None:
         """Begins to send what ``slots`` has. ``sizes``: of a save of each rank."""
@@ -471,7 +441,16 @@ class Partner:
                 f"{self.endpoints[partner][0]}, keeps those of this node"
             )
         )
-        self.copies = Copies(slots, Endpoint(*self.endpoints[partner]), emit)
+        try:
+            self.copies = Copies(slots, Endpoint(*self.endpoints[partner]), emit)
+        except RuntimeError as error:  # the limit of threads is reached
+            emit(PartnerCopyFailed(None, str(error)))
+
+    def set_aside(self, loaded: Candidate | None) -> None:
+        """Removes the copies of earlier runs, except that of the save which the training has
+        loaded. Raises OSError."""
+        if self.door is not None:
+            self.keeper.keep_only(loaded.name if loaded is not None else "")
 
     def offer(self, step: int) -> None:
         """Has a step sent that this rank has recorded. Returns at once."""
@@ -492,4 +471,4 @@ class Partner:
         """Receives nothing more, and removes the copies that this node keeps. Raises OSError."""
         self.close()
         if self.door is not None:
-            remove_tree(self.kept.storage, self.kept.root)
+            remove_tree(self.keeper.tier.storage, self.keeper.tier.root)

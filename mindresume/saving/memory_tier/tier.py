@@ -244,6 +244,8 @@ class MemoryTier:
         try:
             if stale:
                 remove_tree(self.slots.target.storage, stale)
+            if self.partner is not None:
+                self.partner.set_aside(self.former.loaded)
             self.slots.reserve(sizes)
         except Exception as error:  # any error: it costs the tier alone
             self._done.append(TierRefused(None, f"its memory cannot be reserved: {error}"))

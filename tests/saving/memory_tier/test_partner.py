@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,13 @@ from mindresume.events import (
     ignore,
 )
 from mindresume.formats.records import scan_records
-from mindresume.model.manifest import attempt_name, record_name
+from mindresume.model.manifest import (
+    Details,
+    FileRecord,
+    attempt_name,
+    read_record,
+    record_name,
+)
 from mindresume.resume import partner_source
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
@@ -275,17 +281,20 @@ SAVE = attempt_name(10, RUN)
 class Peer:
     """Talks to a keeper as no sender of mindresume does."""
 
-    def __init__(self, door, name=SAVE):
+    def __init__(self, door):
         self.channel = connect(door.endpoint)
-        self.name = name
 
-    def ask(self, **fields):
-        """Sends a message; returns the error in the answer."""
-        channels.send_message(self.channel, json.dumps(fields).encode())
-        return json.loads(channels.receive_message(self.channel, 1 << 16))["error"]
+    def answer(self):
+        return json.loads(channels.receive_message(self.channel, 1 << 16))
 
-    def begin(self, **fields):
-        return self.ask(kind="begin", name=self.name, size=10, **fields)
+    def offer(self, *records, name=SAVE, **fields):
+        """Sends the first message and the records; returns the answer."""
+        lengths = [len(record) for record in records]
+        message = {"name": name, "iterations": False, "records": lengths, **fields}
+        channels.send_message(self.channel, json.dumps(message).encode())
+        for record in records:
+            self.channel.send(record)
+        return self.answer()
 
 
 @pytest.fixture
@@ -295,57 +304,59 @@ def peer(door):
     with_peer.channel.close()
 
 
+def record_of(tier, **changes):
+    """Returns the record of rank 2 at step 10, changed."""
+    with open(Path(tier.root, ".mindresume", SAVE, record_name(2)), "rb") as file:
+        return replace(read_record(file), **changes).encode(Details())
+
+
 @pytest.mark.parametrize(
     "path, format",
     [
         ("../../evil.safetensors", "safetensors"),
         ("/etc/evil.safetensors", "safetensors"),
         ("rank_2/../../x.ckpt", "ckpt"),
+        ("rank_3/x.ckpt", "ckpt"),
         ("owner.json", "json"),
         ("owner.json", "safetensors"),
         ("", "ckpt"),
     ],
 )
-def test_a_path_that_leads_elsewhere_is_refused(peer, kept, path, format):
-    assert peer.begin() == ""
-    file = [path, format, 3, "0" * 32]
-    assert "refuses it" in peer.ask(kind="file", name=peer.name, file=file)
+def test_a_path_that_leads_elsewhere_is_refused(peer, tier, kept, path, format):
+    record = record_of(tier, files=(FileRecord(path, format, 3, "0" * 32),))
+    assert "refuses it" in peer.offer(record)["error"]
     assert names(kept.root) == []
 
 
-def test_a_record_is_refused_unless_its_files_came_before_and_it_is_the_one_announced(
-    tier, kept, door
-):
-    data = Path(tier.root, ".mindresume", attempt_name(10, RUN), record_name(2)).read_bytes()
-    for rank, content, reason in (
-        (2, data, "was not sent before its record"),
-        (3, data, "the record is of rank 2"),
-        (2, data[:-9], "refuses it"),
-        (2, b"{}", "refuses it"),
+def test_a_record_that_is_damaged_or_of_another_save_is_refused(tier, kept, door):
+    whole = record_of(tier)
+    for record, reason in (
+        (whole[:-9], "refuses it"),
+        (b"{}", "refuses it"),
+        (record_of(tier, run="0002-0000bbbb"), "a record of step 10 within"),
     ):
         peer = Peer(door)
-        peer.begin()
-        message = {"kind": "record", "name": peer.name, "rank": rank, "size": len(content)}
-        channels.send_message(peer.channel, json.dumps(message).encode())
-        peer.channel.send(content)
-        answer = json.loads(channels.receive_message(peer.channel, 1 << 16))
-        assert reason in answer["error"]
+        assert reason in peer.offer(record)["error"]
         peer.channel.close()
     assert names(kept.root) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["step-0000000010", "../x", "owner.json", "", attempt_name(10, RUN) + "/.."]
-)
-def test_a_name_that_is_not_that_of_a_save_is_refused(door, kept, name):
-    peer = Peer(door, name)
-    with pytest.raises(OSError) if not name else nullcontext():
-        assert "is not the name of a save" in peer.begin()
+@pytest.mark.parametrize("name", ["step-0000000010", "../x", "owner.json", SAVE + "/.."])
+def test_a_name_that_is_not_that_of_a_save_is_refused(peer, tier, kept, name):
+    assert "is not the name of a save" in peer.offer(record_of(tier), name=name)["error"]
     assert names(kept.root) == []
 
 
+def test_records_without_bound_are_refused_before_they_are_read(peer, kept):
+    channels.send_message(
+        peer.channel, json.dumps({"name": SAVE, "iterations": False, "records": [1 << 40]}).encode()
+    )
+    assert "its records are long" in peer.answer()["error"]
+
+
 @pytest.mark.parametrize(
-    "message", [b"{}", b"[" * 5000, b"\xff", b'{"kind": "begin", "size": -1}', b'{"kind": "x"}']
+    "message",
+    [b"{}", b"[" * 5000, b"\xff", b'{"name": "x", "iterations": 1}', b'{"name": 1, "records": []}'],
 )
 def test_a_message_that_is_none_ends_the_connection(peer, kept, message):
     channels.send_message(peer.channel, message)
@@ -360,26 +371,23 @@ def test_a_length_beyond_all_bounds_ends_the_connection(peer):
         peer.channel.receive(1)
 
 
-def test_bytes_that_changed_on_the_way_are_refused(peer, kept):
-    peer.begin()
-    file = ["rank_2/x.ckpt", "ckpt", 3, "0" * 32]
-    assert peer.ask(kind="file", name=peer.name, file=file) == ""
-    peer.channel.send(b"abc")
-    assert "overwritten" in json.loads(channels.receive_message(peer.channel, 1 << 16))["error"]
+def test_bytes_that_changed_on_the_way_are_refused(peer, tier, kept):
+    answer = peer.offer(record_of(tier))
+    (path,) = answer["lacks"]
+    peer.channel.send(bytes(Path(tier.root, path).stat().st_size))
+    assert "overwritten" in peer.answer()["error"]
     assert names(kept.root) == []
 
 
 def test_a_sender_that_dies_leaves_nothing_that_counts_and_the_next_one_is_served(tier, kept, door):
     sent(door, tier, 5)
     peer = Peer(door)
-    peer.begin()
-    peer.ask(kind="file", name=peer.name, file=["rank_2/x.ckpt", "ckpt", 300, "0" * 32])
+    peer.offer(record_of(tier))
     peer.channel.send(b"abc")
     peer.channel.close()
     sent(door, tier, 10)
-    assert steps(kept) == {5: [2, 3], 10: [2, 3]} and not any(
-        "x.ckpt" in n for n in names(kept.root)
-    )
+    assert steps(kept) == {5: [2, 3], 10: [2, 3]}
+    assert not any("tmp" in name for name in names(kept.root))
 
 
 def test_silent_strangers_keep_others_out_for_some_seconds_only(tier, kept, door, monkeypatch):
@@ -635,6 +643,20 @@ def test_without_memory_for_copies_on_some_node_no_node_has_them(tmp_path, two_n
         assert failed.step is None and "the node of rank 2 needs" in failed.reason
         assert [event.step for event in of(row, TierSaved)] == [2, 4, 6, 8]
     assert copies(two_nodes, "a") == {}
+
+
+def test_copies_of_an_earlier_run_are_removed_when_the_next_one_begins_but_for_what_it_loaded(
+    tmp_path, two_nodes
+):
+    """As its own saves: what was not loaded was decided against."""
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    keeper = Keeper(dir_at(kept_by(two_nodes, "a")), keeps_last=True)
+    (six,) = [row for row in scan_records(keeper.tier)[0] if row.step == 6]
+    keeper.keep_only(six.name)
+    assert steps(keeper.tier) == {6: [2, 3]}
+    trained(root, two_nodes, count=1)  # from nothing; it only reserves its memory
+    assert copies(two_nodes, "a") == copies(two_nodes, "b") == {}
 
 
 @pytest.mark.parametrize("hosts, offset", [(["a", "a"], 1), (HOSTS, 2)])
