@@ -13,7 +13,8 @@ standby       the same with --standby
 
 All train the quickstart's model on four processes (data parallel 2 x model parallel 2) with
 mindformers' real Trainer, with mindresume, and with compiled graphs kept
-(MS_COMPILER_CACHE_ENABLE), and save to disk every 5 steps. One rank gets SIGKILL between two saves.
+(MS_COMPILER_CACHE_ENABLE), and save to disk every 5 steps. One rank gets SIGKILL between two saves,
+when all wait after a step, with --standby until the standby process is ready (st/programs/held.py).
 msrun's scheduler ends by itself, which the test bed otherwise hastens. The phases are those of
 ``mindresume report``; "notice" and "end" need no report here: they are the time from the kill until
 no process was left. "joined" lasts from the last import of a rank until the last one begins to
@@ -45,7 +46,7 @@ from mindresume.events import PHASES  # noqa: E402
 from mindresume.report.accounting import Recovery  # noqa: E402
 from mindresume.report.builder import build_report  # noqa: E402
 from mindresume.storage.posix import PosixStorage  # noqa: E402
-from st.run_attempts import LIMIT, assert_no_process_left, committed_steps, events  # noqa: E402
+from st.run_attempts import LIMIT, PROGRAMS, assert_no_process_left, committed_steps, events  # noqa: E402
 from st.supervised_run import number_of_starts, supervised, supervisor_events  # noqa: E402
 from st.training_run import Run  # noqa: E402
 
@@ -99,8 +100,16 @@ class Bench:
     def recover(self, way: str, folder: Path) -> None:
         kind = PlainRun if way == "by hand" else Run
         run = kind(
-            folder, "quickstart_qwen3_dp2tp2.yaml", self.data, RANKS, graphs=self.folder / "graphs"
+            folder,
+            "quickstart_qwen3_dp2tp2.yaml",
+            self.data,
+            RANKS,
+            PROGRAMS / "held.py",
+            graphs=self.folder / "graphs",
         )
+        hold = folder / f"hold_{KILL_AFTER}"
+        folder.mkdir()
+        hold.touch()
         if way != "by hand":
             supervised(
                 run,
@@ -109,12 +118,14 @@ class Bench:
                 MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",
                 MINDRESUME_MEMORY_TIER_DIR=str(self.memory),
                 **(INTERVALS if way == "supervisor" else {}),
+                OMP_NUM_THREADS="1",  # as st/cpu_cluster/run.py sets it, too late for a fork
             )
         else:
             run.start(RESUME, **OWN_END)
         run.wait_for_step(KILL_AFTER)
-        while not committed_steps(run):
+        while not (committed_steps(run) and (way != "standby" or is_standby_ready(run))):
             time.sleep(0.01)
+        hold.unlink()
         process, killed = run.worker(self.chance.randrange(RANKS)), time.time()
         os.kill(process, signal.SIGKILL)
         if way != "by hand":
@@ -188,6 +199,10 @@ def joined(run: Run) -> float:
     everything to the beginning of its training on all ranks."""
     began = [events(run, "training_started", rank)[-1] for rank in range(RANKS)]
     return max(row["time"] for row in began) - max(row["imported"] for row in began)
+
+
+def is_standby_ready(run: Run) -> bool:
+    return any("standby process" in event["text"] for event in supervisor_events(run, "notice"))
 
 
 def parts(recovery: Recovery, gone: float) -> dict[str, float]:

@@ -64,7 +64,7 @@ def test_starts_after_deaths_are_forked_and_equal_the_uninterrupted_run(
             time.sleep(0.02)
         if number == 3:
             os.kill(standby_processes(run)[0], signal.SIGKILL)
-            while "there is no standby process any more" not in run.launcher_log():
+            while "the standby process was killed by SIGKILL" not in run.launcher_log():
                 time.sleep(0.02)
         os.kill(run.worker(number % run.workers), signal.SIGKILL)
         hold.unlink()

@@ -18,7 +18,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from mindresume.events import Emit, Notice, warning
+from mindresume.events import Emit, Notice, end_text, warning
 from mindresume.supervisor.evidence import tail
 from mindresume.supervisor.job import Command, Job
 from mindresume.supervisor.members import send
@@ -46,9 +46,8 @@ class Standby:
     def variables(self) -> dict[str, str]:
         """Returns the variables with which the command finds our msrun."""
         own = str(_HERE / "bin")
-        path = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
         return {
-            "PATH": path,
+            "PATH": f"{own}:{os.environ.get('PATH', os.defpath)}",
             PREFIX: self.folder,
             f"{PREFIX}_PYTHON": sys.executable,
             f"{PREFIX}_BIN": own,
@@ -61,11 +60,11 @@ class Standby:
         beats = job.heartbeats.known.values()
         if not beats or not all(beat.has_trained for beat in beats):
             return
-        path = os.path.join(self.folder, CALL)
+        taken = os.path.join(self.folder, _TAKEN)
         try:
-            with open(path, encoding="utf-8") as file:
+            os.replace(os.path.join(self.folder, CALL), taken)
+            with open(taken, encoding="utf-8") as file:
                 call = json.load(file)
-            os.replace(path, os.path.join(self.folder, _TAKEN))
         except FileNotFoundError:
             if self._command is None and not self._is_said:
                 self._is_said = True
@@ -99,13 +98,15 @@ class Standby:
         if command is None:
             return
         if command.error is not None:
-            self._say_end(str(command.error))
+            self._say_end(f"cannot be started: {command.error}")
         elif command.pid:
             job.members.ignore(command.pid)
             with suppress(ChildProcessError):
-                if os.waitpid(command.pid, os.WNOHANG)[0]:
-                    lines = tail(os.path.join(self.folder, _LOG)).strip().splitlines()
-                    self._say_end(lines[-1] if lines else "")
+                ended, status = os.waitpid(command.pid, os.WNOHANG)
+                if ended:
+                    status = os.waitstatus_to_exitcode(status)
+                    lines = tail(os.path.join(self.folder, _LOG)).strip().splitlines()[-1:]
+                    self._say_end(": ".join([end_text(status), *(lines if status > 0 else [])]))
             if not self._is_said and os.path.exists(os.path.join(self.folder, SOCKET)):
                 self._is_said = True
                 self.emit(
@@ -115,15 +116,11 @@ class Standby:
                     )
                 )
 
-    def _say_end(self, why: str) -> None:
+    def _say_end(self, how: str) -> None:
         self.close()
         self._is_said = True
-        self.emit(
-            warning(
-                "there is no standby process any more; the next start imports everything again"
-                + (f": {why}" if why else "")
-            )
-        )
+        text = f"the standby process {how}; the next start imports everything again"
+        self.emit(warning(text))
 
     def close(self) -> None:
         """Ends the standby process."""

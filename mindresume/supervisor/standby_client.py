@@ -14,17 +14,14 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import sys
 from typing import Any
 
 SOCKET, CALL = "standby.sock", "call.json"
 PREFIX = "MINDRESUME_STANDBY"  # of the variables by which the supervisor speaks to this process
-LENGTH = struct.Struct("!I")  # of a call, before it
 _ANSWER = 10.0  # seconds
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STATUS = "Uid Gid Groups Umask NoNewPrivs Seccomp SigBlk SigIgn CapEff Cpus_allowed"
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 def inherited() -> dict[str, Any]:
@@ -44,9 +41,8 @@ def inherited() -> dict[str, Any]:
     for name in ("cgroup", "oom_score_adj"):
         with contextlib.suppress(OSError), open(f"/proc/self/{name}", encoding="utf-8") as file:
             found[name] = file.read()
-    for name in _NAMESPACES:
-        with contextlib.suppress(OSError):
-            found[f"{name} namespace"] = os.readlink(f"/proc/self/ns/{name}")
+    for name in os.listdir("/proc/self/ns"):
+        found[f"namespace {name}"] = os.readlink(f"/proc/self/ns/{name}")
     return found
 
 
@@ -74,9 +70,8 @@ def main(argv: list[str]) -> int:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER)
             connection.connect(os.path.join(folder, SOCKET))
-            data = json.dumps(call).encode()
-            socket.send_fds(connection, [LENGTH.pack(len(data))], [0, 1, 2, end])
-            connection.sendall(data)
+            socket.send_fds(connection, [b" "], [0, 1, 2, end])
+            connection.sendall(json.dumps(call).encode() + b"\n")
             os.close(end)
             answers = connection.makefile("rb")
             answer = json.loads(answers.readline())
@@ -120,10 +115,8 @@ def follow(answers: Any, pid: int) -> int:
 def leave(folder: str, call: dict[str, Any]) -> None:
     """Leaves the call for the supervisor, which makes a standby process for it."""
     path = os.path.join(folder, CALL)
-    with contextlib.suppress(OSError):
-        with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump(call, file)
-        os.replace(path + ".new", path)
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump(call, file)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -78,11 +77,7 @@ class Refused(SystemExit):
 
 class Become(BaseException):
     """Leaves all frames of a forked process, which then goes on with ``main`` at the bottom of its
-    stack: what was being done belongs to its parent."""
-
-    def __init__(self, main: Callable[[], None]):
-        super().__init__()
-        self.main = main
+    stack: what was being done belongs to its parent. Its argument is ``main``."""
 
 
 def as_itself(main: Callable[[], None]) -> None:
@@ -92,7 +87,7 @@ def as_itself(main: Callable[[], None]) -> None:
             main()
             return
         except Become as become:
-            main = become.main
+            main = become.args[0]
 
 
 # ---- the environment of a fork -------------------------------------------------------------------
@@ -143,12 +138,8 @@ def require_same(call: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         )
         if changed:
             raise Refused(f"other {what} than the standby process: {', '.join(changed[:5])}")
-    for what, before, now in (
-        ("folder", call["cwd"], other["cwd"]),
-        ("script", script_of(call), script_of(other)),
-    ):
-        if before != now:
-            raise Refused(f"the {what} is {now}, before {before}")
+    if script_of(call) != script_of(other) or call["cwd"] != other["cwd"]:
+        raise Refused(f"another script or folder: {script_of(other)} in {other['cwd']}")
     with open(other["argv"][0], "rb") as file:
         if b"mindspore.parallel.cluster.run" not in file.read(1 << 12):
             raise Refused(f"{other['argv'][0]} is not the msrun of mindspore")
@@ -167,51 +158,28 @@ def fork() -> int:
     _LIBC.fflush(None)
     if pid := os.fork():
         return pid
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["numpy"].random.seed()
     return 0
 
 
-class Fork:
-    """A forked process, with the part of ``subprocess.Popen`` that msrun uses."""
+class Fork(subprocess.Popen[bytes]):
+    """A forked process."""
 
     def __init__(self, pid: int, args: Sequence[str]):
-        self.pid = pid
-        self.args = args
-        self.returncode: int | None = None
-
-    def poll(self, flags: int = os.WNOHANG) -> int | None:
-        if self.returncode is None:
-            try:
-                pid, status = os.waitpid(self.pid, flags)
-            except ChildProcessError:
-                pid, status = self.pid, 0
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> int | None:
-        return self.poll(0)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        self.pid, self.args, self.returncode = pid, args, None
+        self.stdin = self.stdout = self.stderr = None
+        # of CPython: the lock of poll and wait, and whether __del__ looks after the process
+        self._waitpid_lock, self._child_created = threading.Lock(), True
 
 
 def start_rank(args: Sequence[str], **options: Any) -> Any:
     """Takes the place of ``subprocess.Popen`` in msrun: what runs a Python script is forked."""
-    is_known = options.keys() <= {"preexec_fn", "stdout", "stderr"} and options.get("stdout")
+    is_known = "stdout" in options and options.keys() <= {"preexec_fn", "stdout", "stderr"}
     if not (is_known and args[0] == "python" and args[1].endswith(".py")):
         # such as tail, or numactl before the script
         return subprocess.Popen(args, **options)
@@ -296,36 +264,20 @@ def run_msrun(call: Mapping[str, Any], connection: socket.socket) -> None:
     api.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start_rank})
     sys.argv = list(call["argv"])
     _show(_ARGUMENTS, ["python", *sys.argv])
-    status: Any = 1
+    status: Any
     try:
-        status = import_module("mindspore.parallel.cluster.run").main()
+        sys.exit(import_module("mindspore.parallel.cluster.run").main())
     except SystemExit as end:
-        status = end.code
+        status = end.code or 0
     except Exception:
         sys.excepthook(*sys.exc_info())
-    if not isinstance(status, int | None):
-        print(status, file=sys.stderr)
         status = 1
     sys.stdout.flush()
-    sys.stderr.flush()
-    _say(connection, status=(status or 0) & 255)
-    os._exit((status or 0) & 255)
+    _say(connection, status=status)
+    os._exit(status)
 
 
 # ---- calls ---------------------------------------------------------------------------------------
-
-
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns a call, and the descriptors that came with it: 0, 1, 2, and a pipe whose other end is
-    open as long as the client lives."""
-    head, descriptors, _, _ = socket.recv_fds(connection, client.LENGTH.size, 4)
-    data = b""
-    while len(data) < client.LENGTH.unpack(head)[0]:
-        part = connection.recv(1 << 16)
-        if not part:
-            raise ConnectionError("the client has gone")
-        data += part
-    return json.loads(data), descriptors
 
 
 def script_of(call: Mapping[str, Any]) -> str:
@@ -337,23 +289,25 @@ def script_of(call: Mapping[str, Any]) -> str:
 def serve(folder: str, first: Mapping[str, Any]) -> None:
     """Serves one start after the other; ``first``: the call of the one that was an ordinary one."""
     path = os.path.join(folder, client.SOCKET)
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(path)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + ".new")
     listener.listen()
-    os.rename(path + ".new", path)
+    os.replace(path + ".new", path)
     # the kernel reaps msrun, which speaks with its client itself
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError, ValueError, KeyError, struct.error):
-            connection.settimeout(_CALL_SECONDS)
-            call, descriptors = receive(connection)
+        descriptors: list[int] = []
+        # a client that has gone, or says nothing
+        with connection, contextlib.suppress(OSError, ValueError, KeyError):
             try:
+                connection.settimeout(_CALL_SECONDS)
+                # 0, 1, 2, and a pipe whose other end is open as long as the client lives
+                descriptors = socket.recv_fds(connection, 1, 4)[1]
+                call = json.loads(connection.makefile("rb").readline())
                 require_same(first, call)
                 if fork() == 0:
-                    become_msrun(call, descriptors, socket.socket(fileno=connection.detach()))
+                    become_msrun(call, descriptors, connection)
             except Refused as refused:
                 _say(connection, refused=str(refused))
             finally:
@@ -381,7 +335,8 @@ def become_msrun(
         with contextlib.suppress(OSError):
             _say(connection, refused=f"the standby process: {error}")
         os._exit(1)
-    raise Become(lambda: run_msrun(call, connection))
+    mine = socket.socket(fileno=os.dup(connection.fileno()))
+    raise Become(lambda: run_msrun(call, mine))
 
 
 def dies_with(pipe: int) -> bool:
@@ -448,7 +403,7 @@ def import_all() -> None:
     for thread in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
             threads -= file.read().strip() != "jemalloc_bg_thd"
-    if threads < 0 or threading.active_count() > 1:
+    if threads < 0:
         raise SystemExit("threads run after the imports, which a fork would not have")
     opened = _descriptors()
     if devices := [path for path in opened.values() if path.startswith(_DEVICES)]:
@@ -462,10 +417,9 @@ def main(folder: str) -> None:
     """Imports what a training needs, then serves."""
     with open(os.path.join(folder, TAKEN), encoding="utf-8") as file:
         call = json.load(file)
-    log = os.open(os.path.join(folder, "standby.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for number in (1, 2):
-        os.dup2(log, number)
-    os.close(log)
+    with open(os.path.join(folder, "standby.log"), "w", encoding="utf-8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(1, 2)
     sys.stdout.reconfigure(line_buffering=False)
     os.umask(int(call["inherited"]["Umask"][0], 8))
     for name, limits in call["inherited"]["limits"].items():

@@ -23,6 +23,7 @@ after ``CPU_CLUSTER_AFTER_LAST`` seconds (3).
 """  # noqa: E501
 
 import ctypes
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -61,6 +62,27 @@ def workers_alive(port: str) -> bool:
     return False
 
 
+class ForkedScheduler(multiprocessing.get_context("fork").Process):
+    """The same in a fork of a process that has imported mindspore (``mindresume run --standby``),
+    with the part of ``subprocess.Popen`` that is needed here."""
+
+    def __init__(self):
+        super().__init__()
+        self.start()
+        self.wait = self.join
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def run(self) -> None:
+        die_with_parent()
+        exec(SCHEDULER)
+
+
 def join_as_scheduler(
     first_worker: float = 60.0, after_last: float = 3.0, poll: float = 0.5
 ) -> int:
@@ -78,7 +100,11 @@ def join_as_scheduler(
     from st import cpu_cluster
 
     port, started, last_seen = os.environ.get("MS_SCHED_PORT", ""), time.monotonic(), None
-    scheduler = subprocess.Popen([sys.executable, "-c", SCHEDULER], preexec_fn=die_with_parent)
+    scheduler = (
+        ForkedScheduler()
+        if "mindspore" in sys.modules
+        else subprocess.Popen([sys.executable, "-c", SCHEDULER], preexec_fn=die_with_parent)
+    )
     try:
         while scheduler.poll() is None:
             time.sleep(poll)

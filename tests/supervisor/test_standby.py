@@ -32,7 +32,7 @@ def main():
                                                preexec_fn=os.setsid, stdout=log,
                                                stderr=subprocess.STDOUT))
     for rank in ranks:
-        rank.wait()
+        rank.wait(timeout=600)
         print(f"Worker process {rank.pid} ended: {rank.returncode}", flush=True)
     return max(abs(rank.returncode) for rank in ranks)
 """
@@ -247,8 +247,8 @@ def test_msrun_needs_the_standby_process_no_more(standing):
         ({"MINDRESUME_SUPERVISOR_X": "y" * (1 << 15)}, "longer"),
         ({"prefix": "umask 0027;"}, "Umask"),
         ({"prefix": "ulimit -n 100;"}, "limits"),
-        ({"prefix": "cp train.py supervisor; cd supervisor;"}, "the folder is"),
-        ({"prefix": "set -- other.py; cp train.py other.py;"}, "the script is"),
+        ({"prefix": "cp train.py supervisor; cd supervisor;"}, "another script or folder"),
+        ({"prefix": "set -- other.py; cp train.py other.py;"}, "another script or folder"),
     ],
 )
 def test_a_start_that_cannot_be_taken_over_is_an_ordinary_one(standing, changed, says):
