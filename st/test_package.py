@@ -2,6 +2,7 @@
 from this folder. pip takes what they depend on from its package index."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -55,7 +56,7 @@ def built(tmp_path_factory) -> dict[str, Path]:
     for name in filter(None, listed):
         if (ROOT / name).is_file() and not name.startswith(("st/fixtures/", "docs/images/")):
             (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "copy" / name).write_bytes((ROOT / name).read_bytes())
+            shutil.copy(ROOT / name, folder / "copy" / name)
     run(
         sys.executable,
         "-m",
@@ -105,6 +106,8 @@ def metadata(wheel: Path) -> Message:
 def test_the_wheel_has_the_package_and_its_licence(built):
     with zipfile.ZipFile(built[".whl"]) as archive:
         names = set(archive.namelist())
+        msrun = archive.getinfo("mindresume/supervisor/bin/msrun")
+    assert msrun.external_attr >> 16 & 0o111  # found in PATH
     package = {
         f"mindresume/{path.relative_to(PACKAGE)}"
         for path in PACKAGE.rglob("*")

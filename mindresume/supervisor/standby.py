@@ -46,6 +46,8 @@ class Standby:
     def variables(self) -> dict[str, str]:
         """Returns the variables with which the command finds our msrun."""
         own = str(_HERE / "bin")
+        with suppress(OSError):  # what unpacks a wheel can forget it
+            os.chmod(_HERE / "bin" / "msrun", 0o755)
         return {
             "PATH": f"{own}:{os.environ.get('PATH', os.defpath)}",
             PREFIX: self.folder,
