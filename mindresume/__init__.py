@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mindresume.api.catalog import Catalog, Selection, open
     from mindresume.api.checkpoint import Checkpoint, TensorInfo, TensorSlice
-    from mindresume.api.comparison import Comparison, TensorDifference, compare
     from mindresume.api.conversion import ConversionResult, convert, export_hf, merge
-    from mindresume.api.inspection import Inspection, inspect
+    from mindresume.api.inspection import Comparison, Inspection, TensorDifference, compare, inspect
     from mindresume.api.maintenance import (
         PruneResult,
         ScrubbedCheckpoint,
@@ -54,9 +53,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "api.catalog": ("Catalog", "Selection", "open"),
     "api.checkpoint": ("Checkpoint", "TensorInfo", "TensorSlice"),
-    "api.comparison": ("Comparison", "TensorDifference", "compare"),
     "api.conversion": ("ConversionResult", "convert", "export_hf", "merge"),
-    "api.inspection": ("Inspection", "inspect"),
+    "api.inspection": ("Comparison", "Inspection", "TensorDifference", "compare", "inspect"),
     "api.maintenance": ("PruneResult", "ScrubReport", "ScrubbedCheckpoint", "prune", "scrub"),
     "api.results": (
         "CheckpointInfo",

@@ -5,9 +5,8 @@ package at the first use of one.
                     whether bytes are intact
     checkpoint.py   Checkpoint: the state and the tensors of one saved step, held while they are
                     read; TensorInfo, TensorSlice: shapes, layouts, which rank stores what
-    inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy
+    inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy; compare()
     conversion.py   convert(), merge(), export_hf()
-    comparison.py   compare()
     maintenance.py  prune(), scrub(), flush()
     results.py      the results of the calls: frozen values with to_json()
 

@@ -24,8 +24,7 @@ from mindresume.formatting import counted, size_text
 
 if TYPE_CHECKING:
     from mindresume.api.checkpoint import TensorInfo, TensorSlice
-    from mindresume.api.comparison import Comparison, TensorDifference
-    from mindresume.api.inspection import Inspection
+    from mindresume.api.inspection import Comparison, Inspection, TensorDifference
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -309,10 +308,10 @@ def diff(
     that of one rank. Recorded checksums are ignored (`verify` checks
     them). Exit status: 0 equal, or all within --tolerance; 1 different; 2 an error.
     """
-    from mindresume.api import comparison
+    from mindresume.api import inspection
 
     with progress_bar("comparing", json) as progress:
-        found = comparison.compare(
+        found = inspection.compare(
             a,
             b,
             step_a=step_a,

@@ -87,7 +87,7 @@ def pairs(draw):
 def test_values_against_plain_python(both, portion):
     a, b = both
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mindresume.api.comparison.PORTION", portion)
+        patch.setattr("mindresume.api.inspection.PORTION", portion)
         found = differences(Path(folder), {"w": a}, {"w": b})
     count, bits_only, absolute, relative, first = reference(a, b)
     assert len(found) == (count > 0)

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import mindresume
-from mindresume.api.comparison import ComparedCheckpoint
+from mindresume.api.inspection import ComparedCheckpoint
 from mindresume.api.maintenance import PrunedCheckpoint
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
