@@ -13,7 +13,7 @@ from typing import Any
 from mindresume.fault_injection.journal import ITERATION
 from mindresume.settings import MemoryTierSettings
 from mindresume.supervisor.rendezvous import BackgroundStates
-from sim import commands, run_checks, supervisors, workloads
+from sim import commands, partners, run_checks, supervisors, workloads
 from sim.bucket_oracle import check_bucket, check_faulty_bucket
 from sim.cluster import SHM
 from sim.jobs import Training
@@ -23,6 +23,7 @@ from sim.schedule import (
     KILL_LAUNCHER,
     KINDS,
     MEMORY,
+    OF_A_NETWORK,
     OUTAGE,
     OWN_SIGNAL,
     PASSING,
@@ -36,6 +37,7 @@ from sim.schedule import (
 URL = "obs://bucket/job/checkpoint"
 USUAL = Training().settings
 TIER = replace(USUAL, memory_tier=MemoryTierSettings(1, SHM.rstrip("/")))
+PARTNERS = replace(USUAL, memory_tier=MemoryTierSettings(1, SHM.rstrip("/"), partner=True))
 # a second job must see the first one's heartbeat before it ends
 SOON = replace(USUAL, heartbeat=2.0)
 IN_RANKS = FORMATS[:2]
@@ -214,6 +216,16 @@ SCENARIOS: dict[str, Scenario] = {
             "one process prunes and another one reads beside a job",
             workloads.pruned_and_read,
             replace(BRIEF, pruned_by_others=True),
+        ),
+        Scenario(
+            "partners",
+            "a job with partner copies is restarted on hosts that lose their memory, change places "
+            "and come back",
+            partners.on_changing_hosts,
+            Training(hosts=2, steps=8, every=6, keep=2, settings=PARTNERS),
+            formats=IN_RANKS,
+            kinds=("kill host", "kill host", "kill", "kill all", *OF_A_NETWORK, "slow", "pause"),
+            check_run=partners.check,
         ),
         # ---- remains of earlier runs -------------------------------------------------------------
         Scenario(

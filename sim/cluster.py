@@ -17,6 +17,7 @@ from sim.schedule import (
     ERRORS,
     KILL_LAUNCHER,
     MEMORY,
+    OF_A_NETWORK,
     OF_A_STORE,
     OUTAGE,
     OWN_SIGNAL,
@@ -220,6 +221,8 @@ class Cluster:
         self._quotas: dict[str, int] = {}
         # path, "" for the file that is opened next, or name of a host -> the same
         self._unreadable: dict[str, int] = {}
+        # what strikes the next bytes that are sent
+        self.on_network: list[Fault] = []
         self.scheduler.ended.append(self._on_task_end)
 
     # ---- hosts and processes ---------------------------------------------------------------------
@@ -405,6 +408,8 @@ class Cluster:
         elif kind == UNREADABLE:
             for disk in self.disks.values():
                 disk.make_unreadable(fault.amount)
+        elif kind in OF_A_NETWORK:
+            self.on_network.append(fault)
         elif kind == ROT:
             self.rots += rot(list(self.disks.values()), fault.amount)
         elif kind == ROT_IN_MEMORY:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindresume.coordination.channel import DEADLINE, Endpoint
 from sim.cluster import Process, current_cluster, current_process
+from sim.schedule import CUT
 from sim.threads import SimpleQueue
 
 _TICK = 0.5  # seconds between two looks whether the other end lives
@@ -25,6 +26,13 @@ class SimulatedChannel:
 
     def send(self, data: bytes | memoryview) -> None:
         operate("send")
+        faults, current_cluster().on_network = current_cluster().on_network, []
+        for fault in faults:
+            if fault.kind == CUT:
+                self.close()
+            elif len(data):
+                data = bytearray(data)
+                data[fault.amount % len(data)] ^= 1 << fault.amount % 8
         if self._other.dead or not self._is_open[0]:
             raise ConnectionResetError("the other end is gone")
         self._others.put(bytes(data))

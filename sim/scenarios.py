@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from mindresume.errors import MindResumeError
 from mindresume.fault_injection.faults import Killed
@@ -86,6 +87,8 @@ class Simulation:
         self.stuck = ""
         # distinguishes disks that differ only in modification times
         self.variant = ""
+        # of its jobs, as ``sim.partners`` knows them
+        self.starts: list[Any] = []
 
     def run(self, collect: Callable[[Simulation, int], None] | None = None) -> Simulation:
         """Runs the workload to its end. ``observer(sim, number)`` is called before each operation

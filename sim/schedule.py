@@ -52,6 +52,8 @@ EXPLAINED = {
     "rot": "one bit of a file of a checkpoint flips on a disk or in a bucket; no size and no time "
     "changes",
     "rot in memory": "one bit of a file of a save in memory of the host flips",
+    "cut": "the connection on which the next bytes are sent breaks",
+    "garbled": "one bit of the next bytes that are sent to another node flips",
     "own signal": "the process sends SIGTERM to itself, as MindSpore does after a failure; AMOUNT "
     "1: its training never goes on",
     "unreadable file": "the file that is opened next cannot be read, by anybody, for some "
@@ -71,6 +73,8 @@ ROT, ROT_IN_MEMORY = SILENT = "rot", "rot in memory"
 # errors of reading that pass
 UNREADABLE_FILE, UNREADABLE_DISK = PASSING = "unreadable file", "unreadable disk"
 OWN_SIGNAL = "own signal"  # SIGTERM from itself
+# of the network between nodes; a delay is "slow"
+CUT, GARBLED = OF_A_NETWORK = "cut", "garbled"
 _AMOUNTS = {
     OUTAGE: (3, 30, 300),
     QUOTA: (20, 200, 2000),
@@ -82,6 +86,7 @@ _AMOUNTS = {
     UNREADABLE_FILE: (10, 100, 1000),
     UNREADABLE_DISK: (10, 50, 200),
     OWN_SIGNAL: (0, 1),
+    GARBLED: range(1000),
 }  # of the faults of few scenarios
 
 
