@@ -198,19 +198,6 @@ def test_forged_events_are_ignored(tmp_path):
     assert checked("report", tmp_path, "-o", tmp_path / "page.html")[0] == 0
 
 
-def test_forged_losses_are_ignored(tmp_path):
-    log = Log().start(0).steps(10, 1, 20)
-    for step, size, value in (
-        (1, 10, "9" * 400),
-        (2**63, 1, "4.0"),
-        (2**40, 2**40, "4.0"),
-        (1, 10, "1e999"),
-    ):
-        log.loss(40, step, value, size=size)
-    log.write(tmp_path / INFO)
-    assert checked("report", tmp_path, "--json")[0] == 0
-
-
 def test_a_log_that_is_a_pipe(tmp_path):
     Log().start(0).steps(10, 1, 20).write(tmp_path / INFO)
     os.mkfifo((tmp_path / INFO).parent / "info.log.1")

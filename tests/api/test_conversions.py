@@ -9,7 +9,6 @@ import pytest
 from rank_folders import (
     folder_contents,
     leaves_nothing,
-    tensors_at,
     tensors_in,
 )
 from reshard.plans import (
@@ -51,12 +50,6 @@ def convert(tmp_path_factory):
         return mindresume.convert(source, target, to=to, format=fmt, engine="direct", **options)
 
     return run
-
-
-def bits(tensors):
-    return {
-        name: (array.dtype.name, array.shape, array.tobytes()) for name, array in tensors.items()
-    }
 
 
 def stamps(folder):
@@ -329,30 +322,6 @@ def test_other_names(tmp_path, fmt, convert):
 
 
 # ---- consolidated weights ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("write", [recorded, foreign])
-@pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
-def test_merged_weights_are_read_back_and_cut_again(tmp_path, write, fmt, convert):
-    plan, merged = Plan.parse("dp2tp2pp2opt2"), tmp_path / "merged"
-    write(tmp_path / "run" / "checkpoint", plan, ALL, fmt)
-    if write is foreign:
-        plan.write(tmp_path / "run" / "strategy")
-    mindresume.merge(tmp_path / "run" / "checkpoint", merged, part_size_bytes=2000, engine="direct")
-    assert bits(tensors_at(merged)) == bits({**ALL, **COUNTERS})
-    assert len(list(merged.glob("part*.safetensors"))) > 2
-    assert set(tensors_in(merged / "hyper_param.safetensors")) == {*COUNTERS, "layers.1.none"}
-    state = mindresume.open(merged).latest().state
-    assert (state.step, state.global_step, state.global_batch_size, state.loss_scale) == (
-        STEP,
-        STEP,
-        8,
-        1.0,
-    )
-    convert(merged, tmp_path / "again", "tp4", fmt, model=MODEL)
-    check_slices(tmp_path / "again", Plan.parse("tp4"), ALL)
-    assert int(tensors_of_rank(tmp_path / "again", 0)["epoch_num"]) == 2
-    assert mindresume.open(tmp_path / "again").latest().state.epoch == 2
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (8, 0)])

@@ -1,9 +1,7 @@
 """``mindresume export-hf``: the folder that it writes, its output, and its refusals."""
 
 import json
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 from huggingface_folders import GROUPED, contiguous, document, trained
@@ -14,7 +12,6 @@ import mindresume
 from mindresume.errors import ConfigError
 
 COMMAND = "export-hf"
-FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
 TINY = {
     **document(GROUPED),
     "vocab_size": 128,
@@ -34,11 +31,6 @@ def config(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     return folder
-
-
-@pytest.fixture
-def source():
-    return FIXTURES / "mf190_10_safetensors_single" / "output" / "checkpoint"
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -85,12 +77,3 @@ def test_the_orders_are_those_that_the_checkpoint_records(call, config, tmp_path
             mindresume.export_hf(
                 source["contiguous"], tmp_path / "hf", config=config, **given_order
             )
-
-
-def test_another_configuration_is_another_conversion(call, source, config, tmp_path):
-    assert call(source, tmp_path / "hf", "--config", config)[0] == 0
-    (config / "config.json").write_text(json.dumps({**TINY, "rope_theta": 5e5}), encoding="utf-8")
-    for more in ((), ("--dtype", "bfloat16")):
-        status, _, err = call(source, tmp_path / "hf", "--config", config, *more)
-        assert status == 2 and "is not empty: it was converted from" in err
-    assert sorted(os.listdir(tmp_path)) == ["hf", "model"]

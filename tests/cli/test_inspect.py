@@ -8,7 +8,6 @@ from reshard.plans import (
     Plan,
     complete,
     foreign,
-    lose,
     recorded,
 )
 
@@ -66,17 +65,6 @@ def test_inspect_lists_the_ranks_that_hold_a_slice(saved, read_ok, origin, patte
             assert parts[region]["ranks"] == [rank for rank in ranks if rank in kept]
             assert parts[region]["missing_ranks"] == [rank for rank in ranks if rank not in kept]
         assert len(parts) == len(expected) or not TENSORS[name].size
-
-
-def test_a_lost_file(tmp_path, read_ok):
-    candidate = foreign(tmp_path, Plan.parse("dp2tp2", MODEL), TENSORS)
-    Plan.parse("dp2tp2", MODEL).write(tmp_path / "strategy")
-    lose(tmp_path, candidate, [3])
-    found = read_ok(tmp_path, "--from", tmp_path / "strategy", "--tensor", "head.weight")
-    assert [
-        (part["region"][0], part["ranks"], part["missing_ranks"]) for part in found["slices"]
-    ] == [([0, 8], [0, 2], []), ([8, 16], [1], [3])]
-    assert found["files"] == 3 and found["world_size"] == 4
 
 
 # ---- strategies ----------------------------------------------------------------------------------

@@ -102,21 +102,6 @@ def damage_of(root):
     return known_damage(dir_at(root), candidate_of(root))
 
 
-def test_a_damaged_file_is_known_until_it_is_replaced(root):
-    assert damage_of(root) is None
-    mark(root)
-    found = damage_of(root)
-    assert (
-        (found.step, found.rank, found.tensors) == (STEP, RANK, ("layer.bias",))
-        and found.file == str(path_of(root, STEP, RANK).relative_to(root))
-        and "it rotted" in found.reason
-    )
-    path = path_of(root, STEP, RANK)
-    path.with_name("new").write_bytes(path.read_bytes())
-    os.replace(path.with_name("new"), path)
-    assert damage_of(root) is None
-
-
 def test_a_missing_file_is_no_damage(root):
     mark(root)
     path_of(root, STEP, RANK).unlink()

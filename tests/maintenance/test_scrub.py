@@ -22,7 +22,7 @@ from rank_folders import (
     save,
     target_of,
 )
-from storages import failing
+from storages import Hooked, failing
 
 from mindresume import runtime
 from mindresume.coordination import lease as leases
@@ -248,6 +248,62 @@ def test_an_iteration_is_repaired_from_the_bucket(tmp_path):
         states(root, repairs=True, bucket=bucket.remote) == {5: REPAIRED}
         and without_results(root) == before
     )
+
+
+class DiedError(BaseException):
+    """The process died."""
+
+
+class Dying(Hooked):
+    """Performs so many changes, and the last of them half; then the process is dead."""
+
+    def __init__(self, changes):
+        super().__init__(self._change)
+        self.left = changes
+
+    def _change(self, operation, path):
+        if operation in ("write", "rename", "sync", "remove", "make_folder"):
+            if self.left == 0:
+                if operation == "write":
+                    Path(path).write_bytes(b"7 bytes")  # nothing removes it
+                raise DiedError
+            self.left -= 1
+
+
+def test_a_death_at_any_operation_leaves_the_old_file_or_the_repaired_one(tmp_path):
+    whole = tmp_path / "whole"
+    save(whole, 5)
+    good = path_of(whole, 5, 1).read_bytes()
+    for changes in range(100):
+        root = shutil.copytree(whole, tmp_path / str(changes))
+        path = path_of(root, 5, 1)
+        flip_bit(path)
+        bad = path.read_bytes()
+        try:
+            finished = scrubbed(root, Dying(changes), repairs=True)[5].state == REPAIRED
+        except DiedError:
+            finished = False
+        assert path.read_bytes() in (good, bad)
+        others = {
+            name.relative_to(root): content
+            for name, content in without_results(root).items()
+            if "claim-" not in name.name and not name.name.endswith("-tmp") and name != path
+        }
+        assert others == {
+            name.relative_to(whole): content
+            for name, content in folder_contents(whole).items()
+            if name != path_of(whole, 5, 1)
+        }
+        # of this process, which is alive after all
+        for holder in lease_holders(dir_at(root)):
+            leases.Lease(dir_at(root), replace(holder, pid=2**22 + 1)).publish()
+        assert states(root, repairs=True)[5] in (REPAIRED, INTACT) and path.read_bytes() == good
+        assert lease_holders(dir_at(root)) == []
+        clean_own_folder(replace(target_of(root, 1, 4), run="0009-0000aaaa"))  # the next job
+        assert [name for name in (root / "rank_1").iterdir() if name.name.endswith("-tmp")] == []
+        if finished:
+            break
+    assert finished and changes > 5
 
 
 # ---- meanwhile -----------------------------------------------------------------------------------

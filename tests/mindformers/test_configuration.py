@@ -155,23 +155,6 @@ def test_an_empty_folder_is_a_fresh_start_or_an_error_for_weights_only(tmp_path,
         )
 
 
-def test_the_folder_above_is_accepted_and_an_unrelated_folder_is_an_error(tmp_path, current):
-    (tmp_path / "data.bin").write_bytes(b"x")
-    with pytest.raises(
-        MissingCheckpointError, match="is not a checkpoint directory: .* found data.bin"
-    ):
-        job_start.select_checkpoint(
-            config_of(load_checkpoint=str(tmp_path), resume_training=True), current
-        )
-    saved(tmp_path / "checkpoint", 5)
-    config = config_of(load_checkpoint=str(tmp_path), resume_training=True)
-    job_start.select_checkpoint(config, current)
-    assert (
-        config.load_checkpoint == str(tmp_path / "checkpoint" / "iteration_00000005")
-        and current.plan.choice.chosen.step == 5
-    )
-
-
 def test_mindformers_gets_another_folder_if_common_json_is_missing(tmp_path, current):
     saved(tmp_path, 5)
     os.remove(tmp_path / "iteration_00000005" / "common.json")

@@ -11,7 +11,6 @@ from rank_folders import STORAGE
 from training_logs import RUNS, Training, check, history
 
 import mindresume
-from mindresume import events as ev
 from mindresume.events import DISK, MEMORY
 from mindresume.report.advice import (
     TooLittleMeasuredError,
@@ -144,40 +143,6 @@ def test_the_write_bounds_the_interval_and_checksums_stop_the_next_step(advice):
         12.5,
     ) and not memory.is_limited_by_write
     assert (disk.steps_low, disk.steps_advised, disk.is_limited_by_write) == (501, 501, True)
-
-
-def test_a_start_that_fails_lengthens_the_restart_and_is_no_failure_of_the_training(advice):
-    training = (
-        history(attempts=1).start(300).event(301, ev.TrainingEnded(ev.FAILED, "no such file"))
-    )
-    found = advice(
-        training.start(400)
-        .resume(401, 100, RUNS[0])
-        .run(402, RUNS[1])
-        .steps(430, 101, 140, 2.0)
-        .save(520, 140)
-    )
-    assert found.failures == 1 and found.tiers[0].restart_seconds > 400 - 300
-
-
-@pytest.mark.parametrize(
-    "saved, configured, now",
-    [
-        ([7, 8], 7, 7),  # preempted
-        ([7, 8], None, 1),  # of an earlier version
-        ([7, 14, 15], None, 7),
-        ([7, 14, 28], 7, 7),  # one failed
-        ([10, 20, 23], 4, 10),  # sink of 10
-        ([7], None, None),
-    ],
-)
-def test_the_present_interval_is_the_configured_one(advice, saved, configured, now):
-    training = Training().start(0).fresh(1).run(2, RUNS[0], configured, configured)
-    training.steps(10, 1, max(saved))
-    for at, step in ((10.5 + step, step) for step in saved):
-        training.save(at, step).event(at, ev.TierSaved(step, 13_000_000, 0.1, 0.3))
-    found = advice(training.event(90, ev.TrainingEnded(ev.PREEMPTED, "SIGTERM", max(saved))))
-    assert [tier.steps_now for tier in found.tiers] == [now, now]
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,16 @@
 document."""
 
 import json
-import os
 import time
 from dataclasses import replace
 
-import iteration_folders
-from rank_folders import STORAGE, save, write_rank
+from rank_folders import STORAGE, save
 from training_logs import RUNS, ZERO, Log, Training, check, fail, record, two_attempts
 
-import mindresume
 from mindresume import events as ev
 from mindresume.events import FAILED
 from mindresume.events.event_file import FOLDER
-from mindresume.report.builder import build_report, defect_of, to_json
+from mindresume.report.builder import build_report, to_json
 from mindresume.report.log_reader import RecordedEvent
 from mindresume.resume.step_ledger import LedgerRun, StepLedger, StepRow
 
@@ -148,27 +145,6 @@ def test_steps_that_the_next_start_would_do_again(tmp_path):
         report = build_report(STORAGE, str(tmp_path), str(tmp_path / name))
         check(report, steps_at_risk=risk, steps_lost=0)
         assert report.attempts[-1].outcome == outcome
-
-
-def test_checkpoints_are_those_of_ls(tmp_path):
-    root = tmp_path / "checkpoint"
-    for step in (5, 10):
-        save(root, step)
-    os.truncate(next((root / "rank_2").glob("*-1_10.*")), 9)
-    write_rank(root, 15, 0, 4)
-    rows = made(tmp_path).checkpoints
-    assert [(row.step, row.state) for row in rows] == [
-        (15, "incomplete"),
-        (10, "unusable"),
-        (5, "complete"),
-    ]
-    assert "rank 2" in defect_of(rows[1]) and defect_of(rows[2]) == ""
-    iteration_folders.save(tmp_path / "b" / "checkpoint", 20)
-    for folder in (tmp_path, tmp_path / "b"):
-        listed = mindresume.open(folder / "checkpoint").list().to_json()["checkpoints"]
-        for row, info in zip(to_json(made(folder))["checkpoints"], listed, strict=True):
-            row.pop("reason")
-            assert row == {name: info[name] for name in row}
 
 
 def test_the_document_is_json_without_odd_numbers(tmp_path):

@@ -409,5 +409,3 @@ TINY = {
 }
 TENSORS = random_tensors(TINY)
 ALL = random_tensors(MODEL)
-# without the empty one
-SOLID = {name: spec for name, spec in MODEL.items() if name != "layers.1.none"}

@@ -25,7 +25,7 @@ from reshard.plans import (
 from mindresume.errors import CorruptFileError, LoadError, StrategyError
 from mindresume.formats import CheckpointDir
 from mindresume.formats.strategy import Strategy
-from mindresume.model.layout import shape_of, whole, within
+from mindresume.model.layout import TensorLayout, shape_of, whole, within
 from mindresume.reshard.open_checkpoint import open_checkpoint
 from mindresume.reshard.range_reader import view
 from mindresume.reshard.step_view import view_of_rank_folders
@@ -143,6 +143,15 @@ def test_a_strategy_that_contradicts_the_records(tmp_path, wanted):
     ) as found:
         weights_of(tmp_path, candidate, plan_of(wanted).strategy())
     assert str(found.value).partition(":")[0] in TENSORS
+
+
+def test_an_equivalent_strategy_is_accepted(tmp_path):
+    candidate = recorded(tmp_path, plan_of("tp4"), TENSORS)
+    other = {
+        name: TensorLayout((2, 2), tuple((1, 0) if axis == 0 else -1 for axis in layout.tensor_map))
+        for name, layout in plan_of("tp4").stages[0].items()
+    }
+    check_all(weights_of(tmp_path, candidate, Strategy((other,))))
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])

@@ -1,6 +1,7 @@
 """The direct engine against numpy: bit for bit, from every layout to every other, and nothing left
 when something fails."""
 
+import errno
 import math
 import os
 import signal
@@ -347,6 +348,57 @@ def test_a_source_that_is_cut_after_its_header_was_read(tmp_path, fmt, workers, 
     with failing(tmp_path, CorruptFileError, ends) as found:
         transform(weights, STORAGE, targets, workers, 512)
     assert found.value.path == path
+
+
+class Failing(PosixStorage):
+    """Fails operation ``at`` (from 0) of one ``kind`` (create, head, data or finish) as a full disk
+    does."""
+
+    def __init__(self, kind="", at=-1):
+        self.kind, self.at, self.done, self._lock = kind, at, Counter(), threading.Lock()
+
+    def strike(self, kind):
+        with self._lock:
+            number = self.done[kind]
+            self.done[kind] += 1
+        if (kind, number) == (self.kind, self.at):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def create(self, path, size):
+        self.strike("create")
+        return FailingFile(self, super().create(path, size))
+
+
+class FailingFile:
+    def __init__(self, storage, inner):
+        self.storage, self.inner, self.abandon = storage, inner, inner.abandon
+
+    def write_at(self, position, data):
+        self.storage.strike("data" if position else "head")
+        self.inner.write_at(position, data)
+
+    def finish(self):
+        try:
+            self.storage.strike("finish")
+        except OSError:
+            self.inner.abandon()  # as the protocol says
+            raise
+        self.inner.finish()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("kind", ["create", "head", "data", "finish"])
+def test_a_target_that_fails_leaves_nothing(tmp_path, kind, workers):
+    model = {name: spec for name, spec in LITTLE.items() if not name.startswith("adam")}
+    weights, targets, expected = small(tmp_path, "tp2", "dp2tp2opt2", recorded, model=model)
+    working = Failing()
+    check(targets, transform(weights, working, targets, workers, 512), *expected)
+    for made in targets:
+        os.remove(made.path)
+    assert working.done[kind] >= 4
+    for number in range(working.done[kind]):
+        with failing(tmp_path, OSError, "No space left"):
+            transform(weights, Failing(kind, number), targets, workers, 512)
 
 
 # ---- targets that cannot be written --------------------------------------------------------------

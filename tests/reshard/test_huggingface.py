@@ -550,30 +550,6 @@ def exported(source, folder, model, dtype="keep", part=5 << 30):
     return convert(Conversion(STORAGE, job, str(folder)))
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [*((name, "float32") for name in MODELS), ("grouped", "bfloat16")]
-)
-def test_round_trip(tmp_path, name, dtype):
-    """Hugging Face -> consolidated weights of MindSpore -> Hugging Face: the same bits under the
-    same names."""
-    model = MODELS[name]
-    tensors = bits(random(model), dtype)
-    weights = viewed(folder_of(tmp_path / "hf", model, tensors), model)
-    if model.tied:
-        weights.tensors = {key: tensor for key, tensor in weights.tensors.items() if key != HEAD}
-    source = replace(open_checkpoint(STORAGE, str(tmp_path / "hf")), weights=weights)
-    merged = Conversion(STORAGE, to_consolidated(source, MINDSPORE, 3000), str(tmp_path / "middle"))
-    middle = open_checkpoint(STORAGE, convert(merged))
-    assert middle.weights.tensors.keys() == weights.tensors.keys()
-    back = exported(middle, tmp_path / "back", model, part=2000)
-    assert "model.safetensors.index.json" in os.listdir(back) and not [
-        f for f in os.listdir(tmp_path) if f.startswith(".")
-    ]
-    same(everything(open_checkpoint(STORAGE, back).weights), tensors)
-    found = json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))
-    assert found == {**document(model), "torch_dtype": dtype}
-
-
 def test_sources_that_do_not_fit(tmp_path):
     whole_ = assemble(rules(GROUPED), random(GROUPED))
 

@@ -20,7 +20,7 @@ from reshard.plans import COUNTERS, Plan, Spec, complete, foreign, part_of, put,
 from mindresume import runtime
 from mindresume.errors import EngineError, StrategyError
 from mindresume.formats.consolidated import read_consolidated
-from mindresume.formats.strategy import Strategy, decode_strategy
+from mindresume.formats.strategy import Strategy
 from mindresume.mindformers import transform_worker
 from mindresume.model.layout import TensorLayout, held, whole
 from mindresume.reshard.checkpoint_view import view_of_consolidated
@@ -88,30 +88,6 @@ def array_of(weights, name, rank):
 
 
 # ---- preparation ---------------------------------------------------------------------------------
-
-
-def test_mindspore_gets_one_file_per_rank_folder_and_both_strategies(tmp_path, work, small):
-    """Other files in the folders are not passed on."""
-    put(
-        Path(small.weights.files[0][0]).parent / "zzz_rank_0-9_9.safetensors",
-        {"other": np.zeros(3)},
-    )
-    task = prepare(small.weights, small.target.strategy(), str(work), workers=8)
-    (job,) = [json.loads(Path(path).read_text()) for path in task.jobs]
-    assert sorted(
-        path.relative_to(job["source"]).as_posix() for path in Path(job["source"]).glob("*/*")
-    ) == ["rank_0/weights.safetensors", "rank_1/weights.safetensors"]
-    for rank in range(2):
-        assert os.path.samefile(
-            f"{job['source']}/rank_{rank}/weights.safetensors", small.weights.files[rank][0]
-        )
-    source, target = (
-        decode_strategy(Path(job[key]).read_bytes(), job[key])
-        for key in ("source_strategy", "target_strategy")
-    )
-    assert source == dict(enumerate(Plan.parse("tp2", SMALL).strategy().stages))
-    assert target == dict(enumerate(small.target.strategy().stages))
-    assert job["kind"] == "folder" and job["ranks"] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -112,20 +112,6 @@ def test_the_newest_usable_save_of_a_step_is_opened(tmp_path, spoil):
 # ---- strategies ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("left", [0, 1])
-@pytest.mark.parametrize("folders", ["gone", "empty"])
-def test_the_only_file_that_is_left_of_two_ranks(tmp_path, left, folders):
-    foreign(tmp_path / "checkpoint", Plan.parse("tp2", MODEL), TENSORS)
-    strategy_in(tmp_path / "strategy", Plan.parse("tp2", MODEL))
-    path_of(tmp_path / "checkpoint", STEP, 1 - left).unlink()
-    if folders == "gone":
-        (tmp_path / "checkpoint" / f"rank_{1 - left}").rmdir()
-    with pytest.raises(
-        (LoadError, StrategyError, CorruptFileError), match=f"rank {1 - left}|ranks from {1 - left}"
-    ):
-        opened(tmp_path / "checkpoint")
-
-
 WRONG = {
     "fewer ranks": ("tp2", r"is of rank 2, the strategy .* is of 2 ranks"),
     "more ranks": (

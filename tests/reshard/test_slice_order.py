@@ -192,21 +192,6 @@ def test_what_no_tensor_tells_is_not_guessed():
     check_order(folded("dp2tp1", leave_out=[PROJ]), {QKV: None})  # nothing is cut
 
 
-def test_an_iteration_folder_keeps_optimizer_shards_apart(tmp_path):
-    """``metadata.json`` folds them into the tensor map; the records decide."""
-    source = saved(tmp_path / "source", "dp2tp2opt2")
-    mindresume.convert(source, tmp_path / "new", to="dp=4,tp=2,opt=2", format="iteration")
-    weights = open_checkpoint(PosixStorage(), str(tmp_path / "new")).weights
-    assert (
-        weights.split
-        and weights.tensors[QKV].layout.optimizer_slices == 2
-        and computed_slices(weights.tensors[QKV].layout) == 2
-    )
-    assert set(regions(tmp_path / "new", "dp1tp2")) == set(MODEL)
-    with pytest.raises(ConfigError):
-        regions(tmp_path / "new", "dp1tp4")
-
-
 def test_no_plan_is_derived_from_metadata_json_alone(tmp_path):
     """It does not tell which cuts are those of optimizer shards: norms would be cut, too."""
     iteration_folders.foreign(tmp_path / "source", "mf190_20_dp2tp2opt")

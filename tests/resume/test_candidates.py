@@ -5,7 +5,6 @@ import shutil
 
 import iteration_folders
 import pytest
-from job_choices import choose
 from rank_folders import STORAGE, dir_at, path_of, records_of, save, target_of, write_rank
 from reshard.plans import MODEL, Plan, foreign, random_tensors
 
@@ -14,14 +13,12 @@ from mindresume.formats import weight_files
 from mindresume.formats.scan import scan
 from mindresume.reshard.strategy_store import StrategyLookup, identity_of, set_aside, strategy_for
 from mindresume.resume.candidates import (
-    COMPLETE,
     UNUSABLE,
     CheckpointStatus,
     list_checkpoints,
     verify_checkpoints,
 )
 from mindresume.resume.replicas import unknown_strategy
-from mindresume.resume.sources import CheckpointSources
 from mindresume.saving.committer import Committer
 from tests.strategy_files import write_strategy
 
@@ -45,18 +42,6 @@ def next_job(root, folder, made):
     identity = identity_of(dir_at(root), candidate)
     set_aside(STORAGE, folder, strategy_for(dir_at(root), candidate, None), identity)
     write_strategy(made.strategy(), folder)
-
-
-@pytest.mark.parametrize("lost", [(), (1, 2)])
-def test_the_ranks_are_those_of_the_strategy_that_was_set_aside(root, lost):
-    root, folder, made = root
-    for rank in lost:
-        shutil.rmtree(root / f"rank_{rank}")
-    next_job(root, folder, made)
-    _, (seen,) = list_checkpoints(STORAGE, str(root), StrategyLookup(STORAGE))
-    assert (seen.state, seen.candidate.missing_ranks) == (COMPLETE, lost)
-    choice = choose(root, sources=CheckpointSources(StrategyLookup(STORAGE)))
-    assert choice.chosen == seen.candidate and choice.refused == ()
 
 
 def test_another_number_of_ranks_can_be_requested(root):

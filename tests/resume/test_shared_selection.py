@@ -13,6 +13,7 @@ from rank_folders import (
     Ranks,
     damage,
     flip_bit,
+    name_of,
     path_of,
     records_of,
     save,
@@ -24,7 +25,7 @@ from rank_folders import (
 from reshard.plans import put
 from storages import Hooked
 
-from mindresume.errors import ConfigError, NoUsableCheckpointError
+from mindresume.errors import ConfigError, MissingCheckpointError, NoUsableCheckpointError
 
 WORLD = 4
 # in one process that verifies all ranks, as `mindresume which` does
@@ -107,6 +108,16 @@ def test_a_file_whose_record_was_never_written(saved):
 def test_another_world_size(saved):
     stops(saved, "saved by 4 ranks, this job has 2; ", "auto_trans_ckpt: True", world=2)
     takes(saved, 15, world=None)
+
+
+def test_a_named_checkpoint_that_cannot_be_used_is_an_error_not_a_fall_back(saved):
+    fails = partial(stops, saved, error=MissingCheckpointError)
+    path_of(saved, 10, 2).unlink()
+    path_of(saved, 10, 0).unlink()
+    fails("rank_0/net_rank_0-1_10.safetensors", requested=str(name_of(0, 10)))
+    fails("net_rank_0-1_10.safetensors, net_rank_0-1_5.safetensors", requested="net_rank_0-9_9")
+    flip_bit(path_of(saved, 15, 0))
+    fails("not what was written", requested=str(name_of(0, 15)))
 
 
 # ---- folders of mindformers ----------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import rank_folders
 from iteration_folders import (
     COMMON,
-    FOREIGN,
     METADATA,
     TRACKER,
     folder_of,
@@ -190,20 +189,6 @@ def test_the_number_of_ranks_may_be_another(saved, world):
     takes(saved, 15, world=world)
 
 
-def test_health(tmp_path):
-    for step, health in ((5, 0), (10, None), (15, 1)):
-        save(tmp_path, step, health=health)
-    takes(tmp_path, 15)
-    reason = "unhealthy when it was saved (the embedding's local norm"
-    takes(tmp_path, 10, (15, reason), unhealthy=())
-    takes(tmp_path, 15, requested="15", unhealthy=())
-    takes(folder_of(tmp_path, 15), 15, unhealthy=())
-    for step in (5, 10):
-        shutil.rmtree(folder_of(tmp_path, step))
-    none = "The training has no healthy checkpoints yet, please start"
-    stops(tmp_path, none, "unhealthy", unhealthy=())
-
-
 # ---- named ---------------------------------------------------------------------------------------
 
 
@@ -275,19 +260,6 @@ def test_both_formats_in_one_root_are_ordered(tmp_path):
 
 
 # ---- checkpoints of mindformers ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name, world", zip(FOREIGN, (1, 4, 2), strict=True))
-def test_mindformers_folders(tmp_path, name, world):
-    foreign(tmp_path, name)
-    choice = takes(tmp_path, 15)
-    chosen, state = choice.chosen, choice.chosen.state
-    assert (chosen.run, choice.notes, state.global_batch_size) == (None, (), 8)
-    assert (chosen.epoch, chosen.world_size) == (state.epoch, world)
-    track(tmp_path, 10)
-    takes(tmp_path, 10)
-    takes(folder_of(tmp_path, 15), 15)
-    takes(next(folder_of(tmp_path, 15).glob("*-opt-*0-*")), 15)
 
 
 def without(pattern):

@@ -236,23 +236,6 @@ def test_the_next_save_waits(kind):
     simulated(work, kind, timeout=2.0, slow=9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_the_writer_is_reported_by_the_next_poll_and_the_next_save_works(kind):
-    def work(job):
-        job.storage.make_folder(ROOT)
-        job.storage.write(f"{ROOT}/rank_0", [b"a file in the way"])
-        job.saver.save(save_of(5))
-        (outcome,) = job.saver.wait(PATIENCE)
-        assert (
-            not outcome.saved and "rank_0" in str(outcome.error) and "step 5" in str(outcome.error)
-        )
-        job.storage.remove(f"{ROOT}/rank_0")
-        job.saver.save(save_of(10))
-        assert job.saver.finish(PATIENCE)[0].error is None and job.steps() == [10]
-
-    simulated(work, kind)
-
-
 class Slow(PosixStorage):
     """Blocks in the writer until the file ``go`` exists."""
 

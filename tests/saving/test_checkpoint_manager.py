@@ -24,6 +24,7 @@ from mindresume.events import (
     SaveCommitted,
     SaveFailed,
     SaveSkipped,
+    SaveStaged,
     SaveWritten,
     TrainingEnded,
 )
@@ -67,6 +68,24 @@ def test_a_release_that_knows_consumed_samples_finds_them(tmp_path, known):
     assert json.loads((tmp_path / "iteration_00000005" / COMMON).read_bytes()).get(
         "consumed_samples"
     ) == (70 if known else None)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_save_in_the_background_is_staged_before_it_is_written(tmp_path, kind):
+    job = Job(tmp_path, async_save=kind).steps(5).end()
+    assert [event.kind for event in job.events][:4] == [
+        "run_opened",
+        "first_step_done",
+        "save_begun",
+        "save_staged",
+    ]
+    # both by the writer
+    assert {event.kind for event in job.events[4:]} == {"save_written", "save_committed"}
+    (staged,), (written,) = job.emitted(SaveStaged), job.emitted(SaveWritten)
+    assert (staged.step, staged.name) == (
+        5,
+        "net_rank_0-1_5.safetensors",
+    ) and staged.stall_seconds == written.stall_seconds
 
 
 def test_a_skipped_step_is_counted(tmp_path):

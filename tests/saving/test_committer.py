@@ -15,7 +15,6 @@ from rank_folders import (
 )
 from storages import Hooked, failing
 
-from mindresume.errors import SaveError
 from mindresume.events import CommitDelayed, SaveAbandoned
 from mindresume.formats import OURS
 from mindresume.formats.scan import scan
@@ -46,36 +45,6 @@ def test_the_end_waits_until_the_deadline_and_names_the_missing_ranks(tmp_path, 
     assert [(type(event), event.step, event.missing_ranks) for event in events] == [
         (SaveAbandoned, 5, (1, 3))
     ]
-
-
-class FullDisk(PosixStorage):
-    """Accepts ``limit`` bytes of the next file, then fails as a full disk does."""
-
-    limit = 100
-
-    def write(self, path, pieces, size=0):
-        def cut():
-            left = self.limit
-            for piece in pieces:
-                if len(piece) > left:
-                    raise OSError(28, os.strerror(28), path)
-                left -= len(piece)
-                yield piece
-
-        return super().write(path, cut())
-
-
-def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path):
-    save(tmp_path, 5, world=1)
-    target = target_of(tmp_path, 0, 1)
-    broken = type(target)(FullDisk(), target.root, RUN, 0, 1)
-    with pytest.raises(
-        SaveError,
-        match="step 10 was not saved on rank 0: No space left.*saved before are untouched",
-    ):
-        write_shard(broken, rank_shard(name_of(0, 10), state_of(10), tensors_of(0, 10)))
-    assert sorted(os.listdir(tmp_path / "rank_0")) == ["meta.json", "net_rank_0-1_5.safetensors"]
-    assert steps(tmp_path) == [5]
 
 
 def test_a_commit_reads_no_manifest_that_it_has_read_before(tmp_path):

@@ -269,6 +269,30 @@ def test_half_written_trackers_of_earlier_runs_are_removed_and_those_of_others_k
     assert [*map(os.path.exists, names)] == [False, True, True, True]
 
 
+def test_a_kill_at_every_operation_of_replacing_our_only_folder(tmp_path):
+    """The tracker never names a folder that is incomplete or missing."""
+
+    def act(storage, number):
+        root = tmp_path / str(number)
+        save(root, 20)
+        write_all(root, 20, run=NEXT)
+        Committer(target_of(root, run=NEXT, storage=storage)).poll(20)
+
+    trackers = set()
+    for number, operation in interrupted_at_each_operation(act):
+        root = tmp_path / str(number)
+        assert chosen(root) == (20, NEXT), operation
+        trackers.add(tracker(root))
+        assert tracker(root) is None or (folder_of(root, int(tracker(root))) / COMMON).exists(), (
+            operation
+        )
+        adopting(root, THIRD)
+        Committer(target_of(root, run=THIRD)).prune()
+        assert chosen(root) == (20, NEXT) and tracker(root) == "20", operation
+        assert hidden(root) == [] and (20, RUN) not in committed(root), operation
+    assert trackers == {"20", None}
+
+
 # ---- a step is saved once more -------------------------------------------------------------------
 
 
@@ -297,6 +321,37 @@ def test_a_kill_at_every_operation_of_replacing_a_folder_of_mindformers(tmp_path
         assert chosen(root) == (15, NEXT) and tracker(root) == "15" and hidden(root) == [], (
             operation
         )
+
+
+@pytest.mark.parametrize("trouble", ["tracker-0000000010", VISIBLE, TRACKER])
+def test_a_kill_at_every_operation_of_a_save_after_an_unpublished_one(tmp_path, trouble):
+    """The earlier one is named first; the tracker follows before anything else is done."""
+
+    def act(storage, number):
+        failed, rename = [], storage.rename
+
+        def once(old, new):
+            if new.endswith(trouble) and not failed:
+                failed.append(new)
+                raise OSError(5, "Input/output error", new)
+            rename(old, new)
+
+        storage.rename, root = once, tmp_path / str(number)
+        save(root, 5)
+        committer = Committer(target_of(root, storage=storage))
+        for step in (10, 20):
+            write_all(root, step)
+            committer.poll(step)
+        assert failed and tracker(root) == "20" and hidden(root) == []
+
+    for number, operation in interrupted_at_each_operation(act):
+        root = tmp_path / str(number)
+        newest = 20 if making(root, 20).exists() or folder_of(root, 20).exists() else 10
+        assert chosen(root) == (newest, RUN), operation
+        adopting(root)
+        assert (
+            chosen(root) == (newest, RUN) and tracker(root) == str(newest) and hidden(root) == []
+        ), operation
 
 
 def test_a_leftover_intent_is_removed_by_the_next_save(tmp_path):

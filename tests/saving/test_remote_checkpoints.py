@@ -34,7 +34,7 @@ from mindresume.resume import sources
 from mindresume.resume.eligible import Choice, SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.resume.sources import CheckpointSources
-from mindresume.saving import upload
+from mindresume.saving import garbage_collector, upload
 from mindresume.saving.committer import Committer
 from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import (
@@ -49,6 +49,10 @@ from sim.cluster import current_cluster
 URL = "obs://bucket/job/checkpoint"
 RUN, LATER = run_name(1, "0000aaaa"), run_name(2, "0000bbbb")
 FORMATS = {"1.0": rank_folders, "2.0": iteration_folders}
+
+
+class Died(BaseException):
+    """Kills the process."""
 
 
 class World(ManualClock):
@@ -222,6 +226,21 @@ def downloads(monkeypatch):
     return found
 
 
+def strike(monkeypatch, at):
+    """Kills right after the operation with this number, or in the middle of a download. Returns the
+    operations."""
+    done = []
+
+    def watch(moment, operation, url):
+        if moment != "before":
+            done.append((moment, operation, url))
+            if len(done) == at:
+                raise Died(operation)
+
+    monkeypatch.setattr(moxing.file, "watch", watch)
+    return done
+
+
 # ---- round trips ---------------------------------------------------------------------------------
 
 
@@ -328,6 +347,15 @@ def test_an_unfinished_save_with_the_names_of_a_checkpoint_is_removed(world, rec
     unfinished_afresh(world, [1])
     if not recorded:
         next(world.disk.rglob("rank_00001.json")).unlink()
+    restored_without_it(world)
+
+
+def test_an_interrupted_removal_of_an_unfinished_save_is_continued(world, monkeypatch):
+    unfinished_afresh(world, [1])
+    with monkeypatch.context() as dying:
+        dying.setattr(garbage_collector, "empty_trash", lambda *args: 1 / 0)
+        with pytest.raises(CollectiveError, match="division by zero"):
+            world.restore_all()
     restored_without_it(world)
 
 
@@ -534,24 +562,6 @@ def test_an_unhealthy_checkpoint_is_refused_by_its_manifest_before_any_download(
     assert fetched == []
     named = str(rank_folders.name_of(0, 15)) if world.fmt == "1.0" else "15"
     assert world.restore_all(named=named, **filters).chosen.step == 15
-
-
-def test_the_part_of_one_node_alone_is_not_downloaded(world, monkeypatch):
-    """A user may have copied it there."""
-    world.upload(5, 10)
-    name = attempt_name(10, RUN)
-    manifest, _ = world.remote.manifest(name)
-    part = replace(
-        manifest,
-        files=manifest.files[1:],
-        records=manifest.records[1:],
-        local_ranks=(1,),
-        world_size=2,
-    )
-    world.remote.store.put(f"{URL}/{name}/{record_path(name, MANIFEST)}", part.encode())
-    world.empty_disk()
-    fetched = downloads(monkeypatch)
-    assert world.restore_all().chosen.step == 5 and set(fetched) == {attempt_name(5, RUN)}
 
 
 @BOTH
@@ -890,6 +900,26 @@ def alone(world):
     return select_checkpoint(
         STORAGE, str(world.disk), SingleProcess(), SelectionPolicy(every_rank=True)
     )
+
+
+@BOTH
+def test_the_next_job_selects_the_same_after_a_kill_at_any_moment_of_a_download(world, monkeypatch):
+    world.upload(5, 10)
+    at, over = 0, False
+    while not over:
+        at += 1
+        world.empty_disk()
+        strike(monkeypatch, at)
+        try:
+            world.restore(SingleProcess(), converts=True)
+            over = True
+        except Died:
+            pass
+        monkeypatch.setattr(moxing.file, "watch", lambda *what: None)
+        found = alone(world)
+        assert found.chosen is None and found.is_fresh_start or found.chosen.step == 10
+        assert world.restore_all().chosen.step == 10
+    assert at > 10
 
 
 # ---- what is not uploaded, and what is -----------------------------------------------------------
