@@ -147,8 +147,7 @@ def proof(folder: Output, json: AsJson = False, logs: Logs = None) -> None:
     scale and loss. docs/reliability.md explains what a difference means. Nothing is written. Exit
     status: 0; 1 if a resume differs; 3 if there was no resume.
     """
-    from mindresume.report.builder import folders_of
-    from mindresume.report.proofs import DIFFERS, proofs_in
+    from mindresume.report.builder import DIFFERS, folders_of, proofs_in
 
     output, _ = folders_of(folder)
     check_folders(logs or ())

@@ -1,4 +1,4 @@
-"""report/proofs.py and ``mindresume proof``: what is said of each resume."""
+"""report/builder.py and ``mindresume proof``: what is said of each resume."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from mindresume.events import (
     TrainingEnded,
 )
 from mindresume.events.event_file import EventFile
-from mindresume.report.proofs import DIFFERS, NOT_PROVED, PROVED, WEIGHTS_ONLY, proofs_in
+from mindresume.report.builder import DIFFERS, NOT_PROVED, PROVED, WEIGHTS_ONLY, proofs_in
 
 OPENED = RunOpened("0002-aaaaaaaa", "output/checkpoint", "net", 1)
 ENDED = TrainingEnded(FINISHED)
