@@ -142,10 +142,11 @@ class Origin:
     ``is_fresh``: there was no checkpoint. ``step``: of the checkpoint, in the count of the run that
     saved it; None: from the beginning. ``is_inferred``: it follows from the first loss. ``run_id``:
     the run that saved it. ``source``: where it lay, "disk" or "memory"; empty: nothing was
-    selected. ``checkpoint``: its description. ``base_step``: the step after which this attempt
-    counts, which differs after a change of the batch size. ``step_scale``: steps of this attempt
-    per step of the run that saved. ``refused``: the checkpoints that it did not take. ``moments``:
-    of the start, as far as they were recorded.
+    selected. ``partner``: a node had lost its part, and got it from a partner node. ``checkpoint``:
+    its description. ``base_step``: the step after which this attempt counts, which differs after a
+    change of the batch size. ``step_scale``: steps of this attempt per step of the run that saved.
+    ``refused``: the checkpoints that it did not take. ``moments``: of the start, as far as they
+    were recorded.
     """
 
     is_fresh: bool = False
@@ -153,6 +154,7 @@ class Origin:
     is_inferred: bool = False
     run_id: str | None = None
     source: str = ""
+    partner: bool = False
     checkpoint: str = ""
     base_step: int = 0
     step_scale: float = 1.0
@@ -496,7 +498,14 @@ class _Attempt:
         if choice is None or is_fresh:
             return origin
         text = ("weights only: " if choice.weights_only else "") + choice.description
-        return replace(origin, run_id=choice.run_id, source=choice.source, checkpoint=text)
+        fetched = self.newest.get(ev.PartnerFetched)
+        return replace(
+            origin,
+            run_id=choice.run_id,
+            source=choice.source,
+            partner=fetched is not None and fetched.step == choice.step,
+            checkpoint=text,
+        )
 
 
 def _updated(save: Save, at: float, event: Any) -> Save:

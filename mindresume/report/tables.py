@@ -147,9 +147,8 @@ def resumed_from(attempt: RunAttempt) -> str:
     """Returns where an attempt began, as a cell."""
     origin = attempt.origin
     if origin.step is not None:
-        text = phrase(
-            "resumed.memory" if origin.source == MEMORY else "resumed.step", step=origin.step
-        )
+        where = origin.source == MEMORY and ("partner" if origin.partner else "memory")
+        text = phrase(f"resumed.{where or 'step'}", step=origin.step)
         if origin.step_scale != 1:
             text = phrase("resumed.scaled", where=text, step=origin.base_step)
         return phrase("resumed.inferred", where=text) if origin.is_inferred else text

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume import runtime
@@ -227,9 +227,11 @@ class _Node:
             endpoint = self.endpoints[row.receiver]
             if candidate is None or isinstance(endpoint, str):
                 raise OSError(problem or (endpoint if candidate else f"{row.name} is gone"))
+            # that node may just have got other parts
+            files = {rank: candidate.files[rank] for rank in row.ranks}
             channel = connect(Endpoint(*endpoint))
             try:
-                size = push(channel, source, candidate)
+                size = push(channel, source, replace(candidate, files=files))
             finally:
                 channel.close()
         except Exception as error:  # any error: the disk is taken

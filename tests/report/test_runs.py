@@ -19,6 +19,7 @@ from mindresume.report.runs import (
     with_losses,
     with_outcome,
 )
+from mindresume.report.tables import resumed_from
 
 STOPPING = ev.PreemptionRequested(3, "SIGTERM")
 
@@ -192,6 +193,16 @@ def test_a_weights_only_load_is_not_a_resume():
     attempt = one(Training().start(0).event(1, selected).run(2, RUNS[0]).steps(5, 1, 4))
     check(attempt.origin, step=None, base_step=0, is_inferred=False)
     assert attempt.first_step == 1 and "4 ranks" in attempt.origin.checkpoint
+
+
+@pytest.mark.parametrize("step, cell", [(40, "a part of it from a partner node"), (30, "")])
+def test_a_node_that_got_its_part_from_a_partner_is_told(step, cell):
+    """Step 40 was selected: of step 30 a part was fetched before."""
+    fetched = ev.PartnerFetched(step, (2, 3), 0, 1 << 30, 1.0)
+    selected = ev.CheckpointSelected(40, 1, RUNS[0], "/tier", "4 ranks", source="memory")
+    attempt = one(Training().start(0).event(1, fetched).event(2, selected).run(3, RUNS[1]))
+    assert attempt.origin.partner is bool(cell) and cell in resumed_from(attempt)
+    assert resumed_from(attempt).startswith("step 40 in memory")
 
 
 def test_a_line_that_comes_twice_with_another_time_is_one_step():

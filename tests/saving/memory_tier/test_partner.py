@@ -439,7 +439,7 @@ def two_nodes(memory, monkeypatch):
     return Path(memory)
 
 
-def trained(root, memory, count=9, hosts=HOSTS, every=100, **tier):
+def trained(root, memory, count=9, hosts=HOSTS, every=100, iterations=False, **tier):
     """Trains ``count`` steps on nodes that save every second step. Returns the events by rank."""
     settings = Settings(
         heartbeat=0,
@@ -447,7 +447,9 @@ def trained(root, memory, count=9, hosts=HOSTS, every=100, **tier):
     )
 
     def work(group):
-        job = Job(root, group=group, every=every, leases={}, settings=settings)
+        job = Job(
+            root, group=group, every=every, leases={}, settings=settings, iterations=iterations
+        )
         for _ in range(count):
             job.steps(1)
             group.gather(b"")  # a step
@@ -485,7 +487,7 @@ def test_each_node_keeps_what_the_other_saved(tmp_path, two_nodes):
     assert not any(of(row, PartnerCopyFailed) for row in events)
 
 
-def chosen(root, memory, hosts=HOSTS, **tier):
+def chosen(root, memory, hosts=HOSTS, any_layout=False, **tier):
     """Returns (step, whether it lies in memory) that the next start takes, and its events on rank
     0."""
     settings = Settings(memory_tier=MemoryTierSettings(2, str(memory), partner=True, **tier))
@@ -498,10 +500,14 @@ def chosen(root, memory, hosts=HOSTS, **tier):
         emit = events.append if group.rank == 0 else ignore
         sources = CheckpointSources(saved_to={os.path.realpath(root)})
         selector = CheckpointSelector(STORAGE, group, settings, emit, sources)
-        found = selector.select(SelectionRequest(str(root), output_dir="/output"))
+        found = selector.select(
+            SelectionRequest(str(root), output_dir="/output", any_layout=any_layout)
+        )
         if found.read_lock is not None:
             found.read_lock.release()
         choice = found.choice
+        if any_layout and choice is not None and choice.in_memory:
+            assert choice.is_in_parts  # on all ranks, or they would not do the same
         return choice and (choice.chosen.step, choice.in_memory)
 
     found = Ranks(len(hosts), hosts).run(work)
@@ -530,6 +536,22 @@ def test_a_node_that_lost_its_memory_gets_it_from_its_partner(
     # nothing is fetched again
     found, events = chosen(root, two_nodes)
     assert found == (8, True) and not of(events, PartnerFetched)
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, ["c", "c", "a", "a"], ["a", "a", "b", "c"]])
+def test_checkpoint_2_comes_back_from_a_partner_too(tmp_path, two_nodes, hosts):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, iterations=True)
+    assert copies(two_nodes, "a") == {8: [2, 3], 6: [2, 3]}
+    lose(two_nodes, "b")
+    found, events = chosen(root, two_nodes, hosts, any_layout=True)
+    assert found == (8, True) and of(events, PartnerFetched)
+
+
+def test_a_node_that_got_all_parts_and_one_that_did_not_load_in_the_same_way(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, iterations=True)
+    assert chosen(root, two_nodes, ["b", "b", "a", "c"], any_layout=True)[0] == (8, True)
 
 
 def test_both_nodes_lost_take_the_disk(tmp_path, two_nodes):
