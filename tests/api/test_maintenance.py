@@ -17,6 +17,7 @@ from rank_folders import (
     path_of,
     save,
     start_of,
+    tensors_in,
 )
 from saving.memory_tier.test_tier import Training
 
@@ -183,6 +184,29 @@ def test_nodes_that_died_at_different_moments_write_the_save_that_both_have(
         shutil.copytree(nodes[name], tier)
         found.append(flush(root))
     assert not found[0].committed and (found[1].step, found[1].committed) == (6, True)
+
+
+def test_flipped_bits_are_found_by_file_and_tensor_and_nothing_else(tmp_path):
+    draw, flips, steps = random.Random(20), {}, range(1, 8)
+    for step in steps:
+        save(tmp_path, step, replicas=4)
+    for step, rank in draw.sample([(step, rank) for step in steps for rank in range(4)], 22):
+        path = path_of(tmp_path, step, rank)
+        held = {
+            name: (start_of(path, name), len(x.tobytes())) for name, x in tensors_in(path).items()
+        }
+        at = draw.randrange(path.stat().st_size)
+        flip_bit(path, at)
+        flips[str(path)] = tuple(
+            name for name, (start, size) in held.items() if start <= at < start + size
+        )
+    rows = scrubbed(tmp_path)
+    damaged = {problem.file: problem.tensors for row in rows.values() for problem in row.damaged}
+    assert damaged.keys() == flips.keys()
+    # damage of a header or between tensors names none
+    assert {file: tensors or damaged[file] for file, tensors in flips.items()} == damaged
+    for step, row in rows.items():
+        assert row.state == ("damaged" if row.damaged else "intact"), step
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])

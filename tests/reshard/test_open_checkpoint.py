@@ -39,6 +39,7 @@ from mindresume.errors import (
     UnreadableFileError,
 )
 from mindresume.formats.rank_folders import FileName
+from mindresume.model.manifest import FOLDER, attempt_name
 from mindresume.reshard import open_checkpoint as source_module
 from mindresume.reshard.conversion_plan import whole_tensors
 from mindresume.reshard.open_checkpoint import ReadHold, identity_of, open_checkpoint
@@ -349,6 +350,26 @@ def test_a_refused_checkpoint_is_not_locked(tmp_path):
         assert source.state.step == 5 and list(read_locks(dir_at(tmp_path))) == [
             source.candidate.name
         ]
+
+
+def test_the_scan_is_repeated_if_a_checkpoint_is_renamed_while_it_is_opened(tmp_path, monkeypatch):
+    save(tmp_path, 5, replicas=1)
+    commit_dir, aside = tmp_path / FOLDER / attempt_name(5, RUN), tmp_path / "aside"
+    open_one, scan = source_module.open_candidate, source_module.find_candidates
+
+    def moved(*values):
+        monkeypatch.setattr(source_module, "open_candidate", open_one)
+        commit_dir.rename(aside)
+        return open_one(*values)
+
+    def looked(*values):
+        if aside.exists():
+            aside.rename(commit_dir)
+        return scan(*values)
+
+    monkeypatch.setattr(source_module, "open_candidate", moved)
+    monkeypatch.setattr(source_module, "find_candidates", looked)
+    assert opened(tmp_path).state.step == 5
 
 
 def test_a_folder_that_keeps_changing_is_an_error_in_the_end(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from storages import moxing_store
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.coordination.lease import holder_of_this_process
-from mindresume.coordination.lease_acquisition import acquire
+from mindresume.coordination.lease_acquisition import acquire, next_run
 from mindresume.errors import CollectiveError, NoUsableCheckpointError, RemoteError
 from mindresume.events import (
     WARNING,
@@ -40,6 +40,7 @@ from mindresume.saving.crash_loop import FailedLoad
 from mindresume.saving.remote_checkpoints import (
     RemoteCheckpoints,
     RunStatus,
+    number_runs,
     record_path,
 )
 from mindresume.saving.retention import KEEP_ALL, KeepLast
@@ -586,6 +587,18 @@ def test_a_checkpoint_with_failed_loads_is_downloaded_only_if_nothing_else_is_us
     assert fetched_by(lambda: world.restore_all(max_failed_loads=3)) == {attempt_name(10, RUN)}
     world.remote._delete(attempt_name(5, RUN), world.remote.scan(), [])
     assert fetched_by(lambda: world.restore_all(max_failed_loads=2)) == {attempt_name(10, RUN)}
+
+
+def test_the_next_run_is_later_than_all_at_the_url_on_an_empty_disk_too(world):
+    world.upload(5, run=run_name(7, "00000007"))
+    world.empty_disk()
+    for _ in range(2):
+        number_runs(dir_at(world.disk), world.remote)
+    assert next_run(os.listdir(world.disk / FOLDER)).startswith("0008-")
+    lease = acquire(dir_at(world.disk), holder_of_this_process("saving"), 0)
+    assert lease.run.startswith("0008-") and not any(
+        "0007-00000007" in name for name in os.listdir(world.disk / FOLDER)
+    )
 
 
 # ---- retention -----------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ import iteration_folders
 import pytest
 import rank_folders
 from iteration_folders import hidden, listing
-from rank_folders import RUN, STORAGE, path_of, save
+from rank_folders import RUN, STORAGE, dir_at, path_of, save
 
 from mindresume.coordination.collectives import SingleProcess
 from mindresume.errors import OutOfSpaceError, SaveError
+from mindresume.formats.scan import scan
 from mindresume.model.manifest import record_name, run_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
@@ -196,6 +197,17 @@ def test_a_second_try_that_fails_too_leaves_the_files_of_the_first(place, tmp_pa
     with pytest.raises(SaveError, match="was not saved"):
         place.write(1, storage)
     assert not storage.armed and files(tmp_path) == before
+
+
+def test_files_are_removed_if_the_record_is_not_published(place, tmp_path):
+    """A disk that the weights just filled has its room back."""
+    with pytest.raises(OutOfSpaceError, match="step 10 was not saved on rank 1: No space left"):
+        place.write(1, OnRecord("write", errno.ENOSPC, effect=False))
+    assert files(tmp_path) == []
+    assert [c.maybe_completed for c in scan(dir_at(tmp_path)).candidates] == [False]
+    place.write(1)
+    place.write(0)
+    assert place.commits()
 
 
 def test_no_space_for_the_record_is_an_error(place):
