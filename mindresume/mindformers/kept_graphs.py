@@ -3,7 +3,7 @@ MindSpore's compile cache.
 
     before the selection   a digest of all that a graph is made of ─▶ the folder of this rank
                            sealed on every rank ─▶ MindSpore reads it; else it is emptied first
-    after the first step   names and sizes of its files are sealed
+    after the first step   the checksums of its files are sealed
 
 MindSpore compares the script and what it imports outside of the installed packages only, and takes
 the n-th file for the n-th graph that a process compiles, whole or torn. So the name of a folder is
@@ -58,17 +58,21 @@ class KeptGraph:
         self.emit = emit
         self.is_sealed = False
 
-    def files(self) -> dict[str, int]:
-        """Returns {path in the folder: size} of MindSpore's files."""
-        found = (path for path in self.path.rglob("*") if path.is_file() and path.name != _SEAL)
-        return {str(path.relative_to(self.path)): path.stat().st_size for path in found}
+    def contents(self) -> Iterator[tuple[str, bytes]]:
+        """Yields path in the folder and content of each file of MindSpore."""
+        for path in self.path.rglob("*"):
+            if path.is_file() and path.name != _SEAL:
+                yield str(path.relative_to(self.path)), path.read_bytes()
+
+    def checksums(self) -> dict[str, str]:
+        return {name: xxhash.xxh3_128_hexdigest(content) for name, content in self.contents()}
 
     def take_seal(self) -> bool:
         """Removes the seal. Returns whether it was that of these files."""
         try:
             sealed = json.loads((self.path / _SEAL).read_bytes())
             (self.path / _SEAL).unlink()
-            return bool(sealed) and sealed == self.files()
+            return bool(sealed) and sealed == self.checksums()
         except (OSError, ValueError):
             return False
 
@@ -79,12 +83,11 @@ class KeptGraph:
             return
         self.is_sealed = True
         try:
-            files = self.files()
-            if any(_RANDOM.search((self.path / name).read_bytes()) for name in files):
+            if any(_RANDOM.search(content) for _, content in self.contents()):
                 shutil.rmtree(self.path)
                 self.emit(Notice("the compiled graph is not kept: it draws random numbers"))
             else:
-                (self.path / _SEAL).write_text(json.dumps(files))
+                (self.path / _SEAL).write_text(json.dumps(self.checksums()))
         except OSError as error:
             self.emit(warning(f"the compiled graph is not kept: {error_text(error)}"))
 
@@ -130,7 +133,12 @@ def keep_graph(
 def digest(config: Mapping[str, Any], group: Group) -> str:
     """Returns a digest of all that the graph of this rank is made of. Raises ValueError if a source
     has changed since it was, perhaps, imported."""
-    settings = {name: value for name, value in os.environ.items() if _SETTINGS.match(name)}
+    settings = {
+        # such as .../latest, which leads to the installed CANN
+        name: os.path.realpath(value) if value.startswith("/") else value
+        for name, value in os.environ.items()
+        if _SETTINGS.match(name)
+    }
     release = {**upstream.installed_versions(), "mindresume": mindresume.__version__}
     facts = [config, group.rank, group.size, settings, release, sys.version]
     found = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=_plain).encode())

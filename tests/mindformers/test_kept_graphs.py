@@ -55,6 +55,17 @@ def test_settings_of_mindspore_count_and_the_place_in_the_cluster_does_not(
     assert start() is not compiles
 
 
+def test_another_release_of_cann_behind_the_same_link_compiles(start, monkeypatch, tmp_path):
+    for release in ("8.1", "8.2"):
+        (tmp_path / release).mkdir()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "latest"))
+    (tmp_path / "latest").symlink_to("8.1")
+    start()
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("8.2")
+    assert not start()
+
+
 def test_a_changed_source_of_the_user_compiles(start, monkeypatch, tmp_path):
     monkeypatch.setattr(kept_graphs, "_BEGAN", 1e12)
     module = ModuleType("network_of_the_user")
@@ -94,11 +105,12 @@ def test_a_start_that_dies_before_its_first_step_leaves_nothing_to_the_next(star
     assert not start()
 
 
-def test_files_that_changed_after_the_first_step_are_not_read(start, tmp_path):
-    """The process was compiling another graph when it was killed."""
+@pytest.mark.parametrize("name, content", [("graph", b"n\0\0\0\0"), ("graph_1", b"torn")])
+def test_files_that_changed_after_the_first_step_are_not_read(start, tmp_path, name, content):
+    """The host has crashed, or the process was compiling another graph when it was killed."""
     start()
     (graph,) = (tmp_path / FOLDER / "rank_0").iterdir()
-    (graph / "graph").write_bytes(b"nodes and more")
+    (graph / name).write_bytes(content)
     assert not start()
 
 
