@@ -55,9 +55,9 @@ from mindresume.resume.job_selection import own_shard
 from mindresume.resume.memory_source import write_selected
 from mindresume.resume.progress import START, ResumeProgress, SummaryRow
 from mindresume.resume.verifier import VerifiedShard
-from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.crash_loop import PendingLoadAttempt
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints
+from mindresume.saving.save_session import publish_completed, upload_completed
 from mindresume.settings import Settings
 from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage

@@ -4,6 +4,6 @@ checkpoint_manager (save_policy: which steps) ─▶ SyncSaver or AsyncSaver ─
     record
 rank 0: committer ─▶ manifest, pointers (iteration_publisher) ─▶ retention ─▶ garbage_collector;
     uploader
-completed_step does what a run that died did not do for the last step of a training
-save_session acquires the directory before; crash_loop counts failed loads
+save_session acquires the directory before, or does for a complete training what a run that died did
+    not do; crash_loop counts failed loads
 """

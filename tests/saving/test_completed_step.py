@@ -19,8 +19,8 @@ from mindresume.model.manifest import FOLDER, MANIFEST, attempt_name
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
 from mindresume.saving.committer import Committer
-from mindresume.saving.completed_step import publish_completed, upload_completed
 from mindresume.saving.remote_checkpoints import RemoteCheckpoints, RunStatus
+from mindresume.saving.save_session import publish_completed, upload_completed
 
 # ---- a training that is complete -----------------------------------------------------------------
 
