@@ -3,8 +3,6 @@ same status. Those that wait for each other are real processes."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,28 +67,6 @@ def test_the_files_of_merged_weights_are_shared_too(source, tmp_path):
     catalog = mindresume.open(tmp_path / "merged")
     reports = [catalog.verify(part=(number, 3)) for number in (1, 2, 3)]
     assert sorted(row.file for report in reports for row in report.problems) == files
-
-
-def test_the_processes_of_a_launch_share_the_files(source, tmp_path):
-    _, root = source
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "mindresume", "merge", root, "merged", "--part-size", "2000"],
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**environment(2, rank), "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(2)
-    ]
-    found = [process.communicate(timeout=600) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0] and found[0][0]
-    assert not found[1][0] and (
-        "this is process 1 of 2, as RANK_ID=1 and MS_WORKER_NUM=2 in the environment say"
-        in found[1][1]
-    )
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "merged"]
 
 
 def test_a_process_that_does_not_come_is_an_error(source, tmp_path, launch, clock):

@@ -169,31 +169,6 @@ def test_the_setting_of_the_first_conversion_stops_no_restart_from_checkpoints_o
     assert any(unneeded in text for text in said)
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path):
-    plan = Plan.parse("tp2", NET)
-    recorded(tmp_path / "checkpoint", Plan.parse("dp1", NET), TENSORS)
-
-    changed = {"new.weight": ((3,), "float32"), "norm.weight": ((8,), "float16")}
-    changed |= {**COUNTER, "head.weight": ((16, 8), "float32")}
-
-    def attempt(group):
-        current, config = job(group, tmp_path / "checkpoint", tmp_path, plan)
-        network = Network(plan, group.rank, changed)
-        network.parameter_layout_dict["head.weight"][6][0] *= 2
-        return read_arrays(config, network, current)
-
-    for error in Threads(2).run(attempt):
-        assert isinstance(error, CollectiveError)
-        for text in (
-            "rank 0: LoadError",
-            "(3 tensors)",
-            "new.weight is not in the checkpoint",
-            "norm.weight is float32 in the checkpoint, float16 in the network",
-            "head.weight is (16, 8) in the checkpoint, (32, 8) in the network",
-        ):
-            assert text in str(error)
-
-
 @pytest.mark.parametrize("processes", [None, 2])
 def test_ckpt_files_are_converted_on_disk_and_loaded_later_directly(tmp_path, processes):
     source, plan = Plan.parse("dp2tp2", NET), Plan.parse("tp4", NET)

@@ -60,6 +60,17 @@ def test_the_marks_stand_where_things_happened(tmp_path):
     assert marks[3]["text"][1]["source"] == ["source.disk", {}]
 
 
+def test_the_timeline_has_each_span_and_each_phase(tmp_path):
+    found = chart_data(written(tmp_path, two_attempts()))
+    spans = found["spans"]
+    kinds = ["startup", "productive", "lost", "downtime", "startup", "productive", "shutdown"]
+    assert [span[0] for span in spans] == kinds
+    assert [span[1] for span in spans] == [1, 1, 1, 1, 2, 2, 2]
+    assert [span[2] for span in spans] == [0, *(span[3] for span in spans[:-1])]
+    assert spans[-1][3] == found["length"] == 55
+    assert sum(row[3] - row[2] for row in found["phases"]) == pytest.approx(30, abs=1.5)
+
+
 def test_saves_to_memory_are_marks(tmp_path):
     report = written(tmp_path, history(attempts=3, memory=3, sources="md"))
     found = chart_data(report)

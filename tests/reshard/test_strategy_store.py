@@ -1,6 +1,5 @@
 """Strategies of earlier jobs, beside which the next job writes its own."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -80,19 +79,6 @@ def test_set_aside_keeps_everything_and_the_same_start_finds_it(job):
     other = set_aside(STORAGE, folder, again, identity)
     assert other != kept and os.listdir(folder) == [] and MARK not in os.listdir(other)
     assert strategy_for(dir_at(root), candidate, None) == OLD.strategy()
-
-
-def test_the_same_files_are_kept_once(job):
-    root, candidate, folder = job
-    kept = set_aside(STORAGE, folder, read_strategy(folder), ["a"])
-    write_strategy(OLD.strategy(), folder)
-    assert (
-        set_aside(STORAGE, folder, read_strategy(folder), ["b"]) == kept
-        and os.listdir(folder) == []
-    )
-    assert json.loads(content(kept)[MARK]) == [["a"], ["b"]]
-    # nothing is there
-    assert set_aside(STORAGE, folder, OLD.strategy(), ["c"]) == ""
 
 
 def test_a_damaged_mark_is_no_mark(job):

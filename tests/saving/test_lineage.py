@@ -25,12 +25,10 @@ from mindresume.model.manifest import (
 )
 from mindresume.saving.committer import Committer
 from mindresume.saving.retention import (
-    ANOTHER_TRAINING,
     KeepLast,
     continued,
     newest_lineage,
     others,
-    plan,
 )
 from mindresume.saving.shard_writer import SaveTarget, write_shard
 
@@ -95,16 +93,6 @@ def test_a_folder_of_an_earlier_version_is_one_training(trainings):
     trainings.run(40, origin=30)
     assert trainings.committed() == [(30, 2), (40, 3)]
     assert {c.lineage for c in trainings.found()} == {""}
-
-
-def test_the_newest_of_this_training_is_kept_despite_newer_ones_of_another(trainings):
-    trainings.run(10, 20)
-    trainings.run(5)
-    made = plan(dir_at(trainings.root), KeepLast(1), lineage=RUNS[0])
-    assert [c.step for c in made.to_delete] == [10] and [c.step for c in made.kept] == [5, 20]
-    assert made.reasons[made.kept[0].commit_dir] == ANOTHER_TRAINING
-    # all together
-    assert [c.step for c in plan(dir_at(trainings.root), KeepLast(1)).to_delete] == [20, 10]
 
 
 def test_the_run_decides_the_lineage_of_another_folder():

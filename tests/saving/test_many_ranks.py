@@ -27,6 +27,8 @@ from mindresume.model.manifest import (
 from mindresume.model.training_state import TrainingState
 from mindresume.resume.eligible import SelectionPolicy
 from mindresume.resume.selection import select_checkpoint
+from mindresume.saving import committer as commit
+from mindresume.saving import garbage_collector
 from mindresume.saving.committer import Committer
 from mindresume.saving.garbage_collector import empty_trash
 from mindresume.saving.retention import KeepLast
@@ -198,6 +200,22 @@ def counted_together(monkeypatch, *modules):
     for module in modules:
         monkeypatch.setattr(module, "parallel", parallel)
     return together
+
+
+def test_work_for_each_rank_runs_concurrently(disk, tmp_path, monkeypatch):
+    """No loop over the ranks does one disk operation after the other."""
+    together = counted_together(
+        monkeypatch, commit, garbage_collector, storage_room, rank_folders, records, weight_files
+    )
+    for step in (5, 6, 7):
+        write_all(tmp_path, step, 64)
+    committer = committer_of(disk, tmp_path, 64, keep=1)
+    for step in (5, 6, 7):
+        committer.poll(step)
+    write_all(tmp_path, 8, 64, recorded=False)
+    trash(tmp_path, 8, 64)
+    emptied(disk, tmp_path)
+    assert len(disk.asked) - sum(together) < 130 and sum(together) > 64 * 20
 
 
 def test_files_of_mindformers_ranks_are_checked_concurrently(disk, tmp_path, monkeypatch):
