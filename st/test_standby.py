@@ -7,16 +7,41 @@ depend on how long the imports take.
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from st.run_attempts import LIMIT, PROGRAMS, assert_no_process_left, run_beside, wrong_steps
 from st.supervised_run import Start, number_of_starts, supervised, supervisor_events
-from st.training_run import FORMAT_2, Run
+from st.training_run import FORMAT_2, ROOT, Run
 
 pytestmark = pytest.mark.timeout(1500)
 LAST = 40
+RANK = {"RANK_ID": "3", "RANK_SIZE": "4", "DEVICE_ID": "5"}
+SHOW = """
+import inspect, json, os, sys, threading
+sys.path[0] = os.environ["STANDBY"]
+import standby_process
+standby_process._SHARE = 1000
+if RANK:
+    standby_process.import_all()
+    os.environ.update(RANK)
+    standby_process.take_rank()
+from mindformers.core import config_args
+from mindformers.trainer import training_args
+from mindformers.tools.logger import logger
+import mindspore
+logger.info("a line of this rank")
+arguments = training_args.TrainingArguments
+kinds = config_args.ContextConfig, config_args.ParallelContextConfig, arguments
+found = [str(value) for kind in kinds
+         for name, value in inspect.signature(kind.__init__).parameters.items()
+         if name in ("device_id", "device_num", "rank_id")]
+found += [getattr(arguments, name) for name in ("device_id", "device_num", "rank_id")]
+print("FOUND", json.dumps([*found, mindspore.get_context("device_id")]))
+"""
 
 
 def standby_processes(run: Run) -> list[int]:
@@ -86,3 +111,27 @@ def test_starts_after_deaths_are_forked_and_equal_the_uninterrupted_run(
     for rank in range(run.workers):
         for folder in run.folder.glob(f"output/log/rank_{rank}"):
             assert (folder / "info.log").read_text(encoding="utf-8").count("build") >= 5
+
+
+def test_a_fork_has_what_the_framework_reads_of_a_rank_while_it_is_imported(tmp_path):
+    """For each release: it is imported without threads, and reads what is known."""
+    found = []
+    for folder, taken, set_before in (("new", None, RANK), ("fork", RANK, {})):
+        (tmp_path / folder).mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", f"RANK = {taken}\n{SHOW}"],
+            cwd=tmp_path / folder,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(ROOT),
+                "STANDBY": str(ROOT / "mindresume" / "supervisor"),
+                **set_before,
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert "FOUND" in done.stdout, done.stderr[-2000:]
+        found.append(done.stdout.partition("FOUND ")[2])
+        (log,) = tmp_path.glob(f"{folder}/**/rank_3/info.log")
+        assert "a line of this rank" in log.read_text(encoding="utf-8")
+    assert found[0] == found[1] and "5" in found[0]
