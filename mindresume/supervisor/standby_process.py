@@ -138,8 +138,9 @@ def require_same(call: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         )
         if changed:
             raise Refused(f"other {what} than the standby process: {', '.join(changed[:5])}")
-    if script_of(call) != script_of(other) or call["cwd"] != other["cwd"]:
-        raise Refused(f"another script or folder: {script_of(other)} in {other['cwd']}")
+    script = script_of(other)[0]
+    if script != script_of(call)[0] or call["cwd"] != other["cwd"]:
+        raise Refused(f"another script or folder: {script} in {other['cwd']}")
     with open(other["argv"][0], "rb") as file:
         if b"mindspore.parallel.cluster.run" not in file.read(1 << 12):
             raise Refused(f"{other['argv'][0]} is not the msrun of mindspore")
@@ -181,7 +182,8 @@ def start_rank(args: Sequence[str], **options: Any) -> Any:
     """Takes the place of ``subprocess.Popen`` in msrun: what runs a Python script is forked."""
     is_known = "stdout" in options and options.keys() <= {"preexec_fn", "stdout", "stderr"}
     if not (is_known and args[0] == "python" and args[1].endswith(".py")):
-        # such as tail, or numactl before the script
+        if not args[0].endswith("tail"):  # such as numactl before the script
+            print("mindresume: an ordinary start of", *args[:3], file=sys.stderr)
         return subprocess.Popen(args, **options)
     if pid := fork():
         return Fork(pid, args)
@@ -280,10 +282,16 @@ def run_msrun(call: Mapping[str, Any], connection: socket.socket) -> None:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def script_of(call: Mapping[str, Any]) -> str:
-    """Returns the path of the script that msrun is to start."""
-    name = next((word for word in call["argv"][1:] if word.endswith(".py")), "")
-    return os.path.realpath(os.path.join(call["cwd"], name))
+def script_of(call: Mapping[str, Any]) -> list[str]:
+    """Returns the script that msrun is to start, and its arguments."""
+    words = call["argv"][1:]
+    return words[next((at for at, word in enumerate(words) if word.endswith(".py")), 0) :]
+
+
+def sources() -> dict[str, int]:
+    """Returns when each file that was imported was changed: a new process would read it again."""
+    files = (getattr(it, "__dict__", {}).get("__file__") for it in list(sys.modules.values()))
+    return {path: os.stat(path).st_mtime_ns for path in files if path}
 
 
 def serve(folder: str, first: Mapping[str, Any]) -> None:
@@ -293,6 +301,7 @@ def serve(folder: str, first: Mapping[str, Any]) -> None:
     listener.bind(path + ".new")
     listener.listen()
     os.replace(path + ".new", path)
+    imported = sources()
     # the kernel reaps msrun, which speaks with its client itself
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -306,6 +315,8 @@ def serve(folder: str, first: Mapping[str, Any]) -> None:
                 descriptors = socket.recv_fds(connection, 1, 4)[1]
                 call = json.loads(connection.makefile("rb").readline())
                 require_same(first, call)
+                if imported != sources():
+                    raise Refused("a module was changed after it was imported")
                 if fork() == 0:
                     become_msrun(call, descriptors, connection)
             except Refused as refused:
@@ -429,7 +440,9 @@ def main(folder: str) -> None:
     with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("1000")  # rather this process than a rank; a process may lower what it raised
     os.environ["LOG_MF_PATH"] = folder  # of this process alone
-    sys.path[0] = os.path.dirname(script_of(call))
+    # mindspore notes the script when it is imported, to know whether a kept graph is of its source
+    sys.argv = script_of(call)
+    sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
     import_all()
     serve(folder, mine)
 

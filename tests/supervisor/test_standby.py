@@ -47,6 +47,7 @@ with open(f"/proc/{os.getpid()}/cmdline") as file:
 print(json.dumps({"rank": os.environ["RANK_ID"], "argv": sys.argv, "path": sys.path[0],
                   "main": __name__, "shown": shown, "imported": framework_state.pid,
                   "pid": os.getpid(), "color": os.environ.get("COLOR"), "file": __file__,
+                  "noted": framework_state.noted,
                   "main module": sys.modules["__main__"].__file__, "descriptors": descriptors,
                   "limits": open("/proc/self/limits").read(), "umask": os.umask(0),
                   "signals": [line for line in open("/proc/self/status") if "SigIgn" in line],
@@ -79,7 +80,9 @@ def place(tmp_path):
     cluster = packages / "mindspore" / "parallel" / "cluster"
     (cluster / "run.py").write_text(MSRUN)
     (cluster / "process_entity" / "_api.py").write_text("import subprocess\n")
-    (packages / "framework_state.py").write_text("import os\npid = os.getpid()\n")
+    (packages / "framework_state.py").write_text(
+        "import os, sys\npid = os.getpid()\nnoted = [*sys.argv, *sys.path]\n"
+    )
     (packages / "mindformers" / "trainer" / "training_args.py").write_text(TRAINING_ARGS)
     (packages / "mindformers" / "trainer" / "__init__.py").write_text("from . import training_args")
     (packages / "mindformers" / "__init__.py").write_text("import framework_state\n")
@@ -257,6 +260,13 @@ def test_a_start_that_cannot_be_taken_over_is_an_ordinary_one(standing, changed,
     assert call.returncode == 3 and says in printed
     assert "ordinary start: " in printed
     assert (standing.folder / "supervisor" / "call.json").exists()
+
+
+def test_a_changed_source_is_imported_again(standing):
+    module = standing.folder / "packages" / "framework_state.py"
+    module.write_text(module.read_text() + "changed = True\n")
+    assert "a module was changed" in standing.call().communicate()[0]
+    assert standing.server not in [rank["imported"] for rank in standing.ranks()]
 
 
 def test_a_client_that_goes_in_the_middle_of_its_call_costs_nothing(standing):
