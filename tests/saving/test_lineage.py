@@ -146,6 +146,13 @@ def test_a_complete_folder_of_mindformers_is_never_removed(tmp_path, whole):
     ]
 
 
+def test_a_file_in_the_way_is_kept(tmp_path):
+    folder_of(tmp_path, 10).write_text("notes of a user")
+    Trainings(tmp_path, "2.0").run(10, keep=1)
+    (kept,) = [name for name in listing(tmp_path) if ".kept-" in name]
+    assert (tmp_path / kept).read_text() == "notes of a user" and tracker(tmp_path) == "10"
+
+
 # ---- on disk -------------------------------------------------------------------------------------
 
 

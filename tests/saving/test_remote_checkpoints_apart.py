@@ -111,6 +111,21 @@ def test_each_node_needs_room_for_its_own_part_whatever_its_name(tmp_path, clock
                 resume(tmp_path, hosts=NODES)
 
 
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_node_with_an_empty_disk_gets_its_part_again(tmp_path, clock, lost):
+    save(tmp_path, clock, 5, 10)
+    shutil.rmtree(tmp_path / lost)
+    found = resume(tmp_path)
+    assert [choice.chosen.step for choice in found] == [10] * 4
+    for rank, choice in enumerate(found):
+        assert [shard.rank for shard in choice.shards] == [rank]
+        assert choice.shards[0].details.random == {"python": f"of rank {rank}"}
+    names = {path.name for path in (tmp_path / lost).glob("rank_*")}
+    assert names == {f"rank_{rank}" for rank in PARTS[lost]} and newest_committed(
+        CheckpointDir(STORAGE, str(tmp_path / lost))
+    )
+
+
 def test_a_replaced_damaged_file_is_read_again(tmp_path, clock):
     """Although every file that was read completely is cached in memory."""
     save(tmp_path, clock, 5, 10)
