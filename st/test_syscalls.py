@@ -26,8 +26,7 @@ from pathlib import Path
 import pytest
 
 from mindresume.fault_injection.faults import FaultInjector, Scheduler
-from mindresume.fault_injection.oracle import PASS, check_resume
-from mindresume.fault_injection.scenarios import RUNS, Sandbox
+from mindresume.fault_injection.scenarios import PASS, RUNS, Sandbox, check_resume
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage.posix import PosixStorage
 from mindresume.tensor_files import read_header, read_tensor

@@ -177,7 +177,7 @@ def _chosen(what: str, asked: list[str] | None, known: Sequence[str]) -> list[st
 
 
 def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: str) -> None:
-    from mindresume.fault_injection.oracle import VERDICTS
+    from mindresume.fault_injection.scenarios import VERDICTS
 
     say("| scenario | format | operations | cells | " + " | ".join(VERDICTS) + " | left behind |")
     say("|---|---|---|---|" + "---|" * (len(VERDICTS) + 1))
@@ -202,7 +202,7 @@ def _print(tasks: Sequence[Task], cells: Sequence[Cell], seconds: float, where: 
 
 
 def _row(scenario: str, fmt: str, operations: int, counts: Counter[str]) -> str:
-    from mindresume.fault_injection.oracle import VERDICTS
+    from mindresume.fault_injection.scenarios import VERDICTS
 
     numbers = [
         operations,

@@ -5,9 +5,8 @@ resume would take.
                   unflushed data; several ranks in one process, one operation at a time, in an order
                   that a seed decides
     scenarios.py  the workloads: first save, save, save again, background save, pruning, pointers,
-                  the next start
-    oracle.py     what a resume takes afterwards, whether it is right, and whether the next run
-                  leaves no other files
+                  the next start; what a resume takes afterwards, whether it is right, and whether
+                  the next run leaves no other files
     journal.py    what ranks have saved and were promised; whether a resume takes it, and what is
                   left over
     runner.py     one cell for each scenario, format, fault and operation, in worker processes that

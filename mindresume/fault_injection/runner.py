@@ -40,8 +40,15 @@ from mindresume.fault_injection.faults import (
     Scheduler,
 )
 from mindresume.fault_injection.journal import Saved
-from mindresume.fault_injection.oracle import Verdict, check_resume
-from mindresume.fault_injection.scenarios import LAYOUTS, RUNS, SCENARIOS, Sandbox, Scenario
+from mindresume.fault_injection.scenarios import (
+    LAYOUTS,
+    RUNS,
+    SCENARIOS,
+    Sandbox,
+    Scenario,
+    Verdict,
+    check_resume,
+)
 from mindresume.model.manifest import TRASH, strip_trash
 from mindresume.storage import Storage
 from mindresume.storage.posix import PosixStorage

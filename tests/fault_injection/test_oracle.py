@@ -6,13 +6,15 @@ import random
 import pytest
 
 from mindresume.fault_injection.faults import FaultInjector, Scheduler
-from mindresume.fault_injection.oracle import (
+from mindresume.fault_injection.scenarios import (
     HARD_FAIL,
     LOST_WORK,
     PASS,
+    RUNS,
+    Sandbox,
     check_resume,
+    shard,
 )
-from mindresume.fault_injection.scenarios import RUNS, Sandbox, shard
 from mindresume.model.manifest import FOLDER
 from mindresume.storage.posix import PosixStorage
 

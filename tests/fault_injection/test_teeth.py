@@ -17,12 +17,17 @@ from mindresume import storage as storage_room
 from mindresume.coordination import lease, lease_acquisition
 from mindresume.coordination.lease import ReadLocks
 from mindresume.errors import LeaseHeldError, SaveError
-from mindresume.fault_injection import oracle, runner, scenarios
+from mindresume.fault_injection import runner, scenarios
 from mindresume.fault_injection.faults import Fault, RankStorage
 from mindresume.fault_injection.journal import ITERATION
-from mindresume.fault_injection.oracle import HARD_FAIL, LOST_WORK, SILENT_DIVERGENCE
 from mindresume.fault_injection.runner import Cell, Setup, Task, cell, prepare
-from mindresume.fault_injection.scenarios import Sandbox, Scenario
+from mindresume.fault_injection.scenarios import (
+    HARD_FAIL,
+    LOST_WORK,
+    SILENT_DIVERGENCE,
+    Sandbox,
+    Scenario,
+)
 from mindresume.formats import CheckpointDir, rank_folders
 from mindresume.formats import scan as scanning
 from mindresume.formats.iterations import COMMON, METADATA, TRACKER, iteration_name
@@ -95,7 +100,6 @@ def patch_all(patch: Patch, name: str, value: object) -> None:
         lease_acquisition,
         garbage_collector,
         scenarios,
-        oracle,
         rank_folders,
         verifier,
         scanning,
