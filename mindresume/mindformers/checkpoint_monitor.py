@@ -128,7 +128,7 @@ class CheckpointMonitor(BuiltIn):
             return super().save_checkpoint(cb_params)
         state, manager = _MonitorState(self, cb_params), self._training.manager
         with manager.saving(state.step):
-            state.save(manager)
+            state.hand_over(manager)
         return None
 
     def emergency_save(self, cb_params: Any) -> bool:
@@ -199,8 +199,8 @@ class _MonitorState(StepState):
         self.step = monitor._append_step_num + cb_params.cur_step_num
         self.monitor, self.cb_params = monitor, cb_params
 
-    def save(self, manager: CheckpointManager) -> None:
-        """Saves the step to disk, as mindformers knows a save: with its health on record, under the
+    def hand_over(self, manager: CheckpointManager) -> None:
+        """Submits the step, as mindformers knows a save: with its health on record, under the
         name of its file."""
         monitor, is_new = self.monitor, self.step not in manager.policy.saved
         if is_new:
@@ -210,7 +210,7 @@ class _MonitorState(StepState):
         save = manager.collected(self.collect())
         if is_new and save.shard.state.health is not None and not monitor._iterations:
             monitor._record_health(save.shard.state.health, save.name)
-        manager.save(save)
+        manager.submit(save)
         if is_new:
             monitor._latest_ckpt_file_name = os.path.join(
                 manager.target.root if monitor._iterations else monitor._directory, save.name

@@ -359,7 +359,7 @@ class CheckpointManager:
         errors = self._uploads.poll() if self._uploads is not None else []
         if self.is_due(step):
             with self.saving(step):
-                state.save(self)
+                state.hand_over(self)
         # an upload that failed loses no save on disk, nor the one that was due
         if errors and self.settings.on_save_error == "raise":
             raise errors[0]
@@ -416,7 +416,7 @@ class CheckpointManager:
         self._collected = save
         return save
 
-    def save(self, save: Save) -> None:
+    def submit(self, save: Save) -> None:
         """Gives a collected state to the saver, unless this rank has saved the step and has only
         taken part in collecting it. Raises SaveError."""
         if save.step in self.policy.saved:
@@ -481,9 +481,9 @@ class CheckpointManager:
         with self._keeping_errors():
             if self.policy.is_due(state.step, True):
                 with self.saving(state.step):
-                    state.save(self)
+                    state.hand_over(self)
             else:
-                state.save(self)
+                state.hand_over(self)
 
     def end(self, step: int) -> None:
         """Waits until the last step is committed and uploaded, and releases the directory. Ranks

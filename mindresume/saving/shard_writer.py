@@ -244,11 +244,11 @@ class StepState:
         """Returns whether ``collect`` waits for other ranks."""
         return False
 
-    def save(self, manager: Any) -> None:
-        """Saves the step to disk: collects it and gives it to ``manager.save``
-        (``CheckpointManager``). All ranks call it, also one that has saved the step, for which
-        ``save`` does nothing."""
-        manager.save(self.collect())
+    def hand_over(self, manager: Any) -> None:
+        """Collects the step, and submits it to ``manager`` (``CheckpointManager``), which saves it
+        to disk. All ranks call it, also one that has saved the step, for which ``submit`` does
+        nothing."""
+        manager.submit(self.collect())
 
 
 @dataclass(frozen=True)
