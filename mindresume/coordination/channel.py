@@ -81,6 +81,8 @@ class SocketChannel:
         return found
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
         self._socket.close()
 
     def greet(self, secret: str, is_caller: bool) -> None:

@@ -53,10 +53,17 @@ from mindresume.saving import (
     shard_writer,
     staging,
 )
-from mindresume.saving.memory_tier import directory, opening, tier
+from mindresume.saving.memory_tier import directory, opening, partner, tier
 from mindresume.supervisor import evidence, rendezvous, restart_policy, supervisor
 from sim.oracle import INCONSISTENT, LEFTOVER, LOST, MISREPORTED, STUCK, WRONG
-from sim.schedule import OWN_SIGNAL, UNREADABLE_DISK, UNREADABLE_FILE, Schedule, random_schedule
+from sim.schedule import (
+    GARBLED,
+    OWN_SIGNAL,
+    UNREADABLE_DISK,
+    UNREADABLE_FILE,
+    Schedule,
+    random_schedule,
+)
 from sim.search import SCENARIOS, Counts, Failure, KnownStates, count_operations, replay, run
 
 Patch = pytest.MonkeyPatch
@@ -991,6 +998,72 @@ MUTANTS = [
         first=2115,
         within=6,
         draws=each("kill"),
+    ),
+    # ---- partner copies --------------------------------------------------------------------------
+    mutant(
+        "partner: what has arrived is not compared with its checksums",
+        [
+            Edit(
+                partner,
+                "_pieces",
+                "checksum is not None and arrived.hexdigest() != checksum",
+                "False",
+            )
+        ],
+        ("partners", "safetensors", ""),
+        INCONSISTENT,
+        deaths=False,
+        first=415,
+        within=12,
+        draws=each(GARBLED, 500, later=(40, "kill")),
+    ),
+    mutant(
+        "partner: each node takes its newest save, whatever the lost one got back",
+        [
+            Edit(
+                memory_source.MemorySource,
+                "_first_verified",
+                "candidate = self.offers[name]",
+                "candidate = max(self.offers.values(), key=lambda row: row.order)",
+            )
+        ],
+        ("partners", "safetensors", ""),
+        f"{WRONG} {STUCK} {LOST} {MISREPORTED}",
+        deaths=False,
+        first=345,
+        within=10,
+        draws=each("kill host"),
+    ),
+    mutant(
+        "partner: the records of a copy are published before its files",
+        [
+            Edit(
+                partner.Keeper,
+                "_keep",
+                "self._take_over(offer.note)\n",
+                "self._take_over(offer.note)\n"
+                "    storage.make_folder(target.attempt(step))\n"
+                "    for head, record in zip(heads, records):\n"
+                "        path = os.path.join(target.attempt(step), record_name(head.rank))\n"
+                "        publish(storage, path, [record], run)\n",
+            )
+        ],
+        ("partners", "safetensors", ""),
+        INCONSISTENT,
+        deaths=False,
+        first=338,
+        within=10,
+        draws=each("kill"),
+    ),
+    mutant(
+        "partner: the copy before is removed before the next one is whole",
+        [Edit(partner.Keeper, "_remove", "but[0] if but else None", "None")],
+        ("partners", "safetensors", ""),
+        LOST,
+        deaths=False,
+        first=385,
+        within=10,
+        draws=each("kill host"),
     ),
     # ---- scrubs and repairs ----------------------------------------------------------------------
     mutant(

@@ -234,6 +234,8 @@ class Keeper:
     def __init__(self, tier: CheckpointDir, keeps_last: bool):
         self.tier, self.keeps_last = tier, keeps_last
         self._lock = runtime.Lock()
+        self._channel: Channel | None = None
+        self._is_closed = False
 
     def serve(self, channel: Channel) -> None:
         """Receives one save. Raises OSError if the connection fails."""
@@ -242,6 +244,9 @@ class Keeper:
             _send(channel, _Answer("the partner receives another copy just now"))
             return
         try:
+            self._channel = channel
+            if self._is_closed:
+                raise ConnectionResetError("the partner keeps no more copies")
             self._keep(channel, offer)
             answer = _Answer()
         except ConnectionError:
@@ -249,8 +254,19 @@ class Keeper:
         except (OSError, MindResumeError, ValueError) as error:
             answer = _Answer(f"the partner refuses it: {error}"[: _HEAD // 8])
         finally:
+            self._channel = None
             self._lock.release()
         _send(channel, answer)
+
+    def close(self) -> None:
+        """Receives nothing more: what arrives just now is cut off, and nothing is written after
+        it, so that the tier can be removed."""
+        self._is_closed = True
+        channel = self._channel
+        if channel is not None:
+            channel.close()
+        if self._lock.acquire(timeout=DEADLINE):
+            self._lock.release()
 
     def keep_only(self, name: str) -> None:
         """Removes all copies but that of a save. Raises OSError."""
@@ -466,6 +482,7 @@ class Partner:
         """Receives nothing more. All nodes have stopped to send, or do not begin."""
         if self.door is not None:
             self.door.close()
+            self.keeper.close()
 
     def remove(self) -> None:
         """Receives nothing more, and removes the copies that this node keeps. Raises OSError."""

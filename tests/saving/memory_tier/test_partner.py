@@ -171,6 +171,44 @@ def test_a_partner_whose_memory_is_full_says_so(tier, kept, door, monkeypatch):
     assert names(kept.root) == []
 
 
+def test_nothing_is_written_once_no_more_copies_are_kept(tier, kept):
+    """A copy that arrived while a training released its memory came back into it, and stayed."""
+    arrived, goes_on = threading.Event(), threading.Event()
+
+    class Stopped(type(STORAGE)):
+        def make_folder(self, path):
+            if "/step-" in path:
+                arrived.set()
+                goes_on.wait(60)
+            super().make_folder(path)
+
+    keeper = Keeper(replace(kept, storage=Stopped()), keeps_last=True)
+    door = listen(keeper.serve)
+    errors = []
+
+    def send():
+        try:
+            sent(door, tier, 10)
+        except OSError as error:
+            errors.append(error)
+
+    sender, closer = threading.Thread(target=send), threading.Thread(target=keeper.close)
+    sender.start()
+    assert arrived.wait(60)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()  # until nothing is written any more
+    goes_on.set()
+    closer.join(60)
+    sender.join(60)
+    assert errors and not closer.is_alive()
+    before = names(kept.root)
+    with pytest.raises(OSError):
+        sent(door, tier, 5)
+    assert names(kept.root) == before
+    door.close()
+
+
 def test_the_memory_runs_full_while_a_copy_arrives(tier, tmp_path):
     class Full(type(STORAGE)):
         def write(self, path, pieces, size=0):
@@ -205,9 +243,11 @@ class Dead:
 
     def __init__(self):
         self.called = 0
+        self.was_called = threading.Event()
 
     def __call__(self, channel):
         self.called += 1
+        self.was_called.set()
 
 
 def test_who_does_not_know_the_secret_is_refused_on_both_sides():
@@ -259,7 +299,7 @@ def test_what_was_recorded_of_another_connection_is_no_proof():
         recorded[0],
         next(row for row in recorded if len(row) == 32 and row != recorded[0]),
     )
-    assert handler.called == 1
+    assert handler.was_called.wait(60) and handler.called == 1
     for first in (nonce, os.urandom(32)):
         with socket.create_connection(door.endpoint[:2]) as stranger:
             stranger.sendall(first + proof)
