@@ -43,7 +43,7 @@ _SEAL = "sealed.json"
 _DIGESTS = 2  # graphs that are kept
 # of the environment: what changes how MindSpore compiles, without the place in the cluster
 _SETTINGS = re.compile(
-    "(MS|ASCEND|HCCL)_(?!SCHED_|ROLE$|NODE_ID$|NODE_TIMEOUT$|TOPO_|RETRY_|COMPILER_CACHE_)"
+    "(MS|ASCEND)_(?!SCHED_|ROLE$|NODE_ID$|NODE_TIMEOUT$|TOPO_|RETRY_|COMPILER_CACHE_)"
 )
 # when the process began that has imported this; a forked rank has what its standby process imported
 _BEGAN = process_started() or 0.0
@@ -163,12 +163,10 @@ def _sources() -> Iterator[str]:
     package = find_spec("mindformers")
     for place in package.submodule_search_locations or () if package else ():
         yield from map(str, Path(place).rglob("*.py"))
-    installed = tuple(set(sysconfig.get_paths().values()))
+    ours = os.path.dirname(mindresume.__file__)
+    known = (ours, *sysconfig.get_paths().values())
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
-        if (
-            path.endswith(".py")
-            and not path.startswith(installed)
-            and name.partition(".")[0] != "mindresume"
-        ):
+        # in a forked rank __mp_main__ is the script of the process that it was forked from
+        if path.endswith(".py") and not path.startswith(known) and name != "__mp_main__":
             yield os.path.abspath(path)
