@@ -197,12 +197,12 @@ def convert(
         format = format or (ITERATION if source.is_iteration else source.weights.format)
         if format not in TARGET_FORMATS:
             raise ConfigError(f"format is {format!r}; choose one of {', '.join(TARGET_FORMATS)}")
-        target, processes = _target(os.fspath(to), source), request.part[1]
-        each = ranks_in_group(target, processes) if processes > 1 else None
+        strategy, processes = _new_strategy(os.fspath(to), source), request.part[1]
+        each = ranks_in_group(strategy, processes) if processes > 1 else None
         plan = (
-            to_iteration(source, target, each)
+            to_iteration(source, strategy, each)
             if format == ITERATION
-            else to_ranks(source, target, format, each)
+            else to_ranks(source, strategy, format, each)
         )
         return _carry_out(plan, request)
 
@@ -301,7 +301,7 @@ def export_hf(
         )
 
 
-def _target(to: str, source: OpenCheckpoint) -> Strategy | None:
+def _new_strategy(to: str, source: OpenCheckpoint) -> Strategy | None:
     """Returns the strategy that ``to`` names; None for one rank."""
     if to == SAME:
         return own_strategy(source.weights)
