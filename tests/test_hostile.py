@@ -481,6 +481,21 @@ def test_a_hostile_record(root, manifest):
 
 
 @pytest.mark.parametrize(
+    "details, says",
+    [
+        (setting("tensors", "layer.bias", 3, value=0), "tensor layer.bias is"),
+        (setting("more", value=DEEP), "JSON"),
+    ],
+)
+@pytest.mark.parametrize("lost", [False, True], ids=["file there", "file lost"])
+def test_hostile_details(root, details, says, lost):
+    alter(root, 1, None, details)
+    if lost:
+        path_of(root, NEW, 1).unlink()
+    assert_falls_back(root, "rank 1", re.escape(says))
+
+
+@pytest.mark.parametrize(
     "change",
     [
         setting("files", value=[]),

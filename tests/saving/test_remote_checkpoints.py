@@ -613,6 +613,14 @@ def test_the_local_policy_applies_to_the_store_and_counts_earlier_runs(world):
     assert (5,) in [event.steps for event in kinds(world, CheckpointsRemoved)]
 
 
+def test_remote_removal_deletes_the_manifest_first(world, monkeypatch):
+    world.upload(5)
+    removed = strike(monkeypatch, 0)
+    world.upload(10, policy=KeepLast(1))
+    gone = [url for moment, operation, url in removed if (moment, operation) == ("after", "remove")]
+    assert gone[0].endswith(MANIFEST) and len(gone) > 3
+
+
 def test_remote_retention_neither_deletes_nor_counts_unreadable_checkpoints(world, monkeypatch):
     world.upload(5, 10)
     asked = unreadable(monkeypatch, 10)
