@@ -17,6 +17,7 @@ from mindresume.supervisor import standby
 from mindresume.supervisor.members import environment_of
 from mindresume.supervisor.standby_client import SOCKET
 
+ROOT, PYTHON = Path(__file__).resolve().parents[2], Path(sys.executable).parent
 MSRUN = """
 # mindspore.parallel.cluster.run
 import os, subprocess, sys
@@ -88,7 +89,6 @@ def place(tmp_path):
     (packages / "mindformers" / "__init__.py").write_text("import framework_state\n")
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "python").symlink_to(sys.executable)
     (tools / "msrun").write_text(
         f"#!{sys.executable}\nimport sys\nfrom mindspore.parallel.cluster.run import main\n"
         "sys.exit(main())\n"
@@ -117,7 +117,7 @@ class Place:
         for log in self.folder.glob("worker_*.log"):
             log.unlink()
         own = {
-            "PATH": f"{self.folder}/tools:/usr/bin:/bin",
+            "PATH": f"{self.folder}/tools:{PYTHON}:/usr/bin:/bin",
             "PYTHONPATH": f"{self.folder}/packages",
         }
         variables = self.standby.variables()
@@ -154,6 +154,40 @@ class Place:
             self.standby.make_if_due(job())
             time.sleep(0.01)
         return lines[-1]
+
+
+WATCHED = """
+import framework_state
+if os.path.exists("second"): finish()
+beat.enter(hb.TRAINING)
+mark(f"up_{start}_{rank}")
+wait_for(f"go_{start}_{rank}")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_supervisor_forks_the_ranks_of_a_restart_and_takes_all_with_it(place, supervised):
+    job = supervised(place.folder)
+    command = {
+        "command": ["msrun", "--worker_num=2", "rank.py"],
+        "PATH": f"{place.folder}/tools:{PYTHON}:/usr/bin:/bin",
+        "PYTHONPATH": f"{place.folder}/packages:{ROOT}",
+    }
+    job.start(WATCHED, "--standby", **command)
+    job.wait_until(lambda: any("forks its ranks" in str(event) for event in job.events()))
+    said = next(event["text"] for event in job.events() if "forks its ranks" in str(event))
+    job.mark("go_1_1")
+    ranks = [job.pid(f"up_2_{rank}") for rank in range(2)]
+    (msrun,) = {parent_of(rank) for rank in ranks}
+    assert parent_of(msrun) == int(said.split()[2])
+    job.process.kill()
+    job.process.wait()
+    # as with an msrun that is not forked: its ranks are ended by the next one
+    job.wait_until(lambda: set(job.processes()) == set(ranks))
+    job.mark("second")
+    status, events = job.start(WATCHED, "--leave", "0.2", **command).wait()
+    (ended,) = (event for event in events if event["event"] == "orphans_ended")
+    assert status == 0 and set(ranks) <= set(ended["process_ids"])
 
 
 @pytest.fixture
