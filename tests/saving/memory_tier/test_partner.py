@@ -759,3 +759,21 @@ def test_ls_verify_and_flush_know_what_a_node_keeps(tmp_path, two_nodes, monkeyp
     assert [row.state for row in report.memory] == ["verified"] * 4
     flushed = flush(root)
     assert (flushed.step, flushed.committed) == (8, True)
+
+
+def test_a_copy_that_arrives_at_the_end_of_the_training_leaves_nothing(tier, kept):
+    """Found by the simulation: its record was published after its files had been removed."""
+    keeper = Keeper(kept, keeps_last=True)
+    door = listen(keeper.serve)
+    peer = Peer(door)
+    (path,) = peer.offer(record_of(tier))["lacks"]
+    whole = Path(tier.root, path).read_bytes()
+    peer.channel.send(whole[:10])
+    keeper.close()  # it does not wait for the rest
+    with pytest.raises(ConnectionError):
+        peer.channel.send(whole[10:])
+        peer.answer()
+    with pytest.raises(ConnectionError):
+        Peer(door).offer(record_of(tier))
+    door.close()
+    assert names(kept.root) == []
