@@ -14,7 +14,7 @@ run the unchanged product.
     threads.py               threads, locks and queues of simulated processes
     machine.py               answers what the product asks of the machine: time, threads, signals,
                              names, memory, a writer process
-    communicator.py          the collectives of a job
+    communicator.py          the collectives of a job; network.py: connections between nodes
     bit_rot.py               lets a bit of a kept file flip, and remembers what was written
     jobs.py                  a job: its launcher, and what each rank does, in the order in which the
                              trainer calls the product
@@ -22,7 +22,7 @@ run the unchanged product.
     scenarios.py             a scenario, and one run of it (``Simulation``)
     catalogue.py             all scenarios, as data: workload, training, past, faults and invariants
     workloads.py             which jobs run, when, and what was there before; supervisors.py:
-                             several nodes
+                             several nodes; partners.py: partner copies, with their invariants
     oracle.py                the invariants that the disks must satisfy after a run;
                              bucket_oracle.py: those of a bucket
     run_checks.py            the invariants of the run itself
