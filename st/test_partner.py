@@ -14,7 +14,7 @@ import pytest
 from mindresume.formats import CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.saving.memory_tier.directory import PARTNER
-from mindresume.storage import PosixStorage
+from mindresume.storage.posix import PosixStorage
 from st.run_attempts import (
     ALL_RANKS_END,
     LIMIT,
