@@ -248,7 +248,7 @@ class MemorySource:
             return candidate.refuse(
                 f"this node has rank {listed(candidate.local_ranks)} of {candidate.world_size}"
                 + (
-                    "; the job takes it if the other nodes have their parts"
+                    "; the job takes it if the other nodes have their parts, or copies of them"
                     if self.job.sources.is_preview
                     else ", and regions of tensors are read from all ranks"
                 )
