@@ -2,16 +2,19 @@
 document."""
 
 import json
+import os
 import time
 from dataclasses import replace
 
-from rank_folders import STORAGE, save
+import iteration_folders
+from rank_folders import STORAGE, save, write_rank
 from training_logs import RUNS, ZERO, Log, Training, check, fail, record, two_attempts
 
+import mindresume
 from mindresume import events as ev
 from mindresume.events import FAILED
 from mindresume.events.event_file import FOLDER
-from mindresume.report.builder import build_report, to_json
+from mindresume.report.builder import build_report, defect_of, to_json
 from mindresume.report.log_reader import RecordedEvent
 from mindresume.resume.step_ledger import LedgerRun, StepLedger, StepRow
 
@@ -164,3 +167,24 @@ def test_a_note_names_event_files_that_record_a_part_of_the_saves(tmp_path, monk
     assert note.endswith("larger than is counted.") and f"({first.name}, {second.name})" in note
     monkeypatch.setattr("mindresume.report.log_reader.LIMIT", 1 << 24)
     assert made(tmp_path).notes == ()
+
+
+def test_checkpoints_are_those_of_ls(tmp_path):
+    root = tmp_path / "checkpoint"
+    for step in (5, 10):
+        save(root, step)
+    os.truncate(next((root / "rank_2").glob("*-1_10.*")), 9)
+    write_rank(root, 15, 0, 4)
+    rows = made(tmp_path).checkpoints
+    assert [(row.step, row.state) for row in rows] == [
+        (15, "incomplete"),
+        (10, "unusable"),
+        (5, "complete"),
+    ]
+    assert "rank 2" in defect_of(rows[1]) and defect_of(rows[2]) == ""
+    iteration_folders.save(tmp_path / "b" / "checkpoint", 20)
+    for folder in (tmp_path, tmp_path / "b"):
+        listed = mindresume.open(folder / "checkpoint").list().to_json()["checkpoints"]
+        for row, info in zip(to_json(made(folder))["checkpoints"], listed, strict=True):
+            row.pop("reason")
+            assert row == {name: info[name] for name in row}
