@@ -296,12 +296,12 @@ def sources() -> dict[str, int]:
 
 def serve(folder: str, first: Mapping[str, Any]) -> None:
     """Serves one start after the other; ``first``: the call of the one that was an ordinary one."""
+    imported = sources()
     path = os.path.join(folder, client.SOCKET)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + ".new")
     listener.listen()
     os.replace(path + ".new", path)
-    imported = sources()
     # the kernel reaps msrun, which speaks with its client itself
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
