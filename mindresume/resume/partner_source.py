@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mindresume import runtime
 from mindresume.coordination.channel import Door, Endpoint, connect, listen
 from mindresume.coordination.collectives import Watchdog, gather_results
 from mindresume.coordination.storage_topology import order_of
-from mindresume.events import Notice, PartnerFetched
+from mindresume.events import Counted, Notice, PartnerFetched
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.model.manifest import parse_attempt
@@ -93,12 +93,12 @@ def offer(
 
 
 def _receives(directory: CheckpointDir) -> bool:
-    """Returns whether a save can be put into the tier of this node: no living job has it, and it
-    belongs to ``root`` or has no content."""
+    """Returns whether a save can be put into the tier of this node: no job is known to live that
+    has it, and it belongs to ``root`` or has no content."""
     tier, problem = find_tier(directory)
     if tier:
         owner = TierOwner.read(directory.storage, tier)
-        return owner is not None and owner.is_alive is False
+        return owner is not None and not owner.is_alive
     mark = read_mark(directory)
     return (
         not problem
@@ -163,7 +163,9 @@ def fetch(job: Job, root: str, plan: Sequence[Transfer]) -> None:
     node = _Node(job, CheckpointDir(uncached(job.storage), root), plan)
     try:
         node.endpoints = gather_results(job.group, node.listen)
-        rows = gather_results(job.group, node.send, Watchdog("fetching saves from partner nodes"))
+        rows = gather_results(
+            job.group, node.send, Watchdog("fetching saves from partner nodes", node.sent)
+        )
     finally:
         if node.door is not None:
             node.door.close()
@@ -177,13 +179,15 @@ def fetch(job: Job, root: str, plan: Sequence[Transfer]) -> None:
 
 @dataclass
 class _Node:
-    """What one rank does for a plan. ``endpoints``: by rank, of the receivers; a text: why not."""
+    """What one rank does for a plan. ``endpoints``: by rank, of the receivers; a text: why not.
+    ``sent``: bytes."""
 
     job: Job
     directory: CheckpointDir
     plan: Sequence[Transfer]
     door: Door | None = None
     endpoints: Sequence[Any] = ()
+    sent: Counted = field(default_factory=Counted)
 
     def listen(self) -> Any:
         rank = self.job.group.rank
@@ -231,7 +235,8 @@ class _Node:
             files = {rank: candidate.files[rank] for rank in row.ranks}
             channel = connect(Endpoint(*endpoint))
             try:
-                size = push(channel, source, replace(candidate, files=files))
+                candidate = replace(candidate, files=files)
+                size = push(channel, source, candidate, progress=self.sent)
             finally:
                 channel.close()
         except Exception as error:  # any error: the disk is taken

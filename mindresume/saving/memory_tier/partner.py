@@ -41,7 +41,7 @@ from mindresume.coordination.channel import (
 )
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import MindResumeError, RecordError, SaveError
-from mindresume.events import Emit, Notice, PartnerCopied, PartnerCopyFailed
+from mindresume.events import SILENT, Emit, Notice, PartnerCopied, PartnerCopyFailed, Progress
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.records import scan_records
 from mindresume.formats.weight_files import is_as_recorded
@@ -177,6 +177,7 @@ class _Receiver:
     lacks: Collection[str]
     size: int
     seconds: float
+    progress: Progress
     sent: int = 0
     began: float = field(default_factory=runtime.monotonic)
 
@@ -193,6 +194,7 @@ class _Receiver:
                 self.channel.send(piece)
                 left -= len(piece)
                 self.sent += len(piece)
+                self.progress.advance(len(piece))
                 ahead = self.seconds * self.sent / self.size
                 ahead -= runtime.monotonic() - self.began
                 if ahead > 0:
@@ -201,10 +203,15 @@ class _Receiver:
 
 
 def push(
-    channel: Channel, source: CheckpointDir, candidate: Candidate, seconds: float = 0.0
+    channel: Channel,
+    source: CheckpointDir,
+    candidate: Candidate,
+    seconds: float = 0.0,
+    progress: Progress = SILENT,
 ) -> int:
     """Sends what a tier has of one save to the ``Keeper`` at the other end. Returns the bytes of
-    its files. ``seconds``: that it shall take at least. Raises OSError, RecordError, SaveError."""
+    its files. ``seconds``: that it shall take at least. ``progress``: receives the bytes that are
+    sent. Raises OSError, RecordError, SaveError."""
     storage, records = source.storage, []
     files: list[tuple[str, FileRecord]] = []
     for rank, here in sorted(candidate.files.items()):
@@ -217,7 +224,7 @@ def push(
     _send(channel, _Offer(candidate.name, bool(candidate.iteration_dir), lengths, note))
     for record in records:
         channel.send(record)
-    receiver = _Receiver(channel, _answer(channel).lacks, size, seconds)
+    receiver = _Receiver(channel, _answer(channel).lacks, size, seconds, progress)
     copy_files(receiver, candidate.name, storage, files)
     _answer(channel)
     return size
