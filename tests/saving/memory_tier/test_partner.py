@@ -23,6 +23,7 @@ from mindresume.coordination.channel import Endpoint, connect, listen
 from mindresume.coordination.storage_topology import SharedGroups
 from mindresume.errors import SaveError
 from mindresume.events import (
+    Counted,
     Notice,
     PartnerCopied,
     PartnerCopyFailed,
@@ -117,8 +118,13 @@ def names(folder):
 
 
 def test_a_copy_is_byte_for_byte_what_was_saved(tier, kept, door):
-    size = sent(door, tier, 10)
-    assert size == sum(path_of(tier.root, 10, rank).stat().st_size for rank in (2, 3))
+    (candidate,) = [row for row in scan_records(tier)[0] if row.step == 10]
+    channel, progress = connect(door.endpoint), Counted()
+    size = push(channel, tier, candidate, progress=progress)
+    channel.close()
+    assert (
+        size == progress.done == sum(path_of(tier.root, 10, rank).stat().st_size for rank in (2, 3))
+    )
     assert steps(kept) == {10: [2, 3]}
     for name in names(kept.root):
         assert Path(kept.root, name).read_bytes() == Path(tier.root, name).read_bytes()
@@ -527,14 +533,14 @@ def test_each_node_keeps_what_the_other_saved(tmp_path, two_nodes):
     assert not any(of(row, PartnerCopyFailed) for row in events)
 
 
-def chosen(root, memory, hosts=HOSTS, any_layout=False, **tier):
+def chosen(root, memory, hosts=HOSTS, any_layout=False, owner=None, **tier):
     """Returns (step, whether it lies in memory) that the next start takes, and its events on rank
     0."""
     settings = Settings(memory_tier=MemoryTierSettings(2, str(memory), partner=True, **tier))
     events = []
     for path in memory.glob(f"*/*/*/{OWNER}"):  # another cluster numbers its processes anew
-        owner = {**json.loads(path.read_text()), "processes": []}
-        path.write_text(json.dumps(owner))
+        changed = {**json.loads(path.read_text()), "processes": [], **(owner or {})}
+        path.write_text(json.dumps(changed))
 
     def work(group):
         emit = events.append if group.rank == 0 else ignore
@@ -602,14 +608,17 @@ def test_both_nodes_lost_take_the_disk(tmp_path, two_nodes):
     assert chosen(root, two_nodes)[0] == (5, False)
 
 
-def test_a_node_that_returns_with_an_older_save_gets_the_newer_one(tmp_path, two_nodes):
+@pytest.mark.parametrize(
+    "owner", [{}, {"machine": "another container", "processes": [[1, 1]]}], ids=["dead", "unknown"]
+)
+def test_a_node_that_returns_with_an_older_save_gets_the_newer_one(tmp_path, two_nodes, owner):
     root = tmp_path / "checkpoint"
     trained(root, two_nodes)
     (tier,) = [path for path in two_nodes.glob("b/*/*") if PARTNER not in path.name]
     (newest,) = [row for row in scan_records(dir_at(tier))[0] if row.step == 8]
     shutil.rmtree(newest.records_dir)
     assert steps(dir_at(tier)) == {6: [2, 3]}
-    found, events = chosen(root, two_nodes)
+    found, events = chosen(root, two_nodes, owner=owner)
     assert found == (8, True) and len(of(events, PartnerFetched)) == 1
 
 
