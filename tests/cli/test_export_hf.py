@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from huggingface_folders import GROUPED, contiguous, document, trained
@@ -12,6 +13,7 @@ import mindresume
 from mindresume.errors import ConfigError
 
 COMMAND = "export-hf"
+FIXTURES = Path(__file__).resolve().parents[2] / "st" / "fixtures"
 TINY = {
     **document(GROUPED),
     "vocab_size": 128,
