@@ -12,6 +12,7 @@ who connects without the secret can keep others out for some seconds, and learns
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -55,7 +56,7 @@ class Door(Protocol):
     endpoint: Endpoint
 
     def close(self) -> None:
-        """Takes no connection any more. Raises no error."""
+        """Takes no connection any more, and ends those that there are. Raises no error."""
 
 
 class SocketChannel:
@@ -64,6 +65,7 @@ class SocketChannel:
     def __init__(self, connection: socket.socket):
         self._socket = connection
         self._buffer = bytearray()
+        self._until: float | None = None  # of the greeting
 
     def send(self, data: bytes | memoryview) -> None:
         self._socket.sendall(data)
@@ -74,6 +76,8 @@ class SocketChannel:
         found = memoryview(self._buffer)[:count]
         done = 0
         while done < count:
+            if self._until is not None:
+                self._socket.settimeout(max(self._until - runtime.monotonic(), 0.001))
             size = self._socket.recv_into(found[done:])
             if not size:
                 raise ConnectionResetError("the other end has closed the connection")
@@ -88,6 +92,7 @@ class SocketChannel:
     def greet(self, secret: str, is_caller: bool) -> None:
         """Proves to the other end that this one knows the secret, and has it do the same. Raises
         OSError."""
+        self._until = runtime.monotonic() + _GREETING
         self._socket.settimeout(_GREETING)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = os.urandom(_PROOF)
@@ -104,6 +109,7 @@ class SocketChannel:
             raise PermissionError("the other end does not know the secret of this job")
         if not is_caller:
             self.send(proof(False))
+        self._until = None
         self._socket.settimeout(DEADLINE)
 
 
@@ -114,14 +120,19 @@ class SocketDoor:
     def __init__(self, serve: Callable[[Channel], None], port: int):
         host, family = own_address()
         self._serve = serve
-        self._busy: list[object] = []
+        self._busy: list[socket.socket] = []
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
             self._socket.listen(_MOST)
             self.endpoint = Endpoint(host, self._socket.getsockname()[1], runtime.token_hex(32))
+            # a worker of the data set that outlives this process would keep the port
+            os.register_at_fork(after_in_child=self._socket.close)
             runtime.Thread(target=self._accept, name="mindresume-door", daemon=True).start()
+        except RuntimeError as error:  # the limit of threads is reached
+            self._socket.close()
+            raise OSError(errno.EAGAIN, str(error)) from error
         except BaseException:
             self._socket.close()
             raise
@@ -130,6 +141,9 @@ class SocketDoor:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
+        for connection in tuple(self._busy):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:

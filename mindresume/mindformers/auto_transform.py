@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +33,14 @@ from mindresume.coordination.collectives import (
     run_on_rank0,
 )
 from mindresume.coordination.storage_topology import single_group, wait_until_visible
-from mindresume.errors import ConfigError, EngineError, LoadError, SaveError, StrategyError
+from mindresume.errors import (
+    CollectiveError,
+    ConfigError,
+    EngineError,
+    LoadError,
+    SaveError,
+    StrategyError,
+)
 from mindresume.events import Emit, Notice, ProgressReporter, warning
 from mindresume.formats import OURS, Candidate, CheckpointDir
 from mindresume.formats.consolidated import MINDSPORE
@@ -172,10 +180,18 @@ def open_on_disk(context: TrainingContext) -> OpenCheckpoint:
     """
     plan, group, storage = context.plan, context.group, uncached(context.resources.storage)
     chosen, root = plan.choice.chosen, plan.choice.checkpoint_dir
-    write_to_disk(
-        context,
-        "its parts lie in memory of several nodes, and this job takes other parts than were saved",
-    )
+    try:
+        write_to_disk(
+            context,
+            "its parts lie in memory of several nodes, and this job takes other parts than were "
+            "saved",
+        )
+    except CollectiveError as error:
+        # else each start would fail alike, and never take what is on disk
+        if (attempt := context.resources.pending_load.attempt) is not None:
+            with suppress(OSError):
+                attempt.refused(chosen.run, str(error).splitlines()[0][:200])
+        raise
     context.resources.drop_verified_bytes()
     wait_until_visible(storage, root, group, single_group(group.size))
     is_full = context.settings.verify == "full"

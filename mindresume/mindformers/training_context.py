@@ -18,13 +18,21 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mindresume
 from mindresume import runtime
 from mindresume.coordination import preemption
-from mindresume.coordination.collectives import Group, SingleProcess, gather_results
+from mindresume.coordination.collectives import (
+    Group,
+    SingleProcess,
+    Watchdog,
+    gather_results,
+    run_on_rank0,
+)
 from mindresume.coordination.lease import Lease
+from mindresume.coordination.lease_acquisition import check_no_live_job
 from mindresume.coordination.rank_heartbeat import ENDING, INFERENCE
 from mindresume.coordination.storage_topology import SharedGroups, single_group
 from mindresume.errors import AlteredWeightsError, ConfigError, RemoteError, TrainingCompleteError
@@ -40,6 +48,7 @@ from mindresume.events import (
     warning,
 )
 from mindresume.events.event_file import EventFile
+from mindresume.formats import CheckpointDir
 from mindresume.formatting import listed
 from mindresume.mindformers import adapter, heartbeat
 from mindresume.mindformers.adapter import MindFormersLog, TensorBoard
@@ -427,11 +436,13 @@ def write_to_disk(context: TrainingContext, reason: str) -> None:
         CollectiveError: on all ranks, if one node fails.
     """
     choice, resources = context.plan.selected, context.resources
+    storage = uncached(resources.storage)
+    # this job has no lease yet
+    look = partial(check_no_live_job, CheckpointDir(storage, choice.checkpoint_dir), context.emit)
+    run_on_rank0(context.group, look, Watchdog("looking for a job that saves there"))
     context.emit(Notice(f"step {choice.chosen.step} is written to disk from memory: {reason}"))
     shared = resources.topology.get(os.path.realpath(choice.root), single_group(context.group.size))
-    write_selected(
-        uncached(resources.storage), choice, context.group, shared, context.samples_in_common
-    )
+    write_selected(storage, choice, context.group, shared, context.samples_in_common)
 
 
 def _ended(progress: RunProgress, error: BaseException | None = None) -> TrainingEnded:

@@ -193,6 +193,7 @@ class CheckpointSelector:
             remote=self.sources.remote if resume else None,
             memory=self.shared_groups if self.settings.memory_tier.every_steps and resume else None,
             partner=self.settings.memory_tier.partner,
+            partner_port=self.settings.memory_tier.partner_port,
         )
         choice = select_checkpoint(
             self.storage, path, group, policy, sources, emit, ProgressReporter("checking", emit)

@@ -32,6 +32,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from mindresume import runtime
 from mindresume.coordination.collectives import (
     Group,
     Watchdog,
@@ -111,10 +112,15 @@ class MemorySource:
         if not seen:
             self.refused += [Refusal(**row) for row in rows[0]["refused"]]
             return None
+        # A node that has got all parts, at this start or an earlier one, loads its own one, as the
+        # others do.
+        for name, candidate in self.offers.items():
+            if any(row["offers"].get(name) for row in rows):
+                self.offers[name] = replace(candidate, local_ranks=tuple(candidate.files))
         nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
         self.job.sources.memory[os.path.realpath(self.tier)] = nodes
         common = []
-        for name in sorted(seen, key=order_of, reverse=True):
+        for name in sorted(sorted(seen), key=order_of, reverse=True):
             missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
             if not missing:
                 common.append(name)
@@ -183,21 +189,15 @@ class MemorySource:
         if not transfers([row["copies"] or NOTHING for row in rows]):
             return rows
         elsewhere = self._elsewhere()
-        least = tuple(elsewhere["order"] or (0, 0))
+        # a run that has left a note has given up what earlier runs had in memory
+        noted = self.note.order[0] if self.note is not None else 0
+        least = max(tuple(elsewhere["order"] or (0, 0)), (noted, 0))
         while not elsewhere["reason"] and (
             plan := transfers([row["copies"] or NOTHING for row in rows], fetched, least)
         ):
             fetched.add(plan[0].name)
             fetch(self.job, self.root, plan)
             rows = self._rows()
-        # A node that got all parts loads its own one, as the others do.
-        for name, candidate in self.offers.items():
-            if not all(
-                len(row["copies"]["parts"].get(name, {}).get("", ())) == candidate.world_size
-                for row in rows
-                if row["copies"]
-            ):
-                self.offers[name] = replace(candidate, local_ranks=tuple(candidate.files))
         return rows
 
     def _look(self) -> dict[str, Any]:
@@ -232,7 +232,8 @@ class MemorySource:
             refused = []
         return {
             "node": node,
-            "offers": list(self.offers),
+            # {name: whether other nodes have parts of it}
+            "offers": {name: bool(row.local_ranks) for name, row in self.offers.items()},
             "refused": refused,
             "problem": problem,
             "note": asdict(note) if note is not None else None,
@@ -447,15 +448,15 @@ def write_selected(
     Raises:
         CollectiveError: on all ranks, if one node fails.
     """
+    candidate, writes = choice.chosen, group.rank == 0
+    if candidate.world_size == group.size:  # a node can have parts of others, which those write
+        own, writes = shared.ranks(group.rank), shared.is_leader(group.rank)
+        files = {rank: rows for rank, rows in candidate.files.items() if rank in own}
+        candidate = replace(candidate, files=files)
     copy = DiskCopy(
-        CheckpointDir(storage, choice.checkpoint_dir), choice.root, choice.chosen, samples_in_common
+        CheckpointDir(storage, choice.checkpoint_dir), choice.root, candidate, samples_in_common
     )
-    run_on_all(
-        group,
-        copy.write,
-        Watchdog("writing the last step to disk"),
-        shared.is_leader(group.rank),
-    )
+    run_on_all(group, copy.write, Watchdog("writing the last step to disk"), writes)
     run_on_rank0(group, copy.commit, Watchdog("committing the last step"))
 
 
@@ -535,7 +536,9 @@ class DiskCopy:
         disk, copied = self.target.storage, xxh3_128()
         target = os.path.join(self.target.data_dir(self.candidate.step), file.path)
         disk.make_folder(os.path.dirname(target))
-        publish(disk, target, self._pieces(storage, path, copied), self.target.run, file.size or 0)
+        # of this process: ``flush`` on another node may be writing the same file
+        tag = f"{runtime.token_hex(4)}.{self.target.run}"
+        publish(disk, target, self._pieces(storage, path, copied), tag, file.size or 0)
         if copied.hexdigest() != file.checksum:
             disk.remove(target)
             raise SaveError(f"{path} changed while it was written to {target}")

@@ -122,7 +122,7 @@ def transfers(
     """
     nodes = groups_of([row["place"] or f"rank {rank}" for rank, row in enumerate(rows)])
     names = {name for row in rows for name in row["parts"]}
-    for name in sorted(names, key=order_of, reverse=True):
+    for name in sorted(sorted(names), key=order_of, reverse=True):  # alike on all ranks
         lacking = [
             rank
             for rank, row in enumerate(rows)
@@ -195,7 +195,7 @@ class _Node:
             return None
         try:
             keeper = Keeper(self._tier(), keeps_last=False)
-            self.door = listen(keeper.serve)
+            self.door = listen(keeper.serve, self.job.sources.partner_port)
         except Exception as error:  # any error: the disk is taken
             return str(error)
         return self.door.endpoint

@@ -68,6 +68,7 @@ class CheckpointSources:
         memory: gets the groups of ranks that share a tier in memory, by its path. None: memory is
             not considered.
         partner: saves in memory may have copies on other nodes (``partner_source``).
+        partner_port: on which a node receives them; 0: a free one.
         is_preview: one process looks for all ranks, and changes nothing.
     """
 
@@ -78,6 +79,7 @@ class CheckpointSources:
     remote: RemoteCheckpoints | None = None
     memory: dict[str, SharedGroups] | None = None
     partner: bool = False
+    partner_port: int = 0
     is_preview: bool = False
 
 

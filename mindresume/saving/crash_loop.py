@@ -274,6 +274,16 @@ class LoadAttempt:
                 self.run,
             )
 
+    def refused(self, run: str, cause: str) -> None:
+        """Counts this load as failed, of a checkpoint of ``run`` that cannot be loaded here: jobs
+        would fail alike for ever. Raises OSError."""
+        if self.rank == 0 and self.directory.storage.status(os.path.dirname(self.path)) is not None:
+            before = read_document(self.directory.storage, self.path, _LoadHistory)
+            same = before is not None and before.output == self.output
+            loads = (*(_counted(self.directory, before) if same else ()), FailedLoad(run, cause))
+            history = _LoadHistory(self.output, loads[-_MAX_FAILED_LOADS:], None)
+            publish_json(self.directory.storage, self.path, asdict(history), run)
+
     def _clear_others(self) -> None:
         """Removes the load attempts of jobs with this output folder on other checkpoints that are
         not suspected. The training continues from this checkpoint, so no job would clear them, and

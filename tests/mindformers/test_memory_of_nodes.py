@@ -2,6 +2,7 @@
 itself; else the save goes to the disk that the nodes share, and is loaded from there."""
 
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ pytest.importorskip("mindformers.tools")
 
 from mindformers import MindFormerConfig  # noqa: E402
 
-from mindresume.errors import CollectiveError  # noqa: E402
+from mindresume.errors import CollectiveError, LeaseHeldError  # noqa: E402
 from mindresume.formats.records import scan_records  # noqa: E402
 from mindresume.mindformers import (  # noqa: E402
     adapter,
@@ -218,8 +219,39 @@ def test_a_copy_that_cannot_be_written_ends_all_ranks(root, nodes, monkeypatch):
         raise CollectiveError("rank 2: no space")
 
     monkeypatch.setattr(training_context, "write_selected", fails)
+    plan = Plan.parse("dp4opt4", NET)
+    for _ in range(SETTINGS.max_failed_loads):
+        for error in loads(root, plan):
+            assert isinstance(error, CollectiveError) and "no space" in str(error)
+    # or no start would ever take what is on disk
+    all_right(plan, loads(root, plan), STEP)
+
+
+def test_a_job_that_saves_there_is_not_disturbed(root, nodes, monkeypatch):
+    save_in_memory(nodes)
+
+    def is_alive(directory, emit):
+        raise LeaseHeldError(f"{directory.root} is in use")
+
+    monkeypatch.setattr(training_context, "check_no_live_job", is_alive)
     for error in loads(root, Plan.parse("dp4opt4", NET)):
-        assert isinstance(error, CollectiveError) and "no space" in str(error)
+        assert isinstance(error, CollectiveError) and f"{root} is in use" in str(error)
+    assert steps_on_disk(root) == [STEP]
+
+
+def test_a_part_that_two_nodes_have_is_written_by_one(root, nodes, monkeypatch):
+    save_in_memory(nodes)
+    shutil.copytree(nodes[0], nodes[1], dirs_exist_ok=True)
+    put, real = [], memory_source.DiskCopy.put_file
+
+    def put_file(self, attempt, file, storage, path):
+        put.append(file.path)
+        real(self, attempt, file, storage, path)
+
+    monkeypatch.setattr(memory_source.DiskCopy, "put_file", put_file)
+    plan = Plan.parse("dp4opt4", NET)
+    all_right(plan, loads(root, plan))
+    assert sorted(put) == sorted(set(put)) != []
 
 
 def test_a_copy_that_is_not_the_save_is_not_loaded(root, nodes, monkeypatch):

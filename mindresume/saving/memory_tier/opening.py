@@ -31,6 +31,7 @@ from mindresume.saving.memory_tier.directory import (
     MARK,
     OWNER,
     PARTNER,
+    DiskNote,
     TierMark,
     TierOwner,
     find_tier,
@@ -258,12 +259,11 @@ def newest_run(directory: CheckpointDir, group: Group) -> str:
 def _newest_run_here(directory: CheckpointDir) -> str:
     # a tier that cannot be read is not used by any start
     with suppress(OSError):
-        tier = find_tier(directory)[0]
-        runs = (
-            [row.run for row in find_attempts(CheckpointDir(directory.storage, tier))]
-            if tier
-            else []
-        )
+        runs = []
+        for tier in filter(None, (find_tier(directory, suffix)[0] for suffix in ("", PARTNER))):
+            runs += [row.run for row in find_attempts(CheckpointDir(directory.storage, tier))]
+            note = DiskNote.read(directory.storage, tier)
+            runs += [note.run] if note is not None else []
         return max(runs, key=run_sequence, default="")
     return ""
 

@@ -59,7 +59,14 @@ from mindresume.saving.memory_tier.directory import NOTE, DiskNote
 from mindresume.saving.memory_tier.slots import FormerSaves, TierSlots
 from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget
-from mindresume.storage import MAX_SMALL_FILE, Storage, publish, read_bytes, remove_tree
+from mindresume.storage import (
+    MAX_SMALL_FILE,
+    Storage,
+    parallel,
+    publish,
+    read_bytes,
+    remove_tree,
+)
 from mindresume.typed import Count, Limits, decode, parse_json
 
 COPIES = 2  # that a node keeps: the newest whole one, and the one that is received
@@ -198,7 +205,7 @@ class _Receiver:
                 ahead = self.seconds * self.sent / self.size
                 ahead -= runtime.monotonic() - self.began
                 if ahead > 0:
-                    runtime.sleep(ahead)
+                    runtime.sleep(min(ahead, DEADLINE / 3))  # the other end waits no longer
         _answer(self.channel)
 
 
@@ -277,11 +284,16 @@ class Keeper:
 
     def keep_only(self, name: str) -> None:
         """Removes all copies but that of a save. Raises OSError."""
-        with self._lock:
+        # the first save may wait for this; a copy that comes just now removes the older ones itself
+        if not self._lock.acquire(timeout=0):
+            return
+        try:
             kept = [row for row in scan_records(self.tier)[0] if row.name == name]
             self._remove(kept)
             if not kept:
                 self._take_over(None)
+        finally:
+            self._lock.release()
 
     def former(self, but: Candidate | None = None) -> FormerSaves:
         """Returns what is in the tier, except ``but``."""
@@ -289,13 +301,14 @@ class Keeper:
 
     def _remove(self, but: Sequence[Candidate]) -> None:
         """Removes what is in the tier, except the first of ``but``, if there is one."""
-        storage = self.tier.storage
+        storage, files = self.tier.storage, []
         for path in self.former(but[0] if but else None).paths():
             status = storage.status(path)
-            if status is not None and status.is_folder:
+            if status is not None and status.is_folder:  # records first
                 remove_tree(storage, path)
             else:
-                storage.remove(path)
+                files.append(path)
+        parallel(storage, storage.remove, files)  # the sender waits, DEADLINE at most
 
     def _keep(self, channel: Channel, offer: _Offer) -> None:
         """Raises MindResumeError if what comes is not what it should be; OSError."""
@@ -311,11 +324,21 @@ class Keeper:
                 raise RecordError(f"a record of step {head.state.step} within {offer.name}")
         if self.keeps_last:
             self._remove([row for row in scan_records(self.tier)[0] if row.problem is None])
-        lacks = {}
-        for file in (file for head in heads for file in head.files):
-            path = os.path.join(target.data_dir(step), file.path)
-            if storage.status(path) is None or not is_as_recorded(storage, path, file):
-                lacks[path] = file
+        named = {
+            os.path.join(target.data_dir(step), file.path): file
+            for head in heads
+            for file in head.files
+        }
+
+        def is_there(row: tuple[str, FileRecord]) -> bool:
+            return storage.status(row[0]) is not None and is_as_recorded(storage, *row)
+
+        found = parallel(storage, is_there, named.items())  # as above
+        lacks = {
+            path: file
+            for (path, file), there in zip(named.items(), found, strict=True)
+            if not there
+        }
         needed, left = sum(file.size or 0 for file in lacks.values()), room(self.tier, 0)
         if needed > left:
             raise SaveError(

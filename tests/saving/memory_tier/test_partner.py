@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from coordination.test_storage_topology import save_part
@@ -42,8 +43,10 @@ from mindresume.model.manifest import (
 from mindresume.resume import partner_source
 from mindresume.resume.job_selection import CheckpointSelector, SelectionRequest
 from mindresume.resume.sources import CheckpointSources
-from mindresume.saving.memory_tier import directory, partner
+from mindresume.saving.checkpoint_manager import CheckpointManager
+from mindresume.saving.memory_tier import directory, opening, partner
 from mindresume.saving.memory_tier.directory import NOTE, OWNER, PARTNER, DiskNote
+from mindresume.saving.memory_tier.opening import newest_run
 from mindresume.saving.memory_tier.partner import Keeper, Ring, push
 from mindresume.settings import MemoryTierSettings, Settings
 from sim.cluster import current_process
@@ -254,6 +257,26 @@ class Dead:
     def __call__(self, channel):
         self.called += 1
         self.was_called.set()
+
+
+def test_a_slow_copy_sends_something_before_the_receiver_gives_up(tier, door, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(runtime, "sleep", pauses.append)
+    sent(door, tier, 10, seconds=1000.0)
+    assert 0 < max(pauses) < channels.DEADLINE
+
+
+def test_a_door_that_is_closed_ends_the_connections_that_there_are(door):
+    channel = connect(door.endpoint)
+    door.close()
+    with pytest.raises(OSError):
+        channel.receive(1)
+
+
+def test_what_is_received_just_now_is_not_waited_for_when_older_copies_go(kept):
+    keeper = Keeper(kept, keeps_last=True)
+    with keeper._lock:
+        keeper.keep_only("step-0000000005-0001-abcdef")
 
 
 def test_who_does_not_know_the_secret_is_refused_on_both_sides():
@@ -485,8 +508,9 @@ def two_nodes(memory, monkeypatch):
     return Path(memory)
 
 
-def trained(root, memory, count=9, hosts=HOSTS, every=100, iterations=False, **tier):
-    """Trains ``count`` steps on nodes that save every second step. Returns the events by rank."""
+def trained(root, memory, count=9, hosts=HOSTS, every=100, iterations=False, first=0, **tier):
+    """Trains ``count`` steps after ``first`` on nodes that save every second step. Returns the
+    events by rank."""
     settings = Settings(
         heartbeat=0,
         memory_tier=MemoryTierSettings(2, str(memory), partner=True, write_after_error=0, **tier),
@@ -496,6 +520,7 @@ def trained(root, memory, count=9, hosts=HOSTS, every=100, iterations=False, **t
         job = Job(
             root, group=group, every=every, leases={}, settings=settings, iterations=iterations
         )
+        job.step = first
         for _ in range(count):
             job.steps(1)
             group.gather(b"")  # a step
@@ -600,6 +625,40 @@ def test_a_node_that_got_all_parts_and_one_that_did_not_load_in_the_same_way(tmp
     assert chosen(root, two_nodes, ["b", "b", "a", "c"], any_layout=True)[0] == (8, True)
 
 
+def test_a_second_start_after_ranks_moved_loads_in_the_same_way_on_all_nodes(tmp_path, two_nodes):
+    """Node a then has all parts, and node c its own: nothing is fetched any more."""
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, iterations=True)
+    hosts = ["c", "c", "a", "a"]
+    for _ in range(2):
+        assert chosen(root, two_nodes, hosts, any_layout=True)[0] == (8, True)
+
+
+def test_the_port_that_is_set_is_used_at_a_start_too(tmp_path, two_nodes, monkeypatch):
+    root, ports, real = tmp_path / "checkpoint", [], partner_source.listen
+
+    def listening(serve, port=0):
+        ports.append(port)
+        return real(serve, port)
+
+    monkeypatch.setattr(partner_source, "listen", listening)
+    trained(root, two_nodes)
+    lose(two_nodes, "b")
+    assert chosen(root, two_nodes, partner_port=4711)[0] == (8, True)
+    assert ports == [4711]
+
+
+def test_a_run_of_which_only_the_copies_are_left_keeps_its_number(tmp_path, two_nodes):
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes)
+    for tier in two_nodes.glob("?/*/*"):
+        if PARTNER not in tier.name:
+            shutil.rmtree(tier)
+    found = Ranks(4, HOSTS).run(lambda group: newest_run(dir_at(root), group))
+    (run,) = {row.run for row in scan_records(dir_at(kept_by(two_nodes, "a")))[0]}
+    assert found == [run] * 4
+
+
 def test_both_nodes_lost_take_the_disk(tmp_path, two_nodes):
     root = tmp_path / "checkpoint"
     trained(root, two_nodes, every=5)
@@ -688,6 +747,28 @@ def test_what_a_person_removed_to_go_back_is_not_brought_back_by_a_partner(tmp_p
     lose(two_nodes, "a")
     for path in [*root.glob("rank_*/*-10_*"), *root.glob(".mindresume/step-0000000010-*")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert chosen(root, two_nodes)[0] == (5, False)
+
+
+def test_copies_that_a_run_has_given_up_do_not_come_back(tmp_path, two_nodes, monkeypatch):
+    """A person removes step 10 to go back. The next run loads step 5, has no partner copies, so
+    the older copies stay, and dies after its first step."""
+    root = tmp_path / "checkpoint"
+    trained(root, two_nodes, count=13, every=5)
+    for path in [*root.glob("rank_*/*-10_*"), *root.glob(".mindresume/step-0000000010-*")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (old,) = [row for row in scan_records(dir_at(root))[0] if row.step == 5]
+    real = os.path.realpath(root)
+    resumed = SimpleNamespace(chosen=old, root=real, checkpoint_dir=real)
+    begin = CheckpointManager.begin
+    monkeypatch.setattr(CheckpointManager, "begin", lambda self, step: begin(self, 5, resumed))
+
+    def busy(serve, port=0):
+        raise OSError("the port is in use")
+
+    monkeypatch.setattr(opening, "listen", busy)
+    trained(root, two_nodes, count=1, first=5)
+    assert copies(two_nodes, "a")
     assert chosen(root, two_nodes)[0] == (5, False)
 
 
