@@ -118,7 +118,8 @@ class MemorySource:
             if any(row["offers"].get(name) for row in rows):
                 self.offers[name] = replace(candidate, local_ranks=tuple(candidate.files))
         nodes = groups_of([row["node"] or f"rank {rank}" for rank, row in enumerate(rows)])
-        self.job.sources.memory[os.path.realpath(self.tier)] = nodes
+        if self.tier:
+            self.job.sources.memory[os.path.realpath(self.tier)] = nodes
         common = []
         for name in sorted(sorted(seen), key=order_of, reverse=True):
             missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]

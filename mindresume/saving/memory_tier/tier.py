@@ -245,7 +245,8 @@ class MemoryTier:
             if stale:
                 remove_tree(self.slots.target.storage, stale)
             if self.partner is not None:
-                self.partner.set_aside(self.former.loaded)
+                with suppress(OSError):  # older copies cost their memory alone
+                    self.partner.set_aside(self.former.loaded)
             self.slots.reserve(sizes)
         except Exception as error:  # any error: it costs the tier alone
             self._done.append(TierRefused(None, f"its memory cannot be reserved: {error}"))
