@@ -16,6 +16,7 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mindresume import runtime
@@ -53,13 +54,14 @@ _MOST = 16  # names that one rank sends to the others
 class Transfer:
     """One part of a save that goes from one node to another. ``holder``, ``receiver``: the first
     ranks of the nodes. ``folder``: of the holder: its tier (empty), or PARTNER. ``ranks``: of whom
-    the part is."""
+    the part is. ``turn``: parts that its receiver gets before it."""
 
     name: str
     holder: int
     folder: str
     receiver: int
     ranks: tuple[int, ...]
+    turn: int = 0
 
 
 def offer(
@@ -144,8 +146,9 @@ def _plan(
         receiver = leaders[rank]
         if any(row.receiver == receiver and rank in row.ranks for row in plan):
             continue
+        turn = sum(row.receiver == receiver for row in plan)
         holders = [
-            Transfer(name, holder, folder, receiver, tuple(ranks))
+            Transfer(name, holder, folder, receiver, tuple(ranks), turn)
             for holder in sorted(set(leaders))
             for folder, ranks in rows[holder]["parts"].get(name, {}).items()
             if rank in ranks
@@ -163,9 +166,11 @@ def fetch(job: Job, root: str, plan: Sequence[Transfer]) -> None:
     node = _Node(job, CheckpointDir(uncached(job.storage), root), plan)
     try:
         node.endpoints = gather_results(job.group, node.listen)
-        rows = gather_results(
-            job.group, node.send, Watchdog("fetching saves from partner nodes", node.sent)
-        )
+        rows: list[Any] = []
+        # a node receives one part after the other
+        for turn in range(max(row.turn for row in plan) + 1):
+            watchdog = Watchdog("fetching saves from partner nodes", node.sent)
+            rows += gather_results(job.group, partial(node.send, turn), watchdog)
     finally:
         if node.door is not None:
             node.door.close()
@@ -215,10 +220,11 @@ class _Node:
             publish_json(storage, os.path.join(tier, OWNER), asdict(owner), run)
         return CheckpointDir(storage, tier)
 
-    def send(self) -> list[Any]:
+    def send(self, turn: int) -> list[Any]:
         """Returns (why it was not sent, else the fields of an event) of each part that this rank
-        has."""
-        return [self._send(row) for row in self.plan if row.holder == self.job.group.rank]
+        has to send in this turn."""
+        rank = self.job.group.rank
+        return [self._send(row) for row in self.plan if (row.holder, row.turn) == (rank, turn)]
 
     def _send(self, row: Transfer) -> tuple[str, dict[str, Any]]:
         step, _ = parse_attempt(row.name) or (0, "")

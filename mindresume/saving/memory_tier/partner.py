@@ -76,7 +76,8 @@ _SHARE = 0.5  # of the time between two saves, that a copy takes
 # seconds: between two looks at the records of other ranks, and for all of them
 _PAUSE, _SETTLE = 0.05, 60.0
 _OVERWRITTEN = (
-    "it was overwritten before all of it was sent: a copy takes longer than two saves are apart"
+    "its bytes are not those that were saved: it was overwritten before all of it was sent, as a "
+    "copy takes longer than two saves are apart, or it is damaged"
 )
 
 

@@ -490,6 +490,7 @@ def test_the_address_is_the_one_that_leads_to_the_scheduler():
 
 # ---- a training of two nodes ---------------------------------------------------------------------
 
+NAME = attempt_name(8, RUN)
 HOSTS = ["a", "a", "b", "b"]
 
 
@@ -722,12 +723,30 @@ def test_ranks_on_other_nodes_than_before_find_their_parts(tmp_path, two_nodes):
 
 @pytest.mark.parametrize(
     "hosts",
-    [["a", "a", "b", "c"], ["a", "a", "a", "a"], ["c", "c", "a", "a"], ["a", "b", "a", "b"]],
+    [
+        ["a", "a", "b", "c"],
+        ["a", "a", "a", "a"],
+        ["c", "c", "a", "a"],
+        ["a", "b", "a", "b"],
+    ],
 )
 def test_nodes_that_were_added_or_removed_get_what_they_need(tmp_path, two_nodes, hosts):
     root = tmp_path / "checkpoint"
     trained(root, two_nodes)
     assert chosen(root, two_nodes, hosts=hosts)[0] == (8, True)
+
+
+def test_a_node_receives_one_part_after_the_other():
+    """From as many holders as there are: a receiver takes one connection at a time."""
+    offers = [
+        {"place": str(node), "receives": True, "parts": {NAME: {"": [node, node + 4]}}}
+        for node in range(4)
+    ]
+    empty = {"place": "new", "receives": True, "parts": {}}
+    plan = partner_source.transfers([*offers, *[empty] * 4])
+    assert [(row.holder, row.receiver, row.turn) for row in plan] == [
+        (node, 4, node) for node in range(4)
+    ]
 
 
 def test_a_newer_checkpoint_on_disk_wins_and_nothing_is_fetched(tmp_path, two_nodes):
