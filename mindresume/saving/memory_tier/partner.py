@@ -9,12 +9,12 @@
 
 The first process of each node sends a save once all ranks of its node have recorded it, in a
 thread, as slowly as half of the time between two saves allows. A save that the training overwrites
-meanwhile is given up: the receiver compares the checksums of each file with those in the record,
-which comes last. So a copy that has a record is what was saved.
+meanwhile is given up: the receiver compares the checksums of each file with those in the records,
+which it gets first and publishes last. So a copy that has a record is what was saved.
 
 What is kept: the newest whole copy and the one that is received. All nodes have a common step as
 long as a copy takes less than the time between two saves. If a node is lost, the next start has it
-pushed back, into the tier of the node that needs it (``mindresume.resume.memory_source``).
+pushed back, into the tier of the node that needs it (``mindresume.resume.partner_source``).
 """
 
 from __future__ import annotations
