@@ -149,6 +149,20 @@ def test_labelled_files_stay_candidates_after_the_next_run(tmp_path):
     assert [row.step for row in found(tmp_path) if row.state == "complete"] == [10]
 
 
+def test_a_file_of_a_run_that_keeps_records_here_but_none_of_this_step_never_completed(tmp_path):
+    save(tmp_path, 5, world=2)
+    save(tmp_path, 10, world=2)
+    shutil.rmtree(records_of(tmp_path, 10))
+    newest = found(tmp_path).checkpoints[0]
+    assert (newest.step, newest.origin, newest.run_id, newest.state) == (
+        10,
+        OURS,
+        RUN,
+        "incomplete",
+    )
+    assert newest.problem.reason == "the save never completed: no record of it was written"
+
+
 @pytest.mark.parametrize("missing", ["newest", "all", "trouble"])
 @pytest.mark.parametrize("fmt", ["safetensors", "ckpt"])
 def test_records_that_are_listed_late_are_looked_up(tmp_path, fmt, missing):
