@@ -182,6 +182,15 @@ def test_a_rank_whose_copies_another_one_has_saved_takes_the_disk(root, nodes):
     all_right(SAVED, loads(root, SAVED))
 
 
+@pytest.mark.parametrize("target, in_memory", [("dp2tp2opt2", True), ("dp4opt4", False)])
+def test_one_node_may_have_all_parts(root, nodes, target, in_memory):
+    """Copies of its partner are among its own saves, and the setting is off now."""
+    save_in_memory(nodes)
+    save(nodes[0], LATER, (2, 3), local_ranks=(2, 3))
+    plan = Plan.parse(target, NET)
+    all_right(plan, loads(root, plan), in_memory=in_memory)
+
+
 def test_a_node_that_has_lost_its_part_leaves_the_disk(root, nodes):
     save_in_memory(nodes)
     nodes[1].rename(nodes[1].with_suffix(".lost"))
