@@ -103,11 +103,11 @@ def load(network: Network, context: TrainingContext, source: OpenCheckpoint | No
         return load_own_files(network, context)
     source = source or run_on_all(group, plan.open_source, auto_transform.OPENING)
     target = target_of(network, source, context)
-    # A rank whose node has a part has opened what it saved itself: another layout needs all parts.
-    # All ranks ask, since one node may have got all of them from partners.
-    if (choice := plan.choice) is not None and choice.in_memory:
+    # Each rank has opened what it saved itself: another layout needs the parts of all nodes. All
+    # ranks say the same of ``is_in_parts`` (``MemorySource.newest``).
+    if (choice := plan.choice) is not None and choice.is_in_parts:
         own = partial(holds_wanted, source.weights, target, group.rank)
-        if False in gather_results(group, own, takes_part=choice.is_in_parts):
+        if not all(gather_results(group, own)):
             source = auto_transform.open_on_disk(context)
             target = target_of(network, source, context)
     return load_regions(network, source, target, context)
