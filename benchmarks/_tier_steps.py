@@ -63,7 +63,10 @@ def measure_steps(
             run = runs[name] = Run(
                 Path(folder) / f"kind_{number}", config, data, ranks, options=options
             )
-            run.start(**settings, MINDRESUME_MEMORY_TIER_DIR=memory).wait_for_step(_WARM_UP)
+            run.start(**settings, MINDRESUME_MEMORY_TIER_DIR=memory)
+        for run in runs.values():  # the ranks of one that is stopped for long would lose each other
+            run.wait_for_step(_WARM_UP)
+        for run in runs.values():
             run.signal_all(signal.SIGSTOP)
         for number in result.numbers(rounds):
             for work in measure.shuffled(
