@@ -1,8 +1,8 @@
 """From the death of a rank to the next step: ``mindresume run`` with the tier in memory, beside
 msrun and a start by hand.
 
-    python benchmarks/recovery.py [--rounds 3] [--ways "by hand,supervisor,joining,standby"]
-                                  [--folder FOLDER] [--json FILE]
+    python benchmarks/recovery.py [--rounds 3] [--folder FOLDER] [--json FILE]
+                                  [--ways "by hand,supervisor,joining,standby,lost node"]
 
 by hand       msrun as it is; the same command is started again in the moment in which msrun has
               ended
@@ -10,6 +10,8 @@ supervisor    mindresume run around scripts/msrun_launcher.sh, memory_tier: {eve
               MindSpore's own MS_RETRY_INTERVAL_LOWER and _UPPER (3 and 5)
 joining       the same with the intervals that the supervisor sets
 standby       the same with --standby
+lost node     as joining, on two nodes of two ranks with memory of their own and partner copies:
+              both ranks of one node are killed, and its memory is removed (needs root)
 
 All train the quickstart's model on four processes (data parallel 2 x model parallel 2) with
 mindformers' real Trainer, with mindresume, and with compiled graphs kept
@@ -52,7 +54,8 @@ from st.training_run import Run  # noqa: E402
 
 RANKS, KILL_AFTER = 4, 8  # step; the newest save on disk is that of step 5
 RESUME = "--load_checkpoint ./output/checkpoint --resume_training True"
-WAYS = ("by hand", "supervisor", "joining", "standby")
+WAYS = ("by hand", "supervisor", "joining", "standby", "lost node")
+PARTNER = {"CPU_CLUSTER_MEMORIES": "2", "MINDRESUME_MEMORY_TIER_PARTNER": "true"}
 INTERVALS = {"MS_RETRY_INTERVAL_LOWER": "3", "MS_RETRY_INTERVAL_UPPER": "5"}
 # seconds: msrun's scheduler is not ended by st/cpu_cluster before it ends itself
 OWN_END = {"CPU_CLUSTER_AFTER_LAST": "600"}
@@ -118,6 +121,7 @@ class Bench:
                 MINDRESUME_MEMORY_TIER_EVERY_STEPS="1",
                 MINDRESUME_MEMORY_TIER_DIR=str(self.memory),
                 **(INTERVALS if way == "supervisor" else {}),
+                **(PARTNER if way == "lost node" else {}),
                 OMP_NUM_THREADS="1",  # as st/cpu_cluster/run.py sets it, too late for a fork
             )
         else:
@@ -125,9 +129,15 @@ class Bench:
         run.wait_for_step(KILL_AFTER)
         while not (committed_steps(run) and (way != "standby" or is_standby_ready(run))):
             time.sleep(0.01)
+        while way == "lost node" and copied(run) < KILL_AFTER:
+            time.sleep(0.01)
         hold.unlink()
-        process, killed = run.worker(self.chance.randrange(RANKS)), time.time()
-        os.kill(process, signal.SIGKILL)
+        ranks = (2, 3) if way == "lost node" else (self.chance.randrange(RANKS),)
+        processes, killed = [run.worker(rank) for rank in ranks], time.time()
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        if way == "lost node":
+            shutil.rmtree(f"{self.memory}-node_1")
         if way != "by hand":
             while number_of_starts(run) < 2:
                 assert run.process.poll() is None, run.launcher_log()[-3000:]
@@ -201,6 +211,12 @@ def joined(run: Run) -> float:
     return max(row["time"] for row in began) - max(row["imported"] for row in began)
 
 
+def copied(run: Run) -> int:
+    """Returns the newest step of which each of two nodes keeps what the other one has saved."""
+    rows = [events(run, "partner_copied", rank) for rank in (0, 2)]
+    return min(max((row["step"] for row in found), default=0) for found in rows)
+
+
 def is_standby_ready(run: Run) -> bool:
     return any("standby process" in event["text"] for event in supervisor_events(run, "notice"))
 
@@ -241,7 +257,8 @@ def main() -> None:
         )
     finally:
         shutil.rmtree(folder)
-        shutil.rmtree(bench.memory)
+        for memory in bench.memory.parent.glob(f"{bench.memory.name}*"):
+            shutil.rmtree(memory)
 
 
 if __name__ == "__main__":
