@@ -69,7 +69,10 @@ def main(argv: list[str]) -> int:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_ANSWER)
-            connection.connect(os.path.join(folder, SOCKET))
+            # of any length: the path of a socket has at most 107 bytes
+            place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            connection.connect(f"/proc/self/fd/{place}/{SOCKET}")
+            os.close(place)
             socket.send_fds(connection, [b" "], [0, 1, 2, end])
             connection.sendall(json.dumps(call).encode() + b"\n")
             os.close(end)

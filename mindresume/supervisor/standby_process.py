@@ -299,7 +299,9 @@ def serve(folder: str, first: Mapping[str, Any]) -> None:
     imported = sources()
     path = os.path.join(folder, client.SOCKET)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path + ".new")
+    place = os.open(folder, os.O_PATH)
+    listener.bind(f"/proc/self/fd/{place}/{client.SOCKET}.new")
+    os.close(place)
     listener.listen()
     os.replace(path + ".new", path)
     # the kernel reaps msrun, which speaks with its client itself

@@ -18,6 +18,7 @@ from mindresume.supervisor.members import environment_of
 from mindresume.supervisor.standby_client import SOCKET
 
 ROOT, PYTHON = Path(__file__).resolve().parents[2], Path(sys.executable).parent
+SUPERVISOR = "supervisor" * 11  # a socket cannot be bound by so long a path
 MSRUN = """
 # mindspore.parallel.cluster.run
 import os, subprocess, sys
@@ -95,7 +96,7 @@ def place(tmp_path):
     )
     (tools / "msrun").chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "supervisor").mkdir()
+    (tmp_path / SUPERVISOR).mkdir()
     return Place(tmp_path)
 
 
@@ -110,7 +111,7 @@ def job() -> SimpleNamespace:
 class Place:
     def __init__(self, folder: Path):
         self.folder, self.server = folder, None
-        self.standby = standby.Standby(str(folder / "supervisor"), lambda event: None)
+        self.standby = standby.Standby(str(folder / SUPERVISOR), lambda event: None)
 
     def call(self, *words: str, prefix: str = "", **environment: str) -> subprocess.Popen:
         """``prefix``: commands of a shell."""
@@ -293,7 +294,7 @@ def test_a_start_that_cannot_be_taken_over_is_an_ordinary_one(standing, changed,
     printed = call.communicate()[0]
     assert call.returncode == 3 and says in printed
     assert "ordinary start: " in printed
-    assert (standing.folder / "supervisor" / "call.json").exists()
+    assert (standing.folder / SUPERVISOR / "call.json").exists()
 
 
 def test_a_changed_source_is_imported_again(standing):
@@ -305,7 +306,9 @@ def test_a_changed_source_is_imported_again(standing):
 
 def test_a_client_that_goes_in_the_middle_of_its_call_costs_nothing(standing):
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(standing.folder / "supervisor" / SOCKET))
+        folder = os.open(standing.folder / SUPERVISOR, os.O_PATH)
+        client.connect(f"/proc/self/fd/{folder}/{SOCKET}")
+        os.close(folder)
         client.send(b"\0\0")
     assert standing.call().wait() == 3
     assert {rank["imported"] for rank in standing.ranks()} == {standing.server}
