@@ -285,7 +285,7 @@ def test_msrun_needs_the_standby_process_no_more(standing):
         ({"MINDRESUME_SUPERVISOR_X": "y" * (1 << 15)}, "longer"),
         ({"prefix": "umask 0027;"}, "Umask"),
         ({"prefix": "ulimit -n 100;"}, "limits"),
-        ({"prefix": "cp train.py supervisor; cd supervisor;"}, "another script or folder"),
+        ({"prefix": "cp train.py tools; cd tools;"}, "another script or folder"),
         ({"prefix": "set -- other.py; cp train.py other.py;"}, "another script or folder"),
     ],
 )
