@@ -61,6 +61,7 @@ from mindresume.saving.replication import copy_files
 from mindresume.saving.shard_writer import SaveTarget
 from mindresume.storage import (
     MAX_SMALL_FILE,
+    Hurry,
     Storage,
     parallel,
     publish,
@@ -75,6 +76,8 @@ _HEAD = 1 << 20  # bytes of a message
 _SHARE = 0.5  # of the time between two saves, that a copy takes
 # seconds: between two looks at the records of other ranks, and for all of them
 _PAUSE, _SETTLE = 0.05, 60.0
+# looks, one a second, whether a copy has to hurry, before it sends some bytes all the same
+_LOOKS = int(DEADLINE / 3)
 _OVERWRITTEN = (
     "its bytes are not those that were saved: it was overwritten before all of it was sent, as a "
     "copy takes longer than two saves are apart, or it is damaged"
@@ -186,8 +189,15 @@ class _Receiver:
     size: int
     seconds: float
     progress: Progress
+    hurry: Hurry | None
     sent: int = 0
     began: float = field(default_factory=runtime.monotonic)
+
+    def _ahead(self) -> float:
+        """Returns the seconds by which it is faster than it shall be."""
+        if self.hurry is not None and self.hurry.is_hurried():
+            return 0.0
+        return self.seconds * self.sent / self.size - (runtime.monotonic() - self.began)
 
     def has_file(self, attempt: str, file: FileRecord) -> bool:
         return file.path not in self.lacks
@@ -203,10 +213,9 @@ class _Receiver:
                 left -= len(piece)
                 self.sent += len(piece)
                 self.progress.advance(len(piece))
-                ahead = self.seconds * self.sent / self.size
-                ahead -= runtime.monotonic() - self.began
-                if ahead > 0:
-                    runtime.sleep(min(ahead, DEADLINE / 3))  # the other end waits no longer
+                for _ in range(_LOOKS):  # the other end waits no longer
+                    if (ahead := self._ahead()) > 0:
+                        runtime.sleep(min(ahead, 1.0))
         _answer(self.channel)
 
 
@@ -216,10 +225,11 @@ def push(
     candidate: Candidate,
     seconds: float = 0.0,
     progress: Progress = SILENT,
+    hurry: Hurry | None = None,
 ) -> int:
     """Sends what a tier has of one save to the ``Keeper`` at the other end. Returns the bytes of
-    its files. ``seconds``: that it shall take at least. ``progress``: receives the bytes that are
-    sent. Raises OSError, RecordError, SaveError."""
+    its files. ``seconds``: that it shall take at least, unless there is a ``hurry``. ``progress``:
+    receives the bytes that are sent. Raises OSError, RecordError, SaveError."""
     storage, records = source.storage, []
     files: list[tuple[str, FileRecord]] = []
     for rank, here in sorted(candidate.files.items()):
@@ -232,7 +242,7 @@ def push(
     _send(channel, _Offer(candidate.name, bool(candidate.iteration_dir), lengths, note))
     for record in records:
         channel.send(record)
-    receiver = _Receiver(channel, _answer(channel).lacks, size, seconds, progress)
+    receiver = _Receiver(channel, _answer(channel).lacks, size, seconds, progress, hurry)
     copy_files(receiver, candidate.name, storage, files)
     _answer(channel)
     return size
@@ -440,9 +450,13 @@ class Copies:
             raise FileNotFoundError(name)
         channel = connect(self.partner)
         try:
-            return push(channel, target, candidate, seconds)
+            return push(channel, target, candidate, seconds, hurry=self)
         finally:
             channel.close()
+
+    def is_hurried(self) -> bool:
+        """Returns whether a newer save waits: steps take less time than before."""
+        return not self._steps.empty()
 
     def _failed(self, step: int, reason: str) -> None:
         kind = "".join(filter(str.isalpha, reason))  # without numbers

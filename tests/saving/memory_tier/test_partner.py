@@ -244,6 +244,26 @@ def test_a_copy_takes_at_least_the_time_that_it_shall(tier, door):
     assert sum(slept) == pytest.approx(7.0)
 
 
+def test_a_copy_is_not_slow_any_more_once_a_newer_save_waits(tier, door):
+    """An hour lay between two saves, and then a minute: the copy would be overwritten, and none
+    made meanwhile."""
+
+    class Hurry:
+        looks = 0
+
+        def is_hurried(self):
+            self.looks += 1
+            return self.looks > 3
+
+    slept = []
+    (candidate,) = [row for row in scan_records(tier)[0] if row.step == 10]
+    with runtime.answers({runtime.sleep: slept.append}):
+        channel = connect(door.endpoint)
+        push(channel, tier, candidate, 1800.0, hurry=Hurry())
+        channel.close()
+    assert slept == [1.0] * 3
+
+
 # ---- who may connect -----------------------------------------------------------------------------
 
 
