@@ -14,17 +14,21 @@ from mindresume.mindformers.kept_graphs import ENABLE, FOLDER, PATH, keep_graph
 CONFIG = {"model": {"layers": 2}, "seed": 0}
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """start(config, files): returns whether MindSpore may read the graph of an earlier start; then
-    it writes ``files`` and finishes a step."""
-    # modules that other tests have written and imported
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch):
+    """Leaves out modules that other tests have written and imported."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
         if path.endswith(".py") and (
             not os.path.exists(path) or os.stat(path).st_ctime > kept_graphs._BEGAN
         ):
             monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(config, files): returns whether MindSpore may read the graph of an earlier start; then
+    it writes ``files`` and finishes a step."""
 
     def start(config=CONFIG, files={"graph": b"nodes"}, steps=1):  # noqa: B006
         for name in (ENABLE, PATH):
