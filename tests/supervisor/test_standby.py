@@ -153,6 +153,9 @@ class Place:
         self.standby.emit = lambda event: lines.append(event.line())
         while not any(said in line for line in lines):
             self.standby.make_if_due(job())
+            # else it would never be said
+            ended = [line for line in lines if "imports everything again" in line]
+            assert not ended or said in ended[0], ended
             time.sleep(0.01)
         return lines[-1]
 

@@ -214,8 +214,9 @@ class _Receiver:
                 self.sent += len(piece)
                 self.progress.advance(len(piece))
                 for _ in range(_LOOKS):  # the other end waits no longer
-                    if (ahead := self._ahead()) > 0:
-                        runtime.sleep(min(ahead, 1.0))
+                    if (ahead := self._ahead()) <= 0:
+                        break
+                    runtime.sleep(min(ahead, 1.0))
         _answer(self.channel)
 
 
