@@ -6,7 +6,8 @@
 plain         the same bytes, from files in memory over one TCP connection into files in memory, by
               two processes that do nothing else
 copy          mindresume.saving.memory_tier.partner: the same, with checksums, records and the
-              greeting, without the limit of its rate; target 1.43 of it (0.7 of its bytes a second)
+              handshake, without the limit of its rate; target 1.43 of it (0.7 of its bytes a
+              second)
 
 --steps: how much longer a step of the quickstart's training takes on two nodes of one rank with
 ``every_steps: 10, partner: true`` than with ``every_steps: 10`` alone; target 2 % (needs root)

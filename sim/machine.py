@@ -37,7 +37,7 @@ from mindresume.storage import posix
 from sim.cluster import Cluster, active_clusters, current_cluster, current_process
 from sim.disk import Disk, Folder, fail
 from sim.mount import Mount
-from sim.network import SimulatedDoor, connect
+from sim.network import SimulatedListener, connect
 from sim.threads import Condition, Event, Lock, RLock, SimpleQueue, Thread
 
 # ---- time, threads, signals ----------------------------------------------------------------------
@@ -380,7 +380,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     staging.staging_buffer: _Staging,
     async_saver.WRITERS["process"]: WriterProcess,
     slots.mapped_file: _mapped_file,
-    channel.listen: SimulatedDoor,
+    channel.listen: SimulatedListener,
     channel.connect: connect,
     directory.make_tier: _make_tier,
     directory.foreign_folder: _foreign_folder,

@@ -55,18 +55,18 @@ class SimulatedChannel:
         self._is_open[0] = False
 
 
-class SimulatedDoor:
+class SimulatedListener:
     """A process that listens."""
 
     def __init__(self, serve: Callable[[Any], None], port: int = 0):
         cluster = current_cluster()
         self.process, self.serve = current_process(), serve
         self.endpoint = Endpoint(self.process.host.name, self.process.pid, cluster.token(32))
-        cluster.doors = [*getattr(cluster, "doors", ()), self]
+        cluster.listeners = [*getattr(cluster, "listeners", ()), self]
 
     def close(self) -> None:
         cluster = current_cluster()
-        cluster.doors = [door for door in cluster.doors if door is not self]
+        cluster.listeners = [listener for listener in cluster.listeners if listener is not self]
 
 
 def operate(name: str) -> None:
@@ -77,26 +77,31 @@ def operate(name: str) -> None:
 
 
 def connect(endpoint: Endpoint) -> SimulatedChannel:
-    """Connects to a door of the cluster."""
+    """Connects to a listener of the cluster."""
     cluster, me = current_cluster(), current_process()
     operate("connect")
-    door = next(
-        (door for door in getattr(cluster, "doors", ()) if door.endpoint[:2] == endpoint[:2]), None
+    listener = next(
+        (
+            listener
+            for listener in getattr(cluster, "listeners", ())
+            if listener.endpoint[:2] == endpoint[:2]
+        ),
+        None,
     )
-    if door is None or door.process.dead:
+    if listener is None or listener.process.dead:
         raise ConnectionRefusedError("nobody listens there")
-    if door.endpoint.secret != endpoint.secret:
+    if listener.endpoint.secret != endpoint.secret:
         raise PermissionError("the other end does not know the secret of this job")
     one, two, is_open = SimpleQueue(), SimpleQueue(), [True]
 
     def work() -> None:
         channel = SimulatedChannel(me, two, one, is_open)
         try:
-            door.serve(channel)
+            listener.serve(channel)
         except OSError:
             pass
         finally:
             channel.close()
 
-    cluster.scheduler.start(door.process, work, f"{door.process.name}/channel")
-    return SimulatedChannel(door.process, one, two, is_open)
+    cluster.scheduler.start(listener.process, work, f"{listener.process.name}/channel")
+    return SimulatedChannel(listener.process, one, two, is_open)

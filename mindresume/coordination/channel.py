@@ -1,7 +1,7 @@
 """Connections between the nodes of a job, for bytes that no collective shall carry.
 
-    door = listen(serve)                # a daemon thread; serve(channel) for each connection
-    channel = connect(door.endpoint)    # another process, which was told the endpoint
+    listener = listen(serve)                # a daemon thread; serve(channel) for each connection
+    channel = connect(listener.endpoint)    # another process, which was told the endpoint
     channel.send(b"...");  channel.receive(3)
 
 An endpoint holds a secret of its own, and travels by the job's own exchange. Both ends prove with
@@ -26,7 +26,7 @@ from mindresume import runtime
 from mindresume.typed import Count
 
 DEADLINE = 30.0  # seconds of one operation
-_GREETING = 10.0  # seconds, of the connection and of each message before both ends are known
+_HANDSHAKE = 10.0  # seconds, of the connection and of each message before both ends are known
 _MOST = 2  # connections at once
 _PROOF = hashlib.sha256().digest_size
 
@@ -50,7 +50,7 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """A process that listens."""
 
     endpoint: Endpoint
@@ -65,7 +65,7 @@ class SocketChannel:
     def __init__(self, connection: socket.socket):
         self._socket = connection
         self._buffer = bytearray()
-        self._until: float | None = None  # of the greeting
+        self._until: float | None = None  # of the handshake
 
     def send(self, data: bytes | memoryview) -> None:
         self._socket.sendall(data)
@@ -89,11 +89,11 @@ class SocketChannel:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
         self._socket.close()
 
-    def greet(self, secret: str, is_caller: bool) -> None:
+    def handshake(self, secret: str, is_caller: bool) -> None:
         """Proves to the other end that this one knows the secret, and has it do the same. Raises
         OSError."""
-        self._until = runtime.monotonic() + _GREETING
-        self._socket.settimeout(_GREETING)
+        self._until = runtime.monotonic() + _HANDSHAKE
+        self._socket.settimeout(_HANDSHAKE)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = os.urandom(_PROOF)
         self.send(own)
@@ -113,7 +113,7 @@ class SocketChannel:
         self._socket.settimeout(DEADLINE)
 
 
-class SocketDoor:
+class SocketListener:
     """Listens on the address by which the other nodes know this one. ``serve``: is called in a
     thread for each connection whose other end knows the secret."""
 
@@ -129,7 +129,7 @@ class SocketDoor:
             self.endpoint = Endpoint(host, self._socket.getsockname()[1], runtime.token_hex(32))
             # a worker of the data set that outlives this process would keep the port
             os.register_at_fork(after_in_child=self._socket.close)
-            runtime.Thread(target=self._accept, name="mindresume-door", daemon=True).start()
+            runtime.Thread(target=self._accept, name="mindresume-listener", daemon=True).start()
         except RuntimeError as error:  # the limit of threads is reached
             self._socket.close()
             raise OSError(errno.EAGAIN, str(error)) from error
@@ -170,7 +170,7 @@ class SocketDoor:
     def _talk(self, connection: socket.socket) -> None:
         channel = SocketChannel(connection)
         try:
-            channel.greet(self.endpoint.secret, is_caller=False)
+            channel.handshake(self.endpoint.secret, is_caller=False)
             self._serve(channel)
         except OSError:
             pass  # the other end learns it, too
@@ -183,18 +183,18 @@ class SocketDoor:
 
 
 @runtime.asks_machine
-def listen(serve: Callable[[Channel], None], port: int = 0) -> Door:
+def listen(serve: Callable[[Channel], None], port: int = 0) -> Listener:
     """Listens for other processes of the job. ``port``: 0: a free one. Raises OSError."""
-    return SocketDoor(serve, port)
+    return SocketListener(serve, port)
 
 
 @runtime.asks_machine
 def connect(endpoint: Endpoint) -> Channel:
     """Connects to a process that listens. Raises OSError."""
-    connection = socket.create_connection(endpoint[:2], _GREETING)
+    connection = socket.create_connection(endpoint[:2], _HANDSHAKE)
     channel = SocketChannel(connection)
     try:
-        channel.greet(endpoint.secret, is_caller=True)
+        channel.handshake(endpoint.secret, is_caller=True)
     except BaseException:
         channel.close()
         raise

@@ -287,6 +287,12 @@ def order_of(name: str) -> tuple[int, int]:
     return run_sequence(run), step
 
 
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Returns names of saves by ``order_of``, the newest first; in the same order on all ranks,
+    also if two are of runs with the same number."""
+    return sorted(sorted(names), key=order_of, reverse=True)
+
+
 def record_common(directory: CheckpointDir, name: str, tag: str) -> None:
     """Records the newest checkpoint that all nodes have. Raises OSError."""
     publish(directory.storage, directory.path(FOLDER, NEWEST_COMMON), [name.encode()], tag)

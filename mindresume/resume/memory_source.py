@@ -40,7 +40,7 @@ from mindresume.coordination.collectives import (
     run_on_all,
     run_on_rank0,
 )
-from mindresume.coordination.storage_topology import SharedGroups, order_of
+from mindresume.coordination.storage_topology import SharedGroups, newest_first, order_of
 from mindresume.errors import RemoteError, SaveError, UnusableCheckpointError
 from mindresume.events import SILENT, Notice, Progress
 from mindresume.formats import OURS, Candidate, CheckpointDir, Refusal
@@ -121,7 +121,7 @@ class MemorySource:
         if self.tier:
             self.job.sources.memory[os.path.realpath(self.tier)] = nodes
         common = []
-        for name in sorted(sorted(seen), key=order_of, reverse=True):
+        for name in newest_first(seen):
             missing = [rank for rank, row in enumerate(rows) if name not in row["offers"]]
             if not missing:
                 common.append(name)

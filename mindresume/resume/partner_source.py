@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination.channel import Door, Endpoint, connect, listen
+from mindresume.coordination.channel import Endpoint, Listener, connect, listen
 from mindresume.coordination.collectives import Watchdog, gather_results
-from mindresume.coordination.storage_topology import order_of
+from mindresume.coordination.storage_topology import newest_first, order_of
 from mindresume.events import Counted, Notice, PartnerFetched
 from mindresume.formats import Candidate, CheckpointDir
 from mindresume.formats.records import scan_records
@@ -124,7 +124,7 @@ def transfers(
     """
     nodes = groups_of([row["place"] or f"rank {rank}" for rank, row in enumerate(rows)])
     names = {name for row in rows for name in row["parts"]}
-    for name in sorted(sorted(names), key=order_of, reverse=True):  # alike on all ranks
+    for name in newest_first(names):
         lacking = [
             rank
             for rank, row in enumerate(rows)
@@ -172,8 +172,8 @@ def fetch(job: Job, root: str, plan: Sequence[Transfer]) -> None:
             watchdog = Watchdog("fetching saves from partner nodes", node.sent)
             rows += gather_results(job.group, partial(node.send, turn), watchdog)
     finally:
-        if node.door is not None:
-            node.door.close()
+        if node.listener is not None:
+            node.listener.close()
     for row in rows:
         for text, event in row or ():
             if text:
@@ -190,7 +190,7 @@ class _Node:
     job: Job
     directory: CheckpointDir
     plan: Sequence[Transfer]
-    door: Door | None = None
+    listener: Listener | None = None
     endpoints: Sequence[Any] = ()
     sent: Counted = field(default_factory=Counted)
 
@@ -200,10 +200,10 @@ class _Node:
             return None
         try:
             keeper = Keeper(self._tier(), keeps_last=False)
-            self.door = listen(keeper.serve, self.job.sources.partner_port)
+            self.listener = listen(keeper.serve, self.job.sources.partner_port)
         except Exception as error:  # any error: the disk is taken
             return str(error)
-        return self.door.endpoint
+        return self.listener.endpoint
 
     def _tier(self) -> CheckpointDir:
         """Returns the tier of this node, which may have to be made. Its owner counts as dead."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mindresume import runtime
-from mindresume.coordination.channel import Door, listen
+from mindresume.coordination.channel import Listener, listen
 from mindresume.coordination.collectives import Group, gather_results
 from mindresume.coordination.storage_topology import PATIENCE, SharedGroups
 from mindresume.errors import CollectiveError
@@ -151,7 +151,7 @@ class _Node:
     """What one rank does for the tier of its node, between exchanges with the others. ``keep``: a
     node has a tier with the mark of the directory, so that mark stays. ``mark``: of all ranks.
     ``processes``: of this node, if this rank is its first. ``ring``: of partner copies, if they are
-    wanted. ``keeper``, ``door``: of this node, for those that come."""
+    wanted. ``keeper``, ``listener``: of this node, for those that come."""
 
     session: SaveSession
     group: Group
@@ -161,7 +161,7 @@ class _Node:
     processes: Sequence[list[int]] = ()
     ring: Ring | None = None
     keeper: Keeper | None = None
-    door: Door | None = None
+    listener: Listener | None = None
 
     def has_tier(self) -> bool:
         return bool(find_tier(self.session.target)[0])
@@ -216,10 +216,10 @@ class _Node:
             kept = self.keeper.tier
             make_tier(kept.root)
             publish_json(target.storage, kept.path(OWNER), asdict(owner), target.run)
-            self.door = listen(self.keeper.serve, self.settings.partner_port)
+            self.listener = listen(self.keeper.serve, self.settings.partner_port)
         except (OSError, RuntimeError) as error:
             return str(error)
-        return self.door.endpoint
+        return self.listener.endpoint
 
     def partner(self, endpoints: Sequence[Any], emit: Emit) -> Partner | None:
         """Returns the partner copies of this rank; None: there are none. ``endpoints``: by rank, of
@@ -237,10 +237,10 @@ class _Node:
                 problem = f"rank {rank} cannot listen: {row}"
         if problem:
             emit(PartnerCopyFailed(None, problem))
-            if self.door is not None:
-                self.door.close()
+            if self.listener is not None:
+                self.listener.close()
             return None
-        return Partner(self.ring, self.group.rank, self.keeper, endpoints, self.door)
+        return Partner(self.ring, self.group.rank, self.keeper, endpoints, self.listener)
 
 
 def groups_of(identities: list[str]) -> SharedGroups:

@@ -3,7 +3,8 @@
     {tier}.partner/         what this node keeps for another one: a tier like its own
 
     ring = Ring(nodes, offset)                          # on all ranks
-    keeper = Keeper(kept, keeps_last=True);  door = listen(keeper.serve)    # the first of each node
+    keeper = Keeper(kept, keeps_last=True)              # on the first rank of each node
+    listener = listen(keeper.serve)
     copies = Copies(tier, ring.partner's endpoint, emit);  copies.offer(step)
     push(channel, tier, candidate)                      # one save, to any ``Keeper``
 
@@ -33,8 +34,8 @@ from mindresume.coordination import host_memory
 from mindresume.coordination.channel import (
     DEADLINE,
     Channel,
-    Door,
     Endpoint,
+    Listener,
     connect,
     receive_message,
     send_message,
@@ -473,26 +474,26 @@ class Partner:
     Args:
         keeper: of the copies on this node.
         endpoints: of the first rank of each node, by rank.
-        door: of this process, if it is the first of its node.
+        listener: of this process, if it is the first of its node.
     """
 
     ring: Ring
     rank: int
     keeper: Keeper
     endpoints: Sequence[Any]
-    door: Door | None
+    listener: Listener | None
     copies: Copies | None = None
 
     def room(self, tier: CheckpointDir, freed: int) -> int:
         """Returns the bytes that this node has for its saves and copies; 0 if another rank says so.
         ``freed``: bytes of earlier runs in ``tier``. Raises OSError."""
-        if self.door is None:
+        if self.listener is None:
             return 0
         return room(tier, freed + self.keeper.former().size())
 
     def begin(self, slots: TierSlots, sizes: Sequence[int], emit: Emit) -> None:
         """Begins to send what ``slots`` has. ``sizes``: of a save of each rank."""
-        if self.door is None:
+        if self.listener is None:
             return
         source, partner = self.ring.partner(self.rank, -1), self.ring.partner(self.rank)
         emit(
@@ -511,7 +512,7 @@ class Partner:
     def set_aside(self, loaded: Candidate | None) -> None:
         """Removes the copies of earlier runs, except that of the save which the training has
         loaded. Raises OSError."""
-        if self.door is not None:
+        if self.listener is not None:
             self.keeper.keep_only(loaded.name if loaded is not None else "")
 
     def offer(self, step: int) -> None:
@@ -526,12 +527,12 @@ class Partner:
 
     def close(self) -> None:
         """Receives nothing more. All nodes have stopped to send, or do not begin."""
-        if self.door is not None:
-            self.door.close()
+        if self.listener is not None:
+            self.listener.close()
             self.keeper.close()
 
     def remove(self) -> None:
         """Receives nothing more, and removes the copies that this node keeps. Raises OSError."""
         self.close()
-        if self.door is not None:
+        if self.listener is not None:
             remove_tree(self.keeper.tier.storage, self.keeper.tier.root)

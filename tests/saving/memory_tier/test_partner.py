@@ -93,10 +93,10 @@ def kept(tmp_path):
 
 
 @pytest.fixture
-def door(kept):
-    with_door = listen(Keeper(kept, keeps_last=True).serve)
-    yield with_door
-    with_door.close()
+def listener(kept):
+    with_listener = listen(Keeper(kept, keeps_last=True).serve)
+    yield with_listener
+    with_listener.close()
 
 
 def steps(tier):
@@ -104,10 +104,10 @@ def steps(tier):
     return {row.step: sorted(row.files) for row in scan_records(tier)[0] if row.problem is None}
 
 
-def sent(door, tier, step, seconds=0.0):
+def sent(listener, tier, step, seconds=0.0):
     """Sends a step; returns the bytes."""
     (candidate,) = [row for row in scan_records(tier)[0] if row.step == step]
-    channel = connect(door.endpoint)
+    channel = connect(listener.endpoint)
     try:
         return push(channel, tier, candidate, seconds)
     finally:
@@ -120,9 +120,9 @@ def names(folder):
     )
 
 
-def test_a_copy_is_byte_for_byte_what_was_saved(tier, kept, door):
+def test_a_copy_is_byte_for_byte_what_was_saved(tier, kept, listener):
     (candidate,) = [row for row in scan_records(tier)[0] if row.step == 10]
-    channel, progress = connect(door.endpoint), Counted()
+    channel, progress = connect(listener.endpoint), Counted()
     size = push(channel, tier, candidate, progress=progress)
     channel.close()
     assert (
@@ -133,28 +133,28 @@ def test_a_copy_is_byte_for_byte_what_was_saved(tier, kept, door):
         assert Path(kept.root, name).read_bytes() == Path(tier.root, name).read_bytes()
 
 
-def test_the_newest_whole_copy_stays_until_another_one_is_whole(tier, kept, door):
+def test_the_newest_whole_copy_stays_until_another_one_is_whole(tier, kept, listener):
     for step in (15, 20):
         save_part(tier.root, step, commit=False)
-    sent(door, tier, 5)
-    sent(door, tier, 10)
+    sent(listener, tier, 5)
+    sent(listener, tier, 10)
     assert steps(kept) == {5: [2, 3], 10: [2, 3]}
     flip_bit(path_of(tier.root, 15, 3))
     with pytest.raises(SaveError, match="overwritten"):
-        sent(door, tier, 15)
+        sent(listener, tier, 15)
     assert steps(kept) == {10: [2, 3]}
-    sent(door, tier, 20)
+    sent(listener, tier, 20)
     assert steps(kept) == {10: [2, 3], 20: [2, 3]}
     # what was half received is gone
     assert not any("15" in name for name in names(kept.root))
 
 
-def test_the_note_of_the_disk_goes_with_the_copy(tier, kept, door):
+def test_the_note_of_the_disk_goes_with_the_copy(tier, kept, listener):
     DiskNote("key", RUN, 4).write(STORAGE, tier.root)
-    sent(door, tier, 5)
+    sent(listener, tier, 5)
     assert DiskNote.read(STORAGE, kept.root) == DiskNote("key", RUN, 4)
     os.remove(tier.path(NOTE))
-    sent(door, tier, 10)
+    sent(listener, tier, 10)
     assert DiskNote.read(STORAGE, kept.root) is None
 
 
@@ -163,20 +163,20 @@ def test_a_save_comes_into_a_tier_beside_what_is_there(tier, kept):
     DiskNote("newer", RUN, 8).write(STORAGE, kept.root)
     DiskNote("key", RUN, 4).write(STORAGE, tier.root)
     os.remove(path_of(kept.root, 5, 3))
-    door = listen(Keeper(kept, keeps_last=False).serve)
+    listener = listen(Keeper(kept, keeps_last=False).serve)
     before = path_of(kept.root, 5, 2).stat()
-    sent(door, tier, 10)
-    sent(door, tier, 5)  # what is missing of it
-    door.close()
+    sent(listener, tier, 10)
+    sent(listener, tier, 5)  # what is missing of it
+    listener.close()
     assert steps(kept) == {5: [2, 3], 10: [2, 3]} and path_of(kept.root, 5, 3).exists()
     assert path_of(kept.root, 5, 2).stat().st_ino == before.st_ino
     assert DiskNote.read(STORAGE, kept.root).key == "newer"
 
 
-def test_a_partner_whose_memory_is_full_says_so(tier, kept, door, monkeypatch):
+def test_a_partner_whose_memory_is_full_says_so(tier, kept, listener, monkeypatch):
     monkeypatch.setattr(partner, "room", lambda tier, freed: 10)
     with pytest.raises(SaveError, match="memory is full"):
-        sent(door, tier, 10)
+        sent(listener, tier, 10)
     assert names(kept.root) == []
 
 
@@ -192,12 +192,12 @@ def test_nothing_is_written_once_no_more_copies_are_kept(tier, kept):
             super().make_folder(path)
 
     keeper = Keeper(replace(kept, storage=Stopped()), keeps_last=True)
-    door = listen(keeper.serve)
+    listener = listen(keeper.serve)
     errors = []
 
     def send():
         try:
-            sent(door, tier, 10)
+            sent(listener, tier, 10)
         except OSError as error:
             errors.append(error)
 
@@ -213,9 +213,9 @@ def test_nothing_is_written_once_no_more_copies_are_kept(tier, kept):
     assert errors and not closer.is_alive()
     before = names(kept.root)
     with pytest.raises(OSError):
-        sent(door, tier, 5)
+        sent(listener, tier, 5)
     assert names(kept.root) == before
-    door.close()
+    listener.close()
 
 
 def test_the_memory_runs_full_while_a_copy_arrives(tier, tmp_path):
@@ -225,14 +225,14 @@ def test_the_memory_runs_full_while_a_copy_arrives(tier, tmp_path):
             raise OSError(28, "No space left on device", path)
 
     kept = dir_at(tmp_path / "kept")
-    door = listen(Keeper(replace(kept, storage=Full()), keeps_last=True).serve)
+    listener = listen(Keeper(replace(kept, storage=Full()), keeps_last=True).serve)
     with pytest.raises(SaveError, match="No space left"):
-        sent(door, tier, 10)
-    door.close()
+        sent(listener, tier, 10)
+    listener.close()
     assert steps(kept) == {}
 
 
-def test_a_copy_takes_at_least_the_time_that_it_shall(tier, door):
+def test_a_copy_takes_at_least_the_time_that_it_shall(tier, listener):
     clock, slept = [0.0], []
 
     def sleep(seconds):
@@ -240,11 +240,11 @@ def test_a_copy_takes_at_least_the_time_that_it_shall(tier, door):
         clock[0] += seconds
 
     with runtime.answers({runtime.sleep: sleep, runtime.monotonic: lambda: clock[0]}):
-        sent(door, tier, 10, seconds=7.0)
+        sent(listener, tier, 10, seconds=7.0)
     assert sum(slept) == pytest.approx(7.0)
 
 
-def test_a_copy_is_not_slow_any_more_once_a_newer_save_waits(tier, door):
+def test_a_copy_is_not_slow_any_more_once_a_newer_save_waits(tier, listener):
     """An hour lay between two saves, and then a minute: the copy would be overwritten, and none
     made meanwhile."""
 
@@ -258,7 +258,7 @@ def test_a_copy_is_not_slow_any_more_once_a_newer_save_waits(tier, door):
     slept = []
     (candidate,) = [row for row in scan_records(tier)[0] if row.step == 10]
     with runtime.answers({runtime.sleep: slept.append}):
-        channel = connect(door.endpoint)
+        channel = connect(listener.endpoint)
         push(channel, tier, candidate, 1800.0, hurry=Hurry())
         channel.close()
     assert slept == [1.0] * 3
@@ -279,16 +279,16 @@ class Dead:
         self.was_called.set()
 
 
-def test_a_slow_copy_sends_something_before_the_receiver_gives_up(tier, door, monkeypatch):
+def test_a_slow_copy_sends_something_before_the_receiver_gives_up(tier, listener, monkeypatch):
     pauses = []
     monkeypatch.setattr(runtime, "sleep", pauses.append)
-    sent(door, tier, 10, seconds=1000.0)
+    sent(listener, tier, 10, seconds=1000.0)
     assert 0 < max(pauses) < channels.DEADLINE
 
 
-def test_a_door_that_is_closed_ends_the_connections_that_there_are(door):
-    channel = connect(door.endpoint)
-    door.close()
+def test_a_listener_that_is_closed_ends_the_connections_that_there_are(listener):
+    channel = connect(listener.endpoint)
+    listener.close()
     with pytest.raises(OSError):
         channel.receive(1)
 
@@ -301,11 +301,11 @@ def test_what_is_received_just_now_is_not_waited_for_when_older_copies_go(kept):
 
 def test_who_does_not_know_the_secret_is_refused_on_both_sides():
     handler = Dead()
-    door = listen(handler)
-    host, port, _ = door.endpoint
+    listener = listen(handler)
+    host, port, _ = listener.endpoint
     with pytest.raises(OSError, match="closed|secret|reset"):
         connect(Endpoint(host, port, "00" * 32))
-    door.close()
+    listener.close()
     assert handler.called == 0
 
 
@@ -331,7 +331,7 @@ def test_a_stranger_who_took_the_port_is_refused():
 
 def test_what_was_recorded_of_another_connection_is_no_proof():
     handler = Dead()
-    door = listen(handler)
+    listener = listen(handler)
     recorded = []
     real = socket.socket.sendall
 
@@ -343,21 +343,21 @@ def test_what_was_recorded_of_another_connection_is_no_proof():
         patch.setattr(
             channels.SocketChannel, "send", lambda self, data: sendall(self._socket, data)
         )
-        connect(door.endpoint).close()
+        connect(listener.endpoint).close()
     nonce, proof = (
         recorded[0],
         next(row for row in recorded if len(row) == 32 and row != recorded[0]),
     )
     assert handler.was_called.wait(60) and handler.called == 1
     for first in (nonce, os.urandom(32)):
-        with socket.create_connection(door.endpoint[:2]) as stranger:
+        with socket.create_connection(listener.endpoint[:2]) as stranger:
             stranger.sendall(first + proof)
             stranger.settimeout(20)
             with pytest.raises(ConnectionError):
                 while stranger.recv(64):
                     pass
                 raise ConnectionResetError
-    door.close()
+    listener.close()
     assert handler.called == 1
 
 
@@ -370,8 +370,8 @@ SAVE = attempt_name(10, RUN)
 class Peer:
     """Talks to a keeper as no sender of mindresume does."""
 
-    def __init__(self, door):
-        self.channel = connect(door.endpoint)
+    def __init__(self, listener):
+        self.channel = connect(listener.endpoint)
 
     def answer(self):
         return json.loads(channels.receive_message(self.channel, 1 << 16))
@@ -387,8 +387,8 @@ class Peer:
 
 
 @pytest.fixture
-def peer(door):
-    with_peer = Peer(door)
+def peer(listener):
+    with_peer = Peer(listener)
     yield with_peer
     with_peer.channel.close()
 
@@ -417,14 +417,14 @@ def test_a_path_that_leads_elsewhere_is_refused(peer, tier, kept, path, format):
     assert names(kept.root) == []
 
 
-def test_a_record_that_is_damaged_or_of_another_save_is_refused(tier, kept, door):
+def test_a_record_that_is_damaged_or_of_another_save_is_refused(tier, kept, listener):
     whole = record_of(tier)
     for record, reason in (
         (whole[:-9], "refuses it"),
         (b"{}", "refuses it"),
         (record_of(tier, run="0002-0000bbbb"), "a record of step 10 within"),
     ):
-        peer = Peer(door)
+        peer = Peer(listener)
         assert reason in peer.offer(record)["error"]
         peer.channel.close()
     assert names(kept.root) == []
@@ -468,39 +468,41 @@ def test_bytes_that_changed_on_the_way_are_refused(peer, tier, kept):
     assert names(kept.root) == []
 
 
-def test_a_sender_that_dies_leaves_nothing_that_counts_and_the_next_one_is_served(tier, kept, door):
-    sent(door, tier, 5)
-    peer = Peer(door)
+def test_a_sender_that_dies_leaves_nothing_that_counts_and_the_next_one_is_served(
+    tier, kept, listener
+):
+    sent(listener, tier, 5)
+    peer = Peer(listener)
     peer.offer(record_of(tier))
     peer.channel.send(b"abc")
     peer.channel.close()
-    sent(door, tier, 10)
+    sent(listener, tier, 10)
     assert steps(kept) == {5: [2, 3], 10: [2, 3]}
     assert not any("tmp" in name for name in names(kept.root))
 
 
-def test_silent_strangers_keep_others_out_for_some_seconds_only(tier, kept, door, monkeypatch):
-    strangers = [socket.create_connection(door.endpoint[:2]) for _ in range(2)]
+def test_silent_strangers_keep_others_out_for_some_seconds_only(tier, kept, listener, monkeypatch):
+    strangers = [socket.create_connection(listener.endpoint[:2]) for _ in range(2)]
     for stranger in strangers:
         stranger.recv(1)  # it is being served
     with pytest.raises(OSError):
-        connect(door.endpoint)
+        connect(listener.endpoint)
     for stranger in strangers:
         stranger.close()
     while True:
         with suppress(OSError):
-            sent(door, tier, 10)
+            sent(listener, tier, 10)
             break
     assert steps(kept) == {10: [2, 3]}
 
 
 def test_a_silent_client_is_given_up_after_the_deadline(monkeypatch):
-    monkeypatch.setattr(channels, "_GREETING", 0.05)
-    door = listen(Dead())
-    with socket.create_connection(door.endpoint[:2]) as stranger:
+    monkeypatch.setattr(channels, "_HANDSHAKE", 0.05)
+    listener = listen(Dead())
+    with socket.create_connection(listener.endpoint[:2]) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         assert stranger.recv(1) == b""
-    door.close()
+    listener.close()
 
 
 def test_the_address_is_the_one_that_leads_to_the_scheduler():
@@ -893,8 +895,8 @@ def test_ls_verify_and_flush_know_what_a_node_keeps(tmp_path, two_nodes, monkeyp
 def test_a_copy_that_arrives_at_the_end_of_the_training_leaves_nothing(tier, kept):
     """Found by the simulation: its record was published after its files had been removed."""
     keeper = Keeper(kept, keeps_last=True)
-    door = listen(keeper.serve)
-    peer = Peer(door)
+    listener = listen(keeper.serve)
+    peer = Peer(listener)
     (path,) = peer.offer(record_of(tier))["lacks"]
     whole = Path(tier.root, path).read_bytes()
     peer.channel.send(whole[:10])
@@ -903,6 +905,6 @@ def test_a_copy_that_arrives_at_the_end_of_the_training_leaves_nothing(tier, kep
         peer.channel.send(whole[10:])
         peer.answer()
     with pytest.raises(ConnectionError):
-        Peer(door).offer(record_of(tier))
-    door.close()
+        Peer(listener).offer(record_of(tier))
+    listener.close()
     assert names(kept.root) == []
