@@ -1,7 +1,10 @@
 """Networks that only have parameters: those of one rank of a job under a plan."""
 
 import numpy as np
+import pytest
 from reshard.plans import MODEL, Plan, random_tensors
+
+from mindresume.mindformers import adapter, network_state
 
 NET = {
     name: spec
@@ -50,6 +53,15 @@ def load_into(network: Network, arrays: dict[str, np.ndarray], deduplicated: boo
     """Takes the place of ``adapter.load_into``."""
     network.loaded = dict(arrays)
     return [name for name in network.wanted if name not in arrays], []
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    """Lets a ``Network`` stand for one on several devices."""
+    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
+    monkeypatch.setattr(network_state, "is_parallel", lambda: True)
+    monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered: network.wanted)
+    monkeypatch.setattr(adapter, "load_into", load_into)
 
 
 def assert_compared(context, network: Network):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from plan_networks import NET, TENSORS, Network, assert_compared, contents, load_into
+from plan_networks import NET, TENSORS, Network, assert_compared, contents, device  # noqa: F401  device: a fixture
 from rank_folders import STORAGE, Threads, flip_bit
 from reshard.plans import (
     COUNTERS,
@@ -25,11 +25,9 @@ from mindformers import MindFormerConfig  # noqa: E402
 import mindresume  # noqa: E402
 from mindresume.errors import CollectiveError, ConfigError, EngineError, MissingCheckpointError  # noqa: E402
 from mindresume.mindformers import (
-    adapter,
     configuration,
     job_start,
     loading,
-    network_state,
     training_context,
 )  # noqa: E402
 from mindresume.mindformers.adapter import MindFormersLog  # noqa: E402
@@ -52,14 +50,6 @@ def released():
     yield
     while CONTEXTS:
         CONTEXTS.pop().resources.release()
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    monkeypatch.setattr(network_state, "is_parallel", lambda: True)
-    monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered: network.wanted)
-    monkeypatch.setattr(adapter, "load_into", load_into)
 
 
 def job(group, path, output, plan, settings=None, **values):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from memory_tiers import make_owned_tier
-from plan_networks import NET, TENSORS, Network, assert_compared, contents, load_into
+from plan_networks import NET, TENSORS, Network, assert_compared, contents, device  # noqa: F401  device: a fixture
 from rank_folders import RUN, STORAGE, Threads, dir_at, state_of
 from reshard.plans import COUNTERS, STEP, Plan, shard_file
 
@@ -26,7 +26,6 @@ from mindresume.mindformers import (  # noqa: E402
     configuration,
     job_start,
     loading,
-    network_state,
     training_context,
 )
 from mindresume.mindformers.graph_load import GraphNetwork  # noqa: E402
@@ -64,14 +63,6 @@ def save(root, step, ranks, plan=SAVED, local_ranks=(), dedup=False):
             deduplicated=dedup,
         )
         write_shard(target, shard, saved_at=1000.0)
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr(adapter, "is_parallel", lambda: True)
-    monkeypatch.setattr(network_state, "is_parallel", lambda: True)
-    monkeypatch.setattr(adapter, "parameters_to_load", lambda network, offered: network.wanted)
-    monkeypatch.setattr(adapter, "load_into", load_into)
 
 
 @pytest.fixture
