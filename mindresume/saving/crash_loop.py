@@ -239,10 +239,7 @@ class LoadAttempt:
         folder of records. Raises OSError."""
         self.begun = True
         if self.rank == 0 and self.directory.storage.status(os.path.dirname(self.path)) is not None:
-            before = read_document(self.directory.storage, self.path, _LoadHistory) or _LoadHistory(
-                "", (), None
-            )
-            failed_loads = _counted(self.directory, before) if before.output == self.output else ()
+            failed_loads, before = self._history()
             history = _LoadHistory(
                 self.output,
                 failed_loads[-_MAX_FAILED_LOADS:],
@@ -250,7 +247,7 @@ class LoadAttempt:
             )
             publish_json(self.directory.storage, self.path, asdict(history), self.run)
             self._capture_signals()
-            self._remove_failures(before.began.run if before.began else "")
+            self._remove_failures(before)
 
     def passed(self) -> None:
         """Removes the files of the load attempt: a step is done, so jobs do not die of this
@@ -278,11 +275,18 @@ class LoadAttempt:
         """Counts this load as failed, of a checkpoint of ``run`` that cannot be loaded here: jobs
         would fail alike for ever. Raises OSError."""
         if self.rank == 0 and self.directory.storage.status(os.path.dirname(self.path)) is not None:
-            before = read_document(self.directory.storage, self.path, _LoadHistory)
-            same = before is not None and before.output == self.output
-            loads = (*(_counted(self.directory, before) if same else ()), FailedLoad(run, cause))
+            loads = (*self._history()[0], FailedLoad(run, cause))
             history = _LoadHistory(self.output, loads[-_MAX_FAILED_LOADS:], None)
             publish_json(self.directory.storage, self.path, asdict(history), run)
+
+    def _history(self) -> tuple[tuple[FailedLoad, ...], str]:
+        """Returns the failed loads that count for this output folder, and the run of the load
+        attempt before; empty: there was none."""
+        before = read_document(self.directory.storage, self.path, _LoadHistory)
+        if before is None:
+            return (), ""
+        failed_loads = _counted(self.directory, before) if before.output == self.output else ()
+        return failed_loads, before.began.run if before.began else ""
 
     def _clear_others(self) -> None:
         """Removes the load attempts of jobs with this output folder on other checkpoints that are
