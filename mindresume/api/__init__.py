@@ -8,6 +8,7 @@ package at the first use of one.
     inspection.py   inspect(): the tensors and slices of a checkpoint or a strategy; compare()
     conversion.py   convert(), merge(), export_hf()
     maintenance.py  prune(), scrub(), flush()
+    doctor.py       examine(): what is installed, what mindresume will do, where saves go
     results.py      the results of the calls: frozen values with to_json()
 
 The command line calls these functions and prints their results; its ``--json`` is ``to_json()`` of

@@ -14,6 +14,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Lists, checks, converts and removes checkpoints, and reports on trainings.\n\n"
+    "[bold]mindresume doctor --config my.yaml[/bold]  examines this machine and a configuration\n\n"
     "[bold]mindresume ls output/checkpoint[/bold]      every saved step, complete or not\n\n"
     "[bold]mindresume which output/checkpoint[/bold]   the checkpoint that a resume would take, "
     "and why nothing newer\n\n"
@@ -86,6 +87,7 @@ def main() -> None:
     from mindresume.cli import (  # noqa: F401  each module registers its commands
         catalog,
         conversions,
+        doctor,
         drill,
         inspect,
         maintenance,

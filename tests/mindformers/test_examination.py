@@ -1,0 +1,59 @@
+"""What ``mindresume doctor`` says of a configuration."""
+
+import pytest
+
+pytest.importorskip("mindformers.tools")
+
+from mindresume.errors import ConfigError  # noqa: E402
+from mindresume.mindformers.examination import NOTE, OK, WRONG, configuration  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "text, about, state, what",
+    [
+        ("callbacks: []", "saves", WRONG, "no CheckpointMonitor"),
+        (
+            "callbacks: [{type: CheckpointMonitor, save_checkpoint_steps: 7, async_save: True}]",
+            "saves",
+            OK,
+            "Checkpoint 1.0, ckpt, every 7 steps, the newest 5 stay, in the background",
+        ),
+        (
+            "{use_legacy_format: False, callbacks: [{type: CheckpointMonitor, "
+            "checkpoint_format: safetensors, save_checkpoint_seconds: 600}]}",
+            "saves",
+            OK,
+            "Checkpoint 2.0, safetensors, every 600 s",
+        ),
+        ("callbacks: [{type: CheckpointMonitor, enc_key: a}]", "saves", NOTE, "enc_key is set"),
+        ("callbacks: [{type: CheckpointMonitor}]", "resume", NOTE, "begins at step 0"),
+        ("load_checkpoint: /weights", "resume", NOTE, "weights alone, of /weights"),
+        ("{load_checkpoint: ./out, resume_training: True}", "resume", OK, "in ./out"),
+        ("{trainer: {type: T, auto_register: mindresume_plugin.M}}", "active", OK, "loads it"),
+        ("output_dir: ./out", "active", NOTE, "does not load it"),
+        ("remote_save_url: obs://bucket/x", "uploads", NOTE, "is ignored"),
+        ("mindresume: {memory_tier: {every_steps: 5}}", "memory tier", OK, "every 5 steps"),
+        ("context: {mode: 1}", "trainer", OK, "PyNative"),
+    ],
+)
+def test_what_mindresume_will_do(tmp_path, text, about, state, what):
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    (row,) = [row for row in configuration(str(path))[0] if row[0] == about]
+    assert row[1] == state and what in row[2], row
+    # what is not as it could be has a remedy
+    assert state == OK or row[3]
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("mindresume: {every: 1}", "unknown key 'every'"),
+        ("{checkpoint: {load_path: /a}, load_checkpoint: /b}", "load_path is /a"),
+    ],
+)
+def test_what_a_training_would_refuse_is_refused(tmp_path, text, what):
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=what):
+        configuration(str(path))
