@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindresume.errors import ConfigError
-from mindresume.mindformers import adapter, patches, upstream_check
+from mindresume.mindformers import adapter, patches, upstream
 from mindresume.mindformers.configuration import (
     TRAIN,
     VARIABLES,
@@ -37,18 +37,18 @@ _SHIM = "mindresume_plugin."  # of ``mindresume plugin-path``
 def installation() -> Iterator[Row]:
     """Yields what is found out about the installed releases. Raises ConfigError if mindresume
     cannot train with them."""
-    versions = upstream_check.installed_versions()
+    versions = upstream.installed_versions()
     found = ", ".join(f"{name} {version}" for name, version in versions.items())
-    profile, notice = upstream_check.profile_for(versions)
+    profile, notice = upstream.profile_for(versions)
     yield (
         "releases",
         NOTE if notice else OK,
         notice or f"{found}: tested together",
         "docs/releases.md has the releases that are tested" if notice else "",
     )
-    upstream_check.require_import("mindformers")
-    off, notices = upstream_check.require(profile, patches.WRAPPERS)
-    upstream_check.switch_off(off)
+    upstream.require_import("mindformers")
+    off, notices = upstream.require(profile, patches.WRAPPERS)
+    upstream.switch_off(off)
     yield (
         "symbols",
         NOTE if notices else OK,
