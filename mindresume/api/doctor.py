@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from glob import glob
-from importlib.util import find_spec
 from typing import Any
 
 from mindresume import runtime
+from mindresume.coordination.neighbours import PAGE, neighbours
 from mindresume.formatting import size_text
 from mindresume.storage.mounts import SHARED_TYPES, filesystem_type, is_shared
 from mindresume.storage.operations import error_text
@@ -31,15 +31,6 @@ _IMPORT_SECONDS = 300.0
 _LITTLE = 1 << 30  # bytes of a tmpfs, of which containers often have 64 MiB
 _PORT = 8118  # of msrun's scheduler, if MS_SCHED_PORT does not name another
 _LISTENS = "0A"  # state of a socket in /proc/net/tcp
-# packages of Huawei's own stack, and what each does to a recovery
-_NEIGHBOURS = {
-    "mindio_ttp": "MindIO TTP saves on the remaining ranks when a rank is lost, if MS_ENABLE_TFT "
-    "asks for it; mindresume resumes from such saves (docs/selection.md)",
-    "mindio_acp": "MindIO ACP puts a cache before the file system of mindspore's own saves; "
-    "mindresume's do not pass through it",
-    "taskd": "MindCluster's taskd starts ranks again by itself: let either it or mindresume run "
-    "restart a job",
-}
 
 
 @dataclass(frozen=True)
@@ -212,15 +203,7 @@ def _devices() -> Check:
 
 def _neighbours(environment: Mapping[str, str]) -> Iterator[Check]:
     """Yields what of Huawei's stack and of a platform is found here."""
-    for package, about in _NEIGHBOURS.items():
-        if find_spec(package) is not None:
-            yield Check(package, NOTE, f"installed; {about}")
-    if asked := environment.get("MS_ENABLE_TFT"):
-        yield Check(
-            "MS_ENABLE_TFT",
-            NOTE,
-            f"is {asked}: mindformers' own recovery is on, inside of a job that runs",
-            "mindresume takes over the next start; do not let two of them restart one job",
-        )
+    for found in neighbours(environment):
+        yield Check(found.name, NOTE if found.remedy else OK, found.text, found.remedy or PAGE)
     if environment.get("KUBERNETES_SERVICE_HOST"):
         yield Check("Kubernetes", OK, "this process runs in a pod", "docs/kubernetes.md")

@@ -4,8 +4,9 @@ No file is patched."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace as replace_fields
 from functools import partial
 from importlib import import_module
@@ -14,7 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from mindresume.events import warning
+from mindresume.coordination.neighbours import PAGE, neighbours
+from mindresume.events import INFO, WARNING, Notice, warning
 from mindresume.mindformers import adapter, heartbeat, patches, training_context, upstream
 from mindresume.mindformers.configuration import require_moxing
 from mindresume.mindformers.upstream import PYNATIVE_TRAINER, Hooks, Profile, Symbol
@@ -34,6 +36,7 @@ def install() -> None:
     upstream.require_import("mindformers")
     off, notices = upstream.require(profile, patches.WRAPPERS)
     _warn(filter(None, [notice, *notices]))
+    tell_neighbours(os.environ)
     upstream.switch_off(off)
     import mindformers.core.callback  # noqa: F401
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -64,6 +67,19 @@ def install_pynative(profile: Profile) -> None:
     _, notices = upstream.require(rows, patches.PYNATIVE_WRAPPERS)
     _warn(notices)
     _wrap(profile.pynative, patches.PYNATIVE_WRAPPERS)
+
+
+def tell_neighbours(environment: Mapping[str, str]) -> None:
+    """Tells in one line what else takes part in a recovery here; a warning if something does not go
+    together."""
+    found = list(neighbours(environment))
+    if not found:
+        return
+    text = "; ".join(
+        f"{each.name}: {each.text}" + (f" ({each.remedy})" if each.remedy else "") for each in found
+    )
+    level = WARNING if any(each.remedy for each in found) else INFO
+    training_context.current().emit(Notice(f"beside mindresume: {text}. See {PAGE}", level))
 
 
 def _warn(notices: Iterable[str]) -> None:

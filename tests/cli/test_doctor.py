@@ -108,5 +108,6 @@ def test_what_else_takes_part_in_a_recovery_is_named(framework, checks, monkeypa
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
         _, found = checks()
     assert "in use" in found["scheduler's port"]["found"]
-    assert "TTP:1" in found["MS_ENABLE_TFT"]["found"]
+    assert "save the last step" in found["MS_ENABLE_TFT TTP"]["found"]
+    assert found["MindIO TTP"]["state"] == "note" and found["MindIO TTP"]["remedy"]
     assert found["Kubernetes"]["state"] == "ok"

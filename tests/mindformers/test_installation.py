@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mindresume.mindformers.installation import when_imported
+from mindresume.mindformers.installation import tell_neighbours, when_imported
 from mindresume.mindformers.patches import Call, wrapper
 
 
@@ -114,3 +114,15 @@ def test_arguments_by_name():
     )
     with pytest.raises(TypeError):
         wrapper(lambda call, first: first)(function)()
+
+
+@pytest.mark.parametrize(
+    "asked, level", [("{RSC:1}", "info"), ("{RSC:1,ARF:1}", "warning"), ("", None)]
+)
+def test_a_start_tells_what_else_takes_part_in_a_recovery(current, monkeypatch, asked, level):
+    events = []
+    monkeypatch.setattr(type(current), "emit", lambda self, event: events.append(event))
+    tell_neighbours({"MS_ENABLE_TFT": asked})
+    assert [event.level for event in events] == [level] * (level is not None)
+    if level == "warning":
+        assert "MS_ENABLE_TFT ARF" in events[0].text and "remove ARF:1" in events[0].text
