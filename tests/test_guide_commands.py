@@ -66,6 +66,11 @@ ON_FILES = (
 # that they must contain.
 COVERED = (
     (r"bash scripts/quickstart\.sh", "st/test_quickstart.py", ("quickstart.py",)),
+    (
+        r"bash scripts/ascend_report\.sh .*--device CPU",
+        "st/test_ascend_report.py",
+        ("ascend_report.sh", "--device"),
+    ),
     (r"bash scripts/test\.sh", ".ci/run", ("scripts/test.sh",)),
     (r"python st/data/make_data\.py data", "tests/test_make_data.py", ("make_data",)),
     (

@@ -115,7 +115,7 @@ def test_a_form_has_the_keys_that_the_platforms_need(path):
         )
 
 
-@pytest.mark.parametrize("name", ["bug_report.yml", "feature_request.yml"])
+@pytest.mark.parametrize("name", ["ascend_report.yml", "bug_report.yml", "feature_request.yml"])
 def test_both_platforms_ask_for_the_same(name):
     asked = [
         [
