@@ -1,9 +1,15 @@
-"""The manifests of docs/kubernetes.md and docs/scrub.md: they parse, their parts fit together, and
-their commands are accepted by the launcher and the commands of mindresume."""
+"""The manifests of docs/kubernetes.md, docs/scrub.md and configs/kubernetes: they have the form
+that Kubernetes asks for, their parts fit together, and their commands are accepted by the launcher
+and the commands of mindresume.
+
+The form is compared with the schemas of the Python package kubernetes-validate, if it is installed.
+A PodGroup of Volcano has no schema there: its keys are compared with a list.
+"""
 
 import importlib
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -14,6 +20,9 @@ import yaml
 from mindresume.cli import app
 
 ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "configs" / "kubernetes").glob("*.yaml"))
+VERSIONS = ("1.28", "1.31")  # of Kubernetes
+POD_GROUP = {"minMember", "queue", "minResources", "priorityClassName", "minTaskMember"}
 PAGES = [ROOT / "docs" / name for name in ("kubernetes.md", "kubernetes.zh.md")]
 
 
@@ -25,9 +34,74 @@ def documents(page):
     return {document["kind"]: document for document in yaml.safe_load_all(block)}
 
 
-@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+@pytest.fixture(params=[*PAGES, FILES[-1]], ids=lambda page: page.name)
 def manifest(request):
-    return documents(request.param)
+    path = request.param
+    return documents(path) if path.suffix == ".md" else in_file(path)
+
+
+def in_file(path):
+    """Returns {kind: document} of a file."""
+    return {document["kind"]: document for document in yaml.safe_load_all(path.read_text("utf-8"))}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", [*FILES, *PAGES], ids=lambda path: path.name)
+def test_the_form_is_that_of_the_schemas(path, version):
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
+    found = in_file(path) if path.suffix == ".yaml" else documents(path)
+    for kind, document in found.items():
+        if kind != "PodGroup":
+            schemas.validate(document, version, strict=True)
+
+
+def test_a_wrong_form_is_noticed():
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
+    job = in_file(FILES[0])["Job"]
+    job["spec"]["backoffLimits"] = job["spec"].pop("backoffLimit")
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(job, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_all_pods_start_together(path):
+    """A pod names its group and Volcano; the group is not larger than the job, nor smaller than
+    what the supervisors need."""
+    found = in_file(path)
+    group, spec = found["PodGroup"], found["Job"]["spec"]
+    assert group["apiVersion"] == "scheduling.volcano.sh/v1beta1"
+    assert set(group["spec"]) <= POD_GROUP
+    assert pod(found)["schedulerName"] == "volcano"
+    assert spec["template"]["metadata"]["annotations"] == {
+        "scheduling.k8s.io/group-name": group["metadata"]["name"]
+    }
+    least = re.search(r"--min-nodes (\d+)", pod(found)["containers"][0]["args"][0])
+    assert group["spec"]["minMember"] == (int(least[1]) if least else spec["completions"])
+    assert spec["backoffLimit"] == 50 * spec["completions"]
+    assert found["Service"]["spec"]["publishNotReadyAddresses"] is True
+    # one user owns what is in /dev/shm, in each start
+    assert pod(found)["securityContext"]["runAsUser"] != 0
+    limits = pod(found)["containers"][0]["resources"]
+    assert limits["limits"] == limits["requests"]
+
+
+def test_the_elastic_job_differs_by_its_command_alone():
+    fixed, elastic = (
+        in_file(ROOT / "configs/kubernetes" / name) for name in ("job.yaml", "elastic.yaml")
+    )
+    for found in (fixed, elastic):
+        container = pod(found)["containers"][0]
+        del container["args"], container["env"], found["PodGroup"]["spec"]["minMember"]
+    assert fixed == elastic
+
+
+def test_the_elastic_command_is_accepted():
+    text = pod(in_file(ROOT / "configs/kubernetes/elastic.yaml"))["containers"][0]["args"][0]
+    words = shlex.split(text.replace("$JOB_COMPLETION_INDEX", "3"))
+    assert words[:4] == ["exec", "python", "-m", "mindresume"]
+    parsed = parse(words[4:])
+    assert (parsed["nodes"], parsed["min_nodes"], parsed["node_rank"]) == (64, 60, 3)
+    assert parsed["node_address"] == "qwen3-3.qwen3" and parsed["local_workers"] == 8
 
 
 def pod(manifest):
@@ -122,7 +196,7 @@ def parse(words):
 
 
 @pytest.mark.parametrize("name", ["scrub.md", "scrub.zh.md"])
-def test_the_scrub_at_regular_times(name, manifest):
+def test_the_scrub_at_regular_times(name):
     """It mounts what the training mounts, and its command and that of crontab are accepted and mean
     the same."""
     page = ROOT / "docs" / name
@@ -133,7 +207,7 @@ def test_the_scrub_at_regular_times(name, manifest):
         "Forbid",
     )
     job = found["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    (container,), training = job["containers"], pod(manifest)
+    (container,), training = job["containers"], pod(documents(PAGES[0]))
     assert (
         job["restartPolicy"] == "Never" and container["image"] == training["containers"][0]["image"]
     )
