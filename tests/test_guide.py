@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NEEDED = ("mkdocs", "material", "mkdocs_static_i18n", "mkdocstrings", "mkdocstrings_handlers")
 MISSING = [name for name in NEEDED if find_spec(name) is None]
-NOT_PAGES = {"status.md"}
+NOT_PAGES = {"status.md", "upstream_issues.md"}
 LOADS = {
     ("script", "src"),
     ("img", "src"),

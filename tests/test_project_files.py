@@ -179,3 +179,26 @@ def test_a_bug_report_asks_for_what_shows_the_reason():
             )
             if word not in text
         ] == []
+
+
+WORKFLOWS = [".github/workflows/test.yml", ".gitcode/workflows/test.yml", ".workflow/test.yml"]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_runs_the_two_commands_of_the_readme(name):
+    """The platforms themselves were never asked; here the form and the commands are checked."""
+    found = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    if "jobs" in found:
+        steps = [step for job in found["jobs"].values() for step in job["steps"]]
+        assert all(job["runs-on"] for job in found["jobs"].values())
+        assert all(("run" in step) != ("uses" in step) for step in steps)
+        commands = [step["run"] for step in steps if "run" in step]
+    else:
+        commands = [
+            command
+            for stage in found["stages"]
+            for step in stage["steps"]
+            for command in step["commands"]
+        ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert commands == re.findall(r"(?m)^bash scripts/(?:quickstart|test)\.sh", readme)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.make_docs import commands, settings
+from scripts.make_docs import commands, settings, upstream
 from scripts.make_docs.marks import with_part
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -13,6 +13,8 @@ PAGES = {  # {page: (source that its mark names, maker of the part)}
     "settings.zh.md": (settings.SOURCE, lambda: settings.part("zh")),
     "command_reference.md": (commands.SOURCE, commands.part),
     "command_reference.zh.md": (commands.SOURCE, commands.part),
+    "upstream.md": (upstream.SOURCE, lambda: upstream.part("en")),
+    "upstream.zh.md": (upstream.SOURCE, lambda: upstream.part("zh")),
 }
 
 
