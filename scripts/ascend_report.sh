@@ -52,7 +52,7 @@ trap 'end_all; rm -rf "$WORK"' EXIT
 trap 'exit 130' INT TERM
 
 mindresume() { "$PYTHON" -m mindresume "$@"; }
-lines() { [[ -f $1 ]] && grep -ac "$2" "$1" || true; }
+lines() { grep -ac "$2" "$1" 2>/dev/null || echo 0; }
 # wait_until PROCESS COMMAND...: until the command succeeds; fails if the process ends or the time is over
 wait_until() {
   local process=$1 end=$((SECONDS + TIMEOUT)); shift
@@ -108,7 +108,7 @@ result 2 drill drill.log '^\| all \| .*\| ([0-9]+) \| \1 \| 0 \| 0 \| 0 \| 0 \|$
 "$PYTHON" "$ROOT/st/data/make_data.py" "$WORK/data" >"$OUT/data.log" 2>&1
 start one_card one 1 one_card.log
 wait_until "$JOB" trained "$OUT/one_card.log" && end_all
-wait "$JOB" 2>/dev/null
+{ wait "$JOB"; } 2>/dev/null                          # without bash's own line about the kill
 start one_card one 1 one_card.log
 wait_until "$JOB" ended "$JOB"
 mindresume proof "$WORK/one_card/output" >"$OUT/one_card_proof.log" 2>&1
