@@ -52,7 +52,7 @@ trap 'end_all; rm -rf "$WORK"' EXIT
 trap 'exit 130' INT TERM
 
 mindresume() { "$PYTHON" -m mindresume "$@"; }
-lines() { grep -ac "$2" "$1" 2>/dev/null || echo 0; }
+lines() { local count; count=$(grep -ac "$2" "$1" 2>/dev/null); echo "${count:-0}"; }
 # wait_until PROCESS COMMAND...: until the command succeeds; fails if the process ends or the time is over
 wait_until() {
   local process=$1 end=$((SECONDS + TIMEOUT)); shift
