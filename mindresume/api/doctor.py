@@ -22,9 +22,8 @@ from typing import Any
 from mindresume import runtime
 from mindresume.coordination.neighbours import PAGE, neighbours
 from mindresume.formatting import size_text
-from mindresume.storage.mounts import SHARED_TYPES, filesystem_type, is_shared
 from mindresume.storage.operations import error_text
-from mindresume.storage.posix import PosixStorage
+from mindresume.storage.posix import SHARED_TYPES, PosixStorage, filesystem_type, is_shared
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _IMPORT_SECONDS = 300.0
