@@ -159,7 +159,7 @@ mkdir -p files && rm -rf files/* && cp -r "$WORK"/supervised/output/mindresume_e
 cp "$WORK"/cards/output/msrun_log/worker_0.log files/ 2>/dev/null
 "$PYTHON" -m pip list --disable-pip-version-check >files/packages.txt 2>/dev/null
 FILE=$OUT/ascend_report_$STARTED.tar.gz
-tar -czf "$FILE" summary.md ./*.log report.html files 2>/dev/null
+tar -czf "$FILE" summary.md *.log report.html files 2>/dev/null
 rm -rf files
 echo "$( (( FAILED )) && echo 'not all steps passed' || echo 'all steps passed'); attach to an issue: $FILE"
 exit "$FAILED"

@@ -10,7 +10,7 @@ import pytest
 
 from st.training_run import ROOT
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3600)
 
 
 def test_all_steps_pass_and_one_file_has_what_an_issue_needs(memory, tmp_path, device):
