@@ -22,7 +22,7 @@ from typing import Any
 from mindresume import runtime
 from mindresume.coordination.neighbours import PAGE, neighbours
 from mindresume.formatting import size_text
-from mindresume.storage.__init__ import error_text
+from mindresume.storage import error_text
 from mindresume.storage.posix import SHARED_TYPES, PosixStorage, filesystem_type, is_shared
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
