@@ -95,7 +95,7 @@ def test_a_chinese_page_has_the_code_and_the_links_of_the_english_one(page):
         return (
             {line.strip() for block in blocks for line in block.splitlines()},
             {
-                link.replace("_CN", "").replace(".zh.svg", ".svg")
+                link.replace("_CN", "").replace(".zh.", ".")
                 for link in re.findall(r"\]\((?!https?:)([^)#]+)", text)
             },
         )
@@ -128,17 +128,38 @@ def test_anchors_are_those_of_github():
 
 @DOCUMENTS
 def test_every_anchor_of_a_link_exists(document):
-    """A Chinese page names another page without a language, so what it links to is in Chinese on
-    the site and in English on GitHub: only links within the page can have an anchor."""
     broken = []
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", document.read_text()):
         target = document.parent / link if link else document
-        is_ambiguous = bool(link) and document.name.endswith(".zh.md")
-        if is_ambiguous or (
-            target.suffix == ".md" and anchor not in anchors_of(target.read_text())
-        ):
+        if target.suffix == ".md" and anchor not in anchors_of(target.read_text()):
             broken.append(f"{link}#{anchor}")
     assert broken == []
+
+
+@DOCUMENTS
+def test_links_of_a_chinese_page_lead_to_chinese_pages(document):
+    """In a view of the repository, too, where nothing chooses the language of a page."""
+    is_chinese = document.name.endswith((".zh.md", "_CN.md"))
+    folder = document.parent
+    # "[English](README.md)" leads to the twin
+    for link in re.findall(r"(?<!\[English)\]\((?!https?:)([^)#]+\.md)", document.read_text()):
+        twins = (link.replace(".md", ".zh.md"), link.replace(".md", "_CN.md"))
+        if is_chinese:
+            assert not any((folder / twin).exists() for twin in twins), link
+
+
+def test_a_paragraph_of_a_chinese_page_is_one_line():
+    """A line break after Chinese punctuation would be shown as a space."""
+    wrapped = [
+        (page.name, line)
+        for page in [*(ROOT / "docs").glob("*.zh.md"), *ROOT.glob("*_CN.md")]
+        for line in re.findall(
+            r"^(?![|#<`]).*[\u3000-\u303f\uff00-\uffef]\n(?= *[\w*`（“\[])(?! *(?:[-*]|\d+\.) )",
+            re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL),
+            re.MULTILINE,
+        )
+    ]
+    assert wrapped == []
 
 
 def test_every_page_has_a_chinese_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from scripts.make_docs import commands, settings, upstream
@@ -19,6 +20,10 @@ PAGES = {  # {page: (source that its mark names, maker of the part)}
 
 
 def made(name: str) -> str:
-    """Returns the page as it should be: what is outside of the marks stays."""
+    """Returns the page as it should be: what is outside of the marks stays. Links of a Chinese
+    page lead to Chinese pages."""
     source, part = PAGES[name]
-    return with_part((DOCS / name).read_text(encoding="utf-8"), source, part())
+    text = part()
+    if name.endswith(".zh.md"):
+        text = re.sub(r"\]\((\w+)\.md", r"](\1.zh.md", text)
+    return with_part((DOCS / name).read_text(encoding="utf-8"), source, text)
