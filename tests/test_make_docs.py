@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from mindresume import cli, errors
+from mindresume.mindformers.upstream import FEATURES
 from mindresume.settings import settings_of
-from scripts.make_docs import commands, settings
+from scripts.make_docs import commands, settings, upstream
 from scripts.make_docs.pages import DOCS, PAGES, made
 
 ROOT = DOCS.parent
@@ -34,14 +35,32 @@ def test_every_setting_has_a_meaning_in_both_languages_and_nothing_else_has():
     } - {""}
 
 
+def test_every_text_of_a_feature_has_a_chinese_one_and_nothing_else_has():
+    texts = {each for row in FEATURES.values() for each in (row.name, row.without)} - {""}
+    assert set(upstream.CHINESE) == texts
+
+
 @pytest.mark.parametrize("name", [name for name, _ in commands.commands()])
 def test_the_reference_of_a_command_has_the_options_of_its_help(name):
     environment = {"COLUMNS": "200", "TERMINAL_WIDTH": "200", "TERM": "dumb", "NO_COLOR": "1"}
     shown = CliRunner().invoke(cli.app, [name, "--help"], env=environment).output
     shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    section = commands.part().partition(f"\n## `mindresume {name}`\n")[2].partition("\n## ")[0]
     options = set(re.findall(r"--[a-z][a-z-]*[a-z]", shown)) - {"--help"}
-    assert options and options == set(re.findall(r"--[a-z][a-z-]*[a-z]", section))
+    for language in ("en", "zh"):
+        _, _, rest = commands.part(language).partition(f"\n## `mindresume {name}`\n")
+        found = re.findall(r"--[a-z][a-z-]*[a-z]", rest.partition("\n## ")[0])
+        assert options and options == set(found), language
+
+
+def test_every_help_text_has_a_chinese_one_and_nothing_else_has():
+    """A changed help needs its Chinese text again: under a new key of commands.zh.json."""
+    texts = {commands.key(text): (name, text) for name, text in commands.english() if text.strip()}
+    missing = [
+        f"mindresume {name}: {key!r}: {text}"
+        for key, (name, text) in texts.items()
+        if not re.search(r"[\u4e00-\u9fff]", commands.CHINESE.get(key, ""))
+    ]
+    assert missing == [] and sorted(set(commands.CHINESE) - set(texts)) == []
 
 
 def test_every_error_has_a_code_of_its_own_that_both_languages_explain():

@@ -12,8 +12,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {  # {page: (source that its mark names, maker of the part)}
     "settings.md": (settings.SOURCE, lambda: settings.part("en")),
     "settings.zh.md": (settings.SOURCE, lambda: settings.part("zh")),
-    "command_reference.md": (commands.SOURCE, commands.part),
-    "command_reference.zh.md": (commands.SOURCE, commands.part),
+    "command_reference.md": (commands.SOURCE, lambda: commands.part("en")),
+    "command_reference.zh.md": (commands.SOURCE, lambda: commands.part("zh")),
     "upstream.md": (upstream.SOURCE, lambda: upstream.part("en")),
     "upstream.zh.md": (upstream.SOURCE, lambda: upstream.part("zh")),
 }

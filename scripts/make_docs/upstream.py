@@ -1,9 +1,11 @@
 """Makes the part of docs/upstream.md: what mindresume wraps, overrides, calls and reads of
-mindformers and MindSpore, for each feature."""
+mindformers and MindSpore, for each feature. upstream.zh.json has the Chinese texts of features."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 from mindresume.mindformers.upstream import (
     FEATURES,
@@ -15,6 +17,7 @@ from mindresume.mindformers.upstream import (
 )
 
 SOURCE = "mindresume/mindformers/upstream.json"
+CHINESE = json.loads(Path(__file__).with_name("upstream.zh.json").read_text(encoding="utf-8"))
 CHANGED = (Kind.WRAPPED, Kind.REPLACED)
 TEXTS = {
     "en": {
@@ -22,8 +25,9 @@ TEXTS = {
         + ("called", "read", "internal names"),
         "packages": ("mindformers", "MindSpore", "the PyNative trainer"),
         "heads": ("wrapped or replaced", "since", "until"),
-        "others": "Overridden, called or read",
-        "without": "Without it",
+        "others": "Overridden, called or read ({}): ",
+        "comma": ", ",
+        "without": "Without it: {}.",
         "needed": "Needed: without it the installation is refused.",
         "nothing": "Nothing is wrapped.",
     },
@@ -31,8 +35,9 @@ TEXTS = {
         "counts": ("软件包", "包装的函数", "替换的方法", "重写的方法", "调用", "读取", "内部名称"),
         "packages": ("mindformers", "MindSpore", "动态图（PyNative）Trainer"),
         "heads": ("包装或替换的符号", "起始版本", "终止版本"),
-        "others": "重写、调用或读取",
-        "without": "缺少时",
+        "others": "重写、调用或读取（{} 个）：",
+        "comma": "、",
+        "without": "缺少时：{}。",
         "needed": "必需：缺少时拒绝安装。",
         "nothing": "没有包装任何符号。",
     },
@@ -58,12 +63,16 @@ def part(language: str) -> str:
     rows = [row for table in tables.values() for row in table]
     for feature in FEATURES.values():
         own = [row for row in rows if row.feature is feature]
-        blocks += [f"### {feature.name}", *_feature(own, feature.without, texts)]
+        name, without = (
+            CHINESE.get(text, text) if language == "zh" else text
+            for text in (feature.name, feature.without)
+        )
+        blocks += [f"### {name}", *_feature(own, without, texts)]
     return "\n\n".join(blocks)
 
 
 def _feature(rows: list[Symbol], without: str, texts: dict[str, tuple[str, ...]]) -> Iterable[str]:
-    yield f"{texts['without']}: {without}." if without else str(texts["needed"])
+    yield str(texts["without"]).format(without) if without else str(texts["needed"])
     changed = [row for row in rows if row.kind in CHANGED]
     if changed:
         yield _table(
@@ -74,7 +83,7 @@ def _feature(rows: list[Symbol], without: str, texts: dict[str, tuple[str, ...]]
         yield str(texts["nothing"])
     others = sorted({f"`{row.path}`" for row in rows if row.kind not in CHANGED})
     if others:
-        yield f"{texts['others']} ({len(others)}): {', '.join(others)}"
+        yield str(texts["others"]).format(len(others)) + str(texts["comma"]).join(others)
 
 
 def _once(rows: list[Symbol]) -> list[Symbol]:
