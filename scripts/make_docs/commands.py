@@ -100,8 +100,8 @@ def part(language: str) -> str:
 
 def key(text: str) -> str:
     """Returns the name of an English text in commands.zh.json: how it begins, and a checksum."""
-    words = " ".join(text.split())
-    return f"{words[:24]}~{zlib.crc32(words.encode())}"
+    words = text.split()
+    return f"{' '.join(words[:4])} ~{zlib.crc32(' '.join(words).encode())}"
 
 
 def english() -> Iterator[tuple[str, str]]:
